@@ -1,0 +1,348 @@
+"""What a server asks of compute, and what compute answers.
+
+Frozen dataclasses over numpy and nothing else: they are pickled between our own processes and are
+the arguments of Ray actor calls. They are made by code that has already validated the request
+against the wire contract; an engine validates again only what needs the model (vocabulary, context
+length, adapter existence) and answers a user's mistake with `Failed(category="user")`, changing no
+state.
+
+`Engine` is the synchronous heart inside one worker; `Worker` is how a server reaches it, wherever
+it runs. Order: jobs of one `adapter_id` run in the order they were submitted. Training jobs of
+different adapters that wait together may share one packed pass. Samples never wait for a whole
+training queue: the engine interleaves decode steps with training passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsrArray:
+    """A 2-D array of which only some cells are stored (compressed sparse rows)."""
+
+    values: Array
+    crow_indices: NDArray[np.int64]
+    col_indices: NDArray[np.int64]
+    shape: tuple[int, int]
+
+
+# ------------------------------------------------------------------------------------ adapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    rank: int
+    alpha: float = 32.0
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateAdapterJob:
+    """Make a fresh adapter. Loads the base model first when it is not resident."""
+
+    job_id: str
+    adapter_id: str
+    base_model: str
+    lora: LoraSpec
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAdapterJob:
+    """Put a checkpoint folder's weights into `adapter_id`, creating the adapter when it is absent.
+
+    Without `with_optimizer` the optimizer starts afresh; gradients gathered so far are dropped
+    either way, unless the folder is a recovery snapshot that holds gradients.
+    """
+
+    job_id: str
+    adapter_id: str
+    base_model: str
+    folder: str
+    with_optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveAdapterJob:
+    """Write a checkpoint folder: aside, fsync, rename. The folder must not exist yet.
+
+    `for_sampling` also keeps an in-memory copy under the folder's name, so that a `SampleJob`
+    naming the folder needs no disk. `with_gradients` makes a recovery snapshot: everything that a
+    bit-exact continuation needs, gathered gradients included.
+    """
+
+    job_id: str
+    adapter_id: str
+    folder: str
+    with_optimizer: bool = False
+    with_gradients: bool = False
+    for_sampling: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropAdapterJob:
+    """Free an adapter's memory. Dropping an absent adapter is not an error."""
+
+    job_id: str
+    adapter_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterResult:
+    """Answer of every adapter job. `size_bytes` is set by a save."""
+
+    size_bytes: int = 0
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainDatum:
+    tokens: NDArray[np.int64]
+    """[T] model input."""
+    inputs: Mapping[str, Array | CsrArray]
+    """Loss inputs by wire name (`target_tokens`, `weights`, `logprobs`, `advantages`, ...)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """A traced loss as it arrived on the wire (contract 5.7); the engine rebuilds it."""
+
+    inputs: tuple[tuple[str, int], ...]
+    """(name, rank) in parameter order; the first is `logprobs`."""
+    graph: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    job_id: str
+    adapter_id: str
+    data: tuple[TrainDatum, ...]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
+    backward: bool = True
+    """False: forward only, no gradient is gathered."""
+    custom_loss: CustomLoss | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    outputs: tuple[Mapping[str, Array], ...]
+    """Per datum, in the order given; `logprobs` has the shape of `target_tokens`."""
+    metrics: Mapping[str, float]
+    """`name:reduction` keys, one colon; `loss:sum` always present."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    """0 means no clipping; the norm is measured and reported either way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonParams:
+    learning_rate: float
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimJob:
+    job_id: str
+    adapter_id: str
+    params: AdamParams | MuonParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimResult:
+    metrics: Mapping[str, float]
+
+
+# ------------------------------------------------------------------------------------ sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleJob:
+    job_id: str
+    base_model: str
+    adapter_folder: str | None
+    """An immutable checkpoint folder, or None for the base model itself."""
+    prompt: NDArray[np.int64]
+    num_samples: int = 1
+    max_tokens: int | None = None
+    """None: until a stop, at most the context that is left."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = -1
+    """-1 or 0: off."""
+    top_p: float = 1.0
+    seed: int | None = None
+    """With a seed, sample i depends on (seed, i) only, whatever else is in the batch."""
+    stop_tokens: tuple[int, ...] | None = None
+    """None and no stop_strings: the model's own end tokens. (): nothing stops but max_tokens."""
+    stop_strings: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Array | CsrArray | None = None
+    """[T-1, K] token ids to score at prompt positions 1..T-1; -1 skips a cell."""
+    prompt_alt_tokens_k: int = 0
+    stream: bool = False
+    """Emit `Tokens` events while generating."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """[N, K] ids and logprobs; an empty cell is id 0 and -99999.0."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    stop_reason: Literal["length", "stop"]
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleResult:
+    sequences: tuple[SampledTokens, ...]
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """[T], position 0 (and everything before last_n) is NaN."""
+    topk_prompt: TopK | None = None
+    target_prompt_logprobs: Array | CsrArray | None = None
+    prompt_alt: TopK | None = None
+    """[T-1, K] alternative draws at prompt positions 1..T-1."""
+    prompt_cache_hit_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+
+
+# ------------------------------------------------------------------------------------ models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeModelJob:
+    """Say what a base model is, from its config alone; loads no weights."""
+
+    job_id: str
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    base_model: str
+    arch: str
+    vocab_size: int
+    max_context_length: int
+    tokenizer_id: str
+    """A name or local path that a tokenizer loader accepts."""
+    eos_token_ids: tuple[int, ...]
+
+
+Job = (
+    CreateAdapterJob
+    | LoadAdapterJob
+    | SaveAdapterJob
+    | DropAdapterJob
+    | TrainJob
+    | OptimJob
+    | SampleJob
+    | DescribeModelJob
+)
+Result = AdapterResult | TrainResult | OptimResult | SampleResult | ModelInfo
+
+
+# ------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Why a job is not done yet, in words a user understands: `loading NAME 40 %`."""
+
+    job_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """New tokens of one sample of a streaming `SampleJob`."""
+
+    job_id: str
+    sample_index: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    job_id: str
+    result: Result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """`user`: the caller can fix it. `server`: we failed. A cancelled job ends as `cancelled`."""
+
+    job_id: str
+    message: str
+    category: Literal["user", "server", "cancelled"]
+
+
+Event = Progress | Tokens | Done | Failed
+
+
+class Engine(Protocol):
+    """The synchronous heart of one worker. `submit` and `cancel` return at once, from any thread.
+
+    Every submitted job ends in exactly one `Done` or `Failed`, passed to its `emit` from the
+    engine's own thread.
+    """
+
+    def submit(self, job: Job, emit: Callable[[Event], None]) -> None: ...
+
+    def cancel(self, job_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Worker(Protocol):
+    """How a server reaches an engine: in a child process, or behind a Ray actor."""
+
+    async def run(self, job: Job, on_event: Callable[[Event], None] | None = None) -> Result:
+        """Run one job. `on_event` sees its `Progress` and `Tokens`.
+
+        Raises:
+            InvalidInputError: The job failed with category "user".
+            EngineError: The job failed with category "server".
+            WorkerLostError: The worker died; its adapters are gone and must be restored.
+            asyncio.CancelledError: The job was cancelled.
+        """
+        ...
+
+    async def cancel(self, job_id: str) -> None: ...
+
+    async def close(self) -> None: ...
