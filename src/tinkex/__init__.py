@@ -12,19 +12,25 @@ from typing import Any
 __version__ = "0.1.0"
 __title__ = "tinkex"
 
-# Public name -> module that owns it. Submodules map to themselves.
+# Public name -> module that owns it.
 _EXPORTS: dict[str, str] = {
     "InvalidInputError": "tinkex.errors",
     "TinkerError": "tinkex.errors",
 }
-_SUBMODULES = frozenset({"errors", "types"})
+# Public submodule -> where it lives.
+_SUBMODULES: dict[str, str] = {
+    "errors": "tinkex.errors",
+    "events": "tinkex.client.events",
+    "regularizers": "tinkex.regularizers",
+    "types": "tinkex.types",
+}
 
 __all__ = sorted([*_EXPORTS, *_SUBMODULES, "__title__", "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return import_module(f"tinkex.{name}")
+    if (module := _SUBMODULES.get(name)) is not None:
+        return import_module(module)
     if (module := _EXPORTS.get(name)) is not None:
         value = globals()[name] = getattr(import_module(module), name)
         return value
