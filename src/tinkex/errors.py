@@ -1,7 +1,7 @@
 """Every error a user of Tinkex can meet, in one tree.
 
 Each class also derives from the builtin a caller would reach for (`ValueError` for a wrong value,
-`ConnectionError` for a lost peer), and every instance survives pickling with its attributes, because
+`ConnectionError` for a lost peer), and every instance survives pickling with its attributes, since
 errors cross process borders here. This module imports nothing but the standard library: `engine`
 runs on machines that have neither pydantic nor httpx.
 """
@@ -71,3 +71,237 @@ class WorkerLostError(EngineError):
     """A worker process died; what it held in memory must be restored."""
 
     code = "worker_lost"
+
+
+# ------------------------------------------------------------------------------------ the SDK
+
+
+class ExperimentalWarning(UserWarning):
+    """The call works, but its shape may change."""
+
+
+class LocalServerError(TinkerError, RuntimeError):
+    """The embedded server could not be started or reached."""
+
+    code = "local_server_failed"
+
+
+class ClientClosedError(TinkerError, RuntimeError):
+    """The client was closed; make a new ServiceClient."""
+
+    code = "client_closed"
+
+
+class ResultTimeoutError(TinkerError, TimeoutError):
+    """`result(timeout)` ended before the answer came. The request itself goes on."""
+
+    code = "result_timeout"
+
+
+class RetryableException(TinkerError, RuntimeError):
+    """The request is lost but may be made again, as a new one."""
+
+    code = "retryable"
+
+
+class PromiseLostError(RetryableException):
+    """The server no longer knows the promise (410): its result is gone."""
+
+    code = "promise_lost"
+
+    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.category = "server"
+
+
+class RequestFailedError(TinkerError, RuntimeError):
+    """The server accepted the request and could not fulfil it.
+
+    `category` is "user" (the caller can fix it), "server" or "unknown".
+    """
+
+    code = "request_failed"
+
+    def __init__(
+        self, message: str, request_id: str | None = None, category: str = "unknown"
+    ) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.category = category
+        self.status_code: int | None = None
+        self.retry_after_ms: int | None = None
+
+
+class APIError(TinkerError):
+    """An HTTP call failed. `body` is what the server sent, decoded where it was JSON."""
+
+    code = "api_error"
+    status_code: int | None = None
+
+    def __init__(
+        self,
+        message: str,
+        request: Any = None,
+        *,
+        body: Any = None,
+        request_id: str | None = None,
+        retry_after_ms: int | None = None,
+        category: str = "unknown",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request = request
+        """`METHOD path` of the call, as text."""
+        self.body = body
+        self.request_id = request_id
+        self.retry_after_ms = retry_after_ms
+        self.category = category
+
+
+class APIResponseValidationError(APIError, ValueError):
+    """The server answered with something that is not the expected result."""
+
+    code = "invalid_response"
+
+
+class APIConnectionError(APIError, ConnectionError):
+    """The server could not be reached, or the connection broke."""
+
+    code = "connection_failed"
+
+    def __init__(self, message: str = "Connection error.", request: Any = None) -> None:
+        super().__init__(message, request, category="server")
+
+
+class APITimeoutError(APIConnectionError, TimeoutError):
+    """The server did not answer in time."""
+
+    code = "timeout"
+
+    def __init__(self, message: str = "Request timed out.", request: Any = None) -> None:
+        super().__init__(message, request)
+
+
+class CircuitOpenError(APIConnectionError):
+    """The circuit breaker holds calls back, because the last ones to this host all failed."""
+
+    code = "circuit_open"
+
+
+class APIStatusError(APIError):
+    """The server answered with an error status."""
+
+    code = "status_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status_code: int,
+        request: Any = None,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        request_id: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        category = "user" if 400 <= status_code < 500 and status_code != 408 else "server"
+        super().__init__(
+            message,
+            request,
+            body=body,
+            request_id=request_id,
+            retry_after_ms=retry_after_ms,
+            category=category,
+        )
+        self.status_code = status_code
+        self.headers = headers or {}
+
+    @property
+    def response(self) -> Any:
+        """The answer as an `httpx.Response`, for programs that look into it."""
+        import httpx
+
+        if isinstance(self.body, (dict, list)):
+            return httpx.Response(self.status_code or 0, headers=self.headers, json=self.body)
+        text = "" if self.body is None else str(self.body)
+        return httpx.Response(self.status_code or 0, headers=self.headers, text=text)
+
+
+class BadRequestError(APIStatusError, ValueError):
+    """400: the request is malformed or not allowed in this state."""
+
+    code = "bad_request"
+
+
+class AuthenticationError(APIStatusError, PermissionError):
+    """401: no credential, or one the server does not know."""
+
+    code = "unauthenticated"
+
+
+class BillingError(APIStatusError, RuntimeError):
+    """402: the account cannot pay for the request."""
+
+    code = "billing"
+
+
+class PermissionDeniedError(APIStatusError, PermissionError):
+    """403: the credential is known but may not do this."""
+
+    code = "permission_denied"
+
+
+class NotFoundError(APIStatusError, LookupError):
+    """404: no such thing, or not yours."""
+
+    code = "not_found"
+
+
+class ConflictError(APIStatusError, RuntimeError):
+    """409: the thing exists already or is in another state."""
+
+    code = "conflict"
+
+
+class UnprocessableEntityError(APIStatusError, ValueError):
+    """422: a field has a wrong value."""
+
+    code = "unprocessable"
+
+
+class RateLimitError(APIStatusError, RuntimeError):
+    """429: too many requests; `retry_after_ms` says how long to wait, if the server said so."""
+
+    code = "rate_limited"
+
+
+class InternalServerError(APIStatusError, RuntimeError):
+    """5xx: the server failed."""
+
+    code = "server_error"
+
+
+class RetrieveError(APIStatusError, ValueError):
+    """Asking for a result was refused for good (the promise is not ours, or not valid)."""
+
+    code = "retrieve_refused"
+
+
+STATUS_ERRORS: dict[int, type[APIStatusError]] = {
+    400: BadRequestError,
+    401: AuthenticationError,
+    402: BillingError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    409: ConflictError,
+    422: UnprocessableEntityError,
+    429: RateLimitError,
+}
+
+
+def status_error_class(status_code: int) -> type[APIStatusError]:
+    """The class of the tree for an HTTP status; codes without their own give APIStatusError."""
+    if status_code >= 500:
+        return InternalServerError
+    return STATUS_ERRORS.get(status_code, APIStatusError)
