@@ -1,0 +1,165 @@
+"""The root of the command line: which commands exist, and how a run of one ends.
+
+A command's module is imported only when that command runs, so `tinkex --help` and shell completion
+cost milliseconds. This module maps every outcome to an exit code (0 done, 1 failed, 2 wrong usage,
+130 interrupted) and keeps tracebacks from people whose mistake was not a bug of ours. It knows no
+client and no command's options.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from tinkex.cli.state import Leaf, State, shared_options
+from tinkex.errors import TinkerError
+
+# name -> (module:attribute, the line `tinkex --help` shows)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "auth": ("tinkex.cli.auth:auth", "Log in, log out, and say who you are."),
+    "billing": ("tinkex.cli.billing:billing", "Tokens used and checkpoint storage."),
+    "chat": ("tinkex.cli.chat:chat", "Talk to a base model or a checkpoint."),
+    "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "List, publish, download and delete."),
+    "completion": ("tinkex.cli.completion:completion", "Print a shell completion script."),
+    "conformance": ("tinkex.cli.conformance:conformance", "Test a server against the contract."),
+    "doctor": ("tinkex.cli.doctor:doctor", "Check this machine and a server."),
+    "export": ("tinkex.cli.export:export", "Write a checkpoint as PEFT or merged model."),
+    "import": ("tinkex.cli.import_:import_", "Turn a PEFT adapter into a checkpoint."),
+    "model": ("tinkex.cli.model:model", "What the server can train and sample."),
+    "quickstart": ("tinkex.cli.quickstart:quickstart", "Fine-tune a small model, right now."),
+    "run": ("tinkex.cli.run:run", "List and inspect training runs."),
+    "sample": ("tinkex.cli.sample:sample", "Complete a prompt."),
+    "serve": ("tinkex.server.serve:serve", "Run a Tinker server on this machine."),
+    "session": ("tinkex.cli.session:session", "List and inspect sessions."),
+    "train": ("tinkex.cli.train:train", "Fine-tune with SFT, RL or DPO."),
+    "version": ("tinkex.cli.version:version", "Print the version."),
+}
+
+# A module that one of these extras brings is missing: say how to get it, not which import failed.
+_EXTRA_OF = {
+    "torch": "local",
+    "transformers": "local",
+    "safetensors": "local",
+    "fastapi": "server",
+    "uvicorn": "server",
+    "sqlalchemy": "server",
+    "alembic": "server",
+    "matplotlib": "local",
+    "huggingface_hub": "hub",
+    "ray": "cluster",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command's module when the command is used, not before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"No command '{name}'.{_closest(name)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+def _closest(name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    return f" Did you mean '{close[0]}'?" if close else " See `tinkex --help`."
+
+
+@click.group(
+    cls=LazyGroup,
+    params=[*shared_options()],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    no_args_is_help=True,
+)
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """Train and sample language models through the Tinker API.
+
+    Without a key and a base URL everything runs on this machine, in a private local server.
+    Set TINKER_BASE_URL or --base-url for your own server, TINKER_API_KEY for the hosted one.
+    """
+    ctx.ensure_object(State)
+    _set_up_logging()
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code. Nothing is raised."""
+    try:
+        outcome = cli.main(
+            args=None if argv is None else list(argv), prog_name="tinkex", standalone_mode=False
+        )
+    except click.ClickException as exc:
+        exc.show()
+        return exc.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Aborted!", err=True)
+        return 130
+    except BrokenPipeError:
+        # The reader of our stdout (`| head`) has left. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as exc:
+        return _report(exc)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def main() -> None:
+    """The `tinkex` script."""
+    sys.exit(run())
+
+
+def _report(exc: Exception) -> int:
+    if os.environ.get("TINKEX_DEBUG"):
+        traceback.print_exception(exc)
+    click.echo(f"Error: {_message(exc)}", err=True)
+    return 1
+
+
+def _message(exc: Exception) -> str:
+    if isinstance(exc, ModuleNotFoundError) and (root := (exc.name or "").split(".")[0]):
+        if extra := _EXTRA_OF.get(root):
+            return f"this command needs {root}. Install it with: pip install 'tinkex[{extra}]'"
+    if isinstance(exc, TinkerError | OSError | TimeoutError):
+        return str(exc) or type(exc).__name__
+    return (
+        f"{type(exc).__name__}: {exc}\n"
+        "This looks like a bug in tinkex. Run again with TINKEX_DEBUG=1 for the traceback."
+    )
+
+
+def _set_up_logging() -> None:
+    level = os.environ.get("TINKER_LOG", "").upper()
+    logging.basicConfig(
+        level=level if level in ("DEBUG", "INFO") else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+__all__ = ["COMMANDS", "Leaf", "cli", "main", "run"]

@@ -1,0 +1,60 @@
+"""Options and arguments that several commands take, with the checks that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def limit_option(default: int) -> Callable[[F], F]:
+    """`--limit N`, where 0 means all."""
+    return click.option(
+        "--limit",
+        type=click.IntRange(min=0),
+        default=default,
+        show_default=True,
+        help="Most rows to show; 0 shows all.",
+    )
+
+
+def offset_option() -> Callable[[F], F]:
+    return click.option(
+        "--offset",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Rows to skip first.",
+    )
+
+
+def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """A click callback: every given path must be a tinker:// one."""
+    for path in value if isinstance(value, tuple) else (value,):
+        if path is not None and not path.startswith("tinker://"):
+            raise click.BadParameter(
+                f"'{path}' is not a checkpoint; one looks like tinker://RUN/weights/NAME."
+            )
+    return value
+
+
+path_argument = click.argument("path", callback=check_tinker_path)
+
+
+class IsoMoment(click.ParamType):
+    """An ISO date or time; without a zone it is UTC."""
+
+    name = "ISO"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> datetime:
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            self.fail(f"'{value}' is not an ISO date such as 2026-11-15 or 2026-11-15T08:00Z.")
+        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

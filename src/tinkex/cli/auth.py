@@ -1,0 +1,129 @@
+"""`tinkex auth ...`: the key on this machine, and whether the server takes it.
+
+The key file is the one the official CLI uses, so logging in with either serves both. The key is
+read without echo, checked against the server before it is stored, and never printed.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import click
+
+from tinkex.cli.output import properties
+from tinkex.cli.state import Noun, State, pass_state
+
+_CONSOLE = "https://tinker.thinkingmachines.ai/keys"
+
+
+@click.group(cls=Noun)
+def auth() -> None:
+    """Log in, log out, and say who you are."""
+
+
+@auth.command()
+@pass_state
+def login(state: State) -> None:
+    """Store an API key as this machine's default, after the server has accepted it."""
+    from tinkex.client import credentials
+
+    if credentials.default_key() is not None:
+        raise click.ClickException("Already logged in. Run `tinkex auth logout` first.")
+    url = f"{_CONSOLE}?new_key=true&key_name=tinker-cli-{platform.node()}"
+    state.note(f"Create a key at {_link(url)}")
+    key = click.prompt("API key", hide_input=True, err=True).strip()
+    me = _me("GET", _base_url(state), key)
+    credentials.store_default(
+        str(me["key_id"]),
+        {
+            "type": "manual",
+            "key": key,
+            **{k: me[k] for k in ("name", "note", "details") if k in me},
+        },
+    )
+    click.echo(f"Logged in as {me['details']['user_details']['email']}.")
+
+
+@auth.command()
+@pass_state
+def logout(state: State) -> None:
+    """Forget the default key. A key that a login generated is revoked as well."""
+    from tinkex.client import credentials
+
+    entry = credentials.default_entry()
+    if entry is None:
+        raise click.ClickException("Not logged in: there is no stored key.")
+    if entry.get("type") == "generated":
+        _me("DELETE", _base_url(state), entry["key"])
+    credentials.remove_default()
+    click.echo("Logged out.")
+    if entry.get("type") != "generated":
+        state.note(f"The key itself still works; revoke it at {_link(_CONSOLE)}")
+
+
+@auth.command()
+@pass_state
+def status(state: State) -> None:
+    """Say whether there are credentials, and whether the server accepts them."""
+    from tinkex import TinkerError
+    from tinkex import auth as credentials
+
+    available = credentials.tinker_has_credentials()
+    click.echo(f"Credentials available: {'yes' if available else 'no'}")
+    reason = ""
+    try:
+        with state.service() as service:
+            service.get_server_capabilities()
+    except TinkerError as exc:
+        reason = str(exc)
+    click.echo(f"Tinker accessible: {'no' if reason else 'yes'}")
+    if reason:
+        raise click.ClickException(reason)
+
+
+@auth.command()
+@pass_state
+def whoami(state: State) -> None:
+    """Show the user and organization the server sees."""
+    with state.rest() as rest:
+        me = rest.whoami().result()
+    state.show(
+        properties(None, {"Email": me.email, "User": me.user_urn, "Organization": me.org_urn}),
+        {"user_urn": me.user_urn, "org_urn": me.org_urn, "email": me.email},
+    )
+
+
+def _base_url(state: State) -> str:
+    from tinkex.client.config import Config
+
+    return str(Config(base_url=state.base_url).base_url)
+
+
+def _link(url: str) -> str:
+    """An OSC-8 link: terminals that know it make it clickable, others show the URL."""
+    return f"\033]8;;{url}\033\\{url}\033]8;;\033\\"
+
+
+def _me(verb: str, base_url: str, key: str) -> dict[str, Any]:
+    """Ask the server about a key. Its own words (`detail`) are the error when it refuses."""
+    import httpx
+
+    try:
+        answer = httpx.request(
+            verb, f"{base_url}/api/v1/auth/apikey/me", headers={"X-API-Key": key}, timeout=30
+        )
+    except httpx.HTTPError as exc:
+        raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
+    if answer.is_error:
+        raise click.ClickException(f"The server refused the key: {_detail(answer)}")
+    return dict(answer.json()) if verb == "GET" else {}
+
+
+def _detail(answer: Any) -> str:
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    detail = body.get("detail") if isinstance(body, dict) else None
+    return detail if isinstance(detail, str) else f"HTTP {answer.status_code}"

@@ -1,0 +1,20 @@
+"""`tinkex completion SHELL`: the script that lets Tab finish commands and options."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of SHELL.
+
+    bash: add `eval "$(tinkex completion bash)"` to ~/.bashrc; zsh alike; fish: pipe it to `source`.
+    """
+    found = get_completion_class(shell)
+    assert found is not None
+    root = ctx.find_root().command
+    click.echo(found(root, {}, "tinkex", "_TINKEX_COMPLETE").source())

@@ -1,0 +1,95 @@
+"""`tinkex checkpoint delete`: by path, or by run with filters, many at a time.
+
+A checkpoint that cannot be deleted is reported beside those that could; one failure never stops
+the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from tinkex.cli.arguments import IsoMoment, check_tinker_path
+from tinkex.cli.state import Leaf, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex import RestClient
+    from tinkex.types import Checkpoint
+
+_PARALLEL = 32
+_TYPES = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+    "training": "training",
+    "sampler": "sampler",
+    "external": "external",
+}
+
+
+@click.command(cls=Leaf)
+@click.argument("paths", nargs=-1, callback=check_tinker_path)
+@click.option("--run-id", help="Delete this run's checkpoints instead of named ones.")
+@click.option("--type", "kind", type=click.Choice(list(_TYPES)), help="Only this kind.")
+@click.option("--before", type=IsoMoment(), help="Only those made before.")
+@click.option("--after", type=IsoMoment(), help="Only those made after.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@pass_state
+def delete(
+    state: State,
+    paths: tuple[str, ...],
+    run_id: str | None,
+    kind: str | None,
+    before: datetime | None,
+    after: datetime | None,
+    yes: bool,
+) -> None:
+    """Delete checkpoints, by PATHS or by --run-id. This cannot be undone."""
+    if bool(paths) == bool(run_id):
+        raise click.UsageError("Name checkpoints to delete, or give --run-id; one of the two.")
+    if paths and (kind or before or after):
+        raise click.UsageError("--type, --before and --after filter a run: give --run-id.")
+    with state.rest() as rest:
+        if run_id:
+            found = rest.list_checkpoints(run_id).result().checkpoints
+            paths = tuple(item.tinker_path for item in found if _wanted(item, kind, before, after))
+        if paths and not yes:
+            click.confirm(f"Delete {len(paths)} checkpoint(s) for good?", abort=True, err=True)
+        failed = _delete_all(rest, paths)
+    _report(state, len(paths) - len(failed), failed)
+
+
+def _wanted(
+    item: Checkpoint, kind: str | None, before: datetime | None, after: datetime | None
+) -> bool:
+    return (
+        (kind is None or item.checkpoint_type == _TYPES[kind])
+        and (before is None or item.time < before)
+        and (after is None or item.time > after)
+    )
+
+
+def _delete_all(rest: RestClient, paths: Sequence[str]) -> list[dict[str, str]]:
+    def attempt(path: str) -> dict[str, str] | None:
+        try:
+            rest.delete_checkpoint_from_tinker_path(path).result()
+        except Exception as exc:
+            return {"tinker_path": path, "error": str(exc)}
+        return None
+
+    with ThreadPoolExecutor(_PARALLEL) as pool:
+        return [failure for failure in pool.map(attempt, paths) if failure]
+
+
+def _report(state: State, num_deleted: int, failed: list[dict[str, str]]) -> None:
+    if state.format == "json":
+        click.echo(json.dumps({"deleted_count": num_deleted, "failed": failed}))
+        return
+    click.echo(f"Deleted {num_deleted} checkpoint(s)")
+    for failure in failed:
+        state.note(f"Failed: {failure['tinker_path']}: {failure['error']}")

@@ -1,0 +1,122 @@
+"""How results look: tables for people, JSON for programs, sizes and times in words.
+
+Pure presentation. It never talks to a server and prints only to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+MISSING = "N/A"
+_PIPE_WIDTH = 1000  # Nobody wraps lines in a pipe: a cut id is worse than a long line.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    title: str | None = None
+    styles: dict[str, str] = field(default_factory=dict)
+    """Rich style by cell text, such as {"fail": "red"}."""
+
+
+def properties(title: str | None, pairs: dict[str, Any]) -> Table:
+    """A table of one thing's fields."""
+    return Table(title=title, columns=("Property", "Value"), rows=list(pairs.items()))
+
+
+def print_table(table: Table) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        shown.add_column(column, overflow="fold")
+    for row in table.rows:
+        cells = [cell(value) for value in row]
+        shown.add_row(*(Text(text, style=table.styles.get(text, "")) for text in cells))
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    Console(file=sys.stdout, width=width, highlight=False).print(shown)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return MISSING
+    if isinstance(value, bool):
+        return "Yes" if value else "No"
+    if isinstance(value, datetime):
+        return ago(value)
+    return str(value)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(plain(data), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any, *, rfc3339: bool = False) -> Any:
+    """Turn results into what `json.dumps` takes; datetimes as Python prints them, or RFC 3339."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return {str(key): plain(item, rfc3339=rfc3339) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, rfc3339=rfc3339) for item in value]
+    if isinstance(value, datetime):
+        return value.isoformat().replace("+00:00", "Z") if rfc3339 else str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return str(value) if isinstance(value, str) else value
+    return str(value)
+
+
+def size(num_bytes: int | None) -> str:
+    """`1536` -> `1.5 KB`, in steps of 1024."""
+    if num_bytes is None:
+        return MISSING
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    amount = float(num_bytes)
+    for unit in ("KB", "MB", "GB", "TB", "PB"):
+        amount /= 1024
+        if amount < 1024 or unit == "PB":
+            break
+    return f"{amount:.1f} {unit}"
+
+
+def ago(moment: datetime | None, *, now: datetime | None = None) -> str:
+    """How far a moment is from now: `5 minutes ago`, `in 2 days`; a date when it is far away."""
+    if moment is None:
+        return MISSING
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    words = _span(abs(seconds))
+    if words is None:
+        return moment.strftime("%Y-%m-%d")
+    if words == "just now":
+        return words
+    return f"in {words}" if seconds < 0 else f"{words} ago"
+
+
+def _span(seconds: float) -> str | None:
+    if seconds < 60:
+        return "just now"
+    days = int(seconds // 86_400)
+    if days > 30:
+        return None
+    if days > 7:
+        return _count(days // 7, "week")
+    if days:
+        return _count(days, "day")
+    if seconds >= 3600:
+        return _count(int(seconds // 3600), "hour")
+    return _count(int(seconds // 60), "minute")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,117 @@
+"""`tinkex run ...`: training runs, as tables and as JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.arguments import limit_option, offset_option
+from tinkex.cli.output import MISSING, Table, ago, properties
+from tinkex.cli.paging import collect
+from tinkex.cli.state import Noun, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex.types import TrainingRun
+
+_PAGE = 100
+_TITLES = {
+    "id": "Run ID",
+    "model": "Base Model",
+    "owner": "Owner",
+    "lora": "LoRA",
+    "updated": "Last Update",
+    "status": "Status",
+    "checkpoint": "Last Checkpoint",
+    "checkpoint_time": "Checkpoint Time",
+}
+_DEFAULT_COLUMNS = "id,model,lora,updated,status"
+
+
+@click.group(cls=Noun)
+def run() -> None:
+    """List and inspect training runs."""
+
+
+def _columns(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in _TITLES]:
+        raise click.BadParameter(f"no column '{unknown[0]}'; choose from {', '.join(_TITLES)}.")
+    if not names:
+        raise click.BadParameter(f"name at least one of {', '.join(_TITLES)}.")
+    return names
+
+
+@run.command("list")
+@limit_option(20)
+@offset_option()
+@click.option(
+    "-c",
+    "--columns",
+    default=_DEFAULT_COLUMNS,
+    show_default=True,
+    callback=_columns,
+    help=f"Columns of the table, from {','.join(_TITLES)}.",
+)
+@pass_state
+def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
+    """List training runs, newest first."""
+    with state.rest() as rest:
+
+        def fetch(count: int, start: int) -> tuple[list[TrainingRun], Any]:
+            answer = rest.list_training_runs(limit=count, offset=start).result()
+            return list(answer.training_runs), answer.cursor
+
+        runs, total = collect(fetch, limit=limit, offset=offset, page=_PAGE)
+    count = (
+        f"{len(runs)} of {total}" if total is not None and total != len(runs) else str(len(runs))
+    )
+    state.show(
+        Table(
+            title=f"Training runs ({count})",
+            columns=[_TITLES[name] for name in columns],
+            rows=[[_field(run, name) for name in columns] for run in runs],
+            styles={"OK": "green", "Failed": "red"},
+        ),
+        {"runs": runs},
+    )
+
+
+@run.command()
+@click.argument("run_id")
+@pass_state
+def info(state: State, run_id: str) -> None:
+    """Show one training run. RUN_ID may also be a tinker:// path of one of its checkpoints."""
+    with state.rest() as rest:
+        if run_id.startswith("tinker://"):
+            found = rest.get_training_run_by_tinker_path(run_id).result()
+        else:
+            found = rest.get_training_run(run_id).result()
+    state.show(lambda: _info_table(found), found)
+
+
+def _info_table(run: TrainingRun) -> Table:
+    pairs: dict[str, Any] = {_TITLES[name]: _field(run, name) for name in list(_TITLES)[:6]}
+    for title, checkpoint in (
+        ("Last Checkpoint", run.last_checkpoint),
+        ("Last Sampler Checkpoint", run.last_sampler_checkpoint),
+    ):
+        pairs[title] = (
+            f"{checkpoint.tinker_path} ({ago(checkpoint.time)})" if checkpoint else MISSING
+        )
+    pairs |= {f"Metadata: {key}": value for key, value in (run.user_metadata or {}).items()}
+    return properties(f"Training run {run.training_run_id}", pairs)
+
+
+def _field(run: TrainingRun, name: str) -> Any:
+    last = run.last_checkpoint
+    return {
+        "id": run.training_run_id,
+        "model": run.base_model,
+        "owner": run.model_owner,
+        "lora": f"Rank {run.lora_rank}" if run.is_lora and run.lora_rank else run.is_lora,
+        "updated": run.last_request_time,
+        "status": "Failed" if run.corrupted else "OK",
+        "checkpoint": last.checkpoint_id if last else None,
+        "checkpoint_time": last.time if last else None,
+    }[name]

@@ -1,0 +1,104 @@
+"""`tinkex session ...`: what a client process did, from its start to its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinkex.cli.arguments import limit_option, offset_option
+from tinkex.cli.output import Table, properties, size
+from tinkex.cli.paging import collect
+from tinkex.cli.state import Noun, State, pass_state
+
+
+@click.group(cls=Noun)
+def session() -> None:
+    """List and inspect sessions."""
+
+
+@session.command("list")
+@limit_option(20)
+@offset_option()
+@pass_state
+def list_(state: State, limit: int, offset: int) -> None:
+    """List session ids, newest first."""
+    with state.rest() as rest:
+
+        def fetch(count: int, start: int) -> tuple[list[str], Any]:
+            return list(rest.list_sessions(limit=count, offset=start).result().sessions), None
+
+        ids, _ = collect(fetch, limit=limit, offset=offset, page=100)
+    state.show(
+        Table(
+            title=f"Sessions ({len(ids)})", columns=("Session ID",), rows=[(name,) for name in ids]
+        ),
+        {"sessions": ids},
+    )
+
+
+@session.command()
+@click.argument("session_id")
+@pass_state
+def info(state: State, session_id: str) -> None:
+    """Show the runs and samplers of one session."""
+    with state.rest() as rest:
+        found = rest.get_session(session_id).result()
+
+    def table() -> Table:
+        pairs: dict[str, Any] = {
+            "Name": found.display_name,
+            "Training Runs": ", ".join(found.training_run_ids) or None,
+            "Samplers": ", ".join(found.sampler_ids) or None,
+        }
+        pairs |= {f"Metadata: {key}": value for key, value in (found.user_metadata or {}).items()}
+        return properties(f"Session {session_id}", pairs)
+
+    state.show(table, found)
+
+
+@session.command("export-trace")
+@click.argument("session_id")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to write it; ./<id>.pftrace by default.",
+)
+@click.option("--url-only", is_flag=True, help="Print the download URL and fetch nothing.")
+@pass_state
+def export_trace(state: State, session_id: str, output: Path | None, url_only: bool) -> None:
+    """Fetch a session's timeline, to open in ui.perfetto.dev."""
+    with state.rest() as rest:
+        url = rest.export_session_trace(session_id).result()
+    if url_only:
+        if state.format == "json":
+            state.show(properties(None, {}), {"session_id": session_id, "url": url})
+        else:
+            click.echo(url)
+        return
+    target = output or Path(f"{session_id.replace(':', '_').replace('/', '_')}.pftrace")
+    num_bytes = _fetch(url, target)
+    state.show(
+        properties(None, {"Session": session_id, "Destination": target, "Size": size(num_bytes)}),
+        {"session_id": session_id, "destination": str(target), "file_size_bytes": num_bytes},
+    )
+
+
+def _fetch(url: str, target: Path) -> int:
+    """Download aside, then rename: a broken download never looks like a finished one."""
+    import httpx
+
+    aside = target.with_name(target.name + ".part")
+    try:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=60) as answer:
+            answer.raise_for_status()
+            with aside.open("wb") as out:
+                for piece in answer.iter_bytes():
+                    out.write(piece)
+    except httpx.HTTPError as exc:
+        aside.unlink(missing_ok=True)
+        raise click.ClickException(f"Could not download the trace: {exc}") from exc
+    aside.replace(target)
+    return target.stat().st_size

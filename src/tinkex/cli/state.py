@@ -1,0 +1,119 @@
+"""What every command shares: output format, server address, and the clients made from them.
+
+The shared options are accepted before the command (`tinkex -f json run list`) and after it
+(`tinkex run list --json`); the later one wins. `State` rides on click's context object. It knows
+how to make clients and how to print a result, never what a command does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.output import Table, print_json, print_table
+
+if TYPE_CHECKING:
+    from tinkex import AdminClient, RestClient, ServiceClient
+
+
+@dataclass
+class State:
+    format: str = "table"
+    base_url: str | None = None
+
+    def show(self, table: Table | Callable[[], Table], data: Any) -> None:
+        """Print a result on stdout: `table` for people, `data` for programs."""
+        if self.format == "json":
+            print_json(data)
+        else:
+            print_table(table() if callable(table) else table)
+
+    def note(self, text: str) -> None:
+        """Say something that is not the result."""
+        click.echo(text, err=True)
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[RestClient]:
+        from tinkex import RestClient
+
+        yield RestClient(base_url=self.base_url)
+
+    @contextlib.contextmanager
+    def admin(self) -> Iterator[AdminClient]:
+        from tinkex import AdminClient
+
+        yield AdminClient(base_url=self.base_url)
+
+    @contextlib.contextmanager
+    def service(self, **options: Any) -> Iterator[ServiceClient]:
+        from tinkex import ServiceClient
+
+        with ServiceClient(base_url=self.base_url, **options) as client:
+            yield client
+
+
+def _state(ctx: click.Context) -> State:
+    return ctx.ensure_object(State)
+
+
+def _set_format(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        _state(ctx).format = value
+
+
+def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        _state(ctx).format = "json"
+
+
+def _set_base_url(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        _state(ctx).base_url = value
+
+
+def shared_options() -> list[click.Parameter]:
+    """Fresh copies of the options that every command takes."""
+    return [
+        click.Option(
+            ["-f", "--format"],
+            type=click.Choice(["table", "json"]),
+            callback=_set_format,
+            expose_value=False,
+            help="How to print the result.",
+        ),
+        click.Option(
+            ["--json"],
+            is_flag=True,
+            callback=_set_json,
+            expose_value=False,
+            help="Same as --format json.",
+        ),
+        click.Option(
+            ["--base-url"],
+            metavar="URL",
+            callback=_set_base_url,
+            expose_value=False,
+            help="The server; 'local' is this machine.",
+        ),
+    ]
+
+
+class Leaf(click.Command):
+    """A command that does something: it takes the shared options as well as its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(shared_options())
+
+
+class Noun(click.Group):
+    """A group of verbs. Its commands take the shared options."""
+
+    command_class = Leaf
+
+
+pass_state = click.make_pass_decorator(State, ensure=True)
