@@ -1,0 +1,38 @@
+"""One uniform number per (seed, sample, position), computed, never drawn from a stream.
+
+A stream would make a sample depend on what else was drawn before it; a counter does not, so a
+seeded sample is the same alone, in a batch, after preemption and on every device. Knows integers
+only.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+_MASK = (1 << 64) - 1
+# Domain tags keep the draws of one job apart: token draws and alternative prompt draws.
+TOKEN = 0
+PROMPT_ALT = 1
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection with full avalanche."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def sample_key(seed: int, sample_index: int, domain: int = TOKEN) -> int:
+    """The key of one sample of a job; combine it with a position by `uniform`."""
+    return _mix(_mix(_mix(seed & _MASK) ^ sample_index) ^ domain)
+
+
+def uniform(key: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits."""
+    return float(_mix(key ^ _mix(position)) >> 11) * 2.0**-53
+
+
+def fresh_seed() -> int:
+    """A seed for a job that gave none."""
+    return secrets.randbits(63)

@@ -1,0 +1,168 @@
+"""A bigram language model with a trainable sparse table: the brain of the toy engine.
+
+The logit of token v after token c is `base(c, v) + GAIN * table[c, v]`. The base favours a few
+successors of every token and gives all others logit 0; the table holds only cells that training has
+touched. Softmax, gradients and AdamW are exact over those cells, so loss falls, optimizer state
+matters, and a resumed adapter continues to the bit. Knows numpy; no jobs, no files, no threads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.engine.jobs import AdamParams, LoraSpec, MuonParams
+
+GAIN = 100.0
+"""Logits per unit of parameter, so that the learning rates users try (1e-4 to 1e-2) move it."""
+EMPTY_LOGPROB = -99999.0
+_NUM_FAVOURED = 6
+_EOS = 2
+
+
+def favoured(token: int, vocab_size: int) -> dict[int, float]:
+    """The logits of the base model that are not 0: some successors of `token`, and the end."""
+    step = token * 2654435761 + 12345
+    ids = [(step + i * 7919) % vocab_size for i in range(_NUM_FAVOURED)]
+    logits = {v: 13.0 - i for i, v in reversed(list(enumerate(ids)))}
+    logits.setdefault(_EOS, 10.0)
+    return logits
+
+
+@dataclass(slots=True)
+class Row:
+    """The next-token distribution after one context token: some logits, and 0 for all others."""
+
+    vocab_size: int
+    logits: dict[int, float]
+    log_z: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log_z = math.log(
+            math.fsum(math.exp(x) for x in self.logits.values())
+            + (self.vocab_size - len(self.logits))
+        )
+
+    def logprob(self, token: int) -> float:
+        return self.logits.get(token, 0.0) - self.log_z
+
+    def dense(self) -> NDArray[np.float64]:
+        out_V = np.zeros(self.vocab_size)
+        out_V[list(self.logits)] = list(self.logits.values())
+        return out_V
+
+
+class ToyAdapter:
+    """The trainable table of one adapter, with its gathered gradients and optimizer state."""
+
+    def __init__(self, base_model: str, vocab_size: int, lora: LoraSpec, optimizer: str) -> None:
+        self.base_model, self.vocab_size = base_model, vocab_size
+        self.lora, self.optimizer = lora, optimizer
+        self.step = 0
+        self._cells: dict[tuple[int, int], int] = {}
+        self._tokens_of: dict[int, list[int]] = {}
+        # Columns: parameter, gradient, first moment, second moment.
+        self._state = np.zeros((64, 4))
+        self._rows: dict[int, Row] = {}
+
+    # -------------------------------------------------------------------------------- reading
+
+    def row(self, context: int) -> Row:
+        if (row := self._rows.get(context)) is None:
+            logits = favoured(context, self.vocab_size)
+            for token in self._tokens_of.get(context, ()):
+                cell = self._cells[context, token]
+                logits[token] = logits.get(token, 0.0) + GAIN * float(self._state[cell, 0])
+            row = self._rows[context] = Row(self.vocab_size, logits)
+        return row
+
+    def logprobs(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[Any]:
+        """log P(target | token), for targets of shape [T] or [T, K]."""
+        flat_TK = targets.reshape(len(tokens), -1)
+        out_TK = np.empty(flat_TK.shape)
+        for t, (context, row_targets) in enumerate(
+            zip(tokens.tolist(), flat_TK.tolist(), strict=True)
+        ):
+            row = self.row(context)
+            out_TK[t] = [row.logprob(v) for v in row_targets]
+        return out_TK.reshape(targets.shape)
+
+    # ------------------------------------------------------------------------------- training
+
+    def _cell(self, context: int, token: int) -> int:
+        key = context, token
+        if (cell := self._cells.get(key)) is None:
+            cell = self._cells[key] = len(self._cells)
+            self._tokens_of.setdefault(context, []).append(token)
+            if cell == len(self._state):
+                self._state = np.concatenate([self._state, np.zeros_like(self._state)])
+        return cell
+
+    def backward(
+        self, tokens: NDArray[np.int64], targets: NDArray[np.int64], slopes: NDArray[np.float64]
+    ) -> None:
+        """Add the gradient of sum(slope * logprob): d logprob(v) / d logit(u) = [u = v] - p(u)."""
+        targets_TK, slopes_TK = targets.reshape(len(tokens), -1), slopes.reshape(len(tokens), -1)
+        for context, row_targets, row_slopes in zip(
+            tokens.tolist(), targets_TK.tolist(), slopes_TK.tolist(), strict=True
+        ):
+            if not any(row_slopes):
+                continue
+            row = self.row(context)
+            for token, slope in zip(row_targets, row_slopes, strict=True):
+                if slope:
+                    self._state[self._cell(context, token), 1] += GAIN * slope
+            total = sum(row_slopes)
+            for token in self._tokens_of[context]:
+                p = math.exp(row.logprob(token))
+                self._state[self._cells[context, token], 1] -= GAIN * total * p
+
+    def optim_step(self, params: AdamParams | MuonParams) -> dict[str, float]:
+        """Apply and clear the gathered gradients. Muon on a table of scalars is signed momentum."""
+        used = self._state[: len(self._cells)]
+        grad = used[:, 1]
+        norm = float(np.sqrt((grad**2).sum()))
+        if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
+            grad *= params.grad_clip_norm / norm
+        self.step += 1
+        used[:, 0] *= 1 - params.learning_rate * params.weight_decay
+        if isinstance(params, MuonParams):
+            used[:, 2] = params.momentum * used[:, 2] + grad
+            used[:, 0] -= params.learning_rate * np.sign(used[:, 2])
+        else:
+            used[:, 2] = params.beta1 * used[:, 2] + (1 - params.beta1) * grad
+            used[:, 3] = params.beta2 * used[:, 3] + (1 - params.beta2) * grad**2
+            m_hat = used[:, 2] / (1 - params.beta1**self.step)
+            v_hat = used[:, 3] / (1 - params.beta2**self.step)
+            used[:, 0] -= params.learning_rate * m_hat / (np.sqrt(v_hat) + params.eps)
+        used[:, 1] = 0
+        self._rows.clear()
+        return {"grad_norm:mean": norm, "step:max": float(self.step)}
+
+    # --------------------------------------------------------------------------------- copies
+
+    def export(self) -> dict[str, NDArray[Any]]:
+        """All state as arrays; `load` of them gives an adapter that continues to the bit."""
+        cells = np.array(list(self._cells), dtype=np.int64).reshape(-1, 2)
+        return {
+            "cells": cells,
+            "step": np.array(self.step),
+            "state": self._state[: len(cells)].copy(),
+        }
+
+    def load(
+        self, arrays: dict[str, NDArray[Any]], *, with_optimizer: bool, with_gradients: bool
+    ) -> None:
+        self._cells = {(int(c), int(v)): i for i, (c, v) in enumerate(arrays["cells"])}
+        self._tokens_of = {}
+        for context, token in self._cells:
+            self._tokens_of.setdefault(context, []).append(token)
+        self._state = np.zeros((max(64, len(self._cells)), 4))
+        keep = [0, *([1] if with_gradients else []), *([2, 3] if with_optimizer else [])]
+        self._state[: len(self._cells), keep] = arrays["state"][:, keep]
+        self.step = int(arrays["step"]) if with_optimizer else 0
+        self._rows = {}

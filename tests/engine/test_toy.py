@@ -1,0 +1,297 @@
+"""The toy engine keeps every promise of `jobs.Engine` that server and SDK tests lean on (R31)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tinkex.engine import jobs
+from tinkex.engine.toy import ToyConfig, ToyEngine
+
+BASE = "toy/base"
+
+
+class Client:
+    """Submits a job and waits for its end, keeping all events."""
+
+    def __init__(self, engine: ToyEngine) -> None:
+        self.engine = engine
+        self.count = 0
+
+    def start(self, job: jobs.Job) -> tuple[list[jobs.Event], threading.Event]:
+        events: list[jobs.Event] = []
+        ended = threading.Event()
+
+        def emit(event: jobs.Event) -> None:
+            events.append(event)
+            if isinstance(event, jobs.Done | jobs.Failed):
+                ended.set()
+
+        self.engine.submit(job, emit)
+        return events, ended
+
+    def run(self, kind: type, **fields: Any) -> Any:
+        self.count += 1
+        events, ended = self.start(kind(job_id=f"j{self.count}", **fields))
+        assert ended.wait(10)
+        last = events[-1]
+        return last.result if isinstance(last, jobs.Done) else last
+
+    def create(self, adapter_id: str = "a") -> None:
+        self.run(
+            jobs.CreateAdapterJob,
+            adapter_id=adapter_id,
+            base_model=BASE,
+            lora=jobs.LoraSpec(rank=8),
+        )
+
+    def sample(self, prompt: list[int], **fields: Any) -> Any:
+        fields.setdefault("adapter_folder", None)
+        return self.run(jobs.SampleJob, base_model=BASE, prompt=np.array(prompt), **fields)
+
+
+def datum(tokens: list[int]) -> jobs.TrainDatum:
+    return jobs.TrainDatum(
+        tokens=np.array(tokens[:-1]),
+        inputs={
+            "target_tokens": np.array(tokens[1:]),
+            "weights": np.ones(len(tokens) - 1, np.float32),
+        },
+    )
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    engine = ToyEngine()
+    yield Client(engine)
+    engine.close()
+
+
+def train(client: Client, steps: int, adapter_id: str = "a") -> list[float]:
+    losses = []
+    for _ in range(steps):
+        result = client.run(
+            jobs.TrainJob,
+            adapter_id=adapter_id,
+            data=(datum([5, 6, 7, 8, 9]),),
+            loss_fn="cross_entropy",
+        )
+        client.run(jobs.OptimJob, adapter_id=adapter_id, params=jobs.AdamParams(learning_rate=0.01))
+        losses.append(result.metrics["loss:sum"])
+    return losses
+
+
+def test_loss_falls_and_greedy_then_repeats_what_was_taught(client, tmp_path):
+    client.create()
+    losses = train(client, 30)
+    assert losses[-1] < losses[0] / 50
+    folder = str(tmp_path / "s")
+    client.run(jobs.SaveAdapterJob, adapter_id="a", folder=folder, for_sampling=True)
+    result = client.sample([5], adapter_folder=folder, temperature=0.0, max_tokens=4)
+    assert result.sequences[0].tokens.tolist() == [6, 7, 8, 9]
+
+
+def test_a_gradient_is_the_slope_of_the_loss():
+    """Central difference of the table against `backward`."""
+    from tinkex.engine.toy_model import GAIN, ToyAdapter
+
+    adapter = ToyAdapter(BASE, 50, jobs.LoraSpec(rank=1), "adamw")
+    tokens, targets = np.array([3, 3, 4]), np.array([7, 8, 9])
+    slopes = np.array([-1.0, 0.5, 2.0])
+    adapter.backward(tokens, targets, slopes)
+    for (context, token), cell in adapter._cells.items():
+        got = adapter._state[cell, 1]
+        values = []
+        for eps in (1e-6, -1e-6):
+            adapter._state[cell, 0] = eps
+            adapter._rows.clear()
+            values.append(float((slopes * adapter.logprobs(tokens, targets)).sum()))
+        adapter._state[cell, 0] = 0
+        slope = (values[0] - values[1]) / 2e-6
+        assert slope == pytest.approx(got, rel=1e-4), (context, token, GAIN)
+
+
+def test_resume_with_optimizer_is_bit_exact_and_without_is_not(client, tmp_path):
+    client.create()
+    train(client, 3)
+    client.run(jobs.SaveAdapterJob, adapter_id="a", folder=str(tmp_path / "c"), with_optimizer=True)
+    straight = train(client, 3)
+    for name, with_optimizer in (("b", True), ("c", False)):
+        client.run(
+            jobs.LoadAdapterJob,
+            adapter_id=name,
+            base_model=BASE,
+            folder=str(tmp_path / "c"),
+            with_optimizer=with_optimizer,
+        )
+    assert train(client, 3, "b") == straight
+    assert train(client, 3, "c") != straight
+
+
+def test_a_recovery_snapshot_keeps_gathered_gradients(client, tmp_path):
+    client.create()
+    job = {"data": (datum([1, 2, 3]),), "loss_fn": "cross_entropy"}
+    client.run(jobs.TrainJob, adapter_id="a", **job)
+    client.run(
+        jobs.SaveAdapterJob,
+        adapter_id="a",
+        folder=str(tmp_path / "r"),
+        with_optimizer=True,
+        with_gradients=True,
+    )
+    client.run(
+        jobs.LoadAdapterJob,
+        adapter_id="b",
+        base_model=BASE,
+        folder=str(tmp_path / "r"),
+        with_optimizer=True,
+    )
+    norms = [
+        client.run(jobs.OptimJob, adapter_id=name, params=jobs.AdamParams()).metrics
+        for name in ("a", "b")
+    ]
+    assert norms[0] == norms[1]
+    assert norms[0]["grad_norm:mean"] > 0
+
+
+def test_equal_seeds_give_equal_tokens_and_samples_differ(client):
+    one = client.sample([5, 6], num_samples=3, max_tokens=12, seed=7, stop_tokens=())
+    two = client.sample([5, 6], num_samples=3, max_tokens=12, seed=7, stop_tokens=())
+    lists = [s.tokens.tolist() for s in one.sequences]
+    assert lists == [s.tokens.tolist() for s in two.sequences]
+    assert lists[0] != lists[1]
+
+
+def test_top_k_one_equals_greedy_and_reports_certainty(client):
+    greedy = client.sample([5], max_tokens=5, temperature=0.0, stop_tokens=())
+    top1 = client.sample([5], max_tokens=5, top_k=1, seed=1, stop_tokens=())
+    assert greedy.sequences[0].tokens.tolist() == top1.sequences[0].tokens.tolist()
+    assert np.allclose(top1.sequences[0].logprobs, 0)
+
+
+def test_stop_string_is_part_of_the_output_once(client):
+    free = client.sample([5], max_tokens=8, temperature=0.0, stop_tokens=())
+    text = "".join(chr(32 + t % 95) for t in free.sequences[0].tokens)
+    cut = client.sample([5], max_tokens=8, temperature=0.0, stop_strings=(text[2:4],))
+    assert cut.sequences[0].stop_reason == "stop"
+    assert cut.sequences[0].tokens.tolist() == free.sequences[0].tokens[:4].tolist()
+
+
+def test_prompt_scores_have_their_shapes_and_agree(client):
+    targets = np.array([[6, -1], [7, 3]])
+    result = client.sample(
+        [5, 6, 7],
+        max_tokens=1,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=4,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=3,
+    )
+    assert np.isnan(result.prompt_logprobs[0])
+    assert result.topk_prompt.token_ids.shape == (3, 4)
+    assert result.topk_prompt.logprobs[0].tolist() == [-99999.0] * 4
+    assert result.target_prompt_logprobs[:, 0].tolist() == result.prompt_logprobs[1:].tolist()
+    assert np.isnan(result.target_prompt_logprobs[0, 1])
+    assert result.prompt_alt.token_ids.shape == (2, 3)
+    assert result.sequences[0].topk.token_ids.shape == (1, 2)
+
+
+def test_last_n_hides_the_earlier_prompt(client):
+    result = client.sample(
+        [5, 6, 7, 8], max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=2
+    )
+    assert np.isnan(result.prompt_logprobs).tolist() == [True, True, False, False]
+
+
+def test_a_repeated_prompt_reports_cache_hits(client):
+    prompt = list(range(40))
+    assert client.sample(prompt, max_tokens=1).prompt_cache_hit_tokens == 0
+    assert client.sample(prompt, max_tokens=1).prompt_cache_hit_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_fn": "nonsense"}, "unknown loss 'nonsense'"),
+        ({"data": ()}, "at least one datum"),
+        ({"data": (datum([1, 99999]),)}, "token 99999 is outside"),
+        ({"adapter_id": "ghost"}, "no adapter 'ghost'"),
+        ({"loss_fn": "ppo"}, "data[0].logprobs: ppo needs it"),
+    ],
+)
+def test_bad_training_input_is_a_user_error_and_changes_nothing(client, change, message):
+    client.create()
+    good = {"adapter_id": "a", "data": (datum([1, 2, 3]),), "loss_fn": "cross_entropy"}
+    failed = client.run(jobs.TrainJob, **(good | change))
+    assert failed.category == "user"
+    assert message in failed.message
+    metrics = client.run(jobs.OptimJob, adapter_id="a", params=jobs.AdamParams()).metrics
+    assert metrics["grad_norm:mean"] == 0
+
+
+def test_cancel_ends_a_slow_stream_at_once():
+    engine = ToyEngine(ToyConfig(token_latency_s=0.05))
+    job = jobs.SampleJob(
+        job_id="s",
+        base_model=BASE,
+        adapter_folder=None,
+        prompt=np.array([1]),
+        max_tokens=1000,
+        stop_tokens=(),
+        stream=True,
+    )
+    events, ended = Client(engine).start(job)
+    time.sleep(0.2)
+    engine.cancel("s")
+    assert ended.wait(1)
+    assert events[-1].category == "cancelled"
+    assert 1 <= sum(isinstance(e, jobs.Tokens) for e in events) < 20
+    engine.close()
+
+
+def test_close_ends_every_waiting_job():
+    engine = ToyEngine(ToyConfig(latency_s=30))
+    events, ended = Client(engine).start(jobs.DescribeModelJob(job_id="d", base_model=BASE))
+    engine.close()
+    assert ended.wait(1)
+    assert [type(e) for e in events] == [jobs.Failed]
+
+
+def test_streamed_tokens_are_the_result(client):
+    job = jobs.SampleJob(
+        job_id="s",
+        base_model=BASE,
+        adapter_folder=None,
+        prompt=np.array([1]),
+        num_samples=2,
+        max_tokens=6,
+        stop_tokens=(),
+        stream=True,
+    )
+    events, ended = client.start(job)
+    assert ended.wait(5)
+    for i, sequence in enumerate(events[-1].result.sequences):
+        parts = [e.tokens for e in events if isinstance(e, jobs.Tokens) and e.sample_index == i]
+        assert np.concatenate(parts).tolist() == sequence.tokens.tolist()
+
+
+def test_the_toy_engine_imports_no_torch():
+    code = "import sys, tinkex.engine.toy; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_call_takes_microseconds_not_milliseconds(client):
+    client.create()
+    train(client, 1)
+    start = time.perf_counter()
+    for _ in range(50):
+        train(client, 1)
+    assert (time.perf_counter() - start) / 100 < 0.003
