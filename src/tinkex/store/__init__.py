@@ -1,0 +1,49 @@
+"""What survives a crash: accounts, sessions, runs, the journal, checkpoints and the ledger."""
+
+from tinkex.store.journal import SeqConflictError
+from tinkex.store.records import (
+    ApiKey,
+    Appended,
+    AuditEntry,
+    Checkpoint,
+    CheckpointKind,
+    CustomLoss,
+    Model,
+    NewOp,
+    Op,
+    OpState,
+    SamplingSession,
+    Session,
+    Snapshot,
+    UsageCount,
+    UsageKind,
+    UsageRow,
+    User,
+)
+from tinkex.store.sessions import SessionQuery
+from tinkex.store.store import Store
+from tinkex.store.writer import StoreClosedError
+
+__all__ = [
+    "ApiKey",
+    "Appended",
+    "AuditEntry",
+    "Checkpoint",
+    "CheckpointKind",
+    "CustomLoss",
+    "Model",
+    "NewOp",
+    "Op",
+    "OpState",
+    "SamplingSession",
+    "SeqConflictError",
+    "Session",
+    "SessionQuery",
+    "Snapshot",
+    "Store",
+    "StoreClosedError",
+    "UsageCount",
+    "UsageKind",
+    "UsageRow",
+    "User",
+]

@@ -1,0 +1,107 @@
+"""Users, their API keys and the server's own secrets.
+
+A key is stored only as its SHA-256: keys are long and random, so a slow hash would add nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets as random_secrets
+import time
+from typing import Any
+
+from sqlalchemy import Connection, Engine, insert, select, update
+
+from tinkex.store import schema
+from tinkex.store.records import ApiKey, User
+from tinkex.store.upsert import insert_or_ignore
+from tinkex.store.writer import GroupWriter
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Accounts:
+    def __init__(self, reader: Engine, writer: GroupWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def ensure_user(self, user_id: str, *, name: str = "", email: str = "") -> User:
+        """The user of that id, made when absent; an existing one keeps its name and email."""
+        row: dict[str, Any] = {"user_id": user_id, "name": name or user_id, "email": email}
+        row["created_at"] = time.time()
+
+        def write(connection: Connection) -> None:
+            connection.execute(insert_or_ignore(connection, schema.users), row)
+
+        self._writer.run(write)
+        user = self.get_user(user_id)
+        assert user is not None
+        return user
+
+    def get_user(self, user_id: str) -> User | None:
+        with self._reader.connect() as connection:
+            query = select(schema.users).where(schema.users.c.user_id == user_id)
+            row = connection.execute(query).mappings().first()
+        return User(**row) if row else None
+
+    def add_key(self, key: str, user_id: str, *, name: str = "", note: str = "") -> ApiKey:
+        """Let `key` act for `user_id`. Adding it again returns the first record, not revoked."""
+        row: dict[str, Any] = {"key_hash": hash_key(key), "user_id": user_id}
+        row |= {"name": name or key[:8]}
+        row |= {"note": note, "created_at": time.time(), "revoked_at": None}
+        keys = schema.api_keys
+
+        def write(connection: Connection) -> None:
+            known = connection.execute(
+                update(keys)
+                .where(keys.c.key_hash == row["key_hash"])
+                .values(user_id=user_id, revoked_at=None)
+            )
+            if known.rowcount == 0:
+                connection.execute(insert(keys), row)
+
+        self._writer.run(write)
+        found = self.find_key(key)
+        assert found is not None
+        return found
+
+    def find_key(self, key: str) -> ApiKey | None:
+        """The record of a key that is not revoked."""
+        keys = schema.api_keys
+        query = select(keys).where(keys.c.key_hash == hash_key(key), keys.c.revoked_at.is_(None))
+        with self._reader.connect() as connection:
+            row = connection.execute(query).mappings().first()
+        return _api_key(row) if row else None
+
+    def keys(self, user_id: str) -> list[ApiKey]:
+        keys = schema.api_keys
+        query = select(keys).where(keys.c.user_id == user_id).order_by(keys.c.key_id)
+        with self._reader.connect() as connection:
+            return [_api_key(row) for row in connection.execute(query).mappings()]
+
+    def revoke_key(self, key_id: int) -> bool:
+        """Stop accepting a key. False when it was unknown or revoked before."""
+        keys = schema.api_keys
+        statement = update(keys).where(keys.c.key_id == key_id, keys.c.revoked_at.is_(None))
+        return self._writer.run(
+            lambda connection: (
+                connection.execute(statement.values(revoked_at=time.time())).rowcount > 0
+            )
+        )
+
+    def secret(self, name: str) -> bytes:
+        """32 random bytes, made on the first call and the same ever after."""
+
+        def write(connection: Connection) -> bytes:
+            row = {"name": name, "value": random_secrets.token_bytes(32)}
+            connection.execute(insert_or_ignore(connection, schema.secrets), row)
+            query = select(schema.secrets.c.value).where(schema.secrets.c.name == name)
+            return bytes(connection.execute(query).scalar_one())
+
+        return self._writer.run(write)
+
+
+def _api_key(row: Any) -> ApiKey:
+    return ApiKey(**{name: row[name] for name in ApiKey.__slots__})

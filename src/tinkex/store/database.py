@@ -1,0 +1,111 @@
+"""Open a database by URL and bring its tables up to date.
+
+SQLite runs in WAL mode: readers never wait for the writer. Two engines over one database: `writer`
+opens every transaction with BEGIN IMMEDIATE, so that it never meets a lock half-way; `reader` is a
+pool for everything else. PostgreSQL needs no such care and shares one engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+
+from tinkex.errors import ConfigError
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+BUSY_TIMEOUT_MS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    reader: Engine
+    writer: Engine
+
+    def dispose(self) -> None:
+        self.reader.dispose()
+        self.writer.dispose()
+
+
+def sqlite_url(data_dir: Path) -> str:
+    return f"sqlite:///{data_dir / 'tinkex.db'}"
+
+
+def open_database(url: str, *, full_sync: bool = True) -> Database:
+    """Connect and migrate. `full_sync` False trades the last moments before a power cut for speed.
+
+    Raises:
+        ConfigError: The URL is not one of a SQLite file or a PostgreSQL database.
+    """
+    url = _with_driver(url)
+    options: dict[str, Any] = {"json_serializer": _dumps, "json_deserializer": orjson.loads}
+    if url.startswith("postgresql"):
+        engine = create_engine(url, pool_size=8, pool_pre_ping=True, **options)
+        database = Database(engine, engine)
+    else:
+        reader = create_engine(url, pool_size=8, **options)
+        writer = create_engine(url, pool_size=1, **options)
+        _prepare_sqlite(reader, "BEGIN", full_sync)
+        _prepare_sqlite(writer, "BEGIN IMMEDIATE", full_sync)
+        database = Database(reader, writer)
+    migrate(database.writer)
+    return database
+
+
+def migrate(engine: Engine) -> None:
+    """Run the migrations shipped in the package; does nothing when they all ran before."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def _with_driver(url: str) -> str:
+    try:
+        parsed = make_url(url)
+    except ArgumentError as exc:
+        raise ConfigError(
+            f"--database {url!r} is not a URL. Use sqlite:////path/to/file.db or "
+            "postgresql://user:password@host/name."
+        ) from exc
+    name = parsed.get_backend_name()
+    if name == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+    if name == "sqlite" and parsed.database not in (None, "", ":memory:"):
+        return url
+    raise ConfigError(
+        f"--database names {name!r}. Tinkex stores in a SQLite file (sqlite:////path/to/file.db) "
+        "or in PostgreSQL (postgresql://user:password@host/name)."
+    )
+
+
+def _dumps(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _prepare_sqlite(engine: Engine, begin: str, full_sync: bool) -> None:
+    def connect(raw: Any, _record: Any) -> None:
+        raw.isolation_level = None  # We say BEGIN ourselves; the driver's own is too late for DDL.
+        for pragma in (
+            "journal_mode=WAL",
+            f"synchronous={'FULL' if full_sync else 'NORMAL'}",
+            f"busy_timeout={BUSY_TIMEOUT_MS}",
+            "temp_store=MEMORY",
+            "cache_size=-16000",
+        ):
+            raw.execute(f"PRAGMA {pragma}")
+
+    _listen(engine, "connect", connect)
+    _listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+
+
+def _listen(engine: Engine, name: str, handler: Callable[..., Any]) -> None:
+    event.listen(engine, name, handler)

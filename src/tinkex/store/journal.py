@@ -1,0 +1,277 @@
+"""The journal: every accepted training request, and what became of it.
+
+A promise is given only after `append` resolved. (model_id, seq_id) is unique: a repeat gives back
+the first promise, another body under a used number is a `SeqConflictError`. Results live in the
+same row until they were fetched (plus a grace) or their TTL ended; bodies live until a snapshot
+makes them useless. What is left of a row then is small, keeps repeats idempotent and feeds the
+trace export; `prune` drops it after days. The store never looks into a body or a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Engine, bindparam, func, select, update
+
+from tinkex.errors import InvalidInputError
+from tinkex.store import schema
+from tinkex.store.ledger import Ledger
+from tinkex.store.records import Appended, NewOp, Op, UsageCount
+from tinkex.store.upsert import insert_or_ignore
+from tinkex.store.writer import GroupWriter
+
+_table = schema.journal
+RESULT_TTL_S = 6 * 3600.0
+"""How long a result that nobody fetched is kept."""
+RETRIEVED_GRACE_S = 300.0
+"""How long a result is kept after it was fetched, in case the answer was lost on its way."""
+ROW_TTL_S = 7 * 24 * 3600.0
+
+
+class SeqConflictError(InvalidInputError):
+    """A seq_id was used before for another request."""
+
+    code = "seq_conflict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    request_id: str
+    state: str
+    started_at: float | None
+    finished_at: float
+    result: bytes | None
+    result_type: str | None
+    error: str | None
+    error_category: str | None
+    usage: tuple[UsageCount, ...]
+
+
+class Journal:
+    def __init__(self, reader: Engine, writer: GroupWriter, ledger: Ledger) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._ledger = ledger
+
+    def append(self, op: NewOp) -> Future[Appended]:
+        """Record a request; when the future is done the row is durable. Never blocks.
+
+        Raises:
+            SeqConflictError: (In the future.) The seq_id was used for a different body or kind.
+        """
+        return self._writer.bulk(_append_all, op)
+
+    def finish(
+        self,
+        request_id: str,
+        result: bytes,
+        *,
+        result_type: str = "json",
+        started_at: float | None = None,
+        usage: Sequence[UsageCount] = (),
+    ) -> Future[None]:
+        """Record the result, and count `usage` in the same transaction. Never blocks."""
+        return self._end(request_id, "done", started_at, usage, result, result_type)
+
+    def fail(
+        self, request_id: str, error: str, category: str, *, started_at: float | None = None
+    ) -> Future[None]:
+        """Record that the op ended in an error; it is not replayed. Never blocks."""
+        return self._end(request_id, "failed", started_at, (), None, None, error, category)
+
+    def retrieved(self, request_id: str, grace_s: float = RETRIEVED_GRACE_S) -> Future[None]:
+        """The client has the result: `sweep` may drop it after the grace. Never blocks."""
+        return self._writer.bulk(_mark_retrieved, (request_id, time.time() + grace_s))
+
+    def get(self, request_id: str) -> Op | None:
+        found = self._all(select(_table).where(_table.c.request_id == request_id))
+        return found[0] if found else None
+
+    def find(self, model_id: str, seq_id: int) -> Op | None:
+        same = (_table.c.model_id == model_id, _table.c.seq_id == seq_id)
+        found = self._all(select(_table).where(*same))
+        return found[0] if found else None
+
+    def since(self, model_id: str, after_seq_id: int) -> list[Op]:
+        """Everything after a snapshot, in order: what a recovery runs again or still has to run."""
+        newer = (_table.c.model_id == model_id, _table.c.seq_id > after_seq_id)
+        return self._all(select(_table).where(*newer).order_by(_table.c.seq_id))
+
+    def last_seq_id(self, model_id: str) -> int | None:
+        query = select(func.max(_table.c.seq_id)).where(_table.c.model_id == model_id)
+        with self._reader.connect() as connection:
+            found = connection.execute(query).scalar()
+        return None if found is None else int(found)
+
+    def unfinished_models(self) -> list[str]:
+        """Models with an accepted op that has no end yet."""
+        query = select(_table.c.model_id).distinct().where(_table.c.finished_at.is_(None))
+        with self._reader.connect() as connection:
+            return list(connection.execute(query).scalars())
+
+    def timings(self, model_ids: Sequence[str]) -> list[Op]:
+        """Rows without body and result, in order of acceptance: the material of a trace."""
+        slim = [c for c in _table.c if c.name not in ("body", "result", "drop_result_at")]
+        query = select(*slim).where(_table.c.model_id.in_(model_ids))
+        query = query.order_by(_table.c.accepted_at)
+        with self._reader.connect() as connection:
+            rows = connection.execute(query).mappings().all()
+        return [Op(**row, body=None, result=None) for row in rows]
+
+    def release_bodies(self, model_id: str, through_seq_id: int) -> Future[None]:
+        """Drop bodies up to a snapshot that is durable. Never blocks."""
+        statement = (
+            update(_table)
+            .where(_table.c.model_id == model_id, _table.c.seq_id <= through_seq_id)
+            .where(_table.c.body.is_not(None))
+            .values(body=None)
+        )
+        return self._writer.submit(lambda connection: (connection.execute(statement), None)[1])
+
+    def sweep(self, now: float | None = None) -> None:
+        """Drop results and rows whose time has come. Call it every minute or so; it blocks."""
+        now = time.time() if now is None else now
+        due = update(_table).where(_table.c.drop_result_at < now)
+        old = _table.delete().where(_table.c.finished_at < now - ROW_TTL_S, _table.c.body.is_(None))
+
+        def write(connection: Connection) -> None:
+            connection.execute(due.values(result=None, drop_result_at=None))
+            connection.execute(old)
+
+        self._writer.run(write)
+
+    def _end(
+        self,
+        request_id: str,
+        state: str,
+        started_at: float | None,
+        usage: Sequence[UsageCount],
+        result: bytes | None = None,
+        result_type: str | None = None,
+        error: str | None = None,
+        category: str | None = None,
+    ) -> Future[None]:
+        end = _End(
+            request_id=request_id,
+            state=state,
+            started_at=started_at,
+            finished_at=time.time(),
+            result=result,
+            result_type=result_type,
+            error=error,
+            error_category=category,
+            usage=tuple(usage),
+        )
+        return self._writer.bulk(_end_all, end)
+
+    def _all(self, query: Any) -> list[Op]:
+        with self._reader.connect() as connection:
+            return [_op(row) for row in connection.execute(query).mappings()]
+
+
+def body_hash(kind: str, body: bytes) -> bytes:
+    return hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
+
+
+def _append_all(connection: Connection, ops: Sequence[NewOp]) -> list[Appended | Exception]:
+    rows = [_row(op) for op in ops]
+    written = connection.execute(insert_or_ignore(connection, _table), rows)
+    if written.rowcount == len(rows):
+        return [Appended(request_id=op.request_id, created=True) for op in ops]
+    return [_appended(connection, op, row) for op, row in zip(ops, rows, strict=True)]
+
+
+def _appended(connection: Connection, op: NewOp, row: dict[str, Any]) -> Appended | Exception:
+    """Some rows of a group were there before: look each of them up."""
+    columns = (_table.c.request_id, _table.c.body_hash)
+    same = (_table.c.model_id == op.model_id, _table.c.seq_id == op.seq_id)
+    first = connection.execute(select(*columns).where(*same)).first()
+    if first is None:
+        return SeqConflictError(f"Request id {op.request_id!r} is in use for another seq_id.")
+    if bytes(first.body_hash) != row["body_hash"]:
+        return SeqConflictError(
+            f"seq_id {op.seq_id} of {op.model_id!r} was used before for another request. "
+            "Every request needs a new number; only an exact repeat may reuse one."
+        )
+    return Appended(request_id=first.request_id, created=first.request_id == op.request_id)
+
+
+def _row(op: NewOp) -> dict[str, Any]:
+    at = op.accepted_at or time.time()
+    refused = op.refused is not None
+    return {
+        "model_id": op.model_id,
+        "seq_id": op.seq_id,
+        "kind": op.kind,
+        "request_id": op.request_id,
+        "user_id": op.user_id,
+        "body": None if refused else op.body,
+        "body_hash": body_hash(op.kind, op.body),
+        "state": "refused" if refused else "accepted",
+        "accepted_at": at,
+        "finished_at": at if refused else None,
+        "error": op.refused,
+        "error_category": "user" if refused else None,
+    }
+
+
+_END = (
+    update(_table)
+    .where(_table.c.request_id == bindparam("id"))
+    .values(
+        {
+            name: bindparam(f"new_{name}")
+            for name in (
+                "state",
+                "started_at",
+                "finished_at",
+                "result",
+                "result_type",
+                "error",
+                "error_category",
+                "drop_result_at",
+            )
+        }
+    )
+)
+
+
+def _end_all(connection: Connection, ends: Sequence[_End]) -> list[None]:
+    rows = [
+        {
+            "id": end.request_id,
+            "new_state": end.state,
+            "new_started_at": end.started_at,
+            "new_finished_at": end.finished_at,
+            "new_result": end.result,
+            "new_result_type": end.result_type,
+            "new_error": end.error,
+            "new_error_category": end.error_category,
+            "new_drop_result_at": end.finished_at + RESULT_TTL_S,
+        }
+        for end in ends
+    ]
+    connection.execute(_END, rows)
+    counts = [count for end in ends for count in end.usage]
+    if counts:
+        Ledger.write(connection, counts)
+    return [None] * len(ends)
+
+
+def _mark_retrieved(connection: Connection, marks: Sequence[tuple[str, float]]) -> list[None]:
+    statement = (
+        update(_table)
+        .where(_table.c.request_id == bindparam("id"))
+        .values(drop_result_at=bindparam("at"))
+    )
+    connection.execute(statement, [{"id": request_id, "at": at} for request_id, at in marks])
+    return [None] * len(marks)
+
+
+def _op(row: Any) -> Op:
+    return Op(**{name: row[name] for name in Op.__slots__})

@@ -1,0 +1,125 @@
+"""Training runs and the snapshots their recovery starts from.
+
+The time of the last request is gathered in memory and written about once a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Connection, Engine, bindparam, func, insert, select, update
+
+from tinkex.store import schema
+from tinkex.store.records import Model, Snapshot
+from tinkex.store.upsert import insert_or_replace
+from tinkex.store.writer import GroupWriter
+
+_table = schema.models
+
+
+class Models:
+    def __init__(self, reader: Engine, writer: GroupWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._touched: dict[str, float] = {}
+        self._lock = threading.Lock()
+        writer.defer(self._touched_write)
+
+    def create(self, model: Model) -> None:
+        row = {name: getattr(model, name) for name in Model.__slots__}
+        self._writer.run(lambda connection: connection.execute(insert(_table), row))
+
+    def get(self, model_id: str) -> Model | None:
+        with self._reader.connect() as connection:
+            query = select(_table).where(_table.c.model_id == model_id)
+            row = connection.execute(query).mappings().first()
+        return _model(row) if row else None
+
+    def touch(self, model_id: str, at: float | None = None) -> None:
+        """Note a request. Returns at once; the row follows within about a second."""
+        with self._lock:
+            self._touched[model_id] = time.time() if at is None else at
+
+    def mark(
+        self, model_id: str, *, corrupted: bool | None = None, unloaded: bool | None = None
+    ) -> None:
+        flags = {"corrupted": corrupted, "unloaded": unloaded}
+        self._set(model_id, {name: flag for name, flag in flags.items() if flag is not None})
+
+    def set_lora(
+        self, model_id: str, lora: dict[str, Any], optimizer_config: dict[str, Any]
+    ) -> None:
+        """What a checkpoint that was loaded into the run turned out to be."""
+        self._set(model_id, {"lora": lora, "optimizer_config": optimizer_config})
+
+    def of_session(self, session_id: str) -> list[Model]:
+        query = select(_table).where(_table.c.session_id == session_id)
+        return self._all(query.order_by(_table.c.model_seq_id))
+
+    def page(
+        self, user_id: str | None, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[Model], int]:
+        """Newest first, and how many there are in all; every user's with None."""
+        where = []
+        if user_id is not None:
+            where.append(_table.c.user_id == user_id)
+        if project_id is not None:
+            sessions = schema.sessions
+            inside = select(sessions.c.session_id).where(sessions.c.project_id == project_id)
+            where.append(_table.c.session_id.in_(inside))
+        order = (_table.c.created_at.desc(), _table.c.model_id.desc())
+        query = select(_table).where(*where).order_by(*order).limit(limit).offset(offset)
+        with self._reader.connect() as connection:
+            total = connection.execute(select(func.count()).select_from(_table).where(*where))
+            return self._all(query), int(total.scalar_one())
+
+    def save_snapshot(self, snapshot: Snapshot) -> Snapshot | None:
+        """Make this the state to recover from; gives the one before, whose folder may now go."""
+        snapshots = schema.snapshots
+        row = {name: getattr(snapshot, name) for name in Snapshot.__slots__}
+
+        def write(connection: Connection) -> Snapshot | None:
+            query = select(snapshots).where(snapshots.c.model_id == snapshot.model_id)
+            before = connection.execute(query).mappings().first()
+            connection.execute(insert_or_replace(connection, snapshots), row)
+            return Snapshot(**before) if before else None
+
+        return self._writer.run(write)
+
+    def get_snapshot(self, model_id: str) -> Snapshot | None:
+        query = select(schema.snapshots).where(schema.snapshots.c.model_id == model_id)
+        with self._reader.connect() as connection:
+            row = connection.execute(query).mappings().first()
+        return Snapshot(**row) if row else None
+
+    def drop_snapshot(self, model_id: str) -> None:
+        statement = schema.snapshots.delete().where(schema.snapshots.c.model_id == model_id)
+        self._writer.run(lambda connection: connection.execute(statement))
+
+    def _all(self, query: Any) -> list[Model]:
+        with self._reader.connect() as connection:
+            return [_model(row) for row in connection.execute(query).mappings()]
+
+    def _set(self, model_id: str, values: dict[str, Any]) -> None:
+        statement = update(_table).where(_table.c.model_id == model_id).values(**values)
+        self._writer.run(lambda connection: connection.execute(statement))
+
+    def _touched_write(self) -> Callable[[Connection], None] | None:
+        with self._lock:
+            touched, self._touched = self._touched, {}
+        if not touched:
+            return None
+        statement = (
+            update(_table)
+            .where(_table.c.model_id == bindparam("id"))
+            .values(last_request_time=bindparam("at"))
+        )
+        rows = [{"id": model_id, "at": at} for model_id, at in touched.items()]
+        return lambda connection: (connection.execute(statement, rows), None)[1]
+
+
+def _model(row: Any) -> Model:
+    return Model(**{name: row[name] for name in Model.__slots__})

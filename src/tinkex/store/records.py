@@ -1,0 +1,217 @@
+"""The rows of the store as frozen values.
+
+Times are seconds since the epoch (UTC). A record holds what the database holds and computes
+nothing; what a row means on the wire is decided by the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+OpState = Literal["accepted", "done", "failed", "refused"]
+UsageKind = Literal[
+    "training",
+    "sampling_prefill",
+    "sampling_prefill_cached",
+    "sampling_sample",
+    "checkpoint",
+    "storage",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    user_id: str
+    name: str
+    email: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    key_id: int
+    user_id: str
+    name: str
+    note: str
+    created_at: float
+    revoked_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    session_id: str
+    user_id: str
+    created_at: float
+    last_heartbeat: float
+    tags: list[str]
+    user_metadata: dict[str, Any]
+    display_name: str | None
+    project_id: str | None
+    sdk_version: str
+    status: dict[str, Any]
+    """As on the wire (contract 7.9): `{"type": "active"}`, `{"type": "client_finished", ...}`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model is a training run; `model_id` is `<session_id>:train:<model_seq_id>`."""
+
+    model_id: str
+    session_id: str
+    user_id: str
+    model_seq_id: int
+    base_model: str
+    lora: dict[str, Any]
+    """The fields of `engine.jobs.LoraSpec`."""
+    optimizer_config: dict[str, Any]
+    user_metadata: dict[str, Any] | None
+    created_at: float
+    last_request_time: float
+    corrupted: bool
+    unloaded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewOp:
+    """A training request as accepted. Creation (`create_model`, create-via-load) has seq_id 0."""
+
+    model_id: str
+    seq_id: int
+    kind: str
+    request_id: str
+    user_id: str
+    body: bytes
+    """Whatever the server needs to run the request again; opaque to the store."""
+    accepted_at: float = 0.0
+    """0: now."""
+    refused: str | None = None
+    """The reason, for a request that was refused but consumes its seq_id; it is never replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    model_id: str
+    seq_id: int
+    kind: str
+    request_id: str
+    user_id: str
+    body: bytes | None
+    """None once a snapshot made it useless."""
+    body_hash: bytes
+    state: OpState
+    accepted_at: float
+    started_at: float | None
+    finished_at: float | None
+    result: bytes | None
+    """None while running, and again once the result was fetched or its TTL ended."""
+    result_type: str | None
+    error: str | None
+    error_category: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appended:
+    """`created` is False when the same (model_id, seq_id) with the same body was there before."""
+
+    request_id: str
+    created: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageCount:
+    """Something to add to the ledger: tokens, or checkpoints, or byte-hours of storage."""
+
+    kind: UsageKind
+    count: float
+    user_id: str
+    session_id: str | None = None
+    model_id: str | None = None
+    base_model: str | None = None
+    project_id: str | None = None
+    at: float = 0.0
+    """0: now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRow:
+    bucket_start: int
+    kind: UsageKind
+    count: float
+    user_id: str
+    session_id: str | None
+    model_id: str | None
+    base_model: str | None
+    project_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingSession:
+    sampling_session_id: str
+    session_id: str
+    user_id: str
+    seq_id: int
+    base_model: str
+    model_path: str | None
+    folder: str | None
+    """The adapter's checkpoint folder; None samples the base model."""
+    ephemeral: bool
+    """The folder belongs to this sampling session alone and goes with it."""
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    path: str
+    """`tinker://<model_id>/<kind>/<name>`; the key."""
+    model_id: str
+    user_id: str
+    kind: CheckpointKind
+    name: str
+    folder: str
+    size_bytes: int
+    base_model: str
+    lora: dict[str, Any]
+    optimizer_config: dict[str, Any] = field(default_factory=lambda: {"type": "adamw"})
+    has_optimizer: bool = False
+    project_id: str | None = None
+    public: bool = False
+    created_at: float = 0.0
+    """0: now."""
+    expires_at: float | None = None
+    user_metadata: dict[str, str] | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    loss_id: str
+    session_id: str
+    user_id: str
+    seq_id: int
+    name: str
+    inputs: list[dict[str, Any]]
+    graph: dict[str, Any]
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A model's state right after op `seq_id`; the journal is replayed from `seq_id + 1`."""
+
+    model_id: str
+    seq_id: int
+    folder: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    timestamp: float
+    user_id: str
+    event: str
+    details: dict[str, Any]

@@ -1,0 +1,85 @@
+"""Sampling sessions and custom losses: small things a client session owns.
+
+Both are numbered by the client; making one again under the same number gives back the first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Engine, select, update
+
+from tinkex.store import schema
+from tinkex.store.records import CustomLoss, SamplingSession
+from tinkex.store.upsert import insert_or_ignore
+from tinkex.store.writer import GroupWriter
+
+_table = schema.sampling_sessions
+_losses = schema.custom_losses
+
+
+class Sampling:
+    def __init__(self, reader: Engine, writer: GroupWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    def create(self, session: SamplingSession) -> SamplingSession:
+        """Insert it, or give back the one that has its (session_id, seq_id)."""
+        row = {name: getattr(session, name) for name in SamplingSession.__slots__}
+        row["num_clients"] = 1  # The client that made it is number 0.
+        same = (_table.c.session_id == session.session_id, _table.c.seq_id == session.seq_id)
+
+        def write(connection: Connection) -> SamplingSession:
+            connection.execute(insert_or_ignore(connection, _table), row)
+            return _sampling(connection.execute(select(_table).where(*same)).mappings().one())
+
+        return self._writer.run(write)
+
+    def get(self, sampling_session_id: str) -> SamplingSession | None:
+        query = select(_table).where(_table.c.sampling_session_id == sampling_session_id)
+        with self._reader.connect() as connection:
+            row = connection.execute(query).mappings().first()
+        return _sampling(row) if row else None
+
+    def join(self, sampling_session_id: str) -> int:
+        """The number of one more client of the sampling session: 1, 2, ..."""
+        one = _table.c.sampling_session_id == sampling_session_id
+
+        def write(connection: Connection) -> int:
+            statement = update(_table).where(one).values(num_clients=_table.c.num_clients + 1)
+            row = connection.execute(statement.returning(_table.c.num_clients)).one()
+            return int(row.num_clients) - 1
+
+        return self._writer.run(write)
+
+    def of_session(self, session_id: str) -> list[SamplingSession]:
+        query = select(_table).where(_table.c.session_id == session_id).order_by(_table.c.seq_id)
+        with self._reader.connect() as connection:
+            return [_sampling(row) for row in connection.execute(query).mappings()]
+
+    def forget_folder(self, sampling_session_id: str) -> None:
+        """An ephemeral folder is gone; sampling from it can only say so."""
+        one = update(_table).where(_table.c.sampling_session_id == sampling_session_id)
+        gone = one.values(folder=None, ephemeral=True)
+        self._writer.run(lambda connection: connection.execute(gone))
+
+    def create_loss(self, loss: CustomLoss) -> CustomLoss:
+        """Insert it, or give back the one that has its (session_id, seq_id)."""
+        row = {name: getattr(loss, name) for name in CustomLoss.__slots__}
+        same = (_losses.c.session_id == loss.session_id, _losses.c.seq_id == loss.seq_id)
+
+        def write(connection: Connection) -> CustomLoss:
+            connection.execute(insert_or_ignore(connection, _losses), row)
+            return CustomLoss(**connection.execute(select(_losses).where(*same)).mappings().one())
+
+        return self._writer.run(write)
+
+    def get_loss(self, loss_id: str) -> CustomLoss | None:
+        query = select(_losses).where(_losses.c.loss_id == loss_id)
+        with self._reader.connect() as connection:
+            row = connection.execute(query).mappings().first()
+        return CustomLoss(**row) if row else None
+
+
+def _sampling(row: Any) -> SamplingSession:
+    return SamplingSession(**{name: row[name] for name in SamplingSession.__slots__})

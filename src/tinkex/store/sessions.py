@@ -1,0 +1,158 @@
+"""Client sessions: who opened them, whether they still live, how they ended.
+
+Heartbeats are gathered in memory and written about once a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Engine, and_, bindparam, func, insert, or_, select, update
+
+from tinkex.store import schema
+from tinkex.store.records import Session
+from tinkex.store.writer import GroupWriter
+
+ACTIVE = {"type": "active"}
+_table = schema.sessions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionQuery:
+    """What a search asks for; all given conditions must hold, except that id and name are OR-ed."""
+
+    user_ids: Sequence[str] | None = None
+    """None: every user."""
+    session_id: str | None = None
+    display_name: str | None = None
+    """Words that must all occur, in any case."""
+    project_ids: Sequence[str] | None = None
+    status_types: Sequence[str] | None = None
+    before: tuple[float, str] | None = None
+    """(created_at, session_id) of the last row of the previous page."""
+
+
+class Sessions:
+    def __init__(self, reader: Engine, writer: GroupWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._beats: dict[str, float] = {}
+        self._lock = threading.Lock()
+        writer.defer(self._beats_write)
+
+    def create(self, session: Session) -> None:
+        row = {name: getattr(session, name) for name in Session.__slots__}
+        row["status_type"] = session.status["type"]
+        self._writer.run(lambda connection: connection.execute(insert(_table), row))
+
+    def get(self, session_id: str) -> Session | None:
+        with self._reader.connect() as connection:
+            query = select(_table).where(_table.c.session_id == session_id)
+            row = connection.execute(query).mappings().first()
+        return _session(row) if row else None
+
+    def heartbeat(self, session_id: str, at: float | None = None) -> None:
+        """Note a sign of life. Returns at once; the row follows within about a second."""
+        with self._lock:
+            self._beats[session_id] = time.time() if at is None else at
+
+    def finish(self, session_id: str, status: dict[str, Any]) -> bool:
+        """End an active session. The first reason wins: False when it had ended before."""
+        statement = (
+            update(_table)
+            .where(_table.c.session_id == session_id, _table.c.status_type == "active")
+            .values(status=status, status_type=status["type"])
+        )
+        return self._writer.run(lambda connection: connection.execute(statement).rowcount > 0)
+
+    def reopen(self, session_id: str) -> None:
+        """Make a session active again, such as one that ended by silence and then spoke."""
+        statement = update(_table).where(_table.c.session_id == session_id)
+        values = {"status": ACTIVE, "status_type": "active", "last_heartbeat": time.time()}
+        self._writer.run(lambda connection: connection.execute(statement.values(**values)))
+
+    def set_project(self, session_id: str, project_id: str) -> None:
+        """Move a session, with the checkpoints of its runs, to a project."""
+        runs = select(schema.models.c.model_id).where(schema.models.c.session_id == session_id)
+        marks = schema.checkpoints
+
+        def write(connection: Connection) -> None:
+            chosen = update(_table).where(_table.c.session_id == session_id)
+            connection.execute(chosen.values(project_id=project_id))
+            moved = update(marks).where(marks.c.model_id.in_(runs))
+            connection.execute(moved.values(project_id=project_id))
+
+        self._writer.run(write)
+
+    def list_ids(self, user_id: str | None, limit: int, offset: int) -> list[str]:
+        """Newest first; every user's with None."""
+        query = select(_table.c.session_id)
+        if user_id is not None:
+            query = query.where(_table.c.user_id == user_id)
+        query = query.order_by(_table.c.created_at.desc(), _table.c.session_id.desc())
+        with self._reader.connect() as connection:
+            return list(connection.execute(query.limit(limit).offset(offset)).scalars())
+
+    def silent_since(self, moment: float) -> list[Session]:
+        """Active sessions whose last heartbeat is older than `moment`."""
+        query = select(_table).where(
+            _table.c.status_type == "active", _table.c.last_heartbeat < moment
+        )
+        with self._reader.connect() as connection:
+            return [_session(row) for row in connection.execute(query).mappings()]
+
+    def search(self, query: SessionQuery, limit: int) -> list[Session]:
+        """Newest first. Conditions on metadata and finish reasons are the caller's to filter."""
+        statement = (
+            select(_table)
+            .where(*_conditions(query))
+            .order_by(_table.c.created_at.desc(), _table.c.session_id.desc())
+            .limit(limit)
+        )
+        with self._reader.connect() as connection:
+            return [_session(row) for row in connection.execute(statement).mappings()]
+
+    def _beats_write(self) -> Callable[[Connection], None] | None:
+        with self._lock:
+            beats, self._beats = self._beats, {}
+        if not beats:
+            return None
+        statement = (
+            update(_table)
+            .where(_table.c.session_id == bindparam("id"))
+            .values(last_heartbeat=bindparam("at"))
+        )
+        rows = [{"id": session_id, "at": at} for session_id, at in beats.items()]
+        return lambda connection: (connection.execute(statement, rows), None)[1]
+
+
+def _conditions(query: SessionQuery) -> list[Any]:
+    wanted: list[Any] = []
+    if query.user_ids is not None:
+        wanted.append(_table.c.user_id.in_(query.user_ids))
+    named: list[Any] = []
+    if query.session_id is not None:
+        named.append(_table.c.session_id == query.session_id)
+    if query.display_name is not None:
+        name = func.lower(_table.c.display_name)
+        words = query.display_name.lower().split()
+        named.append(and_(*(name.contains(word, autoescape=True) for word in words)))
+    if named:
+        wanted.append(or_(*named))
+    if query.project_ids is not None:
+        wanted.append(_table.c.project_id.in_(query.project_ids))
+    if query.status_types is not None:
+        wanted.append(_table.c.status_type.in_(query.status_types))
+    if query.before is not None:
+        at, session_id = query.before
+        same = and_(_table.c.created_at == at, _table.c.session_id < session_id)
+        wanted.append(or_(_table.c.created_at < at, same))
+    return wanted
+
+
+def _session(row: Any) -> Session:
+    return Session(**{name: row[name] for name in Session.__slots__})

@@ -1,0 +1,72 @@
+"""The one object a server holds to remember things across a crash.
+
+`Store` opens the database and offers one attribute per noun. Reads and writes block (a write until
+it is committed): call them off the event loop, with `await store.call(store.models.get, id)`. The
+journal's hot methods, `sessions.heartbeat`, `models.touch` and `usage.add` never block; the
+journal's return `concurrent.futures.Future`s (`await asyncio.wrap_future(...)`). The store knows no
+HTTP, no tensors and no folders beyond their names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tinkex.store.accounts import Accounts
+from tinkex.store.checkpoints import Audit, Checkpoints
+from tinkex.store.database import open_database, sqlite_url
+from tinkex.store.journal import Journal
+from tinkex.store.ledger import Ledger
+from tinkex.store.models import Models
+from tinkex.store.sampling import Sampling
+from tinkex.store.sessions import Sessions
+from tinkex.store.writer import GroupWriter
+
+T = TypeVar("T")
+NUM_THREADS = 4
+
+
+class Store:
+    """Open with a database URL, or with `Store.in_folder(data_dir)`. Close it to lose nothing.
+
+    `full_sync` False lets a power cut (never a crash of the process) undo the last moments.
+    """
+
+    def __init__(self, url: str, *, full_sync: bool = True) -> None:
+        self._database = open_database(url, full_sync=full_sync)
+        self._writer = GroupWriter(self._database.writer)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tinkex-store")
+        reader = self._database.reader
+        self.accounts = Accounts(reader, self._writer)
+        self.sessions = Sessions(reader, self._writer)
+        self.models = Models(reader, self._writer)
+        self.usage = Ledger(reader, self._writer)
+        self.journal = Journal(reader, self._writer, self.usage)
+        self.sampling = Sampling(reader, self._writer)
+        self.checkpoints = Checkpoints(reader, self._writer)
+        self.audit = Audit(reader, self._writer)
+
+    @classmethod
+    def in_folder(cls, data_dir: Path, *, full_sync: bool = True) -> Store:
+        """The SQLite store of a data folder, which is made when absent."""
+        data_dir.mkdir(parents=True, exist_ok=True)
+        return cls(sqlite_url(data_dir), full_sync=full_sync)
+
+    async def call(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a blocking method of a noun on the store's own threads."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, partial(method, *args, **kwargs))
+
+    def flush(self) -> None:
+        """Write heartbeats, touches and counts that wait in memory, and wait for the commit."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Commit everything that was handed in, then let go of the database."""
+        self._pool.shutdown(wait=True)
+        self._writer.close()
+        self._database.dispose()

@@ -1,0 +1,148 @@
+"""All writes go through one thread that commits them in groups.
+
+Callers hand in functions of a connection and get futures. The thread takes everything that waits,
+runs it in one transaction and resolves the futures after the commit, so a thousand concurrent
+writers share one fsync and a future that is done means that the row is durable. When one write of
+a group fails, the group is rolled back and each write runs again alone: only the wrong one fails.
+A write must therefore do nothing but talk to its connection.
+
+`bulk` writes of one handler are merged into one call (an executemany) and run before the plain
+writes of the same group; the caller never depends on the order of two writes that both wait.
+
+`deferred` sources are asked about once a second for what they gathered in memory (heartbeats, token
+counts): such rows may lag by a second and need no future.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Engine
+
+from tinkex.errors import TinkerError
+
+T = TypeVar("T")
+log = logging.getLogger("tinkex.store")
+MAX_GROUP = 512
+DEFER_S = 1.0
+BulkHandler = Callable[[Connection, Sequence[Any]], Sequence[Any]]
+"""Takes rows, gives one result per row; a result that is an exception fails that row's future."""
+
+
+class StoreClosedError(TinkerError, RuntimeError):
+    """A write arrived after the store was closed."""
+
+    code = "store_closed"
+
+
+@dataclass(slots=True)
+class _Write:
+    run: Callable[[Connection], Any] | None = None
+    handler: BulkHandler | None = None
+    row: Any = None
+    future: Future[Any] = field(default_factory=Future)
+
+
+class GroupWriter:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiting: deque[_Write] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._deferred: list[Callable[[], Callable[[Connection], None] | None]] = []
+        self._deferred_at = time.monotonic()
+        self._thread = threading.Thread(target=self._loop, name="tinkex-store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[Connection], T]) -> Future[T]:
+        return self._put(_Write(run=run))
+
+    def run(self, run: Callable[[Connection], T]) -> T:
+        """Write and wait for the commit. Blocks: never call it on an event loop."""
+        return self.submit(run).result()
+
+    def bulk(self, handler: BulkHandler, row: Any) -> Future[Any]:
+        return self._put(_Write(handler=handler, row=row))
+
+    def defer(self, source: Callable[[], Callable[[Connection], None] | None]) -> None:
+        """Ask `source` for a write once a second; it answers None when it has gathered nothing."""
+        self._deferred.append(source)
+
+    def flush(self) -> None:
+        """Write what the deferred sources hold, and wait for the commit."""
+        writes = [write for source in self._deferred if (write := source()) is not None]
+        for future in [self.submit(write) for write in writes]:
+            future.result()
+
+    def close(self) -> None:
+        """Commit what waits, then stop."""
+        self.flush()
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _put(self, write: _Write) -> Future[Any]:
+        with self._wake:
+            if self._closing:
+                raise StoreClosedError("The store is closed; open it again before writing.")
+            self._waiting.append(write)
+            self._wake.notify()
+        return write.future
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                if not self._waiting and not self._closing:
+                    self._wake.wait(DEFER_S)
+                if not self._waiting and self._closing:
+                    return
+                group = [self._waiting.popleft() for _ in range(min(MAX_GROUP, len(self._waiting)))]
+            group += self._due()
+            if group:
+                self._commit(group)
+
+    def _due(self) -> list[_Write]:
+        if time.monotonic() - self._deferred_at < DEFER_S:
+            return []
+        self._deferred_at = time.monotonic()
+        return [_Write(run=write) for source in self._deferred if (write := source()) is not None]
+
+    def _commit(self, group: list[_Write]) -> None:
+        try:
+            results = self._transact(group)
+        except BaseException as exc:
+            if len(group) == 1:
+                log.warning("a write to the store failed: %s", exc)
+                group[0].future.set_exception(exc)
+            else:
+                for write in group:
+                    self._commit([write])
+            return
+        for write, result in zip(group, results, strict=True):
+            if isinstance(result, BaseException):
+                write.future.set_exception(result)
+            else:
+                write.future.set_result(result)
+
+    def _transact(self, group: list[_Write]) -> list[Any]:
+        by_handler: dict[BulkHandler, list[_Write]] = {}
+        for write in group:
+            if write.handler is not None:
+                by_handler.setdefault(write.handler, []).append(write)
+        results: dict[int, Any] = {}
+        with self._engine.begin() as connection:
+            for handler, writes in by_handler.items():
+                answers = handler(connection, [write.row for write in writes])
+                results.update((id(w), a) for w, a in zip(writes, answers, strict=True))
+            for write in group:
+                if write.run is not None:
+                    results[id(write)] = write.run(connection)
+        return [results[id(write)] for write in group]
