@@ -1,0 +1,268 @@
+"""Every setting of the server, in one value.
+
+Defaults come first, then a TOML file, then `TINKEX_*` environment variables, then flags: the later
+one wins, and a key nobody knows is an error wherever it stands. This module knows how settings are
+read and which combinations are refused. It does not know what they do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tinkex.errors import ConfigError
+
+ENV_PREFIX = "TINKEX_"
+ENGINES = ("torch", "toy")
+_SECRET_FIELDS = frozenset({"api_keys", "database"})
+
+# Variables with our prefix that belong to the SDK or to one process, not to the server's config.
+_FOREIGN_ENV = frozenset(
+    {
+        "TINKEX_API_KEY",
+        "TINKEX_BASE_URL",
+        "TINKEX_TELEMETRY",
+        "TINKEX_LOG",
+        "TINKEX_HOME",
+        "TINKEX_CONFIG",
+        "TINKEX_PROJECT_ID",
+    }
+)
+
+
+def default_data_dir() -> Path:
+    return Path(os.environ.get("TINKEX_HOME") or Path.home() / ".tinkex") / "server"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    """Address to listen on. Any address but loopback needs at least one api key."""
+    port: int = 8765
+    """Port to listen on; 0 picks a free one and prints it."""
+    models: tuple[str, ...] = ()
+    """Base models to serve: names or local folders. Empty: the default model of the engine."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names under which a served model answers."""
+    data_dir: Path = field(default_factory=default_data_dir)
+    """Where the database, checkpoints and recovery snapshots live."""
+    api_keys: tuple[str, ...] = ()
+    """`KEY` or `KEY=USER`. Empty: every caller is the user `local`."""
+    database: str = ""
+    """SQLAlchemy URL; empty means SQLite in `data_dir`."""
+    engine: str = "torch"
+    """`torch` computes; `toy` is a deterministic stand-in for tests."""
+    deterministic: bool = False
+    """Same requests, same bits, replay after a crash included; slower."""
+    devices: tuple[str, ...] = ("auto",)
+    """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
+    log_level: str = "info"
+    """`debug`, `info`, `warning` or `error`; the log goes to stderr."""
+
+    until_idle_s: float = 0.0
+    """End the server once no client was seen for this many seconds; 0 means never."""
+    parent_pid: int = 0
+    """A process that counts as a client of this server while it lives; 0 means none."""
+
+    hold_s: float = 30.0
+    """How long a poll for a result is held before it is answered with 408."""
+    metadata_only_bytes: int = 1_000_000
+    """Results larger than this announce their size before they are sent, if the client can."""
+    result_ttl_s: float = 86_400.0
+    """How long a result waits to be fetched."""
+    result_grace_s: float = 120.0
+    """How long a fetched result is kept, in case the answer was lost on the way."""
+    gap_limit_s: float = 330.0
+    """How long later requests of a model wait for a missing seq_id. Clients retry for 300 s."""
+    park_after_s: float = 300.0
+    """A session without a heartbeat for this long gives its memory back; its state stays."""
+    snapshot_every_ops: int = 64
+    """State-changing requests of a model between two recovery snapshots."""
+    snapshot_every_s: float = 60.0
+    """Seconds of compute of a model between two recovery snapshots."""
+
+    max_queued_samples: int = 20_000
+    """Samples that may wait; more are answered with 429."""
+    max_running_samples: int = 512
+    """Sample requests one worker holds at a time."""
+    max_running_training: int = 16
+    """Training requests one worker holds at a time."""
+    max_body_bytes: int = 256 * 1024 * 1024
+    """Largest request body, counted after decompression."""
+    worker_start_timeout_s: float = 300.0
+    """How long a worker may take to start before it is called broken."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data_dir", Path(self.data_dir).expanduser())
+        if self.engine not in ENGINES:
+            raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
+        self._check_amounts()
+        self._check_names()
+        if not self.is_loopback and not self.api_keys:
+            raise ConfigError(
+                f"host {self.host!r} is reachable by others and no api key is set. "
+                "Give --api-key KEY=USER, or listen on 127.0.0.1."
+            )
+
+    def _check_amounts(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            zero_is_fine = spec.name in ("port", "parent_pid", "until_idle_s", "result_grace_s")
+            if value < 0 or (value == 0 and not zero_is_fine):
+                raise ConfigError(f"{spec.name} must be positive, got {value}.")
+
+    def _check_names(self) -> None:
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(
+                f"log_level must be debug, info, warning or error, got {self.log_level!r}."
+            )
+        if not self.devices:
+            raise ConfigError("devices is empty; use ('auto',) for one worker.")
+        for name, target in self.aliases.items():
+            if not name or not target:
+                raise ConfigError(f"alias {name!r}={target!r} needs a name and a model.")
+        for entry in self.api_keys:
+            if not entry.split("=", 1)[0].startswith("tml-"):
+                raise ConfigError(
+                    "an api key must start with 'tml-', because clients refuse others; "
+                    f"got one that starts with {entry[:4]!r}."
+                )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def describe(self) -> dict[str, Any]:
+        """The effective settings as plain values, secrets masked."""
+        shown: dict[str, Any] = {}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            shown[spec.name] = _mask(spec.name, value) if spec.name in _SECRET_FIELDS else value
+        shown["data_dir"] = str(self.data_dir)
+        shown["aliases"] = dict(self.aliases)
+        return shown
+
+
+def _mask(name: str, value: Any) -> Any:
+    if name == "api_keys":
+        return [f"tml-***={user or 'default'}" for _, _, user in (k.partition("=") for k in value)]
+    if "@" in value:  # scheme://user:password@host/name
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://***@{rest.rsplit('@', 1)[1]}"
+    return value
+
+
+def load_config(
+    *,
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> ServerConfig:
+    """Read settings from a file, the environment and flags, the later winning.
+
+    Args:
+        file: A TOML file; when None, `$TINKEX_CONFIG` names it, if set.
+        env: The environment; when None, that of the process.
+        flags: Settings given on the command line; None values count as not given.
+    """
+    env = os.environ if env is None else env
+    if file is None and env.get("TINKEX_CONFIG"):
+        file = Path(env["TINKEX_CONFIG"])
+    values: dict[str, Any] = {}
+    if file is not None:
+        values.update(_from_file(file))
+    values.update(_from_env(env))
+    values.update(_known(dict(flags or {}), "flag"))
+    return ServerConfig(**values)
+
+
+def _from_file(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"cannot read the config file {file}: {exc.strerror}.") from exc
+    try:
+        return _known(tomllib.loads(text), f"key in {file}")
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{file} is not valid TOML: {exc}.") from exc
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    found = {
+        key.removeprefix(ENV_PREFIX).lower(): value
+        for key, value in env.items()
+        if key.startswith(ENV_PREFIX + "SERVER_")
+    }
+    found = {key.removeprefix("server_"): value for key, value in found.items()}
+    for spec in fields(ServerConfig):  # the short form TINKEX_PORT works too
+        key = ENV_PREFIX + spec.name.upper()
+        if key in env and key not in _FOREIGN_ENV:
+            found.setdefault(spec.name, env[key])
+    return _known(found, f"{ENV_PREFIX}SERVER_* variable")
+
+
+def _known(values: dict[str, Any], origin: str) -> dict[str, Any]:
+    types = {spec.name: spec.type for spec in fields(ServerConfig)}
+    for name in values:
+        if name not in types:
+            raise ConfigError(f"unknown {origin}: {name!r}. Known: {', '.join(sorted(types))}.")
+    return {k: _coerce(k, str(types[k]), v) for k, v in values.items() if v is not None}
+
+
+def _coerce(name: str, wanted: str, value: Any) -> Any:
+    try:
+        if wanted == "int":
+            return int(value)
+        if wanted == "float":
+            return float(value)
+        if wanted == "bool":
+            return _as_bool(value)
+        if wanted == "Path":
+            return Path(value)
+        if wanted.startswith("tuple"):
+            return _as_tuple(value)
+        if wanted.startswith("Mapping"):
+            return _as_mapping(value)
+        return str(value)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"{name} cannot be read from {value!r}; expected {wanted}.") from exc
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError(text)
+
+
+def _as_tuple(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(str(part) for part in value)
+
+
+def _as_mapping(value: Any) -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return {str(k): str(v) for k, v in value.items()}
+    pairs = [part.partition("=") for part in _as_tuple(value)]
+    if any(not sep for _, sep, _ in pairs):
+        raise ValueError("expected NAME=MODEL")
+    return {name: target for name, _, target in pairs}

@@ -1,0 +1,190 @@
+"""Promises: what a client polls until its request is done.
+
+A `Promise` is settled once, wakes every poll that waits for it, and says in words why it is not
+settled yet. The table keeps a settled promise until it was fetched (plus a grace, in case the
+answer was lost on the way) or until its time to live ends. Nobody polls a table: waiting is an
+asyncio event, expiry is a queue ordered by time. Encoding a result for HTTP is the routes' work;
+what survives a restart is the store's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+PayloadKind = Literal["json", "train", "sample"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a request ended: a payload, or an error with its category."""
+
+    kind: PayloadKind = "json"
+    """`json`: payload is JSON. `train`, `sample`: payload is the protobuf of the contract."""
+    payload: bytes = b""
+    error: str = ""
+    category: str = ""
+    """Empty for a success, else `user`, `server`, `cancelled` or `lost`."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.category
+
+
+@dataclass(slots=True, eq=False)
+class Promise:
+    request_id: str
+    user_id: str
+    request_type: str
+    reason: Callable[[], str] = field(default=lambda: "waiting")
+    """Says why the promise is not settled; asked only when a poll gives up."""
+    cancel: Callable[[], None] | None = None
+    outcome: Outcome | None = None
+    fetched_at: float | None = None
+    on_settle: Callable[[Promise], None] | None = None
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def settle(self, outcome: Outcome) -> bool:
+        """Set the outcome; the first one stays. Returns whether this was the first."""
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
+        if self.on_settle is not None:
+            self.on_settle(self)
+        return True
+
+    async def wait(self, timeout_s: float, stopping: asyncio.Event) -> Outcome | None:
+        """The outcome, or None when the time is up or the server stops."""
+        if self.outcome is not None or stopping.is_set():
+            return self.outcome
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        handle = asyncio.get_running_loop().call_later(timeout_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            handle.cancel()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        return self.outcome
+
+    def wake(self) -> None:
+        """End every poll that waits, settled or not."""
+        for waiter in self._waiters:
+            _wake(waiter)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class PromiseTable:
+    """Promises by request id. `forget` is called by the clock, not by a request."""
+
+    def __init__(
+        self, *, ttl_s: float, grace_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._promises: dict[str, Promise] = {}
+        self._ttl_s = ttl_s
+        self._grace_s = grace_s
+        self._clock = clock
+        self._settled: deque[tuple[float, str]] = deque()
+        self._fetched: deque[tuple[float, str]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._promises)
+
+    def add(self, promise: Promise) -> Promise:
+        self._promises[promise.request_id] = promise
+        return promise
+
+    def get(self, request_id: str) -> Promise | None:
+        return self._promises.get(request_id)
+
+    def settled(self, promise: Promise) -> None:
+        self._settled.append((self._clock() + self._ttl_s, promise.request_id))
+
+    def fetched(self, promise: Promise) -> None:
+        """Its result was handed out: start the grace. Later fetches do not extend it."""
+        if promise.fetched_at is None:
+            promise.fetched_at = self._clock()
+            self._fetched.append((promise.fetched_at + self._grace_s, promise.request_id))
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            promise = self._promises.get(request_id)
+            if promise is not None and promise.outcome is not None:
+                del self._promises[request_id]
+
+    def forget_expired(self) -> int:
+        """Drop what was fetched long enough ago or waited too long; returns how many."""
+        now, before = self._clock(), len(self._promises)
+        for line in (self._fetched, self._settled):
+            while line and line[0][0] <= now:
+                self.drop([line.popleft()[1]])
+        return before - len(self._promises)
+
+    def wake_all(self) -> None:
+        for promise in list(self._promises.values()):
+            promise.wake()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    cursor: int
+    request_id: str
+    size_bytes: int
+
+
+class CompletionLog:
+    """The finished samples of one (sampling session, clone), in the order they finished.
+
+    Cursors start at the server's start time in microseconds, so that a cursor a client kept from
+    before a restart is always behind every new entry.
+    """
+
+    def __init__(self, *, start: int | None = None) -> None:
+        self._entries: deque[Completion] = deque()
+        self._cursor = int(time.time() * 1e6) if start is None else start
+        self._waiters: list[asyncio.Future[None]] = []
+        self.used_at = time.monotonic()
+
+    def add(self, request_id: str, size_bytes: int) -> None:
+        self._cursor += 1
+        self._entries.append(Completion(self._cursor, request_id, size_bytes))
+        self.wake()
+
+    def wake(self) -> None:
+        for waiter in self._waiters:
+            _wake(waiter)
+        self._waiters.clear()
+
+    def after(self, cursor: int, limit: int = 1000) -> list[Completion]:
+        """Entries later than `cursor`; those at or before it are forgotten."""
+        while self._entries and self._entries[0].cursor <= cursor:
+            self._entries.popleft()
+        self.used_at = time.monotonic()
+        return [entry for entry, _ in zip(self._entries, range(limit), strict=False)]
+
+    async def wait_after(self, cursor: int, timeout_s: float) -> list[Completion]:
+        if found := self.after(cursor):
+            return found
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        handle = asyncio.get_running_loop().call_later(timeout_s, _wake, waiter)
+        try:
+            await waiter
+        finally:
+            handle.cancel()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+        return self.after(cursor)

@@ -1,0 +1,75 @@
+"""Who is using a private server, so that it can end with its last client.
+
+A client process says `attach` with its pid and counts as present while the pid lives, even when a
+busy loop keeps it from sending heartbeats. Requests count too: a client that never attached (a
+stock SDK) is present for `until_idle_s` after its last request. Polling pids once a second is the
+whole mechanism; a production server (`until_idle_s` 0) never starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+POLL_S = 0.5
+
+
+class Presence:
+    def __init__(
+        self,
+        *,
+        until_idle_s: float,
+        parent_pid: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._until_idle_s = until_idle_s
+        self._clock = clock
+        self._pids: set[int] = {parent_pid} if parent_pid else set()
+        self._last_seen = clock()
+        self._open_requests = 0
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset(self._pids)
+
+    def attach(self, pid: int) -> None:
+        self._pids.add(pid)
+        self._last_seen = self._clock()
+
+    def detach(self, pid: int) -> None:
+        self._pids.discard(pid)
+
+    def request_started(self) -> None:
+        self._open_requests += 1
+        self._last_seen = self._clock()
+
+    def request_ended(self) -> None:
+        self._open_requests -= 1
+        self._last_seen = self._clock()
+
+    def is_deserted(self) -> bool:
+        """Nobody is attached, and nobody asked for anything for `until_idle_s`."""
+        self._pids = {pid for pid in self._pids if is_alive(pid)}
+        quiet_s = self._clock() - self._last_seen
+        return not self._pids and not self._open_requests and quiet_s >= self._until_idle_s
+
+    async def wait_until_deserted(self) -> None:
+        while not self.is_deserted():
+            await asyncio.sleep(POLL_S)
+
+
+def is_alive(pid: int) -> bool:
+    """True while the process exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return True  # no /proc here; the signal said that it exists

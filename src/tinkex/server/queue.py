@@ -1,0 +1,113 @@
+"""Share a worker's places fairly between API keys.
+
+A worker holds a bounded number of requests. Those who want in wait here, one line per user, and a
+free place goes to the user who has had the least so far (start-time fair queueing over a cost,
+such as tokens). A user alone gets everything; a user with ten thousand requests waiting delays a
+newcomer by one request. The queue sees costs and users, never requests, models or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Ticket:
+    """One request's wait for a place."""
+
+    __slots__ = ("cost", "granted", "user")
+
+    def __init__(self, user: str, cost: float, granted: asyncio.Future[None]) -> None:
+        self.user = user
+        self.cost = cost
+        self.granted = granted
+
+
+class FairGate:
+    """`async with gate.place(user, cost):` waits for a place and gives it back."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._lines: dict[str, deque[Ticket]] = {}
+        self._used: dict[str, float] = {}
+        self._order: list[tuple[float, str]] = []  # a heap with one entry per user in line
+        self._now = 0.0  # the virtual time of the last user served
+        self.num_waiting = 0
+
+    @asynccontextmanager
+    async def place(self, user: str, cost: float = 1.0) -> AsyncIterator[None]:
+        await self.acquire(user, cost)
+        try:
+            yield
+        finally:
+            self.release()
+
+    async def acquire(self, user: str, cost: float = 1.0) -> None:
+        if self._free > 0 and not self.num_waiting:
+            self._free -= 1
+            self._charge(user, cost)
+            return
+        ticket = self._join(user, cost)
+        try:
+            await ticket.granted
+        except asyncio.CancelledError:
+            if ticket.granted.done() and not ticket.granted.cancelled():
+                self.release()  # granted and cancelled at once: the place goes to the next
+            else:
+                self._leave(ticket)
+            raise
+
+    def release(self) -> None:
+        self._free += 1
+        self._grant()
+
+    def ahead_of(self, user: str) -> int:
+        """About how many requests are served before the last one of `user` in line."""
+        mine = len(self._lines.get(user, ()))
+        others = sum(min(len(line), mine) for name, line in self._lines.items() if name != user)
+        return max(0, mine - 1) + others
+
+    def _join(self, user: str, cost: float) -> Ticket:
+        ticket = Ticket(user, cost, asyncio.get_running_loop().create_future())
+        line = self._lines.setdefault(user, deque())
+        if not line:
+            self._used[user] = max(self._used.get(user, 0.0), self._now)
+            heapq.heappush(self._order, (self._used[user], user))
+        line.append(ticket)
+        self.num_waiting += 1
+        return ticket
+
+    def _leave(self, ticket: Ticket) -> None:
+        line = self._lines.get(ticket.user)
+        if line is not None and ticket in line:
+            line.remove(ticket)
+            self.num_waiting -= 1
+            if not line:
+                del self._lines[ticket.user]
+
+    def _grant(self) -> None:
+        while self._free > 0 and self._order:
+            _, user = heapq.heappop(self._order)
+            line = self._lines.get(user)
+            if not line:
+                continue
+            ticket = line.popleft()
+            self.num_waiting -= 1
+            self._charge(user, ticket.cost)
+            if line:
+                heapq.heappush(self._order, (self._used[user], user))
+            else:
+                del self._lines[user]
+            if not ticket.granted.done():
+                self._free -= 1
+                ticket.granted.set_result(None)
+
+    def _charge(self, user: str, cost: float) -> None:
+        start = max(self._used.get(user, 0.0), self._now)
+        self._now = start
+        self._used[user] = start + cost
+        if len(self._used) > 10_000:  # users at rest start from `_now` anyway
+            self._used = {name: used for name, used in self._used.items() if used > self._now}

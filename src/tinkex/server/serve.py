@@ -1,0 +1,191 @@
+"""Run the server as a process: settings in, a listening socket out.
+
+The first line on stdout is JSON, `{"port": N, "base_url": ...}`, printed once requests are
+answered; everything else goes to stderr. SIGTERM and SIGINT end it gracefully: waiting polls are
+answered at once, running requests get a few seconds, state is in the journal anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+import uvicorn
+from fastapi import FastAPI
+
+from tinkex.errors import ConfigError
+from tinkex.server.app import create_app
+from tinkex.server.config import ENGINES, ServerConfig, load_config
+from tinkex.server.worker import WorkerSpec
+from tinkex.server.workers import ProcessWorker
+from tinkex.store import Store
+
+logger = logging.getLogger("tinkex.server")
+GRACE_S = 5
+
+
+class _Server(uvicorn.Server):
+    """Announces its port once it answers, and wakes waiting polls when told to stop."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, announce: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._app = app
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(json.dumps(self._announce), flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.state.stopping.set()
+        super().handle_exit(sig, frame)
+
+
+def run(config: ServerConfig) -> None:
+    """Serve until a signal, or until the last client is gone when `until_idle_s` is set."""
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logger.info("effective config: %s", json.dumps(config.describe()))
+    sock = _bind(config)
+    try:
+        _run_loop(_serve(config, sock))
+    finally:
+        sock.close()
+
+
+def _run_loop(main: Any) -> None:
+    try:
+        import uvloop
+    except ImportError:  # Windows, or a trimmed install: the standard loop is only slower
+        asyncio.run(main)
+    else:
+        uvloop.run(main)
+
+
+async def _serve(config: ServerConfig, sock: socket.socket) -> None:
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    store = await asyncio.to_thread(open_store, config)
+    try:
+        app = create_app(config, store, make_workers(config))
+        host, port = sock.getsockname()[:2]
+        announce = {"port": port, "base_url": f"http://{_url_host(host)}:{port}"}
+        options = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            backlog=4096,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        server = _Server(options, app, announce)
+        await _until_deserted(config, app, server, sock)
+    finally:
+        await asyncio.to_thread(store.close)
+
+
+async def _until_deserted(
+    config: ServerConfig, app: FastAPI, server: _Server, sock: socket.socket
+) -> None:
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    if config.until_idle_s or config.parent_pid:
+        deserted = asyncio.create_task(app.state.presence.wait_until_deserted())
+        await asyncio.wait({serving, deserted}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            logger.info("the last client is gone; stopping")
+            app.state.stopping.set()
+            server.should_exit = True
+        deserted.cancel()
+    await serving
+
+
+def open_store(config: ServerConfig) -> Store:
+    """The database a config names; SQLite in the data folder unless it says otherwise."""
+    return Store(config.database) if config.database else Store.in_folder(config.data_dir)
+
+
+def make_workers(config: ServerConfig) -> list[ProcessWorker]:
+    """One worker per device group, not started yet."""
+    return [
+        ProcessWorker(
+            WorkerSpec(
+                engine=config.engine,
+                device=device,
+                deterministic=config.deterministic,
+                models=config.models,
+                data_dir=str(config.data_dir),
+                log_level=config.log_level,
+            ),
+            name=f"worker-{index}",
+            start_timeout_s=config.worker_start_timeout_s,
+        )
+        for index, device in enumerate(config.devices)
+    ]
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {exc.strerror}. "
+            "Another server may hold the port; --port 0 picks a free one."
+        ) from exc
+    sock.set_inheritable(False)
+    return sock
+
+
+def _url_host(host: str) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{shown}]" if ":" in shown else shown
+
+
+def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> Any:
+    if not values:
+        return None
+    pairs = [value.partition("=") for value in values]
+    if any(not sep or not name or not target for name, sep, target in pairs):
+        raise click.BadParameter("expected NAME=MODEL")
+    return {name: target for name, _, target in pairs}
+
+
+@click.command("serve", context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")
+@click.option("--host", help="Address to listen on (default 127.0.0.1).")
+@click.option("--port", type=int, help="Port to listen on (default 8765); 0 picks a free one.")
+@click.option("--model", "models", multiple=True, help="Base model to serve: a name or a folder.")
+@click.option("--alias", "aliases", multiple=True, callback=_pairs, help="NAME=MODEL, repeatable.")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Database, checkpoints, state.")
+@click.option("--api-key", "api_keys", multiple=True, help="KEY or KEY=USER, repeatable.")
+@click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
+@click.option("--engine", type=click.Choice(ENGINES), help="torch computes; toy is for tests.")
+@click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
+@click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
+@click.option(
+    "--until-idle", "until_idle_s", type=float, help="End after SECONDS without a client."
+)
+@click.option("--parent-pid", type=int, help="A process that counts as a client while it lives.")
+@click.option("--log-level", help="debug, info, warning or error.")
+def serve(file: Path | None, **flags: Any) -> None:
+    """Serve the Tinker API from this machine."""
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    try:
+        run(load_config(file=file, flags=given))
+    except ConfigError as exc:
+        raise click.ClickException(str(exc)) from exc
