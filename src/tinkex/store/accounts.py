@@ -57,7 +57,7 @@ class Accounts:
             known = connection.execute(
                 update(keys)
                 .where(keys.c.key_hash == row["key_hash"])
-                .values(user_id=user_id, revoked_at=None)
+                .values(user_id=user_id, note=note, revoked_at=None)
             )
             if known.rowcount == 0:
                 connection.execute(insert(keys), row)
@@ -78,6 +78,13 @@ class Accounts:
     def keys(self, user_id: str) -> list[ApiKey]:
         keys = schema.api_keys
         query = select(keys).where(keys.c.user_id == user_id).order_by(keys.c.key_id)
+        with self._reader.connect() as connection:
+            return [_api_key(row) for row in connection.execute(query).mappings()]
+
+    def active_keys(self) -> list[ApiKey]:
+        """Every key that is not revoked, of all users."""
+        keys = schema.api_keys
+        query = select(keys).where(keys.c.revoked_at.is_(None)).order_by(keys.c.key_id)
         with self._reader.connect() as connection:
             return [_api_key(row) for row in connection.execute(query).mappings()]
 

@@ -124,10 +124,10 @@ class Checkpoints:
         now = time.time() if now is None else now
         return self._all(select(_table).where(_table.c.expires_at <= now))
 
-    def folder_in_use(self, folder: str) -> bool:
-        query = select(func.count()).select_from(_table).where(_table.c.folder == folder)
+    def folders(self) -> set[str]:
+        """Every folder a row points at."""
         with self._reader.connect() as connection:
-            return bool(connection.execute(query).scalar_one())
+            return set(connection.execute(select(_table.c.folder)).scalars())
 
     def remember(self, user_id: str, key: str, value: str) -> str:
         """Bind an idempotency key to a value; gives the value that was bound first."""

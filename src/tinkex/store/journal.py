@@ -26,7 +26,7 @@ from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.writer import GroupWriter
 
 _table = schema.journal
-RESULT_TTL_S = 6 * 3600.0
+RESULT_TTL_S = 24 * 3600.0
 """How long a result that nobody fetched is kept."""
 RETRIEVED_GRACE_S = 300.0
 """How long a result is kept after it was fetched, in case the answer was lost on its way."""
@@ -49,14 +49,17 @@ class _End:
     result_type: str | None
     error: str | None
     error_category: str | None
+    drop_result_at: float
     usage: tuple[UsageCount, ...]
 
 
 class Journal:
-    def __init__(self, reader: Engine, writer: GroupWriter, ledger: Ledger) -> None:
+    def __init__(
+        self, reader: Engine, writer: GroupWriter, result_ttl_s: float = RESULT_TTL_S
+    ) -> None:
         self._reader = reader
         self._writer = writer
-        self._ledger = ledger
+        self._result_ttl_s = result_ttl_s
 
     def append(self, op: NewOp) -> Future[Appended]:
         """Record a request; when the future is done the row is durable. Never blocks.
@@ -156,15 +159,17 @@ class Journal:
         error: str | None = None,
         category: str | None = None,
     ) -> Future[None]:
+        now = time.time()
         end = _End(
             request_id=request_id,
             state=state,
             started_at=started_at,
-            finished_at=time.time(),
+            finished_at=now,
             result=result,
             result_type=result_type,
             error=error,
             error_category=category,
+            drop_result_at=now + self._result_ttl_s,
             usage=tuple(usage),
         )
         return self._writer.bulk(_end_all, end)
@@ -252,7 +257,7 @@ def _end_all(connection: Connection, ends: Sequence[_End]) -> list[None]:
             "new_result_type": end.result_type,
             "new_error": end.error,
             "new_error_category": end.error_category,
-            "new_drop_result_at": end.finished_at + RESULT_TTL_S,
+            "new_drop_result_at": end.drop_result_at,
         }
         for end in ends
     ]

@@ -181,6 +181,8 @@ class Checkpoint:
     """0: now."""
     expires_at: float | None = None
     user_metadata: dict[str, str] | None = None
+    request_id: str | None = None
+    """The request that saved it: a replay after a crash finds its own work done."""
 
     @property
     def checkpoint_id(self) -> str:

@@ -160,6 +160,7 @@ checkpoints = Table(
     Column("created_at", Double, nullable=False),
     Column("expires_at", Double),
     Column("user_metadata", JSON),
+    Column("request_id", String),
     Index("ix_checkpoints_run", "model_id", "created_at"),
     Index("ix_checkpoints_owner", "user_id", "created_at"),
     Index("ix_checkpoints_expiry", "expires_at"),

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tinkex.store.accounts import Accounts
 from tinkex.store.checkpoints import Audit, Checkpoints
 from tinkex.store.database import open_database, sqlite_url
-from tinkex.store.journal import Journal
+from tinkex.store.journal import RESULT_TTL_S, Journal
 from tinkex.store.ledger import Ledger
 from tinkex.store.models import Models
 from tinkex.store.sampling import Sampling
@@ -36,7 +36,9 @@ class Store:
     `full_sync` False lets a power cut (never a crash of the process) undo the last moments.
     """
 
-    def __init__(self, url: str, *, full_sync: bool = True) -> None:
+    def __init__(
+        self, url: str, *, full_sync: bool = True, result_ttl_s: float = RESULT_TTL_S
+    ) -> None:
         self._database = open_database(url, full_sync=full_sync)
         self._writer = GroupWriter(self._database.writer)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tinkex-store")
@@ -45,16 +47,18 @@ class Store:
         self.sessions = Sessions(reader, self._writer)
         self.models = Models(reader, self._writer)
         self.usage = Ledger(reader, self._writer)
-        self.journal = Journal(reader, self._writer, self.usage)
+        self.journal = Journal(reader, self._writer, result_ttl_s)
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)
         self.audit = Audit(reader, self._writer)
 
     @classmethod
-    def in_folder(cls, data_dir: Path, *, full_sync: bool = True) -> Store:
+    def in_folder(
+        cls, data_dir: Path, *, full_sync: bool = True, result_ttl_s: float = RESULT_TTL_S
+    ) -> Store:
         """The SQLite store of a data folder, which is made when absent."""
         data_dir.mkdir(parents=True, exist_ok=True)
-        return cls(sqlite_url(data_dir), full_sync=full_sync)
+        return cls(sqlite_url(data_dir), full_sync=full_sync, result_ttl_s=result_ttl_s)
 
     async def call(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a blocking method of a noun on the store's own threads."""

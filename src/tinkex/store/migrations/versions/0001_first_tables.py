@@ -55,6 +55,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("expires_at", sa.Double(), nullable=True),
         sa.Column("user_metadata", sa.JSON(), nullable=True),
+        sa.Column("request_id", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("path", name=op.f("pk_checkpoints")),
     )
     with op.batch_alter_table("checkpoints", schema=None) as batch_op:

@@ -1,0 +1,261 @@
+"""Checkpoints as the server sees them: names, paths, folders, owners and lifetimes.
+
+A checkpoint is a row in the store that points at a complete folder under `data_dir/checkpoints`.
+Folders have names of their own that never repeat, so no client-given name becomes a file path, an
+overwrite never touches a folder in use, and a crash leaves at worst a folder without a row, which
+`Shelf.remove_strays` clears. Weights themselves are written by the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from tinkex.errors import InvalidInputError
+from tinkex.server.problems import ApiError
+from tinkex.store import Checkpoint, CheckpointKind, Store, UsageCount, User
+
+log = logging.getLogger(__name__)
+KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
+WIRE_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 366 * 24 * 3600
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@:~-]{0,199}")
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+def parse_path(path: str) -> TinkerPath:
+    """Read `tinker://<run>/<kind>/<name>`.
+
+    Raises:
+        InvalidInputError: It is anything else.
+    """
+    parts = path.removeprefix("tinker://").split("/")
+    if not path.startswith("tinker://") or len(parts) != 3:
+        raise InvalidInputError(
+            f"{path!r} is not a checkpoint path. Use tinker://<run>/<kind>/<name>, "
+            f"with a kind of {', '.join(KINDS)}."
+        )
+    return checked_path(parts[0], parts[1], parts[2])
+
+
+def checked_path(run_id: str, kind: str, name: str) -> TinkerPath:
+    if kind not in KINDS:
+        raise InvalidInputError(f"checkpoint kind {kind!r} is unknown; use {', '.join(KINDS)}.")
+    if not _RUN.fullmatch(run_id):
+        raise InvalidInputError(f"{run_id!r} is not a training run id.")
+    return TinkerPath(run_id, kind, check_name(name))
+
+
+def check_name(name: str) -> str:
+    """Refuse names that are empty, too long, or could be mistaken for a path."""
+    if not _NAME.fullmatch(name):
+        raise InvalidInputError(
+            f"checkpoint name {name[:80]!r} is not allowed. Use 1 to 200 letters, digits and any "
+            "of _ . , = + @ : ~ -, starting with a letter, digit or underscore.",
+            path="path",
+        )
+    return name
+
+
+def expiry_of(ttl_s: int | None, now: float | None = None) -> float | None:
+    """The moment a checkpoint with that time to live ends; None for one that stays."""
+    if ttl_s is None:
+        return None
+    if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+        raise InvalidInputError(
+            f"ttl_seconds must be between {MIN_TTL_S} (one hour) and {MAX_TTL_S} (ten years), "
+            f"got {ttl_s}; leave it out to keep the checkpoint.",
+            path="ttl_seconds",
+        )
+    return (time.time() if now is None else now) + ttl_s
+
+
+class Shelf:
+    """All checkpoints of one server. Methods are coroutines; folder work runs off the loop."""
+
+    def __init__(self, store: Store, data_dir: Path) -> None:
+        self._store = store
+        self.root = data_dir / "checkpoints"
+        self.ephemeral_root = data_dir / "ephemeral"
+        self._in_progress: set[str] = set()
+
+    def new_folder(self, path: TinkerPath) -> Path:
+        """A folder for the engine to write into; it does not exist yet, its parent does."""
+        run = path.run_id.replace(":", "-")
+        folder = self.root / run / path.kind / f"{path.name}-{secrets.token_hex(6)}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._in_progress.add(str(folder))
+        return folder
+
+    def new_ephemeral_folder(self, sampling_session_id: str) -> Path:
+        """The folder of an unnamed sampler snapshot, which lives as long as its session."""
+        folder = self.ephemeral_root / f"{sampling_session_id}-{secrets.token_hex(6)}".replace(
+            ":", "-"
+        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._in_progress.add(str(folder))
+        return folder
+
+    async def admit(
+        self, path: TinkerPath, *, overwrite: bool, request_id: str | None = None
+    ) -> Checkpoint | None:
+        """Ask before saving. Gives the checkpoint when this very request has saved it before.
+
+        Raises:
+            InvalidInputError: The name is taken and `overwrite` is not set.
+        """
+        found = await self._store.call(self._store.checkpoints.get, str(path))
+        if found is None:
+            return None
+        if request_id is not None and found.request_id == request_id:
+            return found
+        if not overwrite:
+            raise InvalidInputError(
+                f"{path} exists already. Save under another name, delete it first, or pass "
+                "overwrite=True where the call has it.",
+                path="path",
+            )
+        return None
+
+    async def register(self, checkpoint: Checkpoint) -> None:
+        """List a checkpoint whose folder is complete; the folder it replaces goes."""
+        replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
+        self._in_progress.discard(checkpoint.folder)
+        self._store.usage.add([_saved(checkpoint)])
+        action = "checkpoint_saved" if replaced is None else "checkpoint_overwritten"
+        self.log(checkpoint.user_id, action, checkpoint.path, size_bytes=checkpoint.size_bytes)
+        if replaced is not None and replaced.folder != checkpoint.folder:
+            await self._remove_folder(replaced.folder)
+
+    def abandon(self, folder: Path) -> None:
+        """A save failed; whatever it left will be cleared as a stray."""
+        self._in_progress.discard(str(folder))
+
+    async def readable(
+        self, path: str, user: User, *, token_user: User | None = None
+    ) -> Checkpoint:
+        """A checkpoint that `user` (or the owner of an access token) owns, or that is public.
+
+        Raises:
+            ApiError: 404, the same for a foreign checkpoint as for an absent one.
+        """
+        found = await self._store.call(self._store.checkpoints.get, str(parse_path(path)))
+        owners = {user.user_id, token_user.user_id if token_user else user.user_id}
+        if found is None or not (found.public or found.user_id in owners):
+            raise absent(path)
+        return found
+
+    async def owned(self, path: TinkerPath, user: User) -> Checkpoint:
+        """A checkpoint of `user`'s own; a foreign one, even public, is a 404."""
+        found = await self._store.call(self._store.checkpoints.get, str(path))
+        if found is None or found.user_id != user.user_id:
+            raise absent(str(path))
+        return found
+
+    async def delete(self, checkpoint: Checkpoint, event: str = "checkpoint_deleted") -> None:
+        """The row first, so that a crash in between leaves a stray folder, not a broken listing."""
+        gone = await self._store.call(self._store.checkpoints.delete, checkpoint.path)
+        if gone is not None:
+            self.log(gone.user_id, event, gone.path, size_bytes=gone.size_bytes)
+            await self._remove_folder(gone.folder)
+
+    async def copy(
+        self, source: Checkpoint, target: TinkerPath, user: User, **changes: object
+    ) -> Checkpoint:
+        """Duplicate a checkpoint's folder and list it under `target` for `user`."""
+        folder = self.new_folder(target)
+        await asyncio.to_thread(_copy_folder, Path(source.folder), folder)
+        made = replace(
+            source,
+            path=str(target),
+            model_id=target.run_id,
+            user_id=user.user_id,
+            name=target.name,
+            folder=str(folder),
+            public=False,
+            created_at=time.time(),
+            request_id=None,
+            **changes,  # type: ignore[arg-type]
+        )
+        await self.register(made)
+        return made
+
+    async def expire(self, now: float | None = None) -> int:
+        """Delete everything whose time has come; gives how many. The sweeper calls this."""
+        ended = await self._store.call(self._store.checkpoints.expired, now)
+        for checkpoint in ended:
+            await self.delete(checkpoint, "checkpoint_expired")
+        return len(ended)
+
+    async def remove_strays(self) -> int:
+        """Remove folders that no row points at: what crashes and failed saves left behind."""
+        used = await self._store.call(self._store.checkpoints.folders) | self._in_progress
+        strays = [f for f in await asyncio.to_thread(_folders, self.root) if f not in used]
+        for folder in strays:
+            await self._remove_folder(folder)
+        return len(strays)
+
+    def log(self, user_id: str, event: str, path: str, **details: object) -> None:
+        self._store.audit.record(user_id, event, {"tinker_path": path, **details})
+
+    async def _remove_folder(self, folder: str) -> None:
+        inside = Path(folder).resolve()
+        if not inside.is_relative_to(self.root.resolve()):
+            log.error("not removing %s: it lies outside the checkpoint folder", folder)
+            return
+        await asyncio.to_thread(shutil.rmtree, inside, ignore_errors=True)
+
+
+def absent(path: str) -> ApiError:
+    return ApiError(
+        404, f"No checkpoint {path!r} that you may use. List yours with GET /checkpoints."
+    )
+
+
+def folder_size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _saved(checkpoint: Checkpoint) -> UsageCount:
+    return UsageCount(
+        kind="checkpoint",
+        count=1,
+        user_id=checkpoint.user_id,
+        session_id=checkpoint.model_id.split(":")[0],
+        model_id=checkpoint.model_id,
+        base_model=checkpoint.base_model,
+        project_id=checkpoint.project_id,
+    )
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    aside = target.with_name(target.name + ".tmp")
+    shutil.copytree(source, aside)
+    aside.rename(target)
+
+
+def _folders(root: Path) -> Iterable[str]:
+    return [str(folder) for folder in root.glob("*/*/*") if folder.is_dir()]
