@@ -1,0 +1,79 @@
+"""Attention over a packed stream of sequences, for training and scoring.
+
+The decoder computes q, k and v and hands them to an `Attend`, which alone knows where sequences
+begin, what is masked, and whether keys are cached. `PackedCausal` serves whole sequences without a
+cache: each one attends to itself, nothing is padded. The sampler brings its own, paged one.
+
+Shapes: T tokens of the packed stream, H query heads, K key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attend(Protocol):
+    """Owns masks and caches; called once per layer, in layer order."""
+
+    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        """Attention output [T, H, d]; softmax scale 1/sqrt(d)."""
+        ...
+
+
+class PackedCausal:
+    """Causal attention inside each of the sequences that `cu_seqlens` delimits.
+
+    `windows` holds the model's sliding window per layer (None: no window); empty means none at
+    all. Runs of equally long sequences go through one batched kernel.
+    """
+
+    def __init__(
+        self, cu_seqlens: Sequence[int] | Tensor, windows: Sequence[int | None] = ()
+    ) -> None:
+        bounds = [int(bound) for bound in cu_seqlens]
+        self.lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        self.windows = tuple(windows)
+        self._runs = [(length, len(list(run))) for length, run in groupby(self.lengths)]
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        window = self.windows[layer_index] if self.windows else None
+        # `split` and not slicing: its backward is one concatenation instead of a zero-filled
+        # tensor of the whole stream per sequence.
+        sizes = [length * count for length, count in self._runs]
+        pieces = zip(
+            self._runs, q_THd.split(sizes), k_TKd.split(sizes), v_TKd.split(sizes), strict=True
+        )
+        outputs = [self._run(length, count, window, q, k, v) for (length, count), q, k, v in pieces]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run(
+        self, length: int, count: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        shape = (count, length)
+        q_BHtd, k_BKtd, v_BKtd = (t.unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
+        mask = None
+        if window is not None and window < length:
+            mask = self._window_mask(length, window, q.device)
+        out_BHtd = F.scaled_dot_product_attention(
+            q_BHtd,
+            k_BKtd,
+            v_BKtd,
+            mask,
+            is_causal=mask is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out_BHtd.transpose(1, 2).flatten(0, 1)
+
+    def _window_mask(self, length: int, window: int, device: torch.device) -> Tensor:
+        """True where a query may look: itself and the `window - 1` tokens before it."""
+        if (length, window) not in self._masks:
+            causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            self._masks[length, window] = causal.triu(1 - window)
+        return self._masks[length, window]

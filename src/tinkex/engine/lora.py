@@ -1,0 +1,288 @@
+"""LoRA adapters, and which rows of a packed batch belong to which of them.
+
+An `Adapter` holds the fp32 low-rank matrices of one tenant, grouped the way the decoder fuses its
+linears: the A matrices of q, k and v lie in one tensor, so one product serves all three. A
+`LoraBatch` maps contiguous spans of a packed token stream to adapters; the base matmul runs once
+over all rows and each adapter touches its own span only, so tenants never mix. What an adapter was
+trained with, or where it is stored, is not known here.
+
+Shapes: T rows, I inputs of a linear, O its outputs, R ranks of all parts of a group, r of one part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tinkex.errors import InvalidInputError
+
+Kind = Literal["attn", "mlp", "unembed"]
+MAX_RANK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPart:
+    """One module that can carry an adapter, and its columns in the fused linear's output."""
+
+    module: str
+    """Its Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
+    kind: Kind
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One fused linear of a decoder."""
+
+    in_size: int
+    parts: tuple[TargetPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPart:
+    """Rank and scale of one module inside a group. `row` is where its A starts."""
+
+    target: TargetPart
+    row: int
+    rank: int
+    scale: float
+
+
+class LoraGroup:
+    """One adapter's weights on one fused linear: a stacked A, and a B per part."""
+
+    __slots__ = ("a_RI", "b_Or", "parts")
+
+    def __init__(self, a_RI: Tensor, b_Or: Sequence[Tensor], parts: Sequence[LoraPart]) -> None:
+        self.a_RI = a_RI
+        self.b_Or = tuple(b_Or)
+        self.parts = tuple(parts)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.a_RI, *self.b_Or)
+
+    def map(self, tensors: Sequence[Tensor]) -> LoraGroup:
+        return LoraGroup(tensors[0], tensors[1:], self.parts)
+
+
+class Adapter:
+    """The LoRA weights of one tenant, by decoder target. Leaves of autograd, always fp32."""
+
+    def __init__(self, groups: Mapping[str, LoraGroup]) -> None:
+        self.groups = dict(groups)
+
+    def parameters(self) -> Iterator[Tensor]:
+        for group in self.groups.values():
+            yield from group.tensors()
+
+    def num_parameters(self) -> int:
+        return sum(tensor.numel() for tensor in self.parameters())
+
+    def modules(self) -> Iterator[tuple[LoraPart, Tensor, Tensor]]:
+        """Every adapted module: its part, A [r, I] (a view) and B [O, r]."""
+        for group in self.groups.values():
+            for part, b_Or in zip(group.parts, group.b_Or, strict=True):
+                yield part, group.a_RI[part.row : part.row + part.rank], b_Or
+
+    def frozen_copy(self) -> Adapter:
+        """An immutable snapshot, for sampling while training goes on."""
+        return Adapter(
+            {
+                key: group.map([tensor.detach().clone() for tensor in group.tensors()])
+                for key, group in self.groups.items()
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInit:
+    """What a module of a new adapter starts from; `rank` and `scale` may differ per module."""
+
+    rank: int
+    scale: float
+    a_rI: Tensor
+    b_Or: Tensor
+
+
+def build_adapter(
+    targets: Mapping[str, Target], modules: Mapping[str, ModuleInit], device: torch.device | str
+) -> Adapter:
+    """Stack per-module matrices into the groups of a decoder. Every module must be a target."""
+    known = {part.module for target in targets.values() for part in target.parts}
+    if unknown := sorted(set(modules) - known):
+        raise InvalidInputError(
+            f"the model has no adaptable module {unknown[0]!r}"
+            f"{f' (and {len(unknown) - 1} more)' if len(unknown) > 1 else ''}; "
+            f"it has, for example, {min(known)!r}"
+        )
+    groups: dict[str, LoraGroup] = {}
+    for key, target in targets.items():
+        chosen = [(part, modules[part.module]) for part in target.parts if part.module in modules]
+        if not chosen:
+            continue
+        for part, init in chosen:
+            _check_shapes(part, target.in_size, init)
+        parts, row = [], 0
+        for part, init in chosen:
+            parts.append(LoraPart(part, row, init.rank, init.scale))
+            row += init.rank
+        a_RI = torch.cat([init.a_rI for _, init in chosen])
+        groups[key] = LoraGroup(
+            _leaf(a_RI, device), [_leaf(init.b_Or, device) for _, init in chosen], parts
+        )
+    return Adapter(groups)
+
+
+def _check_shapes(part: TargetPart, in_size: int, init: ModuleInit) -> None:
+    want_a, want_b = (init.rank, in_size), (part.stop - part.start, init.rank)
+    if tuple(init.a_rI.shape) != want_a or tuple(init.b_Or.shape) != want_b:
+        raise InvalidInputError(
+            f"LoRA weights of {part.module!r} have shapes {tuple(init.a_rI.shape)} and "
+            f"{tuple(init.b_Or.shape)}; this base model needs {want_a} and {want_b}"
+        )
+
+
+def _leaf(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return tensor.to(device, torch.float32).contiguous().clone().requires_grad_()
+
+
+def fresh_adapter(
+    targets: Mapping[str, Target],
+    *,
+    rank: int,
+    alpha: float,
+    kinds: Iterable[Kind],
+    seed: int | None,
+    device: torch.device | str,
+) -> Adapter:
+    """A new adapter that changes nothing yet: A is uniform as `torch.nn.Linear` has it, B is zero.
+
+    Each module draws from its own generator, so equal seeds give equal matrices whichever other
+    modules are trained.
+    """
+    if not 1 <= rank <= MAX_RANK:
+        raise InvalidInputError(f"rank must be 1 to {MAX_RANK}, got {rank}", path="lora.rank")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise InvalidInputError(f"alpha must be positive, got {alpha}", path="lora.alpha")
+    wanted = frozenset(kinds)
+    if not wanted:
+        raise InvalidInputError(
+            "train_attn, train_mlp and train_unembed are all false; nothing would be trained",
+            path="lora",
+        )
+    root = secrets.randbits(63) if seed is None else seed
+    modules: dict[str, ModuleInit] = {}
+    for target in targets.values():
+        bound = 1 / math.sqrt(target.in_size)
+        for part in target.parts:
+            if part.kind in wanted:
+                generator = torch.Generator().manual_seed(_module_seed(root, part.module))
+                a_rI = torch.empty(rank, target.in_size).uniform_(
+                    -bound, bound, generator=generator
+                )
+                b_Or = torch.zeros(part.stop - part.start, rank)
+                modules[part.module] = ModuleInit(rank, alpha / rank, a_rI, b_Or)
+    return build_adapter(targets, modules, device)
+
+
+def _module_seed(root: int, module: str) -> int:
+    digest = hashlib.sha256(f"{root}:{module}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+# ------------------------------------------------------------------------------- packed batches
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `start:stop` of a packed stream belong to `adapter`."""
+
+    start: int
+    stop: int
+    adapter: Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Rows `start:stop` and the matrices that one linear applies to them."""
+
+    start: int
+    stop: int
+    group: LoraGroup
+
+
+class LoraBatch:
+    """Contiguous, non-overlapping spans; rows outside all spans see the base model only."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = tuple(span for span in spans if span.stop > span.start)
+        for left, right in zip(self.spans, self.spans[1:], strict=False):
+            assert left.stop <= right.start, "LoRA spans must be sorted and disjoint"
+
+    def slots(self, key: str) -> tuple[Slot, ...]:
+        """What the linear `key` must add, span by span."""
+        return tuple(
+            Slot(span.start, span.stop, group)
+            for span in self.spans
+            if (group := span.adapter.groups.get(key)) is not None
+        )
+
+
+NO_SLOTS: tuple[Slot, ...] = ()
+
+
+def add_low_rank(y_TO: Tensor, x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """Add each slot's B(Ax) to its rows of `y_TO` in place; returns the scaled Ax per slot."""
+    scaled: list[Tensor] = []
+    for slot in slots:
+        group = slot.group
+        h_tR = x_TI[slot.start : slot.stop] @ group.a_RI.to(x_TI.dtype).t()
+        _scale_parts(h_tR, group)
+        for part, b_Or in zip(group.parts, group.b_Or, strict=True):
+            columns = y_TO[slot.start : slot.stop, part.target.start : part.target.stop]
+            columns.addmm_(h_tR[:, part.row : part.row + part.rank], b_Or.to(y_TO.dtype).t())
+        scaled.append(h_tR)
+    return scaled
+
+
+def low_rank_backward(
+    dy_TO: Tensor,
+    x_TI: Tensor,
+    dx_TI: Tensor | None,
+    slots: Sequence[Slot],
+    scaled: Sequence[Tensor],
+) -> list[Tensor]:
+    """Gradients of every slot's A and Bs, in order; adds the slots' share to `dx_TI` in place."""
+    grads: list[Tensor] = []
+    for slot, h_tR in zip(slots, scaled, strict=True):
+        group = slot.group
+        dh_tR = torch.empty_like(h_tR)
+        db_Or: list[Tensor] = []
+        for part, b_Or in zip(group.parts, group.b_Or, strict=True):
+            dy_tO = dy_TO[slot.start : slot.stop, part.target.start : part.target.stop]
+            rows = slice(part.row, part.row + part.rank)
+            dh_tR[:, rows] = dy_tO @ b_Or.to(dy_tO.dtype)
+            db_Or.append((dy_tO.t() @ h_tR[:, rows]).float())
+        _scale_parts(dh_tR, group)
+        grads.append((dh_tR.t() @ x_TI[slot.start : slot.stop]).float())
+        grads.extend(db_Or)
+        if dx_TI is not None:
+            dx_TI[slot.start : slot.stop].addmm_(dh_tR, group.a_RI.to(dx_TI.dtype))
+    return grads
+
+
+def _scale_parts(h_tR: Tensor, group: LoraGroup) -> None:
+    scales = {part.scale for part in group.parts}
+    if len(scales) == 1:
+        h_tR.mul_(scales.pop())
+        return
+    for part in group.parts:
+        h_tR[:, part.row : part.row + part.rank].mul_(part.scale)
