@@ -6,6 +6,7 @@ read without echo, checked against the server before it is stored, and never pri
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -28,20 +29,14 @@ def login(state: State) -> None:
     """Store an API key as this machine's default, after the server has accepted it."""
     from tinkex.client import credentials
 
-    if credentials.default_key() is not None:
+    if credentials.load_default_key() is not None:
         raise click.ClickException("Already logged in. Run `tinkex auth logout` first.")
     url = f"{_CONSOLE}?new_key=true&key_name=tinker-cli-{platform.node()}"
     state.note(f"Create a key at {_link(url)}")
     key = click.prompt("API key", hide_input=True, err=True).strip()
     me = _me("GET", _base_url(state), key)
-    credentials.store_default(
-        str(me["key_id"]),
-        {
-            "type": "manual",
-            "key": key,
-            **{k: me[k] for k in ("name", "note", "details") if k in me},
-        },
-    )
+    entry = {name: me[name] for name in ("name", "note", "details") if name in me}
+    credentials.store_default_key(str(me["key_id"]), {"type": "manual", "key": key, **entry})
     click.echo(f"Logged in as {me['details']['user_details']['email']}.")
 
 
@@ -51,12 +46,13 @@ def logout(state: State) -> None:
     """Forget the default key. A key that a login generated is revoked as well."""
     from tinkex.client import credentials
 
-    entry = credentials.default_entry()
+    stored = credentials.load_credentials()
+    entry = stored.get("keys", {}).get(str(stored.get("default")))
     if entry is None:
         raise click.ClickException("Not logged in: there is no stored key.")
     if entry.get("type") == "generated":
         _me("DELETE", _base_url(state), entry["key"])
-    credentials.remove_default()
+    credentials.delete_default_key()
     click.echo("Logged out.")
     if entry.get("type") != "generated":
         state.note(f"The key itself still works; revoke it at {_link(_CONSOLE)}")
@@ -95,9 +91,13 @@ def whoami(state: State) -> None:
 
 
 def _base_url(state: State) -> str:
-    from tinkex.client.config import Config
+    """The server that keys belong to: the hosted one unless another is named."""
+    from tinkex.client.config import HOSTED_BASE_URL, LOCAL
 
-    return str(Config(base_url=state.base_url).base_url)
+    url = (state.base_url or os.environ.get("TINKER_BASE_URL") or HOSTED_BASE_URL).rstrip("/")
+    if url == LOCAL:
+        raise click.UsageError("The local server needs no key. Name a server with --base-url.")
+    return url
 
 
 def _link(url: str) -> str:

@@ -1,0 +1,103 @@
+"""Show a person how far a run is: a bar on a terminal, a plain line now and then elsewhere.
+
+Everything goes to stderr; stdout belongs to results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+_LINE_EVERY_S = 5.0
+
+
+class Steps:
+    """A recipe's `on_step`: moves the bar, or prints a line every few seconds."""
+
+    def __init__(self, headline: str, console: Console) -> None:
+        self._headline = headline
+        self._console = console
+        self._printed_at = 0.0
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def __call__(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        text = "  ".join(
+            f"{name.replace('_', ' ')} {_short(value)}"
+            for name, value in metrics.items()
+            if name in _SHOWN
+        )
+        if not self._console.is_terminal:
+            self._line(step, num_steps, text)
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(
+                self._headline, total=num_steps, completed=step, text=text
+            )
+            self._bar.start()
+        self._bar.update(self._task, completed=step + 1, text=text)
+
+    def _line(self, step: int, num_steps: int, text: str) -> None:
+        now = time.monotonic()
+        if step + 1 == num_steps or now - self._printed_at >= _LINE_EVERY_S:
+            self._printed_at = now
+            self._console.print(f"{self._headline} {step + 1}/{num_steps}  {text}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+_SHOWN = frozenset({"loss", "reward", "accuracy", "held_out_loss", "tokens_per_s"})
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def stderr_console() -> Console:
+    return Console(file=sys.stderr, stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def steps(headline: str) -> Iterator[Steps]:
+    shown = Steps(headline, stderr_console())
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+@contextlib.contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner while something takes a while; one line where no one watches."""
+    console = stderr_console()
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(text)
+        yield

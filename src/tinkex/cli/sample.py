@@ -1,0 +1,109 @@
+"""`tinkex sample`: complete a prompt from the command line."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.output import Table
+from tinkex.cli.state import Leaf, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex import SamplingClient, ServiceClient
+
+
+@click.command(cls=Leaf)
+@click.argument("prompt")
+@click.option("-m", "--model", help="Base model or tinker:// checkpoint.")
+@click.option("-n", "--num-samples", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0)
+@click.option("--top-k", type=click.IntRange(min=-1), default=-1, help="-1 is off.")
+@click.option("--seed", type=int, help="Same seed, same answer.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without chat template.")
+@pass_state
+def sample(
+    state: State,
+    prompt: str,
+    model: str | None,
+    num_samples: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int | None,
+    stop: tuple[str, ...],
+    raw: bool,
+) -> None:
+    """Answer PROMPT; `-` reads it from stdin."""
+    from tinkex import ModelInput, SamplingParams
+    from tinkex.recipes.render import Renderer
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with state.service() as service:
+        sampler = open_sampler(service, model)
+        tokenizer = sampler.get_tokenizer()
+        renderer = Renderer(tokenizer)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            stop=list(stop) or (None if raw else renderer.stop),
+        )
+        tokens = (
+            list(tokenizer.encode(text))
+            if raw
+            else renderer.prompt([{"role": "user", "content": text}])
+        )
+        answer = sampler.sample(ModelInput.from_ints(tokens), num_samples, params).result()
+    sequences = [
+        {
+            "text": tokenizer.decode(list(s.tokens)) if raw else renderer.text(s.tokens),
+            "stop_reason": str(s.stop_reason),
+            "num_tokens": len(s.tokens),
+        }
+        for s in answer.sequences
+    ]
+    _show(state, sequences, model)
+
+
+def _show(state: State, sequences: list[dict[str, Any]], model: str | None) -> None:
+    if state.format == "json":
+        state.show(Table(columns=(), rows=()), {"model": model, "sequences": sequences})
+    elif len(sequences) == 1:
+        click.echo(sequences[0]["text"])
+    else:
+        state.show(
+            Table(
+                columns=("#", "Text", "Tokens", "Stop"),
+                rows=[
+                    (index, s["text"], s["num_tokens"], s["stop_reason"])
+                    for index, s in enumerate(sequences)
+                ],
+            ),
+            None,
+        )
+
+
+def open_sampler(service: ServiceClient, model: str | None) -> SamplingClient:
+    """A sampler of a base model or a checkpoint; the server's first model when none is named."""
+    if model and model.startswith("tinker://"):
+        return service.create_sampling_client(model_path=model)
+    return service.create_sampling_client(base_model=model or default_model(service))
+
+
+def default_model(service: ServiceClient) -> str:
+    names = [
+        model.model_name
+        for model in service.get_server_capabilities().supported_models
+        if model.model_name and model.sampleable is not False
+    ]
+    if not names:
+        raise click.ClickException("The server offers no model to sample from.")
+    return names[0]

@@ -1,0 +1,197 @@
+"""`tinkex train sft|dpo|rl`: run a recipe with options, a progress bar and a log folder.
+
+The loops are in `tinkex.recipes`; this module turns options into a config and a result into text.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.output import properties
+from tinkex.cli.progress import steps
+from tinkex.cli.state import Noun, State, pass_state
+from tinkex.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tinkex.recipes.loop import Result
+
+Command = Callable[..., Any]
+
+
+@click.group(cls=Noun)
+def train() -> None:
+    """Fine-tune with SFT, RL or DPO. The loops live in tinkex/recipes: copy them freely."""
+
+
+def _options(*specs: tuple[str, Any, str]) -> Callable[[Command], Command]:
+    """Options whose default is the recipe's own: not given means None means the recipe decides."""
+
+    def add(command: Command) -> Command:
+        for flag, kind, text in reversed((*specs, *_COMMON)):
+            command = click.option(flag, type=kind, default=None, help=text)(command)
+        return click.option(
+            "--tracker",
+            "trackers",
+            multiple=True,
+            type=click.Choice(["wandb", "trackio", "tensorboard"]),
+            help="Also send metrics there; repeatable.",
+        )(command)
+
+    return add
+
+
+_COMMON: tuple[tuple[str, Any, str], ...] = (
+    ("--log-dir", str, "Metrics, config and checkpoints. The same folder resumes a run."),
+    ("--model", str, "Base model."),
+    ("--rank", int, "LoRA rank."),
+    ("--learning-rate", float, "Peak learning rate."),
+    ("--schedule", click.Choice(["linear", "constant"]), "Course of the learning rate."),
+    ("--save-every", int, "Steps between checkpoints."),
+    ("--seed", int, "Seed of weights, order and samples."),
+)
+_LENGTH: tuple[tuple[str, Any, str], ...] = (
+    ("--batch-size", int, "Rows per step."),
+    ("--epochs", float, "Passes over the data."),
+    ("--max-length", int, "Longest row in tokens; longer ones are reported and left out."),
+)
+
+
+@train.command()
+@click.argument("data")
+@_options(
+    *_LENGTH,
+    ("--learn", click.Choice(["all", "last"]), "Learn all assistant turns, or the last."),
+    ("--eval-share", float, "Share of rows held out."),
+    ("--eval-every", int, "Steps between evaluations."),
+)
+@pass_state
+def sft(state: State, data: str, **options: Any) -> None:
+    """Learn the answers in DATA: chat `messages` or prompt/completion rows, as JSONL, JSON, CSV
+    or a Hugging Face dataset id."""
+    from tinkex.recipes.sft import SftConfig
+    from tinkex.recipes.sft import train as run
+
+    config = SftConfig(data=data, **_given(SftConfig, "sft", options))
+    with state.service() as service, steps("sft") as on_step:
+        result = run(config, service, on_step, state.note)
+    _show(state, config.log_dir, result)
+
+
+@train.command()
+@click.argument("data")
+@_options(*_LENGTH, ("--beta", float, "Hold on the reference; larger moves less."))
+@pass_state
+def dpo(state: State, data: str, **options: Any) -> None:
+    """Prefer `chosen` over `rejected` in the rows of DATA."""
+    from tinkex.recipes.dpo import DpoConfig
+    from tinkex.recipes.dpo import train as run
+
+    config = DpoConfig(data=data, **_given(DpoConfig, "dpo", options))
+    with state.service() as service, steps("dpo") as on_step:
+        result = run(config, service, on_step, state.note)
+    _show(state, config.log_dir, result)
+
+
+@train.command()
+@click.argument("reward")
+@click.option("--prompts", help="File or dataset of prompts; default: prompts() beside REWARD.")
+@_options(
+    ("--steps", int, "Training steps."),
+    ("--prompts-per-step", int, "Prompts per step."),
+    ("--group-size", int, "Answers per prompt."),
+    ("--max-tokens", int, "Longest answer."),
+    ("--temperature", float, "Sampling temperature."),
+    (
+        "--loss-fn",
+        click.Choice(["importance_sampling", "ppo", "cispo"]),
+        "Loss of the sampled answers.",
+    ),
+)
+@pass_state
+def rl(state: State, reward: str, prompts: str | None, **options: Any) -> None:
+    """Raise the reward of REWARD, a Python function named FILE.py:FUNCTION.
+
+    It is called as reward(completion, row) and returns a number; row is the prompt's row.
+    """
+    from tinkex.recipes.rl import RlConfig
+    from tinkex.recipes.rl import train as run
+
+    module, function = load_function(reward)
+    if prompts is None and not callable(getattr(module, "prompts", None)):
+        raise click.UsageError(
+            "Give --prompts FILE, or define prompts() beside the reward, returning rows."
+        )
+    config = RlConfig(**_given(RlConfig, "rl", options))
+    rows = prompts if prompts is not None else module.prompts()
+    with state.service() as service, steps("rl") as on_step:
+        result = run(config, service, function, rows, on_step, state.note)
+    _show(state, config.log_dir, result)
+
+
+def load_function(name: str) -> tuple[Any, Callable[..., float]]:
+    """`FILE.py:FUNCTION` -> (module, function)."""
+    file, colon, attribute = name.rpartition(":")
+    path = Path(file)
+    if not colon or path.suffix != ".py":
+        raise click.UsageError(f"'{name}' is not a function; write FILE.py:FUNCTION.")
+    if not path.is_file():
+        raise click.UsageError(f"There is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as exc:
+        raise ConfigError(f"{path} does not load: {type(exc).__name__}: {exc}") from exc
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise click.UsageError(f"{path} has no function '{attribute}'.")
+    return module, function
+
+
+def _given(config: type[Any], recipe: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given; the recipe's defaults stand for the others."""
+    given = {name: value for name, value in options.items() if value is not None}
+    given["trackers"] = tuple(given.get("trackers", ()))
+    required = {field.name for field in fields(config) if field.default is MISSING}
+    if "log_dir" in required and "log_dir" not in given:
+        given["log_dir"] = f"runs/{recipe}"
+    return given
+
+
+def _show(state: State, log_dir: str, result: Result) -> None:
+    if result.interrupted:
+        state.note(
+            f"Stopped after step {result.step}; everything is saved.\n"
+            f"Resume with the same command (log folder {log_dir})."
+        )
+    state.show(
+        properties(
+            None,
+            {
+                "Steps": result.step,
+                **{name: f"{value:.4g}" for name, value in result.metrics.items()},
+                "State": result.state_path,
+                "Sampler": result.sampler_path,
+                "Log": log_dir,
+            },
+        ),
+        {
+            "steps": result.step,
+            "interrupted": result.interrupted,
+            "metrics": dict(result.metrics),
+            "state_path": result.state_path,
+            "sampler_path": result.sampler_path,
+            "log_dir": log_dir,
+        },
+    )
+    if result.interrupted:
+        raise click.exceptions.Exit(130)
+    state.note(f"Talk to it: tinkex chat {result.sampler_path}")

@@ -1,0 +1,1 @@
+"""SFT, RL and DPO as short plain loops: run them with `tinkex train`, or copy and change them."""

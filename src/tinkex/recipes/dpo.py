@@ -1,0 +1,178 @@
+"""Direct preference optimization: prefer the chosen answer over the rejected one.
+
+Copy this file and change it. The loss is a plain torch function of the answers' log-probabilities;
+the base model's own log-probabilities are the reference, so the policy starts at a margin of zero.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinkex import AdamParams, ModelInput, SamplingClient, ServiceClient
+from tinkex.errors import InvalidInputError
+from tinkex.recipes.data import Preference, load_preferences
+from tinkex.recipes.loop import (
+    DEFAULT_MODEL,
+    OnNote,
+    OnStep,
+    Result,
+    Schedule,
+    batch_at,
+    check_positive,
+    finish,
+    learning_rate_at,
+    open_training,
+    print_step,
+    save,
+    stop_between_steps,
+    usable,
+)
+from tinkex.recipes.render import Rendered, Renderer
+from tinkex.recipes.run_log import RunLog, make_trackers, plot
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DpoConfig:
+    data: str
+    """Rows with `prompt`, `chosen` and `rejected`."""
+    log_dir: str
+    model: str = DEFAULT_MODEL
+    rank: int = 32
+    learning_rate: float = 5e-4
+    schedule: Schedule = "linear"
+    batch_size: int = 4
+    """Pairs per step."""
+    epochs: float = 2.0
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; larger moves less."""
+    max_length: int = 1024
+    save_every: int = 50
+    seed: int = 0
+    trackers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank", "learning_rate", "batch_size", "epochs", "beta", "max_length")
+        check_positive(self, "save_every")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    chosen: Rendered
+    rejected: Rendered
+
+    def sides(self) -> tuple[Rendered, Rendered]:
+        return self.chosen, self.rejected
+
+
+def train(
+    config: DpoConfig, service: ServiceClient, on_step: OnStep = print_step, on_note: OnNote = print
+) -> Result:
+    """Run, or resume, one DPO run. Ctrl-C ends it after the current step, with a checkpoint."""
+    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
+    log = RunLog(config.log_dir, asdict(config), trackers=trackers)
+    loaded = load_preferences(config.data)
+    training, start = open_training(
+        service, log, model=config.model, rank=config.rank, seed=config.seed
+    )
+    reference = service.create_sampling_client(base_model=config.model)
+    renderer = Renderer(training.get_tokenizer())
+    pairs = usable(loaded, lambda row: render(row, renderer, config))
+    on_note(loaded.report())
+    num_steps = math.ceil(len(pairs) * config.epochs / config.batch_size)
+
+    metrics: dict[str, float] = {}
+    with stop_between_steps() as stop:
+        for step in range(start, num_steps):
+            began = time.monotonic()
+            batch = batch_at(pairs, config.batch_size, step, config.seed)
+            answers = [side for pair in batch for side in pair.sides()]
+            loss_fn = dpo_loss(answers, reference_logprobs(reference, answers), config.beta)
+
+            rate = learning_rate_at(step, num_steps, config.learning_rate, config.schedule)
+            data = [answer.datum() for answer in answers]
+            forward_backward = training.forward_backward_custom(data, loss_fn)
+            optim_step = training.optim_step(AdamParams(learning_rate=rate))
+            answered = forward_backward.result().metrics
+            optim_step.result()
+
+            metrics = {
+                "loss": answered["loss:sum"],
+                "accuracy": answered["accuracy:mean"],
+                "margin": answered["margin:mean"],
+                "learning_rate": rate,
+                "tokens_per_s": sum(len(answer.tokens) for answer in answers)
+                / (time.monotonic() - began),
+            }
+            log.metrics(step, metrics)
+            on_step(step, num_steps, metrics)
+            if stop.requested:
+                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
+            if (step + 1) % config.save_every == 0:
+                save(training, log, step + 1)
+
+    result = finish(training, log, num_steps, interrupted=False, metrics=metrics)
+    plot(log, {"loss": "loss", "accuracy": "accuracy"}, "DPO")
+    return result
+
+
+def render(row: Preference, renderer: Renderer, config: DpoConfig) -> Pair:
+    def answer(text: str) -> Rendered:
+        said = renderer.example((*row.prompt, {"role": "assistant", "content": text}), learn="last")
+        if len(said.tokens) > config.max_length:
+            raise InvalidInputError(
+                f"{len(said.tokens)} tokens, more than max_length {config.max_length}"
+            )
+        return said
+
+    return Pair(chosen=answer(row.chosen), rejected=answer(row.rejected))
+
+
+def reference_logprobs(reference: SamplingClient, answers: Sequence[Rendered]) -> list[float]:
+    """Log-probability of each whole answer under the base model."""
+    futures = [
+        reference.compute_logprobs(ModelInput.from_ints(list(answer.tokens))) for answer in answers
+    ]
+    return [
+        sum(
+            logprob
+            for logprob, weight in zip(future.result(), answer.weights, strict=True)
+            if weight and logprob is not None
+        )
+        for future, answer in zip(futures, answers, strict=True)
+    ]
+
+
+def dpo_loss(
+    answers: Sequence[Rendered], reference: Sequence[float], beta: float
+) -> Callable[[Sequence[Any], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]:
+    """-log sigmoid(beta * (policy's preference - reference's)), averaged over the pairs.
+
+    Answers come as chosen, rejected, chosen, rejected ...
+    """
+    import torch
+    import torch.nn.functional as F
+
+    def loss_fn(
+        data: Sequence[Any], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, float]]:
+        policy = torch.stack(
+            [
+                (logprobs_T * torch.tensor(answer.weights[1:])).sum()
+                for logprobs_T, answer in zip(logprobs, answers, strict=True)
+            ]
+        )
+        gain = policy - torch.tensor(reference)
+        margin = beta * (gain[0::2] - gain[1::2])
+        return -F.logsigmoid(margin).mean(), {
+            "accuracy:mean": float((margin > 0).float().mean()),
+            "margin:mean": float(margin.mean()),
+        }
+
+    return loss_fn

@@ -1,0 +1,180 @@
+"""The few things that SFT, RL and DPO loops share: start or resume, order of rows, save, stop.
+
+Everything random depends on the seed and the step alone, so that a resumed run sees what the
+undisturbed one would have seen. The loops themselves stay in their own files, in the open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.recipes.run_log import RunLog, Saved
+
+if TYPE_CHECKING:
+    from tinkex import ServiceClient, TrainingClient
+    from tinkex.recipes.data import Loaded
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+T = TypeVar("T")
+R = TypeVar("R")
+OnNote = Callable[[str], None]
+"""Called with lines for a person, such as the report on bad rows."""
+OnStep = Callable[[int, int, Mapping[str, float]], None]
+"""Called after each step with the step, the number of steps, and the step's metrics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How a run ended, and where its weights are."""
+
+    step: int
+    state_path: str
+    """Weights and optimizer: train on from here."""
+    sampler_path: str
+    """Weights only: sample from here, or export."""
+    interrupted: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last value of every metric."""
+
+
+def open_training(
+    service: ServiceClient, log: RunLog, *, model: str, rank: int, seed: int
+) -> tuple[TrainingClient, int]:
+    """A fresh LoRA on `model`, or the run's last saved state with its optimizer; and the step."""
+    if log.last is None:
+        return service.create_lora_training_client(base_model=model, rank=rank, seed=seed), 0
+    training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
+    return training, log.last.step
+
+
+def save(training: TrainingClient, log: RunLog, step: int, *, for_sampler: bool = False) -> Saved:
+    """Save state and optimizer so that the run can go on from `step`; note it in the log."""
+    name = f"step-{step:06d}"
+    state = training.save_state(name, overwrite=True)
+    sampler = training.save_weights_for_sampler(name) if for_sampler else None
+    saved = Saved(
+        step=step,
+        state_path=state.result().path,
+        sampler_path=sampler.result().path if sampler else None,
+    )
+    log.saved(saved)
+    return saved
+
+
+def finish(
+    training: TrainingClient,
+    log: RunLog,
+    step: int,
+    *,
+    interrupted: bool,
+    metrics: dict[str, float],
+) -> Result:
+    """Save what there is, unless this very step is saved already."""
+    saved = log.last
+    if saved is None or saved.step != step or saved.sampler_path is None:
+        saved = save(training, log, step, for_sampler=True)
+    log.close()
+    return Result(
+        step=step,
+        state_path=saved.state_path,
+        sampler_path=saved.sampler_path or "",
+        interrupted=interrupted,
+        metrics=metrics,
+    )
+
+
+def batch_at(rows: Sequence[T], size: int, step: int, seed: int) -> list[T]:
+    """The rows of one step: the data shuffled anew each epoch, read end to end."""
+    return [
+        rows[_shuffled(len(rows), seed, position // len(rows))[position % len(rows)]]
+        for position in range(step * size, (step + 1) * size)
+    ]
+
+
+_order: dict[tuple[int, int, int], list[int]] = {}
+
+
+def _shuffled(num_rows: int, seed: int, epoch: int) -> list[int]:
+    key = (num_rows, seed, epoch)
+    if key not in _order:
+        if len(_order) > 8:
+            _order.clear()
+        order = list(range(num_rows))
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        _order[key] = order
+    return _order[key]
+
+
+Schedule = Literal["linear", "constant"]
+
+
+def learning_rate_at(step: int, num_steps: int, peak: float, schedule: Schedule) -> float:
+    """`linear` falls from the peak to a tenth of it; `constant` stays."""
+    if schedule == "constant" or num_steps < 2:
+        return peak
+    return peak * (1 - 0.9 * step / (num_steps - 1))
+
+
+def usable(loaded: Loaded[T], convert: Callable[[T], R]) -> list[R]:
+    """Convert every row; a row that does not convert joins the bad ones."""
+    from tinkex.recipes.data import BadRow
+
+    converted = []
+    for row in loaded.rows:
+        try:
+            converted.append(convert(row))
+        except InvalidInputError as exc:
+            loaded.bad.append(BadRow(line=row.line, reason=str(exc)))  # type: ignore[attr-defined]
+    loaded.bad.sort(key=lambda bad: bad.line)
+    if not converted:
+        raise InvalidInputError(f"No usable row.\n{loaded.report()}")
+    return converted
+
+
+def check_positive(config: Any, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) > 0:
+            raise ConfigError(f"{name} must be above 0, got {getattr(config, name)}.")
+
+
+class StopRequest:
+    """Whether someone pressed Ctrl-C."""
+
+    requested = False
+
+
+@contextlib.contextmanager
+def stop_between_steps() -> Iterator[StopRequest]:
+    """Let a first Ctrl-C end the loop after the step that runs; a second one interrupts at once.
+
+    Only the main thread hears signals; elsewhere (a notebook's worker thread) nothing changes.
+    """
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+    """The plainest progress report."""
+    shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    print(f"step {step + 1}/{num_steps}  {shown}", flush=True)

@@ -1,0 +1,225 @@
+"""Reinforcement learning with groups: sample several answers, reward them, learn the better ones.
+
+Copy this file and change it. An answer's advantage is its reward minus the mean reward of the
+answers to the same prompt, so no value model is needed (GRPO). The reward is any Python function:
+
+    def reward(completion: str, row: dict) -> float: ...
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tinkex import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
+from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.recipes.data import load_prompts
+from tinkex.recipes.loop import (
+    DEFAULT_MODEL,
+    OnNote,
+    OnStep,
+    Result,
+    Schedule,
+    batch_at,
+    check_positive,
+    finish,
+    learning_rate_at,
+    open_training,
+    print_step,
+    save,
+    stop_between_steps,
+    usable,
+)
+from tinkex.recipes.render import Renderer
+from tinkex.recipes.run_log import RunLog, make_trackers, plot
+
+Reward = Callable[[str, Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RlConfig:
+    log_dir: str
+    model: str = DEFAULT_MODEL
+    rank: int = 32
+    learning_rate: float = 5e-4
+    schedule: Schedule = "constant"
+    steps: int = 60
+    prompts_per_step: int = 8
+    group_size: int = 8
+    """Answers sampled per prompt."""
+    max_tokens: int = 64
+    temperature: float = 1.0
+    loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling"
+    save_every: int = 20
+    seed: int = 0
+    trackers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
+        check_positive(self, "temperature", "save_every")
+        if self.group_size < 2:
+            raise ConfigError(
+                f"group_size must be at least 2, got {self.group_size}: "
+                "an answer is judged against the others of its group."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    tokens: list[int]
+    row: Mapping[str, Any]
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    question: Question
+    tokens: list[int]
+    logprobs: list[float]
+    reward: float
+
+
+def train(
+    config: RlConfig,
+    service: ServiceClient,
+    reward: Reward,
+    prompts: str | Iterable[Mapping[str, Any]],
+    on_step: OnStep = print_step,
+    on_note: OnNote = print,
+) -> Result:
+    """Run, or resume, one RL run. Ctrl-C ends it after the current step, with a checkpoint."""
+    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
+    log = RunLog(config.log_dir, asdict(config), may_change=frozenset({"steps"}), trackers=trackers)
+    loaded = load_prompts(prompts)
+    training, start = open_training(
+        service, log, model=config.model, rank=config.rank, seed=config.seed
+    )
+    renderer = Renderer(training.get_tokenizer())
+    questions = usable(
+        loaded,
+        lambda row: Question(tokens=renderer.prompt(row.messages), row=row.row, line=row.line),
+    )
+    on_note(loaded.report())
+
+    metrics: dict[str, float] = {}
+    with stop_between_steps() as stop:
+        for step in range(start, config.steps):
+            began = time.monotonic()
+            sampler = training.save_weights_and_get_sampling_client()
+            batch = batch_at(questions, config.prompts_per_step, step, config.seed)
+            groups = sample_groups(sampler, batch, renderer, reward, config, step)
+
+            data = [datum for group in groups for datum in group_data(group)]
+            rate = learning_rate_at(step, config.steps, config.learning_rate, config.schedule)
+            gap: dict[str, float] = {}
+            if data:  # All answers of all groups equally good: there is nothing to learn from.
+                forward_backward = training.forward_backward(data, config.loss_fn)
+                optim_step = training.optim_step(AdamParams(learning_rate=rate))
+                answered = forward_backward.result().metrics
+                optim_step.result()
+                gap = {
+                    name.split(":")[0]: value
+                    for name, value in answered.items()
+                    if "gap" in name or "kl" in name
+                }
+
+            rewards = [answer.reward for group in groups for answer in group]
+            num_tokens = sum(len(answer.tokens) for group in groups for answer in group)
+            metrics = {
+                "reward": statistics.fmean(rewards),
+                "reward_std": statistics.pstdev(rewards),
+                "groups_with_signal": sum(len(set(_rewards(group))) > 1 for group in groups)
+                / len(groups),
+                "answer_tokens": num_tokens / len(rewards),
+                "learning_rate": rate,
+                "tokens_per_s": num_tokens / (time.monotonic() - began),
+                **gap,
+            }
+            log.metrics(step, metrics)
+            on_step(step, config.steps, metrics)
+            if stop.requested:
+                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
+            if (step + 1) % config.save_every == 0:
+                save(training, log, step + 1)
+
+    result = finish(training, log, config.steps, interrupted=False, metrics=metrics)
+    plot(log, {"reward": "mean reward"}, "RL: mean reward")
+    return result
+
+
+def sample_groups(
+    sampler: SamplingClient,
+    batch: Sequence[Question],
+    renderer: Renderer,
+    reward: Reward,
+    config: RlConfig,
+    step: int,
+) -> list[list[Answer]]:
+    """A group of answers for each question, sampled all at once, then rewarded."""
+    futures = [
+        sampler.sample(
+            ModelInput.from_ints(question.tokens),
+            num_samples=config.group_size,
+            sampling_params=SamplingParams(
+                max_tokens=config.max_tokens,
+                temperature=config.temperature,
+                stop=renderer.stop,
+                # A seed of its own for every question of every step, the same after a resume.
+                seed=(config.seed * 1_000_003 + step) * 10_007 + index,
+            ),
+        )
+        for index, question in enumerate(batch)
+    ]
+    return [
+        [
+            Answer(
+                question=question,
+                tokens=list(sequence.tokens),
+                logprobs=list(sequence.logprobs or []),
+                reward=judge(reward, renderer.text(sequence.tokens), question),
+            )
+            for sequence in future.result().sequences
+        ]
+        for future, question in zip(futures, batch, strict=True)
+    ]
+
+
+def judge(reward: Reward, text: str, question: Question) -> float:
+    """Call the user's function, and name the row when it goes wrong."""
+    try:
+        return float(reward(text, question.row))
+    except Exception as exc:
+        raise InvalidInputError(
+            f"the reward function failed on prompt {question.line} with the answer {text[:80]!r}: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
+
+
+def group_data(group: Sequence[Answer]) -> list[Datum]:
+    """Training examples of one group; none when every answer got the same reward."""
+    rewards = _rewards(group)
+    if len(set(rewards)) == 1:
+        return []
+    mean = statistics.fmean(rewards)
+    return [_datum(answer, answer.reward - mean) for answer in group if answer.tokens]
+
+
+def _datum(answer: Answer, advantage: float) -> Datum:
+    prompt = answer.question.tokens
+    tokens = prompt + answer.tokens
+    before = [0.0] * (len(prompt) - 1)  # The prompt is given, not chosen: it earns nothing.
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "logprobs": before + answer.logprobs,
+            "advantages": before + [advantage] * len(answer.tokens),
+        },
+    )
+
+
+def _rewards(group: Sequence[Answer]) -> list[float]:
+    return [answer.reward for answer in group]

@@ -1,0 +1,222 @@
+"""The folder of one training run: what was asked, what happened, and where to go on.
+
+`config.json` holds the settings, `metrics.jsonl` a line per step, `checkpoints.jsonl` a line per
+saved state. A run that finds its own folder resumes from the last saved state and repeats the
+interrupted run exactly: later metrics lines are cut, and every batch and every seed depends only
+on the config and the step. A folder of other settings is refused, naming the difference. Knows
+files; nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tinkex.errors import ConfigError
+
+__all__ = ["RunLog", "Saved", "Tracker", "make_trackers", "plot"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A saved state: `step` steps are in it."""
+
+    step: int
+    state_path: str
+    sampler_path: str | None = None
+
+
+class Tracker(Protocol):
+    """Anything that wants the metrics too, such as wandb."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """One run's folder. Open it with `RunLog(folder, config)`; the same config resumes."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: Mapping[str, Any],
+        *,
+        may_change: frozenset[str] = frozenset(),
+        trackers: tuple[Tracker, ...] = (),
+    ) -> None:
+        """`may_change` names settings that a resumed run may give anew, such as its length."""
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._trackers = trackers
+        self._check_config(dict(config), may_change)
+        self.last = self._read_last()
+        self._drop_metrics_from(self.last.step if self.last else 0)
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def checkpoints_file(self) -> Path:
+        return self.folder / "checkpoints.jsonl"
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Append one line. Written at once: a crash loses nothing that was reported."""
+        _append(self.metrics_file, {"step": step, "time": round(time.time(), 3), **values})
+        for tracker in self._trackers:
+            tracker.log(step, values)
+
+    def saved(self, saved: Saved) -> None:
+        _append(
+            self.checkpoints_file,
+            {
+                "step": saved.step,
+                "state_path": saved.state_path,
+                "sampler_path": saved.sampler_path,
+            },
+        )
+        self.last = saved
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return _read_lines(self.metrics_file)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _check_config(self, config: dict[str, Any], may_change: frozenset[str]) -> None:
+        file = self.folder / "config.json"
+        if file.exists():
+            before = json.loads(file.read_text(encoding="utf-8"))
+            wanted = json.loads(json.dumps(config))
+            changed = sorted(
+                name
+                for name in {*before, *wanted} - may_change
+                if before.get(name) != wanted.get(name)
+            )
+            if changed:
+                name = changed[0]
+                raise ConfigError(
+                    f"{self.folder} holds a run with {name}={before.get(name)!r}, now it is "
+                    f"{wanted.get(name)!r}. Use the same settings to resume, or another log folder."
+                )
+        _write_whole(file, json.dumps(config, indent=2) + "\n")
+
+    def _read_last(self) -> Saved | None:
+        lines = _read_lines(self.checkpoints_file)
+        if not lines:
+            return None
+        fields = {name: lines[-1].get(name) for name in ("step", "state_path", "sampler_path")}
+        return Saved(**fields)  # type: ignore[arg-type]
+
+    def _drop_metrics_from(self, step: int) -> None:
+        kept = [line for line in _read_lines(self.metrics_file) if line["step"] < step]
+        if self.metrics_file.exists():
+            _write_whole(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _append(file: Path, record: Mapping[str, Any]) -> None:
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(record) + "\n")
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write aside, then rename: a crash leaves the old file or the new one, never half of one."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """All whole lines; a last line cut short by a crash is left out."""
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+# ------------------------------------------------------------------------------ plots, trackers
+
+
+def plot(log: RunLog, names: Mapping[str, str], title: str) -> Path | None:
+    """Draw metrics over steps into `loss.png`; `names` maps a metric to its label.
+
+    Returns None where matplotlib is not installed or there is nothing to draw.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    records = log.read_metrics()
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+    for name, label in names.items():
+        points = [(record["step"], record[name]) for record in records if name in record]
+        if points:
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, marker="o" if len(points) < 12 else None, label=label)
+    if not axes.lines:
+        plt.close(figure)
+        return None
+    axes.set(title=title, xlabel="step")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    target = log.folder / "loss.png"
+    figure.savefig(target, bbox_inches="tight")
+    plt.close(figure)
+    return target
+
+
+class _Wandb:
+    """wandb and trackio share one interface."""
+
+    def __init__(self, module: Any, name: str, config: Mapping[str, Any]) -> None:
+        self._module = module
+        module.init(project="tinkex", name=name, config=dict(config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._module.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def make_trackers(
+    names: tuple[str, ...], folder: str | Path, config: Mapping[str, Any]
+) -> tuple[Tracker, ...]:
+    """The optional trackers by name: wandb, trackio, tensorboard."""
+    return tuple(_tracker(name, Path(folder), config) for name in names)
+
+
+def _tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker:
+    from importlib import import_module
+
+    try:
+        if name == "tensorboard":
+            module = import_module("torch.utils.tensorboard")
+            return _TensorBoard(module.SummaryWriter(log_dir=str(folder / "tensorboard")))
+        if name in ("wandb", "trackio"):
+            return _Wandb(import_module(name), folder.name, config)
+    except ImportError as exc:
+        raise ConfigError(f"{name} is not installed. Run: pip install {name}") from exc
+    raise ConfigError(f"No tracker '{name}'; choose from wandb, trackio, tensorboard.")

@@ -1,0 +1,137 @@
+"""Supervised fine-tuning: learn to say what the assistant says in a file of conversations.
+
+Copy this file and change it. The loop is four calls: `forward_backward`, `optim_step`, and, at the
+end, `save_state` and `save_weights_for_sampler`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from tinkex import AdamParams, ServiceClient, TrainingClient
+from tinkex.errors import InvalidInputError
+from tinkex.recipes.data import Conversation, load_conversations, split_off
+from tinkex.recipes.loop import (
+    DEFAULT_MODEL,
+    OnNote,
+    OnStep,
+    Result,
+    Schedule,
+    batch_at,
+    check_positive,
+    finish,
+    learning_rate_at,
+    open_training,
+    print_step,
+    save,
+    stop_between_steps,
+    usable,
+)
+from tinkex.recipes.render import Rendered, Renderer
+from tinkex.recipes.run_log import RunLog, make_trackers, plot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig:
+    data: str
+    """JSONL, JSON or CSV file, or a Hugging Face dataset id."""
+    log_dir: str
+    """Where metrics and checkpoint names go. The same folder resumes."""
+    model: str = DEFAULT_MODEL
+    rank: int = 32
+    learning_rate: float = 1e-3
+    schedule: Schedule = "linear"
+    batch_size: int = 8
+    epochs: float = 3.0
+    max_length: int = 1024
+    """Longest conversation, in tokens; longer rows are reported and left out."""
+    learn: Literal["all", "last"] = "all"
+    """Learn all of the assistant's turns, or only the last of each row."""
+    eval_share: float = 0.1
+    """Share of the rows held out; at most 200."""
+    eval_every: int = 20
+    save_every: int = 50
+    seed: int = 0
+    trackers: tuple[str, ...] = ()
+    """Any of wandb, trackio, tensorboard."""
+
+    def __post_init__(self) -> None:
+        check_positive(
+            self, "rank", "learning_rate", "batch_size", "epochs", "max_length", "eval_every"
+        )
+        check_positive(self, "save_every")
+
+
+def train(
+    config: SftConfig, service: ServiceClient, on_step: OnStep = print_step, on_note: OnNote = print
+) -> Result:
+    """Run, or resume, one SFT run. Ctrl-C ends it after the current step, with a checkpoint."""
+    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
+    log = RunLog(config.log_dir, asdict(config), trackers=trackers)
+    loaded = load_conversations(config.data)
+    training, start = open_training(
+        service, log, model=config.model, rank=config.rank, seed=config.seed
+    )
+    renderer = Renderer(training.get_tokenizer())
+    rows = usable(loaded, lambda row: render(row, renderer, config))
+    on_note(loaded.report())
+    examples, held_out = split_off(rows, config.eval_share)
+    num_steps = math.ceil(len(examples) * config.epochs / config.batch_size)
+
+    metrics: dict[str, float] = {}
+    with stop_between_steps() as stop:
+        for step in range(start, num_steps):
+            began = time.monotonic()
+            metrics = {}
+            if held_out and step % config.eval_every == 0:
+                metrics["held_out_loss"] = mean_loss(training, held_out)
+
+            batch = batch_at(examples, config.batch_size, step, config.seed)
+            # The server sums over tokens; dividing by their number makes the loss a mean.
+            num_learned = sum(example.num_learned for example in batch)
+            data = [example.datum(1 / num_learned) for example in batch]
+            rate = learning_rate_at(step, num_steps, config.learning_rate, config.schedule)
+            forward_backward = training.forward_backward(data, "cross_entropy")
+            optim_step = training.optim_step(AdamParams(learning_rate=rate))
+            metrics["loss"] = forward_backward.result().metrics["loss:sum"]
+            optim_step.result()
+
+            num_tokens = sum(len(example.tokens) for example in batch)
+            metrics |= {
+                "learning_rate": rate,
+                "num_tokens": num_tokens,
+                "tokens_per_s": num_tokens / (time.monotonic() - began),
+            }
+            log.metrics(step, metrics)
+            on_step(step, num_steps, metrics)
+            if stop.requested:
+                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
+            if (step + 1) % config.save_every == 0:
+                save(training, log, step + 1)
+
+    if held_out:
+        metrics["held_out_loss"] = mean_loss(training, held_out)
+        log.metrics(num_steps, {"held_out_loss": metrics["held_out_loss"]})
+    result = finish(training, log, num_steps, interrupted=False, metrics=metrics)
+    plot(log, {"loss": "training loss", "held_out_loss": "held-out loss"}, "SFT: loss per token")
+    return result
+
+
+def render(row: Conversation, renderer: Renderer, config: SftConfig) -> Rendered:
+    example = renderer.example(row.messages, learn=config.learn)
+    if len(example.tokens) > config.max_length:
+        raise InvalidInputError(
+            f"{len(example.tokens)} tokens, more than max_length {config.max_length}"
+        )
+    return example
+
+
+def mean_loss(training: TrainingClient, examples: Sequence[Rendered]) -> float:
+    """Loss per learned token, without training on it."""
+    num_learned = sum(example.num_learned for example in examples)
+    data = [example.datum(1 / num_learned) for example in examples]
+    return training.forward(data, "cross_entropy").result().metrics["loss:sum"]
