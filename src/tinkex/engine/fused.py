@@ -1,0 +1,325 @@
+"""The decoder on CUDA: fused kernels, and a training pass whose backward is written by hand.
+
+`CudaDecoder` is a `Decoder` with the same answers and another way to them. Autograd over the plain
+layers would keep too much and launch too much; here one training pass is a single autograd node
+that keeps five tensors a layer (two residuals, fused qkv, the attention's output, fused gate_up),
+makes the norms, the rotation and the activation again on the way back, and never forms the gradient
+of a frozen weight. Without autograd the same kernels serve the sampler with its own `Attend`.
+
+The plain `Decoder` is the oracle. Losses, optimizers and caches are not known here.
+
+Letters: T tokens, D hidden size, H query heads, K key heads, d head size, h half of it, G adapters
+in the batch, R ranks of all modules of a fused linear (padded to 8), X some fused width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine import kernels
+from tinkex.engine.attention import Attend, PackedCausal
+from tinkex.engine.decoder import Decoder, _Layer
+from tinkex.engine.lora import LoraBatch
+from tinkex.engine.lora_operand import LoraOperand, operands
+from tinkex.engine.models import ModelConfig
+
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+def can_fuse(config: ModelConfig) -> bool:
+    """Whether the kernels know this model's shape; the plain decoder serves the others."""
+    head = config.head_size
+    biased = config.out_bias or config.mlp_bias
+    return config.native and not biased and head in (32, 64, 128, 256)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What one layer keeps between forward and backward."""
+
+    x_TD: Tensor
+    rstd1_T: Tensor
+    qkv_TX: Tensor
+    attn_THd: Tensor
+    attn_state: tuple[Tensor, ...]
+    x2_TD: Tensor
+    rstd2_T: Tensor
+    gate_up_TX: Tensor
+    inner: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """One packed batch: where each token stands and where each sequence begins."""
+
+    cos_Th: Tensor
+    sin_Th: Tensor
+    cu_seqlens: Tensor
+    max_length: int
+
+
+class CudaDecoder(Decoder):
+    """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lora: LoraBatch | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        packed = lora.spans if lora is not None else ()
+        if torch.is_grad_enabled() and packed and isinstance(attend, PackedCausal):
+            params = [p for span in packed for p in span.adapter.parameters()]
+            out: Tensor = _TrainingPass.apply(  # type: ignore[no-untyped-call]
+                self, tokens_T, positions_T, attend, lora, recompute, *params
+            )
+            return out
+        with torch.no_grad():
+            return self._infer(tokens_T, positions_T, attend, operands(lora, self, len(tokens_T)))
+
+    def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        if torch.is_grad_enabled() and hidden_ND.requires_grad:
+            return super().head(hidden_ND, lora)
+        return self.logits(hidden_ND, operands(lora, self, len(hidden_ND), ("head",)).get("head"))
+
+    def logits(self, hidden_ND: Tensor, lora: LoraOperand | None) -> Tensor:
+        """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
+        logits_NV = torch.mm(hidden_ND, self.head_VD.t(), out_dtype=torch.float32)
+        if lora is not None:
+            lora.add_(logits_NV, hidden_ND)
+        return logits_NV
+
+    # ------------------------------------------------------------------------------ inference
+
+    def _infer(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lora: Mapping[str, LoraOperand],
+    ) -> Tensor:
+        eps = self.config.norm_eps
+        cos_Th, sin_Th = self._angles(positions_T)
+        x, delta = F.embedding(tokens_T, self.embed_VD), None
+        for index, w in enumerate(self.layers):
+            x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
+            qkv = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
+            q, k, v = self._split(qkv, w, cos_Th, sin_Th)
+            mixed = attend(index, q, k, v).flatten(1)
+            out = _linear(mixed, w.out, None, lora.get(f"{index}.o"))[0]
+            x, y, _ = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
+            gate_up = _linear(y, w.gate_up, None, lora.get(f"{index}.gate_up"))[0]
+            act = kernels.swiglu(gate_up)
+            delta = _linear(act, w.down, None, lora.get(f"{index}.down"))[0]
+        return kernels.add_rms_norm(x, delta, self.final_norm_D, eps)[1]
+
+    def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
+        return angles_Th.cos(), angles_Th.sin()
+
+    def _split(
+        self, qkv: Tensor, w: _Layer, cos_Th: Tensor, sin_Th: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        return kernels.rope(
+            qkv,
+            cos_Th,
+            sin_Th,
+            _norms(w),
+            config.norm_eps,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+        )
+
+    # ------------------------------------------------------------------------------- training
+
+    def stream(self, positions_T: Tensor, lengths: list[int]) -> _Stream:
+        stops = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        cos_Th, sin_Th = self._angles(positions_T)
+        return _Stream(cos_Th, sin_Th, stops.to(self.device, non_blocking=True), max(lengths))
+
+    def train_layer(
+        self, index: int, x: Tensor, delta: Tensor | None, stream: _Stream, lora: _Operands
+    ) -> tuple[Tensor, Tensor, _Saved]:
+        """One layer on (residual, what the layer below adds to it), and what its backward needs."""
+        w, eps, inner = self.layers[index], self.config.norm_eps, {}
+        x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
+        qkv, inner["qkv"] = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
+        q, k, v = self._split(qkv, w, stream.cos_Th, stream.sin_Th)
+        attn, *state = self._attend(index, q, k, v, stream)
+        out, inner["o"] = _linear(attn.flatten(1), w.out, None, lora.get(f"{index}.o"))
+        x2, y2, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
+        gate_up, inner["gate_up"] = _linear(y2, w.gate_up, None, lora.get(f"{index}.gate_up"))
+        act = kernels.swiglu(gate_up)
+        delta, inner["down"] = _linear(act, w.down, None, lora.get(f"{index}.down"))
+        return x2, delta, _Saved(x, rstd1, qkv, attn, tuple(state), x2, rstd2, gate_up, inner)
+
+    def train_layer_backward(
+        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: _Operands
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Turn dx, the gradient of the layer's output, into that of its input, in place.
+
+        Returns the adapters' (dA, dB) per fused linear. Consumes what the layer saved.
+        """
+        w, eps = self.layers[index], self.config.norm_eps
+        ops = {name: lora.get(f"{index}.{name}") for name in LINEARS}
+        grads: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def collect(name: str, x: Tensor, dy: Tensor, dh: Tensor | None) -> None:
+            if (op := ops[name]) is not None and dh is not None:
+                grads[f"{index}.{name}"] = op.gradients(x, s.inner[name], dy, dh)
+
+        dact, dh = _linear_backward(dx, w.down, ops["down"])
+        act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
+        collect("down", act, dx, dh)
+        del act, dact
+        dy, dh = _linear_backward(s.gate_up_TX, w.gate_up, ops["gate_up"])
+        if dh is not None:
+            y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
+            collect("gate_up", y2, s.gate_up_TX, dh)
+        kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
+        dattn, dh = _linear_backward(dx, w.out, ops["o"])
+        collect("o", s.attn_THd.flatten(1), dx, dh)
+        q, k, v = self._split(s.qkv_TX, w, stream.cos_Th, stream.sin_Th)
+        grads_qkv = self._attend_backward(index, dattn.view_as(s.attn_THd), q, k, v, s, stream)
+        dqkv = kernels.rope_backward(
+            *grads_qkv, s.qkv_TX, stream.cos_Th, stream.sin_Th, _norms(w), eps
+        )
+        dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"])
+        if dh is not None:
+            y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
+            collect("qkv", y1, dqkv, dh)
+        kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
+        return grads
+
+    def _attend(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, stream: _Stream
+    ) -> tuple[Tensor, ...]:
+        cu, longest = stream.cu_seqlens, stream.max_length
+        out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, cu, cu, longest, longest, 0.0, True, False, **self._attention_options(index)
+        )
+        return out, lse, seed, offset
+
+    def _attend_backward(
+        self,
+        index: int,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        s: _Saved,
+        stream: _Stream,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        cu, longest, (lse, *rng) = stream.cu_seqlens, stream.max_length, s.attn_state
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, s.attn_THd, lse, cu, cu, longest, longest, 0.0, True, *rng,
+            **self._attention_options(index),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _attention_options(self, index: int) -> dict[str, Any]:
+        options: dict[str, Any] = {"scale": self.config.head_size**-0.5}
+        if (window := self.config.window(index)) is not None:
+            options |= {"window_size_left": window - 1, "window_size_right": 0}
+        return options
+
+
+_Operands = Mapping[str, LoraOperand]
+
+
+class _TrainingPass(torch.autograd.Function):
+    """All layers as one node: tokens in, hidden states out, adapter gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        decoder: CudaDecoder,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: PackedCausal,
+        lora: LoraBatch,
+        recompute: bool,
+        *_: Tensor,
+    ) -> Tensor:
+        stream = decoder.stream(positions_T, attend.lengths)
+        ops = operands(lora, decoder, len(tokens_T))
+        x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
+        delta: Tensor | None = None
+        saved: list[Any] = []
+        for index in range(decoder.config.num_layers):
+            below = (x, delta)
+            x, delta, layer = decoder.train_layer(index, x, delta, stream, ops)
+            saved.append(below if recompute else layer)
+            del layer
+        x, hidden_TD, rstd_T = kernels.add_rms_norm(
+            x, delta, decoder.final_norm_D, decoder.config.norm_eps
+        )
+        ctx.saved, ctx.final = saved, (x, rstd_T)
+        ctx.decoder, ctx.stream, ctx.ops, ctx.lora, ctx.recompute = (
+            decoder, stream, ops, lora, recompute,
+        )  # fmt: skip
+        return hidden_TD
+
+    @staticmethod
+    def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
+        decoder: CudaDecoder = ctx.decoder
+        x_TD, rstd_T = ctx.final
+        dx_TD = kernels.rms_norm_backward_(
+            torch.zeros_like(x_TD), dhidden_TD.contiguous(), x_TD, decoder.final_norm_D, rstd_T
+        )
+        grads: dict[str, tuple[Tensor, Tensor]] = {}
+        while ctx.saved:
+            layer, index = ctx.saved.pop(), len(ctx.saved)
+            if ctx.recompute:
+                x, delta = layer
+                layer = decoder.train_layer(index, x, delta, ctx.stream, ctx.ops)[2]
+            grads |= decoder.train_layer_backward(index, layer, dx_TD, ctx.stream, ctx.ops)
+            del layer
+        return None, None, None, None, None, None, *_per_parameter(ctx.lora, ctx.ops, grads)
+
+
+def _per_parameter(
+    lora: LoraBatch, ops: _Operands, grads: Mapping[str, tuple[Tensor, Tensor]]
+) -> list[Tensor | None]:
+    """Gradients in the order of the parameters that went in: span by span, group by group."""
+    out: list[Tensor | None] = []
+    for number, span in enumerate(lora.spans):
+        for key, group in span.adapter.groups.items():
+            if key not in grads:  # the head's adapter gets its gradient where the loss is computed
+                out.extend([None] * len(group.tensors()))
+                continue
+            dA, dB = (grad[ops[key].segment(number)] for grad in grads[key])
+            out.append(dA[: len(group.a_RI)])
+            for part in group.parts:
+                rows, columns = slice(part.target.start, part.target.stop), part.row
+                out.append(dB[rows, columns : columns + part.rank] * part.scale)
+    return out
+
+
+def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
+    return None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+
+
+def _linear(
+    x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraOperand | None
+) -> tuple[Tensor, Tensor]:
+    """(x W^T + adapters, the adapters' inner product); without adapters the second is y itself."""
+    y_TX = F.linear(x_TX, weight, bias)
+    return y_TX, y_TX if lora is None else lora.add_(y_TX, x_TX)
+
+
+def _linear_backward(
+    dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None
+) -> tuple[Tensor, Tensor | None]:
+    dx_TX = dy_TX @ weight
+    return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)

@@ -1,0 +1,449 @@
+"""Triton kernels for what lies between the matrix products of a decoder, on CUDA.
+
+Each kernel fuses the elementwise work that would otherwise travel through device memory several
+times: residual add + RMS norm, q/k norm + rotary embedding (+ the write into the paged cache),
+SwiGLU, the softmax over one chunk of logits, and decode attention over paged keys and values. The
+plain torch versions in `decoder.py` and `attention.py` are their oracle. Everything is computed in
+fp32 registers and stored in the dtype of its output tensor.
+
+This module knows shapes and pointers; it refuses to know models, adapters and schedules. It imports
+triton, so it is imported only where CUDA is in use (or under TRITON_INTERPRET=1 in tests).
+
+Letters: T tokens, D hidden size, H query heads, K key heads, d head size, M MLP size, V vocabulary,
+B sequences, P tokens per cache block.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# ---------------------------------------------------------------------- RMS norm
+
+
+@triton.jit
+def _add_rms_norm(
+    x, delta, w, out_x, out_y, rstd, D, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < D
+    v = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        v += tl.load(delta + row * D + cols, keep, other=0.0).to(tl.float32)
+        tl.store(out_x + row * D + cols, v, keep)
+        # The norm reads what the next layer will read: the sum as it was stored.
+        v = v.to(out_x.dtype.element_ty).to(tl.float32)
+    r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / D + eps)
+    tl.store(rstd + row, r)
+    y = (v * r).to(out_y.dtype.element_ty).to(tl.float32)
+    y *= tl.load(w + cols, keep, other=0.0).to(tl.float32)
+    tl.store(out_y + row * D + cols, y, keep)
+
+
+def add_rms_norm(
+    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x + delta, its RMS norm times weight, the reciprocal RMS per row). x is not changed."""
+    T, D = x_TD.shape
+    out_x = torch.empty_like(x_TD) if delta_TD is not None else x_TD
+    out_y = torch.empty_like(x_TD)
+    rstd_T = torch.empty(T, device=x_TD.device, dtype=torch.float32)
+    block = triton.next_power_of_2(D)
+    _add_rms_norm[(T,)](
+        x_TD, delta_TD if delta_TD is not None else x_TD, weight_D, out_x, out_y, rstd_T, D, eps,
+        HAS_DELTA=delta_TD is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out_x, out_y, rstd_T
+
+
+@triton.jit
+def _rms_norm_apply(x, w, rstd, out, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < D
+    v = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32) * tl.load(rstd + row)
+    y = v.to(out.dtype.element_ty).to(tl.float32) * tl.load(w + cols, keep, other=0.0).to(
+        tl.float32
+    )
+    tl.store(out + row * D + cols, y, keep)
+
+
+def rms_norm_again(x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor) -> Tensor:
+    """The norm once more from its saved reciprocal RMS, bit for bit."""
+    out = torch.empty_like(x_TD)
+    block = triton.next_power_of_2(x_TD.shape[1])
+    _rms_norm_apply[(x_TD.shape[0],)](
+        x_TD, weight_D, rstd_T, out, x_TD.shape[1], BLOCK=block, num_warps=_warps(block)
+    )
+    return out
+
+
+@triton.jit
+def _rms_norm_backward(dy, x, w, rstd, dx, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < D
+    r = tl.load(rstd + row)
+    xhat = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32) * r
+    g = tl.load(dy + row * D + cols, keep, other=0.0).to(tl.float32)
+    g *= tl.load(w + cols, keep, other=0.0).to(tl.float32)
+    out = (g - xhat * (tl.sum(g * xhat, 0) / D)) * r
+    out += tl.load(dx + row * D + cols, keep, other=0.0).to(tl.float32)
+    tl.store(dx + row * D + cols, out, keep)
+
+
+def rms_norm_backward_(
+    dx_TD: Tensor, dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor
+) -> Tensor:
+    """Add the norm's input gradient to dx, in place (dx holds the residual branch's gradient)."""
+    block = triton.next_power_of_2(x_TD.shape[1])
+    _rms_norm_backward[(x_TD.shape[0],)](
+        dy_TD, x_TD, weight_D, rstd_T, dx_TD, x_TD.shape[1], BLOCK=block, num_warps=_warps(block)
+    )
+    return dx_TD
+
+
+# ---------------------------------------------------------------------- q/k norm + rope
+
+
+@triton.jit
+def _rope(
+    qkv, cos, sin, qw, kw, q_out, k_out, v_out, slots, eps,
+    H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, TO_CACHE: tl.constexpr,
+):  # fmt: skip
+    """One program per token and group of HEADS heads of q, k and v."""
+    t = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = d // 2
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, half)[None, :]
+    real = (h < H + 2 * K) & (i >= 0)
+    src = qkv + t * ((H + 2 * K) * d) + h * d + i
+    lo = tl.load(src, real, other=0.0).to(tl.float32)
+    hi = tl.load(src + half, real, other=0.0).to(tl.float32)
+    turned = h < H + K
+    if HAS_NORM:
+        dt = q_out.dtype.element_ty
+        r = 1.0 / tl.sqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / d + eps)[:, None]
+        w_lo = tl.where(h < H, tl.load(qw + i), tl.load(kw + i)).to(tl.float32)
+        w_hi = tl.where(h < H, tl.load(qw + half + i), tl.load(kw + half + i)).to(tl.float32)
+        # Rounded where the plain version rounds: after the norm and after its weight.
+        n_lo = ((lo * r).to(dt).to(tl.float32) * w_lo).to(dt).to(tl.float32)
+        n_hi = ((hi * r).to(dt).to(tl.float32) * w_hi).to(dt).to(tl.float32)
+        lo = tl.where(turned, n_lo, lo)
+        hi = tl.where(turned, n_hi, hi)
+    c = tl.load(cos + t * half + i)
+    s = tl.load(sin + t * half + i)
+    new_lo = tl.where(turned, lo * c - hi * s, lo)
+    hi = tl.where(turned, hi * c + lo * s, hi)
+    lo = new_lo
+    row = t
+    if TO_CACHE:
+        row = tl.load(slots + t).to(tl.int64)
+    q_at = q_out + (t * H + h) * d + i
+    tl.store(q_at, lo, h < H)
+    tl.store(q_at + half, hi, h < H)
+    is_k = (h >= H) & turned & (row >= 0)
+    k_at = k_out + (row * K + h - H) * d + i
+    tl.store(k_at, lo, is_k)
+    tl.store(k_at + half, hi, is_k)
+    is_v = (h >= H + K) & real & (row >= 0)
+    v_at = v_out + (row * K + h - H - K) * d + i
+    tl.store(v_at, lo, is_v)
+    tl.store(v_at + half, hi, is_v)
+
+
+def rope(
+    qkv_TX: Tensor,
+    cos_Td: Tensor,
+    sin_Td: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    *,
+    heads: int,
+    kv_heads: int,
+    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split fused qkv into (q_THd, k_TKd, v_TKd), normed and rotated.
+
+    cos and sin are fp32 of half the head size. With `cache`, (keys, values, slots), k and v go to
+    cache row `slots[t]` (block * P + offset; -1 writes nothing) and the caches are returned in
+    their place.
+    """
+    T = qkv_TX.shape[0]
+    d = qkv_TX.shape[1] // (heads + 2 * kv_heads)
+    q = qkv_TX.new_empty(T, heads, d)
+    if cache is not None:
+        k, v, slots = cache
+    else:
+        k = qkv_TX.new_empty(T, kv_heads, d)
+        v, slots = torch.empty_like(k), k
+    qw, kw = norms if norms is not None else (qkv_TX, qkv_TX)
+    _rope[(T, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
+        qkv_TX, cos_Td, sin_Td, qw, kw, q, k, v, slots, eps,
+        H=heads, K=kv_heads, d=d, HEADS=_HEADS,
+        HAS_NORM=norms is not None, TO_CACHE=cache is not None, num_warps=4,
+    )  # fmt: skip
+    return q, k, v
+
+
+@triton.jit
+def _rope_backward(
+    dq, dk, dv, qkv, cos, sin, qw, kw, out, eps,
+    H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = d // 2
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    i = tl.arange(0, half)[None, :]
+    real = (h < H + 2 * K) & (i >= 0)
+    turned = h < H + K
+    q_at = dq + (t * H + h) * d + i
+    k_at = dk + (t * K + h - H) * d + i
+    v_at = dv + (t * K + h - H - K) * d + i
+    at = tl.where(h < H, q_at, tl.where(turned, k_at, v_at))
+    lo = tl.load(at, real, other=0.0).to(tl.float32)
+    hi = tl.load(at + half, real, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * half + i)
+    s = tl.load(sin + t * half + i)
+    new_lo = tl.where(turned, lo * c + hi * s, lo)
+    hi = tl.where(turned, hi * c - lo * s, hi)
+    lo = new_lo
+    where = t * ((H + 2 * K) * d) + h * d + i
+    if HAS_NORM:
+        x_lo = tl.load(qkv + where, real, other=0.0).to(tl.float32)
+        x_hi = tl.load(qkv + where + half, real, other=0.0).to(tl.float32)
+        r = 1.0 / tl.sqrt((tl.sum(x_lo * x_lo, 1) + tl.sum(x_hi * x_hi, 1)) / d + eps)[:, None]
+        g_lo = lo * tl.where(h < H, tl.load(qw + i), tl.load(kw + i)).to(tl.float32)
+        g_hi = hi * tl.where(h < H, tl.load(qw + half + i), tl.load(kw + half + i)).to(tl.float32)
+        x_lo *= r
+        x_hi *= r
+        mean = ((tl.sum(g_lo * x_lo, 1) + tl.sum(g_hi * x_hi, 1)) / d)[:, None]
+        lo = tl.where(turned, (g_lo - x_lo * mean) * r, lo)
+        hi = tl.where(turned, (g_hi - x_hi * mean) * r, hi)
+    tl.store(out + where, lo, real)
+    tl.store(out + where + half, hi, real)
+
+
+def rope_backward(
+    dq_THd: Tensor,
+    dk_TKd: Tensor,
+    dv_TKd: Tensor,
+    qkv_TX: Tensor,
+    cos_Td: Tensor,
+    sin_Td: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Gradient of the fused qkv from those of q, k and v."""
+    T, H, d = dq_THd.shape
+    K = dk_TKd.shape[1]
+    out = torch.empty_like(qkv_TX)
+    qw, kw = norms if norms is not None else (qkv_TX, qkv_TX)
+    _rope_backward[(T, triton.cdiv(H + 2 * K, _HEADS))](
+        dq_THd, dk_TKd, dv_TKd, qkv_TX, cos_Td, sin_Td, qw, kw, out, eps,
+        H=H, K=K, d=d, HEADS=_HEADS, HAS_NORM=norms is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+# ---------------------------------------------------------------------- SwiGLU
+
+
+@triton.jit
+def _swiglu(gate_up, out, M, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = cols < M
+    g = tl.load(gate_up + row * 2 * M + cols, keep, other=0.0).to(tl.float32)
+    u = tl.load(gate_up + row * 2 * M + M + cols, keep, other=0.0).to(tl.float32)
+    silu = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * M + cols, silu * u, keep)
+
+
+def swiglu(gate_up_TX: Tensor) -> Tensor:
+    """silu(gate) * up of a fused [T, 2 * M] product."""
+    T, M = gate_up_TX.shape[0], gate_up_TX.shape[1] // 2
+    out = gate_up_TX.new_empty(T, M)
+    _swiglu[(T, triton.cdiv(M, 1024))](gate_up_TX, out, M, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _swiglu_backward(dact, gate_up, act, M, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = cols < M
+    gp = gate_up + row * 2 * M + cols
+    g = tl.load(gp, keep, other=0.0).to(tl.float32)
+    u = tl.load(gp + M, keep, other=0.0).to(tl.float32)
+    dy = tl.load(dact + row * M + cols, keep, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    silu = g * s
+    tl.store(act + row * M + cols, silu.to(act.dtype.element_ty).to(tl.float32) * u, keep)
+    tl.store(gp, dy * u * (s + silu * (1.0 - s)), keep)
+    tl.store(gp + M, dy * silu, keep)
+
+
+def swiglu_backward_(dact_TI: Tensor, gate_up_TX: Tensor) -> Tensor:
+    """Turn gate_up into its own gradient, in place; returns the activation it had produced."""
+    T, M = dact_TI.shape
+    act = torch.empty_like(dact_TI)
+    _swiglu_backward[(T, triton.cdiv(M, 1024))](
+        dact_TI, gate_up_TX, act, M, BLOCK=1024, num_warps=4
+    )
+    return act
+
+
+# ---------------------------------------------------------------------- logits
+
+
+@triton.jit
+def _logsumexp(logits, lse, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    m = tl.full((BLOCK,), float("-inf"), tl.float32)
+    z = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        v = tl.load(logits + row * V + cols, cols < V, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(m, v)
+        z = z * tl.where(m == new, 1.0, tl.exp(m - new)) + tl.where(
+            v == float("-inf"), 0.0, tl.exp(v - new)
+        )
+        m = new
+    top = tl.max(m, 0)
+    z = tl.sum(z * tl.where(m == float("-inf"), 0.0, tl.exp(m - top)), 0)
+    tl.store(lse + row, top + tl.log(z))
+
+
+def logsumexp(logits_NV: Tensor) -> Tensor:
+    """fp32 log of the sum of exponentials of each row, in one read of the logits."""
+    N, V = logits_NV.shape
+    lse_N = torch.empty(N, device=logits_NV.device, dtype=torch.float32)
+    if N:
+        _logsumexp[(N,)](logits_NV, lse_N, V, BLOCK=4096, num_warps=8)
+    return lse_N
+
+
+@triton.jit
+def _softmax_gradient(logits, lse, scale, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = cols < V
+    at = logits + row * V + cols
+    v = tl.load(at, keep, other=float("-inf")).to(tl.float32)
+    tl.store(at, tl.exp(v - tl.load(lse + row)) * tl.load(scale + row), keep)
+
+
+def softmax_scaled_(logits_NV: Tensor, lse_N: Tensor, scale_N: Tensor) -> Tensor:
+    """Replace each row by softmax(row) * scale, in place."""
+    N, V = logits_NV.shape
+    if N:
+        _softmax_gradient[(N, triton.cdiv(V, 4096))](
+            logits_NV, lse_N, scale_N, V, BLOCK=4096, num_warps=8
+        )
+    return logits_NV
+
+
+# ---------------------------------------------------------------------- decode attention
+
+
+@triton.jit
+def _decode_split(
+    q, k_cache, v_cache, tables, lengths, part_out, part_lse, scale, table_stride, window,
+    H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence, key head (with all its query heads) and split of the keys."""
+    b = tl.program_id(0).to(tl.int64)
+    kh = tl.program_id(1)
+    split = tl.program_id(2)
+    group: tl.constexpr = H // K
+    length = tl.load(lengths + b)
+    first = tl.maximum(length - window, 0)
+    span = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    start = first + split * span
+    stop = tl.minimum(start + span, length)
+    g = tl.arange(0, G)
+    i = tl.arange(0, d)
+    head = kh * group + g
+    qv = tl.load(q + (b * H + head[:, None]) * d + i[None, :], (g < group)[:, None], other=0.0)
+    m = tl.full((G,), float("-inf"), tl.float32)
+    z = tl.zeros((G,), tl.float32)
+    acc = tl.zeros((G, d), tl.float32)
+    for at in range(start, stop, BLOCK):
+        pos = at + tl.arange(0, BLOCK)
+        keep = pos < stop
+        block = tl.load(tables + b * table_stride + pos // P, keep, other=0).to(tl.int64)
+        row = ((block * P + pos % P) * K + kh) * d
+        kv = tl.load(k_cache + row[:, None] + i[None, :], keep[:, None], other=0.0)
+        s = tl.dot(qv, tl.trans(kv)) * scale
+        s = tl.where(keep[None, :], s, float("-inf"))
+        new = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp(s - new[:, None])
+        keep_old = tl.exp(m - new)
+        z = z * keep_old + tl.sum(p, 1)
+        vv = tl.load(v_cache + row[:, None] + i[None, :], keep[:, None], other=0.0)
+        acc = acc * keep_old[:, None] + tl.dot(p.to(vv.dtype), vv)
+        m = new
+    out = part_out + ((b * SPLITS + split) * H + head[:, None]) * d + i[None, :]
+    tl.store(out, acc / tl.where(z == 0.0, 1.0, z)[:, None], (g < group)[:, None])
+    lse = tl.where(z == 0.0, float("-inf"), m + tl.log(z))
+    tl.store(part_lse + (b * SPLITS + split) * H + head, lse, g < group)
+
+
+@triton.jit
+def _decode_join(part_out, part_lse, out, H: tl.constexpr, d: tl.constexpr, SPLITS: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    s = tl.arange(0, SPLITS)
+    i = tl.arange(0, d)
+    lse = tl.load(part_lse + (b * SPLITS + s) * H + h)
+    top = tl.max(lse, 0)
+    w = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - top))
+    total = tl.sum(w, 0)
+    w = w / tl.where(total == 0.0, 1.0, total)
+    parts = tl.load(part_out + ((b * SPLITS + s[:, None]) * H + h) * d + i[None, :])
+    tl.store(out + (b * H + h) * d + i, tl.sum(parts * w[:, None], 0))
+
+
+def paged_decode(
+    q_BHd: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables_BX: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    splits: int,
+    window: int = 1 << 30,
+) -> Tensor:
+    """Attend each one-token query to its sequence's cached keys and values.
+
+    Caches are [blocks, P, K, d]; `tables_BX` names each sequence's blocks, `lengths_B` counts its
+    cached tokens, the query's own included. A row of length 0 gives zeros. No host sync: the call
+    can be part of a CUDA graph. `splits` (a power of two) divides long sequences over programs.
+    """
+    B, H, d = q_BHd.shape
+    P, K = k_cache.shape[1], k_cache.shape[2]
+    part_out = torch.empty(B, splits, H, d, device=q_BHd.device, dtype=torch.float32)
+    part_lse = torch.empty(B, splits, H, device=q_BHd.device, dtype=torch.float32)
+    _decode_split[(B, K, splits)](
+        q_BHd, k_cache, v_cache, tables_BX, lengths_B, part_out, part_lse, scale,
+        tables_BX.stride(0), window,
+        H=H, K=K, d=d, P=P, G=max(16, triton.next_power_of_2(H // K)), SPLITS=splits, BLOCK=64,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    out = torch.empty_like(q_BHd)
+    _decode_join[(B, H)](part_out, part_lse, out, H=H, d=d, SPLITS=splits, num_warps=1)
+    return out
+
+
+_HEADS = 16
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 2048 else 8
