@@ -27,7 +27,7 @@ tril triu true_divide trunc unsqueeze var vdot where xlogy
 """.split()
 
 _TORCH_ONLY = """
-arange atleast_1d cat concat concatenate eye full full_like hstack linspace ones ones_like rsub
+arange atleast_1d cat concat concatenate cosine_similarity eye full full_like hstack linspace ones ones_like rsub
 scalar_tensor stack std_mean var_mean vstack zeros zeros_like
 """.split()
 
@@ -40,7 +40,7 @@ _FUNCTIONAL = """
 binary_cross_entropy binary_cross_entropy_with_logits celu cosine_similarity elu gelu hardtanh
 huber_loss kl_div l1_loss leaky_relu log_softmax logsigmoid margin_ranking_loss mse_loss normalize
 pad poisson_nll_loss relu relu6 selu sigmoid silu smooth_l1_loss soft_margin_loss softmax softmin
-softplus softsign tanh tanhshrink threshold
+softplus softsign tanh tanhshrink
 """.split()
 
 _SPECIAL = """

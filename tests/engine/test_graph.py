@@ -1,0 +1,317 @@
+"""Traced custom losses rebuilt by the engine (R21)."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tinkex.client.loss_tracing import _qualified, encode_graph, trace_loss
+from tinkex.engine import graph_ops
+from tinkex.engine.graph import MAX_NODES, build_loss, check_graph, reduce_metrics
+from tinkex.engine.jobs import CustomLoss
+from tinkex.errors import InvalidInputError, NotSupportedError
+
+F = torch.nn.functional
+
+
+def clipped(logprobs, old_logprobs, advantages):
+    """A PPO-like loss with most of what people write: ratios, clamps, masks, means, shapes."""
+    ratio = torch.exp(logprobs - old_logprobs)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    mask = advantages != 0
+    entropy = -(logprobs.exp() * logprobs).mean()
+    loss = -surrogate.sum() + 0.01 * entropy + F.softplus(ratio)[mask].mean() / ratio.shape[0]
+    return loss, {
+        "custom/ratio:mean": ratio.mean(),
+        "custom/clipped:sum": ((ratio < 0.8) | (ratio > 1.2)).sum(),
+    }
+
+
+def kl_and_smooth(logprobs, reference):
+    kl = (logprobs.exp() * (logprobs - reference)).sum()
+    smooth = ((logprobs[1:] - logprobs[:-1]) ** 2).sum()
+    weights = torch.arange(logprobs.shape[0], dtype=torch.float32) / math.sqrt(2.0)
+    top = torch.topk(logprobs, k=2).values.sum() + logprobs.max(dim=0)[0]
+    norm = torch.linalg.norm(logprobs) + torch.special.xlogy(weights + 1, weights + 1).sum()
+    return kl + smooth + (weights * logprobs).sum() + top + norm, {}
+
+
+def soft_targets(logprobs, weights):
+    rows = torch.logsumexp(logprobs + weights.clamp(min=float("-inf")), dim=-1)
+    cosine = F.cosine_similarity(logprobs, weights + 1.0, dim=0).sum()
+    return -rows.sum() + torch.where(logprobs > -1.0, logprobs, 0.0).sum() + cosine, {}
+
+
+CASES = [
+    (clipped, {"logprobs": 1, "old_logprobs": 1, "advantages": 1}),
+    (kl_and_smooth, {"logprobs": 1, "reference": 1}),
+    (soft_targets, {"logprobs": 2, "weights": 2}),
+]
+
+
+def over_the_wire(fn, ranks) -> CustomLoss:
+    handle = trace_loss(fn, ranks, "session")
+    graph = json.loads(json.dumps(encode_graph(handle), allow_nan=False))
+    return CustomLoss(inputs=tuple((i.name, i.rank) for i in handle.inputs), graph=graph)
+
+
+def example_inputs(ranks, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {1: (7,), 2: (7, 3)}
+    tensors = {k: -torch.rand(shapes[r], generator=generator) * 2 for k, r in ranks.items()}
+    tensors["logprobs"].requires_grad_(True)
+    return tensors
+
+
+@pytest.mark.parametrize(("fn", "ranks"), CASES)
+def test_a_rebuilt_loss_equals_the_function_and_its_gradient(fn, ranks):
+    """R21: what the server runs is what the user wrote, to 1e-6."""
+    inputs = example_inputs(ranks)
+    expected, expected_metrics = fn(*inputs.values())
+    loss, metrics = build_loss(over_the_wire(fn, ranks))(inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
+        {k: float(v.detach()) for k, v in expected_metrics.items()}
+    )
+    ours, theirs = (torch.autograd.grad(x, inputs["logprobs"])[0] for x in (loss, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("fn", "ranks"), CASES)
+def test_a_rebuilt_loss_has_the_gradient_of_finite_differences(fn, ranks):
+    inputs = {k: v.detach().double() for k, v in example_inputs(ranks, seed=3).items()}
+    rebuilt = build_loss(over_the_wire(fn, ranks))
+
+    def value(logprobs):
+        return rebuilt({**inputs, "logprobs": logprobs})[0]
+
+    assert torch.autograd.gradcheck(value, inputs["logprobs"].requires_grad_(True))
+
+
+def test_metrics_of_datums_add_up_or_average_as_their_name_says():
+    per_datum = [
+        {"custom/a:sum": 1.0, "custom/b:mean": 1.0},
+        {"custom/a:sum": 2.0, "custom/b:mean": 4.0},
+    ]
+    assert reduce_metrics(per_datum) == {"custom/a:sum": 3.0, "custom/b:mean": 2.5}
+    assert reduce_metrics([]) == {}
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+def node(op, name, target, *args, **kwargs):
+    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
+
+
+def ref(name):
+    return {"ref": name}
+
+
+def custom(*nodes, inputs=(("logprobs", 1),), output="last", metrics=None):
+    """A graph over `logprobs` whose output is the node called `output`."""
+    placeholders = [node("placeholder", name, name) for name, _ in inputs]
+    end = node("output", "output", "output", {"tuple": [ref(output), {"dict": metrics or {}}]})
+    return CustomLoss(inputs=inputs, graph={"format": 1, "nodes": [*placeholders, *nodes, end]})
+
+
+@pytest.mark.parametrize(
+    ("bad", "word"),
+    [
+        (node("call_function", "evil", "os.system", "true"), "os.system"),
+        (node("call_function", "evil", "torch.load", "/etc/passwd"), "torch.load"),
+        (node("call_function", "evil", "torch.os.system", "true"), "torch.os.system"),
+        (node("call_function", "evil", "builtins.eval", "1"), "builtins.eval"),
+        (node("call_function", "evil", "operator.methodcaller", "x"), "operator.methodcaller"),
+        (node("call_function", "evil", "torch.rand_like", ref("logprobs")), "rand_like"),
+        (node("call_function", "evil", "torch.autograd.grad", ref("logprobs")), "autograd"),
+        (node("call_function", "evil", "getattr", ref("logprobs"), "__class__"), "__class__"),
+        (node("call_function", "evil", "getattr", ref("logprobs"), "grad_fn"), "grad_fn"),
+        (node("call_method", "evil", "__reduce__", ref("logprobs")), "__reduce__"),
+        (node("call_method", "evil", "item", ref("logprobs")), "item"),
+        (node("call_method", "evil", "register_hook", ref("logprobs")), "register_hook"),
+        (node("call_method", "evil", "add_", ref("logprobs"), 1), "add_"),
+        (node("call_method", "evil", "half", ref("logprobs")), "half"),
+        (node("get_attr", "evil", "weight"), "get_attr"),
+        (node("call_module", "evil", "linear", ref("logprobs")), "call_module"),
+        (node("call_function", "evil", "torch.exp", ref("logprobs"), out=ref("logprobs")), "out="),
+        (
+            node(
+                "call_function", "evil", "torch.nn.functional.relu", ref("logprobs"), inplace=True
+            ),
+            "place",
+        ),
+        (node("call_method", "evil", "to", ref("logprobs"), {"dtype": "bfloat16"}), "bfloat16"),
+    ],
+)
+def test_what_is_not_in_the_list_is_refused_by_the_nodes_name(bad, word):
+    """R21: a traced loss that calls os.system, opens files or reaches into objects."""
+    with pytest.raises(NotSupportedError, match=r"node 'evil'") as caught:
+        build_loss(custom(bad, node("call_method", "last", "sum", ref("logprobs"))))
+    assert word in str(caught.value)
+
+
+def test_every_listed_name_exists_in_torch():
+    for name in graph_ops.FUNCTIONS | {f"torch.Tensor.{m}" for m in graph_ops.METHODS}:
+        last = node("call_function", "last", name, ref("logprobs"))
+        if name.startswith("torch.Tensor."):
+            last = node("call_method", "last", name.rpartition(".")[2], ref("logprobs"))
+        elif name == "getattr":
+            last["args"].append("shape")
+        build_loss(custom(last))
+
+
+def test_a_listed_function_is_still_listed_under_the_name_that_tracing_gives_it():
+    roots = {"torch": torch, "operator": operator, "math": math}
+    for name in graph_ops.FUNCTIONS - {"getattr"}:
+        root, _, path = name.partition(".")
+        traced = _qualified(operator.attrgetter(path)(roots[root]))
+        assert graph_ops.canonical(traced) in graph_ops.FUNCTIONS, (name, traced)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "word"),
+    [
+        ([node("call_method", "big", "expand", ref("logprobs"), 10**9, -1)], "elements"),
+        ([node("call_method", "big", "repeat", ref("logprobs"), 10**9)], "elements"),
+        ([node("call_function", "big", "torch.zeros", 10**10)], "elements"),
+        ([node("call_function", "big", "torch.arange", 10**12)], "elements"),
+        ([node("call_function", "big", "torch.eye", 10**5)], "elements"),
+        ([node("call_function", "big", "torch.full", [10**5, 10**5], 1.0)], "elements"),
+        (
+            [node("call_function", "big", "torch.nn.functional.pad", ref("logprobs"), [0, 10**10])],
+            "elements",
+        ),
+        ([node("call_function", "big", "operator.pow", 10, 10**9)], "power"),
+        ([node("call_function", "big", "operator.mul", 2**62, 2**62)], "64 bits"),
+        ([node("call_function", "big", "operator.mul", [0], 10**10)], "takes tensors and numbers"),
+        (
+            [node("call_function", "big", "operator.mod", "%99999999999d", ref("logprobs"))],
+            "takes tensors",
+        ),
+        (
+            [
+                node("call_function", "a", "torch.arange", 5000),
+                node("call_method", "b", "unsqueeze", ref("a"), 1),
+                node("call_function", "big", "operator.mul", ref("a"), ref("b")),
+            ],
+            "elements",
+        ),
+        (
+            [
+                node("call_function", "a", "torch.zeros", 2**24),
+                *[node("call_function", f"b{i}", "torch.exp", ref("a")) for i in range(2)],
+                node("call_function", "b2", "torch.exp", ref("a")),
+                node("call_function", "big", "torch.exp", ref("a")),
+            ],
+            "made over",
+        ),
+    ],
+)
+def test_a_loss_that_allocates_without_bound_is_refused_before_it_does(nodes, word):
+    """R21: refused with the node's name, without taking the memory first."""
+    fn = build_loss(custom(*nodes, node("call_method", "last", "sum", ref("logprobs"))))
+    with pytest.raises(InvalidInputError, match="node 'big'") as caught:
+        fn({"logprobs": torch.zeros(4, requires_grad=True)})
+    assert word in str(caught.value)
+
+
+LAST = node("call_method", "last", "sum", ref("logprobs"))
+
+
+@pytest.mark.parametrize(
+    ("loss", "word"),
+    [
+        (custom(LAST, node("call_method", "last", "sum", ref("logprobs"))), "used twice"),
+        (
+            custom(node("call_method", "last", "sum", ref("later"))),
+            "'later', which is not an earlier",
+        ),
+        (custom(node("call_method", "last", "sum", {"ref": "logprobs", "x": 1})), "cannot read"),
+        (
+            custom(node("call_method", "last", "sum", ref("logprobs"), {"pickle": "x"})),
+            "cannot read",
+        ),
+        (
+            custom(
+                *[node("call_method", f"n{i}", "sum", ref("logprobs")) for i in range(MAX_NODES)]
+            ),
+            "nodes",
+        ),
+        (custom(node("call_method", "last", "sum", ref("logprobs"), [0] * 30_000)), "values"),
+        (custom(LAST, metrics={"loss": ref("last")}), "metric 'loss' must match"),
+        (custom(LAST, metrics={"custom/a:sum": 1.0}), "must be a tensor"),
+        (custom(LAST, inputs=(("weights", 1),)), "first input must be 'logprobs'"),
+        (custom(LAST, inputs=(("logprobs", 3),)), "rank 3"),
+        (CustomLoss(inputs=(("logprobs", 1),), graph={"format": 2, "nodes": []}), "format 1"),
+        (
+            CustomLoss(inputs=(("logprobs", 1),), graph={"format": 1, "nodes": [1, 2]}),
+            "a node is an object",
+        ),
+    ],
+)
+def test_a_malformed_graph_says_what_is_wrong(loss, word):
+    with pytest.raises(InvalidInputError) as caught:
+        check_graph(loss)
+    assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inputs", "word"),
+    [
+        ([node("call_method", "last", "exp", ref("logprobs"))], {}, "one floating point number"),
+        (
+            [node("call_method", "d", "detach", ref("logprobs")),
+             node("call_method", "last", "sum", ref("d"))],
+            {},
+            "does not depend on logprobs",
+        ),
+        (
+            [node("call_function", "s", "operator.mul", ref("logprobs"), {"float": "nan"}),
+             node("call_method", "last", "sum", ref("s"))],
+            {},
+            "the loss is nan",
+        ),
+        (
+            [node("call_function", "s", "operator.add", ref("logprobs"), ref("extra")),
+             node("call_method", "last", "sum", ref("s"))],
+            {"extra": torch.zeros(3)},
+            "node 's': operator.add failed",
+        ),
+        ([LAST], {"logprobs": torch.zeros(2, 2)}, "traced for rank 1"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_fails_on_the_data_says_where(nodes, inputs, word):
+    names = (("logprobs", 1),) + ((("extra", 1),) if "extra" in inputs else ())
+    fn = build_loss(custom(*nodes, inputs=names))
+    with pytest.raises(InvalidInputError) as caught:
+        fn({"logprobs": torch.zeros(4, requires_grad=True), **inputs})
+    assert word in str(caught.value)
+
+
+def test_a_missing_input_names_what_the_datum_has():
+    fn = build_loss(custom(LAST, inputs=(("logprobs", 1), ("extra", 1))))
+    with pytest.raises(
+        InvalidInputError, match=r"reads 'extra', and the datum has only \['logprobs'\]"
+    ):
+        fn({"logprobs": torch.zeros(2)})
+
+
+def test_a_forward_only_pass_needs_no_gradient():
+    loss, _ = build_loss(custom(LAST))({"logprobs": torch.ones(3)})
+    assert float(loss) == 3.0
+
+
+def test_a_graph_is_refused_without_torch():
+    """An API process refuses a bad graph and never loads a tensor library."""
+    code = (
+        "import sys; from tinkex.engine.graph import check_graph; "
+        "assert 'torch' not in sys.modules, 'torch was loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
