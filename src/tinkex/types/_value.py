@@ -1,0 +1,89 @@
+"""The base of the hot types: frozen, slotted, compared by content, cheap to make.
+
+A training step builds thousands of these, so they are plain classes over numpy rather than pydantic
+models. They still work as fields of pydantic models. Nothing here knows how a value travels.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+
+from tinkex.errors import InvalidInputError
+
+set_field = object.__setattr__
+"""How `__init__` fills a frozen value."""
+
+
+class Value:
+    """Frozen after construction; equal when the class and the content are equal."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"{type(self).__name__} is frozen: cannot set {name!r}. Make a new one instead."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen: cannot delete {name!r}.")
+
+    def _content(self) -> tuple[Any, ...]:
+        """What equality and hash look at."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self._content()))
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        for name, value in state[1].items():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+            set_field(self, name, value)
+
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        """Build from parsed JSON, ignoring unknown keys."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value as plain Python objects, ready for `json.dumps` except for raw bytes."""
+        raise NotImplementedError
+
+    @classmethod
+    def _validate(cls, value: object) -> Self:
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls._from_dict(value)
+        raise ValueError(f"expected a {cls.__name__} or an object, got {type(value).__name__}")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(
+            cls._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                cls.to_dict, when_used="json"
+            ),
+        )
+
+
+def readonly(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same array, protected from writes."""
+    array.setflags(write=False)
+    return array
+
+
+def nest(error: InvalidInputError, prefix: str) -> InvalidInputError:
+    """The same error, its path now starting at `prefix`."""
+    text = str(error).removeprefix(f"{error.path}: ") if error.path else str(error)
+    joint = "" if not error.path or error.path.startswith("[") else "."
+    return InvalidInputError(text, path=f"{prefix}{joint}{error.path}")

@@ -1,0 +1,108 @@
+"""Checkpoints and the training runs that made them, as a server lists them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal, Self, TypeAlias
+
+from tinkex.errors import InvalidInputError
+from tinkex.types._models import Request, Response
+
+CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
+
+_TYPE_BY_KIND: dict[str, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+_PREFIX = "tinker://"
+
+
+class Checkpoint(Response):
+    """A saved checkpoint; `checkpoint_id` is `weights/NAME`, `sampler_weights/NAME`, ..."""
+
+    checkpoint_id: str
+    checkpoint_type: CheckpointType
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class ParsedCheckpointTinkerPath(Response):
+    """The parts of `tinker://RUN/KIND/NAME`."""
+
+    tinker_path: str
+    training_run_id: str
+    checkpoint_type: CheckpointType
+    checkpoint_id: str
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> Self:
+        """Split a checkpoint path into its parts.
+
+        Raises:
+            InvalidInputError: It is not `tinker://RUN/weights|sampler_weights|external_weights/NAME`.
+        """
+        parts = tinker_path.removeprefix(_PREFIX).split("/")
+        well_formed = tinker_path.startswith(_PREFIX) and len(parts) == 3 and all(parts)
+        if not well_formed or parts[1] not in _TYPE_BY_KIND:
+            kinds = "|".join(_TYPE_BY_KIND)
+            raise InvalidInputError(
+                f"expected {_PREFIX}RUN/{kinds}/NAME, got {tinker_path!r}", path="tinker_path"
+            )
+        run, kind, name = parts
+        return cls(
+            tinker_path=tinker_path,
+            training_run_id=run,
+            checkpoint_type=_TYPE_BY_KIND[kind],
+            checkpoint_id=f"{kind}/{name}",
+        )
+
+
+class Cursor(Response):
+    """Where a page lies in the whole list."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointsListResponse(Response):
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None
+
+
+class CheckpointArchiveUrlResponse(Response):
+    """A signed address of a whole checkpoint as one archive (SDKs before 0.25)."""
+
+    url: str
+    expires: datetime
+
+
+class SetCheckpointTtlRequest(Request):
+    """Seconds until the checkpoint is deleted; None, sent as null, keeps it for good."""
+
+    ttl_seconds: int | None
+
+
+class TrainingRun(Response):
+    """A model that was or is being trained. `corrupted` means that it can no longer be used."""
+
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_request_time: datetime
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunsResponse(Response):
+    training_runs: list[TrainingRun]
+    cursor: Cursor

@@ -1,0 +1,49 @@
+"""Losses traced from user code into plain data that a server can rebuild."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from tinkex.types._models import Request, Response
+
+CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
+
+
+class CustomLossInput(Request):
+    """One parameter of a traced loss."""
+
+    name: str
+    rank: CustomLossInputRank
+
+
+class CustomLossNode(Request):
+    """One step of a traced loss, in execution order."""
+
+    op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
+    name: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(Request):
+    """A loss traced from user code into plain data."""
+
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLossRequest(Request):
+    """Upload a traced loss, to be named later by `loss_fn="custom"`."""
+
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+    type: Literal["create_custom_loss"] = "create_custom_loss"
+
+
+class CreateCustomLossResponse(Response):
+    loss_id: str
+    type: Literal["create_custom_loss"] = "create_custom_loss"

@@ -1,0 +1,52 @@
+"""Where the tokens of a training example came from: which sampled sequence, which part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tinkex.errors import InvalidInputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Span:
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sequence_id, str) or not self.sequence_id:
+            raise InvalidInputError(
+                f"expected a non-empty id, got {self.sequence_id!r}", path="sequence_id"
+            )
+        for name in ("offset", "length"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+                raise InvalidInputError(f"must be an integer, 0 or more, got {value!r}", path=name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptProvenanceSpan(_Span):
+    """`length` tokens from `offset` on of the prompt that led to a sampled sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledProvenanceSpan(_Span):
+    """`length` tokens from `offset` on of a sampled sequence."""
+
+
+ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
+ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
+
+
+def check_tiling(spans: Sequence[ProvenanceSpan], num_tokens: int, *, path: str) -> None:
+    """Refuse spans that do not cover `num_tokens` exactly."""
+    for index, span in enumerate(spans):
+        if not isinstance(span, _Span):
+            raise InvalidInputError(
+                f"expected a provenance span, got {type(span).__name__}", path=f"{path}[{index}]"
+            )
+    covered = sum(span.length for span in spans)
+    if covered != num_tokens:
+        raise InvalidInputError(f"spans cover {covered} tokens of {num_tokens}", path=path)

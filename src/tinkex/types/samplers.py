@@ -1,0 +1,23 @@
+"""What a server says about its sampling sessions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tinkex.types._models import Response
+
+
+class CreateSamplingSessionResponse(Response):
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class JoinSamplingSessionResponse(Response):
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+class GetSamplerResponse(Response):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None

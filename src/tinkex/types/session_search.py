@@ -1,0 +1,96 @@
+"""Finding sessions by owner, name, status or metadata."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AwareDatetime, Field
+
+from tinkex.types._models import Request, Response
+from tinkex.types.session_status import ClientSessionFinishReasonType, SessionStatus
+
+
+class OwnSearchOwner(Request):
+    type: Literal["own"] = "own"
+
+
+class AccessibleSearchOwner(Request):
+    type: Literal["accessible"] = "accessible"
+
+
+class UserSearchOwner(Request):
+    """Sessions of one to ten named users."""
+
+    type: Literal["user"] = "user"
+    owner_urns: list[str] = Field(min_length=1, max_length=10)
+
+
+SearchOwner: TypeAlias = Annotated[
+    OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")
+]
+
+
+class ActiveSessionStatusQuery(Request):
+    type: Literal["active"] = "active"
+
+
+class CancelledSessionStatusQuery(Request):
+    type: Literal["cancelled"] = "cancelled"
+
+
+class FailedSessionStatusQuery(Request):
+    type: Literal["failed"] = "failed"
+
+
+class ClientFinishedSessionStatusQuery(Request):
+    """Sessions their client finished, for any reason or one of `reasons`."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reasons: list[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
+
+
+SessionStatusQuery: TypeAlias = Annotated[
+    ActiveSessionStatusQuery
+    | CancelledSessionStatusQuery
+    | FailedSessionStatusQuery
+    | ClientFinishedSessionStatusQuery,
+    Field(discriminator="type"),
+]
+
+
+class SessionSearchCursor(Response):
+    """Where the next page starts."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(Request):
+    """`session_id` and `display_name` widen the search (either matches); all else narrows it."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: str | None = Field(default=None, min_length=1)
+    owner: SearchOwner = OwnSearchOwner()
+    statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SessionSearchCursor | None = None
+
+
+class SessionSummary(Response):
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: SessionStatus | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: dict[str, str] | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(Response):
+    sessions: list[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None

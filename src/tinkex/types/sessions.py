@@ -1,0 +1,68 @@
+"""Sessions: the life of one client process on the server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tinkex.types._models import Request, Response
+from tinkex.types.session_status import ClientSessionFinishReason
+
+
+class CreateSessionRequest(Request):
+    """Open a session. `user_metadata` is sent even when it is None."""
+
+    tags: list[str]
+    user_metadata: dict[str, Any] | None
+    sdk_version: str
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateSessionResponse(Response):
+    """The session's id, and messages to log at their level."""
+
+    type: Literal["create_session"] = "create_session"
+    info_message: str | None = None
+    warning_message: str | None = None
+    error_message: str | None = None
+    session_id: str
+
+
+class SessionHeartbeatRequest(Request):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class SessionHeartbeatResponse(Response):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishSessionRequest(Request):
+    """End a session; `detail` is sent even when it is None. The first reason given stands."""
+
+    reason: ClientSessionFinishReason
+    detail: str | None = None
+
+
+class AssignSessionProjectRequest(Request):
+    project_id: str
+
+
+class GetSessionResponse(Response):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class ListSessionsResponse(Response):
+    sessions: list[str]
+
+
+class TraceExportResponse(Response):
+    """The state of a trace export; `url` when ready, `error` when failed."""
+
+    status: Literal["pending", "ready", "failed"]
+    url: str | None = None
+    error: str | None = None

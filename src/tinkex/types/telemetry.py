@@ -1,0 +1,109 @@
+"""What a client tells a server about its own health. Never a credential, never a prompt."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from tinkex.types._models import Request, Response
+
+
+class EventType(StrEnum):
+    SESSION_START = "SESSION_START"
+    SESSION_END = "SESSION_END"
+    UNHANDLED_EXCEPTION = "UNHANDLED_EXCEPTION"
+    GENERIC_EVENT = "GENERIC_EVENT"
+
+    @classmethod
+    def _missing_(cls, value: object) -> EventType | None:
+        return cls.__members__.get(str(value).upper())
+
+
+class Severity(StrEnum):
+    DEBUG = "DEBUG"
+    INFO = "INFO"
+    WARNING = "WARNING"
+    ERROR = "ERROR"
+    CRITICAL = "CRITICAL"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Severity | None:
+        return cls.__members__.get(str(value).upper())
+
+
+_Event: TypeAlias = Annotated[EventType, Field(strict=False)]
+_Severity: TypeAlias = Annotated[Severity, Field(strict=False)]
+
+
+class SessionStartEvent(Response):
+    event: _Event = EventType.SESSION_START
+    event_id: str
+    event_session_index: int
+    severity: _Severity
+    timestamp: datetime
+
+
+class SessionEndEvent(Response):
+    """`duration` is text such as `0:00:12.5`."""
+
+    duration: str
+    event: _Event = EventType.SESSION_END
+    event_id: str
+    event_session_index: int
+    severity: _Severity
+    timestamp: datetime
+
+
+class UnhandledExceptionEvent(Response):
+    error_message: str
+    error_type: str
+    event: _Event = EventType.UNHANDLED_EXCEPTION
+    event_id: str
+    event_session_index: int
+    severity: _Severity
+    timestamp: datetime
+    traceback: str | None = None
+
+
+class GenericEvent(Response):
+    """Anything else, by name."""
+
+    event: _Event = EventType.GENERIC_EVENT
+    event_id: str
+    event_name: str
+    event_session_index: int
+    severity: _Severity
+    timestamp: datetime
+    event_data: dict[str, Any] = {}
+
+
+TelemetryEvent: TypeAlias = (
+    SessionEndEvent | UnhandledExceptionEvent | GenericEvent | SessionStartEvent
+)
+
+
+class TelemetryBatch(Response):
+    """Events of one session, as a server receives them."""
+
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str | None = None
+
+
+class TelemetrySendRequest(Request):
+    """Events of one session, as a client sends them. SDK 0.4.1 has no `process_uuid`."""
+
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: str | None = None
+
+
+class TelemetryResponse(Response):
+    status: Literal["accepted"]

@@ -1,0 +1,94 @@
+"""The k likeliest tokens at each of n positions, as two rectangles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.errors import InvalidInputError
+from tinkex.types._value import Value, readonly, set_field
+
+EMPTY_LOGPROB = np.float32(-99999.0)
+"""With token id 0, the mark of a cell that holds nothing."""
+
+TopkList: TypeAlias = list[list[tuple[int, float]] | None]
+
+
+class TopkLogprobs(Value):
+    """`token_ids` (int32) and `logprobs` (float32), both [n, k]; `tolist` gives the plain form."""
+
+    __slots__ = ("_list", "logprobs", "token_ids")
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    _list: TopkList | None
+
+    def __init__(self, token_ids: Any, logprobs: Any) -> None:
+        ids = np.array(token_ids, dtype="<i4")
+        values = np.array(logprobs, dtype="<f4")
+        if ids.ndim != 2 or ids.shape != values.shape:
+            raise InvalidInputError(
+                f"token_ids and logprobs must be 2-D and equal in shape, got {list(ids.shape)} and "
+                f"{list(values.shape)}"
+            )
+        set_field(self, "token_ids", readonly(ids))
+        set_field(self, "logprobs", readonly(values))
+        set_field(self, "_list", None)
+
+    @classmethod
+    def wrap(cls, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Self:
+        """Take two arrays of the right dtype and shape as they are."""
+        made = cls.__new__(cls)
+        set_field(made, "token_ids", token_ids)
+        set_field(made, "logprobs", logprobs)
+        set_field(made, "_list", None)
+        return made
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Sequence[Sequence[Any]] | None]) -> Self:
+        """From one list of (token id, logprob) per position; None where a position has none."""
+        width = max((len(row) for row in rows if row is not None), default=0)
+        ids = np.zeros((len(rows), width), "<i4")
+        values = np.full((len(rows), width), EMPTY_LOGPROB, "<f4")
+        for index, row in enumerate(rows):
+            try:
+                for column, (token, logprob) in enumerate(row or ()):
+                    ids[index, column] = token
+                    values[index, column] = logprob
+            except (TypeError, ValueError, OverflowError) as exc:
+                raise InvalidInputError(
+                    f"expected pairs of token id and logprob, got {row!r:.80}", path=f"[{index}]"
+                ) from exc
+        return cls.wrap(readonly(ids), readonly(values))
+
+    def tolist(self) -> TopkList:
+        """One list of (token id, logprob) per position, empty cells cut; None for an empty row."""
+        if self._list is None:
+            set_field(self, "_list", self._rows())
+        return self._list  # type: ignore[return-value]
+
+    def _rows(self) -> TopkList:
+        if not self.token_ids.size:
+            return []
+        filled = (self.logprobs != EMPTY_LOGPROB) | (self.token_ids != 0)
+        counts = filled.sum(axis=1).tolist()
+        ids, values = self.token_ids.tolist(), self.logprobs.tolist()
+        return [
+            list(zip(ids[i][:count], values[i][:count], strict=True)) if count else None
+            for i, count in enumerate(counts)
+        ]
+
+    def _content(self) -> tuple[Any, ...]:
+        return (self.token_ids.shape, self.token_ids.tobytes(), self.logprobs.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TopkLogprobs({self.tolist()!r})"
+
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        return cls(value.get("token_ids"), value.get("logprobs"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"token_ids": self.token_ids.tolist(), "logprobs": self.logprobs.tolist()}
