@@ -1,0 +1,98 @@
+"""The fused CUDA decoder against the plain one (issue B: the same numbers within bf16's noise).
+
+Noise is measured, not assumed: the plain decoder in fp32 is the truth, the plain decoder in bf16
+shows what rounding alone costs, and the fused one may cost no more than half again as much.
+"""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device here; run on a GPU machine", allow_module_level=True)
+
+from tinkex.engine.attention import PackedCausal
+from tinkex.engine.decoder import Decoder
+from tinkex.engine.fused import CudaDecoder, can_fuse
+from tinkex.engine.lora import LoraBatch, Span, fresh_adapter
+from tinkex.engine.models import ModelConfig, RopeConfig
+from tinkex.engine.weights import RandomWeights
+
+LENGTHS = [70, 5, 130]
+
+
+def config(**changes) -> ModelConfig:
+    values = dict(
+        arch="qwen3", vocab_size=512, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=2,
+        head_size=64, mlp_size=384, norm_eps=1e-6, rope=RopeConfig(theta=1e6),
+        max_context_length=1024, qk_norm=True,
+    )  # fmt: skip
+    return ModelConfig(**(values | changes))
+
+
+FAMILIES = {
+    "qwen3": config(),
+    "llama": config(arch="llama", qk_norm=False, tied_head=True, num_kv_heads=8),
+    "qwen2": config(arch="qwen2", qk_norm=False, qkv_bias=True),
+    "windowed": config(arch="mistral", qk_norm=False, windows=(None, 32, 32)),
+}
+
+
+def run(kind, dtype, cfg, ranks, recompute=False):
+    """Hidden states and adapter gradients of one packed batch, as fp32."""
+    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, cfg.vocab_size, (sum(LENGTHS),), generator=generator).cuda()
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
+    bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+    adapters, spans = [], []
+    for number, rank in enumerate(ranks):
+        adapter = fresh_adapter(
+            decoder.targets,
+            rank=rank,
+            alpha=16.0,
+            kinds=["attn", "mlp"],
+            seed=number,
+            device="cuda",
+        )
+        for _, _, b_Or in adapter.modules():
+            b_Or.data.copy_(torch.randn(b_Or.shape, generator=generator) * 0.02)
+        start = bounds[number]
+        stop = bounds[number + 1] if number + 1 < len(ranks) else bounds[-1]
+        adapters.append(adapter)
+        spans.append(Span(start, stop, adapter))
+    attend = PackedCausal(bounds, cfg.windows)
+    hidden = decoder.forward(tokens, positions, attend, LoraBatch(spans), recompute=recompute)
+    weight = torch.randn(hidden.shape, generator=generator).cuda().to(hidden.dtype)
+    hidden.backward(weight)
+    grads = torch.cat([p.grad.flatten() for a in adapters for p in a.parameters()])
+    return hidden.detach().float(), grads.float()
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("ranks", [[8], [8, 32, 4]], ids=["one-tenant", "three-tenants"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fused_pass_is_as_exact_as_bf16_allows(family, ranks):
+    cfg = FAMILIES[family]
+    truth = run(Decoder, torch.float32, cfg, ranks)
+    plain = run(Decoder, torch.bfloat16, cfg, ranks)
+    fused = run(CudaDecoder, torch.bfloat16, cfg, ranks)
+    for name, t, p, f in zip(("hidden", "gradients"), truth, plain, fused, strict=True):
+        print(family, name, f"plain bf16 {relative(p, t):.2e}, fused {relative(f, t):.2e}")
+        assert relative(f, t) < 1.5 * relative(p, t) + 1e-4
+
+
+def test_recomputing_activations_changes_nothing():
+    ours = run(CudaDecoder, torch.bfloat16, FAMILIES["qwen3"], [8])
+    again = run(CudaDecoder, torch.bfloat16, FAMILIES["qwen3"], [8], recompute=True)
+    torch.testing.assert_close(again[0], ours[0], rtol=0, atol=0)
+    assert relative(again[1], ours[1]) < 1e-3  # flash attention's backward adds in any order
+
+
+def test_shapes_the_kernels_do_not_know_are_left_to_the_plain_decoder():
+    assert can_fuse(FAMILIES["qwen3"])
+    assert not can_fuse(config(head_size=80))
+    assert not can_fuse(config(mlp_bias=True))
