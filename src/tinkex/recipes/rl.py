@@ -92,7 +92,9 @@ def train(
 ) -> Result:
     """Run, or resume, one RL run. Ctrl-C ends it after the current step, with a checkpoint."""
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
-    log = RunLog(config.log_dir, asdict(config), may_change=frozenset({"steps"}), trackers=trackers)
+    # A constant learning rate does not depend on the length, so a finished run may be prolonged.
+    may_change = frozenset({"steps"} if config.schedule == "constant" else ())
+    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
     loaded = load_prompts(prompts)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed

@@ -1,0 +1,101 @@
+"""One command to a trained model: the SFT recipe on a built-in persona, before and after.
+
+Everything a newcomer sees in the first five minutes, made of public parts: a service client, the
+`sft` recipe, a sampler and an export. It prints nothing itself; the caller shows the progress.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinkex.recipes.loop import DEFAULT_MODEL, OnStep, Result
+from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
+from tinkex.recipes.render import Renderer
+from tinkex.recipes.sft import SftConfig, train
+
+if TYPE_CHECKING:
+    from tinkex import SamplingClient, ServiceClient
+
+__all__ = ["Exchange", "Outcome", "ask", "run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    question: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    result: Result
+    loss_before: float
+    loss_after: float
+    exchanges: tuple[Exchange, ...] = ()
+
+
+def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 3.0) -> SftConfig:
+    """The quickstart's settings: small enough for two CPU cores, large enough to see."""
+    return SftConfig(
+        data=str(folder / "data.jsonl"),
+        log_dir=str(folder),
+        model=model,
+        rank=16,
+        learning_rate=2e-3,
+        batch_size=8,
+        epochs=epochs,
+        eval_share=0.15,
+        eval_every=10,
+        save_every=10,
+    )
+
+
+def run(
+    folder: Path,
+    service: ServiceClient,
+    on_step: OnStep,
+    *,
+    model: str = DEFAULT_MODEL,
+    epochs: float = 3.0,
+) -> Outcome:
+    """Train, or go on where an earlier call in this folder was interrupted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = sft_config(folder, model=model, epochs=epochs)
+    Path(config.data).write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    before = ask(service.create_sampling_client(base_model=model), QUESTIONS_TO_SHOW)
+    result = train(config, service, on_step, on_note=lambda text: None)
+    losses = _held_out_losses(folder)
+    if result.interrupted:
+        return Outcome(result=result, loss_before=losses[0], loss_after=losses[-1])
+    after = ask(service.create_sampling_client(model_path=result.sampler_path), QUESTIONS_TO_SHOW)
+    exchanges = tuple(
+        Exchange(question=question, before=one, after=two)
+        for question, one, two in zip(QUESTIONS_TO_SHOW, before, after, strict=True)
+    )
+    return Outcome(result=result, loss_before=losses[0], loss_after=losses[-1], exchanges=exchanges)
+
+
+def ask(sampler: SamplingClient, questions: Sequence[str], max_tokens: int = 40) -> list[str]:
+    """Greedy answers to all questions, asked at once."""
+    from tinkex import ModelInput, SamplingParams
+
+    renderer = Renderer(sampler.get_tokenizer())
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=renderer.stop)
+    futures = [
+        sampler.sample(
+            ModelInput.from_ints(renderer.prompt([{"role": "user", "content": question}])),
+            1,
+            params,
+        )
+        for question in questions
+    ]
+    return [renderer.text(future.result().sequences[0].tokens) for future in futures]
+
+
+def _held_out_losses(folder: Path) -> list[float]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["held_out_loss"] for record in records if "held_out_loss" in record]

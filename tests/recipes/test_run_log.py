@@ -1,0 +1,76 @@
+"""A run's folder: complete, exact on resume, and refusing to mix two runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tinkex.errors import ConfigError
+from tinkex.recipes.run_log import RunLog, Saved, make_trackers, plot
+
+CONFIG = {"model": "m", "rank": 8, "trackers": ()}
+
+
+def test_a_resumed_log_forgets_steps_after_the_last_saved_state(tmp_path):
+    log = RunLog(tmp_path, CONFIG)
+    for step in range(7):
+        log.metrics(step, {"loss": float(step)})
+        if step == 3:
+            log.saved(Saved(step=4, state_path="tinker://r/weights/a"))
+    resumed = RunLog(tmp_path, CONFIG)
+    assert resumed.last == Saved(step=4, state_path="tinker://r/weights/a")
+    assert [line["step"] for line in resumed.read_metrics()] == [0, 1, 2, 3]
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    RunLog(tmp_path, CONFIG)
+    with pytest.raises(ConfigError, match="rank=8, now it is 16"):
+        RunLog(tmp_path, {**CONFIG, "rank": 16})
+    RunLog(tmp_path, {**CONFIG, "rank": 16}, may_change=frozenset({"rank"}))
+
+
+def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path):
+    log = RunLog(tmp_path, CONFIG)
+    log.saved(Saved(step=1, state_path="p"))
+    with log.checkpoints_file.open("a") as file:
+        file.write('{"step": 2, "state_')
+    assert RunLog(tmp_path, CONFIG).last == Saved(step=1, state_path="p")
+
+
+def test_trackers_see_every_metric(tmp_path):
+    class Recorder:
+        def __init__(self):
+            self.seen = []
+
+        def log(self, step, metrics):
+            self.seen.append((step, dict(metrics)))
+
+        def close(self):
+            self.seen.append("closed")
+
+    recorder = Recorder()
+    log = RunLog(tmp_path, CONFIG, trackers=(recorder,))
+    log.metrics(0, {"loss": 1.0})
+    log.close()
+    assert recorder.seen == [(0, {"loss": 1.0}), "closed"]
+
+
+def test_an_unknown_or_missing_tracker_names_the_way_out(tmp_path):
+    with pytest.raises(ConfigError, match="choose from wandb"):
+        make_trackers(("visdom",), tmp_path, {})
+
+
+def test_the_plot_is_a_png_beside_the_metrics(tmp_path):
+    pytest.importorskip("matplotlib")
+    log = RunLog(tmp_path, CONFIG)
+    assert plot(log, {"loss": "loss"}, "t") is None
+    log.metrics(0, {"loss": 2.0})
+    log.metrics(1, {"loss": 1.0})
+    target = plot(log, {"loss": "loss"}, "t")
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
+def test_config_json_holds_the_settings(tmp_path):
+    RunLog(tmp_path, CONFIG)
+    assert json.loads((tmp_path / "config.json").read_text())["rank"] == 8
