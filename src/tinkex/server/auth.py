@@ -93,6 +93,9 @@ class Auth:
             return None
         return await self._store.call(self._store.accounts.find_key, credential)
 
+    def is_configured(self, key: ApiKey) -> bool:
+        return key.note == _CONFIG_NOTE
+
     def forget(self) -> None:
         """Look every credential up again, because a key was revoked."""
         self._seen.clear()

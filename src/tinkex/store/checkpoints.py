@@ -147,6 +147,11 @@ class Checkpoints:
         with self._reader.connect() as connection:
             return connection.execute(query).scalar()
 
+    def forget_keys(self, before: float) -> None:
+        """Drop idempotency keys bound before a moment."""
+        statement = schema.idempotency.delete().where(schema.idempotency.c.created_at < before)
+        self._writer.run(lambda connection: connection.execute(statement))
+
     def _set(self, path: str, values: dict[str, Any]) -> None:
         statement = update(_table).where(_table.c.path == path).values(**values)
         self._writer.run(lambda connection: connection.execute(statement))

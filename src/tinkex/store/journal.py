@@ -126,11 +126,18 @@ class Journal:
             rows = connection.execute(query).mappings().all()
         return [Op(**row, body=None, result=None) for row in rows]
 
-    def release_bodies(self, model_id: str, through_seq_id: int) -> Future[None]:
-        """Drop bodies up to a snapshot that is durable. Never blocks."""
+    def release_bodies(
+        self, model_id: str, through_seq_id: int, after_seq_id: int = -1
+    ) -> Future[None]:
+        """Drop bodies up to a snapshot that is durable. Never blocks.
+
+        Args:
+            after_seq_id: The snapshot before; rows up to it were released then.
+        """
         statement = (
             update(_table)
             .where(_table.c.model_id == model_id, _table.c.seq_id <= through_seq_id)
+            .where(_table.c.seq_id > after_seq_id)
             .where(_table.c.body.is_not(None))
             .values(body=None)
         )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Engine, bindparam, func, insert, or_, select, update
 
 from tinkex.store import schema
 from tinkex.store.records import Model, Snapshot
@@ -60,12 +60,20 @@ class Models:
         return self._all(query.order_by(_table.c.model_seq_id))
 
     def page(
-        self, user_id: str | None, limit: int, offset: int, project_id: str | None = None
+        self,
+        user_id: str,
+        limit: int,
+        offset: int,
+        *,
+        project_id: str | None = None,
+        with_public: bool = False,
     ) -> tuple[list[Model], int]:
-        """Newest first, and how many there are in all; every user's with None."""
-        where = []
-        if user_id is not None:
-            where.append(_table.c.user_id == user_id)
+        """A user's runs, newest first, and how many there are in all.
+
+        `with_public` adds other users' runs that have a public checkpoint.
+        """
+        mine = _table.c.user_id == user_id
+        where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine]
         if project_id is not None:
             sessions = schema.sessions
             inside = select(sessions.c.session_id).where(sessions.c.project_id == project_id)
@@ -75,6 +83,12 @@ class Models:
         with self._reader.connect() as connection:
             total = connection.execute(select(func.count()).select_from(_table).where(*where))
             return self._all(query), int(total.scalar_one())
+
+    def has_public(self, model_id: str) -> bool:
+        """Whether a run has a public checkpoint that has not expired."""
+        query = _public_runs().where(schema.checkpoints.c.model_id == model_id).limit(1)
+        with self._reader.connect() as connection:
+            return connection.execute(query).first() is not None
 
     def save_snapshot(self, snapshot: Snapshot) -> Snapshot | None:
         """Make this the state to recover from; gives the one before, whose folder may now go."""
@@ -119,6 +133,12 @@ class Models:
         )
         rows = [{"id": model_id, "at": at} for model_id, at in touched.items()]
         return lambda connection: (connection.execute(statement, rows), None)[1]
+
+
+def _public_runs() -> Any:
+    marks = schema.checkpoints
+    alive = or_(marks.c.expires_at.is_(None), marks.c.expires_at > time.time())
+    return select(marks.c.model_id).where(marks.c.public.is_(True), alive)
 
 
 def _model(row: Any) -> Model:

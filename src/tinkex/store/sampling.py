@@ -57,6 +57,18 @@ class Sampling:
         with self._reader.connect() as connection:
             return [_sampling(row) for row in connection.execute(query).mappings()]
 
+    def ephemeral_of_ended(self, before: float) -> list[SamplingSession]:
+        """Those with a folder of their own whose session gave no sign of life since `before`."""
+        sessions = schema.sessions
+        query = (
+            select(_table)
+            .join(sessions, sessions.c.session_id == _table.c.session_id)
+            .where(_table.c.ephemeral.is_(True), _table.c.folder.is_not(None))
+            .where(sessions.c.status_type != "active", sessions.c.last_heartbeat < before)
+        )
+        with self._reader.connect() as connection:
+            return [_sampling(row) for row in connection.execute(query).mappings()]
+
     def forget_folder(self, sampling_session_id: str) -> None:
         """An ephemeral folder is gone; sampling from it can only say so."""
         one = update(_table).where(_table.c.sampling_session_id == sampling_session_id)

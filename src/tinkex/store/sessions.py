@@ -47,6 +47,8 @@ class Sessions:
     def create(self, session: Session) -> None:
         row = {name: getattr(session, name) for name in Session.__slots__}
         row["status_type"] = session.status["type"]
+        # A search cursor travels with microseconds and must find this very row again.
+        row["created_at"] = round(session.created_at, 6)
         self._writer.run(lambda connection: connection.execute(insert(_table), row))
 
     def get(self, session_id: str) -> Session | None:

@@ -66,7 +66,7 @@ class Store:
         return await loop.run_in_executor(self._pool, partial(method, *args, **kwargs))
 
     def flush(self) -> None:
-        """Write heartbeats, touches and counts that wait in memory, and wait for the commit."""
+        """Wait until everything handed in so far is committed: journal, heartbeats, counts."""
         self._writer.flush()
 
     def close(self) -> None:

@@ -76,8 +76,9 @@ class GroupWriter:
         self._deferred.append(source)
 
     def flush(self) -> None:
-        """Write what the deferred sources hold, and wait for the commit."""
+        """Write what the deferred sources hold; wait until all that was handed in is committed."""
         writes = [write for source in self._deferred if (write := source()) is not None]
+        writes.append(lambda connection: None)  # Behind everything that waits already.
         for future in [self.submit(write) for write in writes]:
             future.result()
 

@@ -1,0 +1,56 @@
+"""`/auth/...`: exchange a key for a signed token, look at a key, give a key back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from tinkex.server.auth import ORGANIZATION, Auth, CurrentUser, credential_of
+from tinkex.server.problems import ApiError
+from tinkex.store import ApiKey, Store
+
+router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
+
+
+@router.post("/token")
+async def exchange_token(request: Request, user: CurrentUser) -> dict[str, str]:
+    auth: Auth = request.app.state.auth
+    return {"jwt": auth.issue_token(user)}
+
+
+@router.get("/apikey/me")
+async def describe_key(request: Request, user: CurrentUser) -> dict[str, Any]:
+    record = await _key(request)
+    return {
+        "key_id": record.key_id if record else 0,
+        "name": record.name if record else "no key needed",
+        "note": record.note if record else "this server is open to its own machine",
+        "details": {
+            "org_details": {"name": ORGANIZATION},
+            "user_details": {"email": user.email or f"{user.user_id}@localhost"},
+        },
+    }
+
+
+@router.delete("/apikey/me", status_code=204)
+async def revoke_key(request: Request, user: CurrentUser) -> Response:
+    auth: Auth = request.app.state.auth
+    store: Store = request.app.state.store
+    record = await _key(request)
+    if record is None:
+        raise ApiError(403, "There is no key to revoke: this server is open, or a token was sent.")
+    if auth.is_configured(record):
+        raise ApiError(
+            403,
+            "This key stands in the server's configuration and would be back after a restart. "
+            "Remove it there.",
+        )
+    await store.call(store.accounts.revoke_key, record.key_id)
+    auth.forget()
+    return Response(status_code=204)
+
+
+async def _key(request: Request) -> ApiKey | None:
+    auth: Auth = request.app.state.auth
+    return await auth.key_of(credential_of(request))

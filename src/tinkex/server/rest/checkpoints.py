@@ -1,0 +1,222 @@
+"""`/checkpoints` and everything under a run's `checkpoints/<kind>/<name>`.
+
+Reading (list, files, archive, copy) works on public checkpoints of others too; changing one is its
+owner's right. Publishing what is public already, or deleting a TTL that is not set, is a success:
+clients repeat such calls after a lost answer, and a 409 would make them try for minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from email.utils import formatdate
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from tinkex.server.auth import Auth, CurrentUser
+from tinkex.server.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
+from tinkex.server.rest.files import link
+from tinkex.server.rest.inputs import Body, Limit, Offset, Text, cursor, rfc3339
+from tinkex.server.rest.runs import visible_run
+from tinkex.server.rest.views import checkpoint_view
+from tinkex.store import Checkpoint, Model, Session, Store, User
+
+router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+class Ttl(Body):
+    ttl_seconds: int | None
+
+
+class CopyWeights(Body):
+    source_path: Text
+    destination_project_id: Text | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: Text | None = None
+
+
+@router.get("/checkpoints")
+async def list_all(
+    request: Request, user: CurrentUser, limit: Limit = 100, offset: Offset = 0
+) -> dict[str, Any]:
+    store: Store = request.app.state.store
+    found, total = await store.call(store.checkpoints.page, user.user_id, limit, offset)
+    views = [checkpoint_view(checkpoint) for checkpoint in found]
+    return {"checkpoints": views, "cursor": cursor(offset, limit, total)}
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def list_of_run(request: Request, user: CurrentUser, run_id: Text) -> dict[str, Any]:
+    store: Store = request.app.state.store
+    model = await visible_run(store, run_id, user, with_public=True)
+    found = await store.call(store.checkpoints.of_run, run_id)
+    mine = model.user_id == user.user_id
+    return {"checkpoints": [checkpoint_view(c) for c in found if mine or c.public]}
+
+
+@router.delete(_ONE, status_code=204)
+async def delete(
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
+) -> Response:
+    shelf: Shelf = request.app.state.shelf
+    await shelf.delete(await shelf.owned(checked_path(run_id, kind, name), user))
+    return Response(status_code=204)
+
+
+@router.post(f"{_ONE}/publish", status_code=204)
+async def publish(
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
+) -> Response:
+    return await _set_public(request, user, checked_path(run_id, kind, name), True)
+
+
+@router.delete(f"{_ONE}/publish", status_code=204)
+async def unpublish(
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
+) -> Response:
+    return await _set_public(request, user, checked_path(run_id, kind, name), False)
+
+
+@router.put(f"{_ONE}/ttl", status_code=204)
+async def set_ttl(
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text, body: Ttl
+) -> Response:
+    shelf: Shelf = request.app.state.shelf
+    store: Store = request.app.state.store
+    expires_at = expiry_of(body.ttl_seconds)
+    found = await shelf.owned(checked_path(run_id, kind, name), user)
+    await store.call(store.checkpoints.set_expiry, found.path, expires_at)
+    shelf.log(user.user_id, "checkpoint_ttl_set", found.path, ttl_seconds=body.ttl_seconds)
+    return Response(status_code=204)
+
+
+@router.get(f"{_ONE}/archive")
+async def archive(
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
+) -> Response:
+    """A link to the checkpoint as one tar: a 302 for clients that ask for the archive itself."""
+    shelf: Shelf = request.app.state.shelf
+    path = checked_path(run_id, kind, name)
+    found = await shelf.readable(str(path), user)
+    url, expires = link(request, {"archive": found.path}, f"{name}.tar")
+    shelf.log(user.user_id, "checkpoint_downloaded", found.path)
+    if "application/json" in request.headers.get("accept", ""):
+        return JSONResponse({"url": url, "expires": rfc3339(expires)})
+    return RedirectResponse(url, 302, {"Expires": _http_date(expires)})
+
+
+@router.get(f"{_ONE}/external_weights_urls")
+async def file_urls(
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
+) -> dict[str, Any]:
+    """A signed link for each file. Works for every kind, not only for external weights."""
+    shelf: Shelf = request.app.state.shelf
+    found = await shelf.readable(str(checked_path(run_id, kind, name)), user)
+    files = await asyncio.to_thread(_relative_files, Path(found.folder))
+    urls: dict[str, str] = {}
+    expires = 0.0
+    for file in files:
+        urls[file], expires = link(request, {"file": found.path, "name": file}, file)
+    shelf.log(user.user_id, "checkpoint_downloaded", found.path)
+    return {"urls": urls, "expires": rfc3339(expires)}
+
+
+@router.post("/copy_weights")
+async def copy_weights(
+    request: Request,
+    user: CurrentUser,
+    body: CopyWeights,
+    x_idempotency_key: Annotated[Text | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[Text | None, Header()] = None,
+) -> dict[str, str]:
+    auth: Auth = request.app.state.auth
+    shelf: Shelf = request.app.state.shelf
+    store: Store = request.app.state.store
+    token = x_tinker_weights_access_token or body.weights_access_token
+    expires_at = expiry_of(body.ttl_seconds)
+    source = await shelf.readable(
+        body.source_path, user, token_user=await auth.user_of(token) if token else None
+    )
+    key = x_idempotency_key or str(uuid.uuid4())
+    # The key is bound to a run id first, so that a repeat meets the same target at any point.
+    run_id = await store.call(store.checkpoints.remember, user.user_id, key, _new_run_id())
+    target = TinkerPath(run_id, source.kind, source.name)
+    async with _copy_lock(request.app.state, str(target)):
+        if await store.call(store.checkpoints.get, str(target)) is None:
+            await _make_run(store, target, source, user, body.destination_project_id)
+            changes = {"expires_at": expires_at, "project_id": body.destination_project_id}
+            await shelf.copy(source, target, user, **changes)
+    return {"tinker_path": str(target)}
+
+
+async def _set_public(request: Request, user: User, path: TinkerPath, public: bool) -> Response:
+    shelf: Shelf = request.app.state.shelf
+    store: Store = request.app.state.store
+    found = await shelf.owned(path, user)
+    if found.public != public:
+        await store.call(store.checkpoints.set_public, found.path, public)
+        event = "checkpoint_published" if public else "checkpoint_unpublished"
+        shelf.log(user.user_id, event, found.path)
+    return Response(status_code=204)
+
+
+def _new_run_id() -> str:
+    return f"{uuid.uuid4()}:train:0"
+
+
+async def _make_run(
+    store: Store, target: TinkerPath, source: Checkpoint, user: User, project_id: str | None
+) -> None:
+    """A copy lies in a run of its own, which holds nothing else and was never loaded."""
+    if await store.call(store.models.get, target.run_id) is not None:
+        return
+    now = time.time()
+    session_id = target.run_id.split(":")[0]
+    session = Session(
+        session_id=session_id,
+        user_id=user.user_id,
+        created_at=now,
+        last_heartbeat=now,
+        tags=[],
+        user_metadata={"copied_from": source.path},
+        display_name=None,
+        project_id=project_id,
+        sdk_version="",
+        status={"type": "client_finished", "reason": {"type": "success"}},
+    )
+    model = Model(
+        model_id=target.run_id,
+        session_id=session_id,
+        user_id=user.user_id,
+        model_seq_id=0,
+        base_model=source.base_model,
+        lora=source.lora,
+        optimizer_config=source.optimizer_config,
+        user_metadata={"copied_from": source.path},
+        created_at=now,
+        last_request_time=now,
+        corrupted=False,
+        unloaded=True,
+    )
+    if await store.call(store.sessions.get, session_id) is None:
+        await store.call(store.sessions.create, session)
+    await store.call(store.models.create, model)
+
+
+def _copy_lock(state: Any, target: str) -> asyncio.Lock:
+    locks: dict[str, asyncio.Lock] = state.copy_locks
+    return locks.setdefault(target, asyncio.Lock())
+
+
+def _relative_files(folder: Path) -> list[str]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file.relative_to(folder).as_posix() for file in files)
+
+
+def _http_date(at: float) -> str:
+    return formatdate(at, usegmt=True)

@@ -1,0 +1,102 @@
+"""`/signed/...`: the downloads behind signed links. No key is needed; the link is the permission.
+
+Files and archives answer Range requests, so a broken download goes on where it stopped. A link to
+a checkpoint that was deleted meanwhile is a 404, even while its signature is good.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from starlette.responses import FileResponse, StreamingResponse
+
+from tinkex.server.problems import ApiError
+from tinkex.server.rest.inputs import Text
+from tinkex.server.signing import Signer
+from tinkex.server.tar import FolderTar
+from tinkex.server.trace import chrome_trace
+from tinkex.store import Checkpoint, Store
+
+router = APIRouter(prefix="/api/v1/signed", tags=["files"])
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+def link(request: Request, resource: dict[str, Any], file_name: str) -> tuple[str, float]:
+    """A URL that opens `resource` for an hour, and when it ends."""
+    signer: Signer = request.app.state.signer
+    signed = signer.sign(resource)
+    base = str(request.base_url).rstrip("/")
+    return f"{base}/api/v1/signed/{signed.token}/{quote(file_name)}", signed.expires_at
+
+
+@router.get("/{token}/{file_name:path}")
+async def download(request: Request, token: Text, file_name: Text) -> Response:
+    signer: Signer = request.app.state.signer
+    store: Store = request.app.state.store
+    resource = signer.open(token)
+    if "trace" in resource:
+        return await _trace(store, resource["trace"])
+    if "archive" in resource:
+        checkpoint = await _checkpoint(store, resource["archive"])
+        return _archive(request, Path(checkpoint.folder), file_name)
+    checkpoint = await _checkpoint(store, resource["file"])
+    return _file(Path(checkpoint.folder), resource["name"])
+
+
+async def _checkpoint(store: Store, path: str) -> Checkpoint:
+    found = await store.call(store.checkpoints.get, path)
+    if found is None:
+        raise ApiError(404, f"{path} was deleted or has expired.")
+    return found
+
+
+def _file(folder: Path, name: str) -> Response:
+    file = (folder / name).resolve()
+    if not file.is_relative_to(folder.resolve()) or not file.is_file():
+        raise ApiError(404, f"The checkpoint has no file {name!r} any more.")
+    return FileResponse(file, media_type="application/octet-stream", filename=file.name)
+
+
+def _archive(request: Request, folder: Path, file_name: str) -> Response:
+    tar = FolderTar(folder)
+    headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file_name)}",
+    }
+    span = _span(request.headers.get("range"), tar.size_bytes)
+    if span is None:
+        start, end, status = 0, tar.size_bytes, 200
+    else:
+        start, end, status = *span, 206
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{tar.size_bytes}"
+    headers["Content-Length"] = str(end - start)
+    return StreamingResponse(tar.read(start, end), status, headers, "application/x-tar")
+
+
+def _span(header: str | None, size: int) -> tuple[int, int] | None:
+    """The one byte range asked for, as [start, end); None for the whole. 416 when out of reach."""
+    found = _RANGE.fullmatch(header.strip()) if header else None
+    if found is None or found.groups() == ("", ""):
+        return None
+    first, last = found.groups()
+    start = int(first) if first else max(size - int(last), 0)
+    end = min(int(last) + 1, size) if first and last else size
+    if start >= size or end <= start:
+        raise ApiError(
+            416, "The range lies outside the file.", headers={"Content-Range": f"bytes */{size}"}
+        )
+    return start, end
+
+
+async def _trace(store: Store, session_id: str) -> Response:
+    session = await store.call(store.sessions.get, session_id)
+    if session is None:
+        raise ApiError(404, f"Session {session_id!r} is gone.")
+    models = await store.call(store.models.of_session, session_id)
+    ops = await store.call(store.journal.timings, [model.model_id for model in models])
+    return Response(orjson.dumps(chrome_trace(session, models, ops)), media_type="application/json")

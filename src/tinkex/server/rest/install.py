@@ -1,0 +1,35 @@
+"""Put the REST routes and what they need on an application."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from tinkex.server.auth import Auth
+from tinkex.server.checkpoints import Shelf
+from tinkex.server.rest import accounts, admin, checkpoints, files, runs, sessions
+from tinkex.server.signing import Signer
+from tinkex.store import Store
+
+
+def install(
+    app: FastAPI,
+    store: Store,
+    data_dir: Path,
+    api_keys: tuple[str, ...] = (),
+    on_session_finished: Callable[[str], Awaitable[None]] | None = None,
+) -> None:
+    """Mount the routes; sets `store`, `auth`, `shelf` and `signer` on `app.state`. Blocks shortly.
+
+    `on_session_finished` is awaited once per session that its client ends.
+    """
+    app.state.store = store
+    app.state.auth = Auth.open(store, api_keys)
+    app.state.shelf = Shelf(store, data_dir)
+    app.state.signer = Signer(store.accounts.secret("links"))
+    app.state.on_session_finished = on_session_finished
+    app.state.copy_locks = {}
+    for module in (accounts, runs, checkpoints, sessions, admin, files):
+        app.include_router(module.router)

@@ -1,0 +1,91 @@
+"""`/training_runs`, `/weights_info`, `/samplers`: what a user has trained and can sample from.
+
+`owned` shows a user's own runs; `accessible` also shows runs with a public checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from tinkex.server.auth import CurrentUser
+from tinkex.server.checkpoints import Shelf
+from tinkex.server.problems import ApiError
+from tinkex.server.rest.inputs import AccessScope, Body, Limit, Offset, Text, cursor
+from tinkex.server.rest.views import run_view, weights_view
+from tinkex.store import Model, Store, User
+
+router = APIRouter(prefix="/api/v1", tags=["runs"])
+
+
+class WeightsInfo(Body):
+    tinker_path: Text
+
+
+@router.get("/training_runs")
+async def list_runs(
+    request: Request,
+    user: CurrentUser,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: AccessScope = "owned",
+    project_id: Text | None = None,
+) -> dict[str, Any]:
+    store: Store = request.app.state.store
+    models, total = await store.call(
+        store.models.page,
+        user.user_id,
+        limit,
+        offset,
+        project_id=project_id,
+        with_public=access_scope == "accessible",
+    )
+    views = await store.call(_with_checkpoints, store, models)
+    return {"training_runs": views, "cursor": cursor(offset, limit, total)}
+
+
+@router.get("/training_runs/{run_id}")
+async def get_run(
+    request: Request, user: CurrentUser, run_id: Text, access_scope: AccessScope = "owned"
+) -> dict[str, Any]:
+    store: Store = request.app.state.store
+    model = await visible_run(store, run_id, user, with_public=access_scope == "accessible")
+    views = await store.call(_with_checkpoints, store, [model])
+    return views[0]
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request, user: CurrentUser, body: WeightsInfo) -> dict[str, Any]:
+    shelf: Shelf = request.app.state.shelf
+    return weights_view(await shelf.readable(body.tinker_path, user))
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(request: Request, user: CurrentUser, sampler_id: Text) -> dict[str, Any]:
+    store: Store = request.app.state.store
+    found = await store.call(store.sampling.get, sampler_id)
+    if found is None or found.user_id != user.user_id:
+        raise ApiError(404, f"No sampler {sampler_id!r} of yours.")
+    return {
+        "sampler_id": found.sampling_session_id,
+        "base_model": found.base_model,
+        "model_path": found.model_path,
+    }
+
+
+async def visible_run(store: Store, run_id: str, user: User, *, with_public: bool) -> Model:
+    """A run of the user's own, or one with a public checkpoint where that is asked for."""
+    model = await store.call(store.models.get, run_id)
+    if model is not None and model.user_id == user.user_id:
+        return model
+    if model is not None and with_public and await store.call(store.models.has_public, run_id):
+        return model
+    raise ApiError(404, f"No training run {run_id!r} of yours. List them with GET /training_runs.")
+
+
+def _with_checkpoints(store: Store, models: list[Model]) -> list[dict[str, Any]]:
+    ids = [model.model_id for model in models]
+    last = store.checkpoints.last_of_runs(ids, "weights")
+    last_sampler = store.checkpoints.last_of_runs(ids, "sampler_weights")
+    return [run_view(m, last.get(m.model_id), last_sampler.get(m.model_id)) for m in models]
