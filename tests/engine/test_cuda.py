@@ -7,7 +7,6 @@ shows what rounding alone costs, and the fused one may cost no more than half ag
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here; run on a GPU machine", allow_module_level=True)
 
@@ -18,15 +17,25 @@ from tinkex.engine.lora import LoraBatch, Span, fresh_adapter
 from tinkex.engine.models import ModelConfig, RopeConfig
 from tinkex.engine.weights import RandomWeights
 
+pytestmark = pytest.mark.gpu
 LENGTHS = [70, 5, 130]
 
 
 def config(**changes) -> ModelConfig:
-    values = dict(
-        arch="qwen3", vocab_size=512, hidden_size=256, num_layers=3, num_heads=8, num_kv_heads=2,
-        head_size=64, mlp_size=384, norm_eps=1e-6, rope=RopeConfig(theta=1e6),
-        max_context_length=1024, qk_norm=True,
-    )  # fmt: skip
+    values = {
+        "arch": "qwen3",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "num_layers": 3,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "mlp_size": 384,
+        "norm_eps": 1e-6,
+        "rope": RopeConfig(theta=1e6),
+        "max_context_length": 1024,
+        "qk_norm": True,
+    }
     return ModelConfig(**(values | changes))
 
 

@@ -84,7 +84,7 @@ class CudaDecoder(Decoder):
             )
             return out
         with torch.no_grad():
-            return self._infer(tokens_T, positions_T, attend, operands(lora, self, len(tokens_T)))
+            return self.infer(tokens_T, positions_T, attend, operands(lora, self, len(tokens_T)))
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
@@ -100,13 +100,14 @@ class CudaDecoder(Decoder):
 
     # ------------------------------------------------------------------------------ inference
 
-    def _infer(
+    def infer(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         attend: Attend,
         lora: Mapping[str, LoraOperand],
     ) -> Tensor:
+        """Hidden states without autograd, for adapters that are already in place."""
         eps = self.config.norm_eps
         cos_Th, sin_Th = self._angles(positions_T)
         x, delta = F.embedding(tokens_T, self.embed_VD), None

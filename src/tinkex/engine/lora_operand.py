@@ -147,6 +147,11 @@ class _Cache:
 _CACHE = _Cache()
 
 
+def pairs_of(adapter: Adapter, decoder: Decoder) -> Mapping[str, Pair]:
+    """One adapter's (A, B) per fused linear, up to date with its master weights."""
+    return _CACHE.of(adapter, decoder)
+
+
 def _allocate(adapter: Adapter, decoder: Decoder) -> dict[str, Pair]:
     """Zeros as wide as the whole fused linear: an adapter on q alone still adds to all of qkv."""
     pairs = {}
