@@ -26,10 +26,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP)
+	sh tests/store/install_postgres.sh
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow"
+
+test-peers: $(STAMP)
+	$(BIN)/python tests/peers/run.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache

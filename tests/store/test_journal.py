@@ -1,0 +1,126 @@
+"""What is promised about the journal: durable before the promise, one row per number."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import wait
+
+import pytest
+from store_rows import op
+
+from tinkex.store import SeqConflictError, Store, UsageCount
+
+
+def test_an_appended_op_survives_a_store_that_is_never_closed(url: str) -> None:
+    """R31: the future is done only when the row is durable."""
+    crashed = Store(url)
+    crashed.journal.append(op(1)).result(timeout=10)
+    reopened = Store(url)
+    found = reopened.journal.get("s:train:0:1")
+    assert found is not None
+    assert (found.body, found.state) == (b"body 1", "accepted")
+    reopened.close()
+    crashed.close()
+
+
+def test_a_repeat_gives_back_the_first_promise(store: Store) -> None:
+    first = store.journal.append(op(1)).result(timeout=10)
+    again = store.journal.append(op(1, request_id="other")).result(timeout=10)
+    assert first.created
+    assert not again.created
+    assert again.request_id == first.request_id
+
+
+def test_another_body_under_a_used_seq_id_is_refused(store: Store) -> None:
+    store.journal.append(op(1)).result(timeout=10)
+    with pytest.raises(SeqConflictError, match="seq_id 1"):
+        store.journal.append(op(1, request_id="other", body=b"else")).result(timeout=10)
+
+
+def test_another_kind_under_a_used_seq_id_is_refused(store: Store) -> None:
+    store.journal.append(op(1)).result(timeout=10)
+    with pytest.raises(SeqConflictError):
+        store.journal.append(op(1, request_id="x", kind="optim_step")).result(timeout=10)
+
+
+def test_a_bad_write_in_a_group_fails_alone(store: Store) -> None:
+    futures = [store.journal.append(op(n)) for n in range(50)]
+    bad = store.journal.append(op(7, request_id="clash", body=b"else"))
+    futures += [store.journal.append(op(n)) for n in range(50, 100)]
+    assert all(future.result(timeout=20).created for future in futures)
+    assert isinstance(bad.exception(timeout=20), SeqConflictError)
+    assert len(store.journal.since("s:train:0", -1)) == 100
+
+
+def test_since_gives_what_follows_a_snapshot_in_order(store: Store) -> None:
+    wait([store.journal.append(op(n)) for n in (5, 2, 4, 3, 1)], timeout=10)
+    assert [found.seq_id for found in store.journal.since("s:train:0", 2)] == [3, 4, 5]
+
+
+def test_a_result_is_kept_until_it_was_fetched_and_its_grace_is_over(store: Store) -> None:
+    store.journal.append(op(1)).result(timeout=10)
+    store.journal.finish("s:train:0:1", b"result", result_type="proto").result(timeout=10)
+    store.journal.retrieved("s:train:0:1", grace_s=60).result(timeout=10)
+    store.journal.sweep(time.time() + 50)
+    kept = store.journal.get("s:train:0:1")
+    assert kept is not None
+    assert (kept.result, kept.result_type, kept.state) == (b"result", "proto", "done")
+    store.journal.sweep(time.time() + 70)
+    dropped = store.journal.get("s:train:0:1")
+    assert dropped is not None
+    assert (dropped.result, dropped.state) == (None, "done")
+
+
+def test_a_result_nobody_fetched_ends_with_its_ttl(store: Store) -> None:
+    store.journal.append(op(1)).result(timeout=10)
+    store.journal.finish("s:train:0:1", b"result").result(timeout=10)
+    store.journal.sweep(time.time() + 25 * 3600)
+    found = store.journal.get("s:train:0:1")
+    assert found is not None
+    assert found.result is None
+
+
+def test_a_refused_request_keeps_its_number_and_its_reason(store: Store) -> None:
+    store.journal.append(op(1, refused="weights must be finite")).result(timeout=10)
+    found = store.journal.find("s:train:0", 1)
+    assert found is not None
+    assert (found.state, found.error, found.body) == ("refused", "weights must be finite", None)
+    assert store.journal.unfinished_models() == []
+
+
+def test_unfinished_models_are_those_with_an_open_op(store: Store) -> None:
+    store.journal.append(op(1)).result(timeout=10)
+    store.journal.append(op(1, model_id="s:train:1")).result(timeout=10)
+    store.journal.fail("s:train:0:1", "broken", "server").result(timeout=10)
+    assert store.journal.unfinished_models() == ["s:train:1"]
+
+
+def test_bodies_go_behind_a_snapshot_and_rows_after_a_week(store: Store) -> None:
+    for n in (1, 2, 3):
+        store.journal.append(op(n)).result(timeout=10)
+        store.journal.finish(f"s:train:0:{n}", b"r").result(timeout=10)
+    store.journal.release_bodies("s:train:0", 2).result(timeout=10)
+    assert [o.body for o in store.journal.since("s:train:0", 0)] == [None, None, b"body 3"]
+    store.journal.sweep(time.time() + 8 * 24 * 3600)
+    assert [o.seq_id for o in store.journal.since("s:train:0", 0)] == [3]
+
+
+def test_usage_is_counted_with_the_result(store: Store) -> None:
+    store.journal.append(op(1)).result(timeout=10)
+    count = UsageCount(kind="training", count=12, user_id="ann", model_id="s:train:0")
+    store.journal.finish("s:train:0:1", b"r", usage=[count, count]).result(timeout=10)
+    rows = store.usage.events("ann", time.time() - 7200, time.time() + 3600)
+    assert [(row.kind, row.count, row.model_id) for row in rows] == [("training", 24, "s:train:0")]
+
+
+@pytest.mark.parametrize("rounds", [4])
+def test_the_cost_of_an_append_does_not_grow_with_history(store: Store, rounds: int) -> None:
+    """Appending behind 10,000 rows takes at most twice as long as into an empty table."""
+
+    def fill(start: int) -> float:
+        began = time.perf_counter()
+        wait([store.journal.append(op(start + n)) for n in range(2500)], timeout=60)
+        return time.perf_counter() - began
+
+    times = [fill(2500 * n) for n in range(rounds + 1)]
+    assert min(times[-2:]) < 2 * max(times[:2])
