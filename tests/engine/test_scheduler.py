@@ -62,6 +62,19 @@ def test_the_last_prompt_token_is_always_computed():
     assert shape(scheduler.plan())[1] == (4, 4)
 
 
+def test_equal_prompts_that_arrive_together_are_computed_once():
+    scheduler = make()
+    twins = [seq(10), seq(10), seq(6)]
+    for s in twins:
+        scheduler.add(s)
+    assert shape(step(scheduler)) == [(0, 10)]
+    assert shape(step(scheduler)) == [(10, 1), (8, 2), (4, 2)]
+    assert [s.num_hit for s in twins] == [0, 8, 4]
+    for s in twins:
+        scheduler.remove(s)
+    assert scheduler.pool.num_available == 16
+
+
 def test_another_adapter_version_shares_nothing():
     scheduler = make()
     scheduler.add(seq(8, version="a"))

@@ -99,6 +99,16 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def is_held(self, block: int) -> bool:
+        return self._refs[block] > 0
+
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Hide blocks whose content is not to be found again."""
+        for block in blocks:
+            if (key := self._key_of[block]) is not None:
+                del self._block_of[key]
+                self._key_of[block] = None
+
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference on blocks that someone already holds."""
         for block in blocks:

@@ -115,19 +115,42 @@ class Scheduler:
         """The next pass. Decoding sequences come first, then prompts in the order admitted."""
         self._grow()
         self._admit()
-        room = self.config.max_pass_tokens
         decoding, prefilling = [], []
         for seq in self.running:
-            left = len(seq.tokens) - seq.num_cached
-            if left == 1 and seq.num_cached >= seq.num_prompt:
+            if seq.num_cached >= seq.num_prompt and len(seq.tokens) - seq.num_cached == 1:
                 decoding.append(Chunk(seq, seq.num_cached, 1))
-        room = max(room - len(decoding), 1)
+        room = max(self.config.max_pass_tokens - len(decoding), 1)
+        in_flight: set[Key] = set()
         for seq in self.running:
-            left = len(seq.tokens) - seq.num_cached
-            if (left > 1 or seq.num_cached < seq.num_prompt) and room > 0:
-                prefilling.append(Chunk(seq, seq.num_cached, min(left, room)))
-                room -= min(left, room)
+            if room > 0 and (chunk := self._prefill(seq, room, in_flight)) is not None:
+                prefilling.append(chunk)
+                room -= chunk.length
         return decoding + prefilling
+
+    def _prefill(self, seq: Seq, room: int, in_flight: set[Key]) -> Chunk | None:
+        """The next chunk of a sequence that is not decoding yet.
+
+        None when another sequence computes the same block in this pass: in the next pass that
+        block is shared instead. So prompts that arrive together are computed once.
+        """
+        left, size = len(seq.tokens) - seq.num_cached, self.pool.block_size
+        if left == 1 and seq.num_cached >= seq.num_prompt:
+            return None
+        num_shareable = min(seq.num_reusable, len(seq.tokens) - 1) // size
+        keys = seq.keys(num_shareable, size)
+        while seq.num_cached % size == 0 and (at := seq.num_cached // size) < num_shareable:
+            if keys[at] in in_flight:
+                return None
+            if not (found := self.pool.match(keys[at : at + 1])):
+                break
+            self.pool.release([seq.blocks[at]])
+            seq.blocks[at] = found[0]
+            seq.num_cached += size
+            seq.num_hit += size
+        length = min(len(seq.tokens) - seq.num_cached, room)
+        last = (seq.num_cached + length) // size
+        in_flight.update(seq.keys(last, size)[seq.num_cached // size :])
+        return Chunk(seq, seq.num_cached, length)
 
     def done(self, chunk: Chunk) -> None:
         """Record that a chunk's keys and values are in the cache, and offer its full blocks."""

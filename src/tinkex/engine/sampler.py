@@ -1,0 +1,451 @@
+"""Generate tokens for many jobs at once over one base model: continuous batching.
+
+A job becomes one sequence per sample; all samples of a job fork from one prefilled prompt. Each
+`step` runs one forward pass over whatever the scheduler chose, of any mix of adapters, draws the
+next tokens and reports them. The sampler owns the KV memory of its base model and nothing else: it
+is given the adapter weights with the job, and called by one thread only. Jobs wait for KV memory in
+the order they came; see `scheduler` for who yields to whom.
+
+Shapes: T tokens of a pass, N rows that need logits, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine import jobs
+from tinkex.engine.decoder import DecoderLike
+from tinkex.engine.kv_cache import BlockPool
+from tinkex.engine.lora import Adapter, LoraBatch, Span
+from tinkex.engine.paged import PagedAttend, PagedCache, kv_bytes_per_token
+from tinkex.engine.prompt_scores import PromptScores
+from tinkex.engine.rng import fresh_seed, sample_key, uniform
+from tinkex.engine.sampling_math import Settings, draw, top_sampled
+from tinkex.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
+from tinkex.engine.stopping import Detokenize, StopWatch
+from tinkex.errors import ConfigError, InvalidInputError
+
+Emit = Callable[[jobs.Event], None]
+_LOGIT_CELLS = 1 << 24
+"""Most logits made at once when a prompt is scored (64 MiB in fp32)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerConfig:
+    kv_bytes: int = 2 << 30
+    """Memory for keys and values of one base model."""
+    block_size: int = 16
+    """Tokens per block; prefixes are shared in whole blocks."""
+    max_running: int = 256
+    """Most samples in one pass; the others wait."""
+    max_pass_tokens: int = 512
+    """Most tokens of one pass; longer prompts are prefilled in several passes."""
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes < 1 or self.block_size < 1:
+            raise ConfigError(
+                "sampler.kv_bytes and sampler.block_size must be at least 1, got "
+                f"{self.kv_bytes} and {self.block_size}"
+            )
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    job: jobs.SampleJob
+    adapter: Adapter | None
+    emit: Emit
+    max_tokens: int
+    stop_ids: frozenset[int]
+    setting: tuple[float, int, float]
+    scores: PromptScores | None
+    samples: list[_Sample] = field(default_factory=list)
+    num_open: int = 0
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Sample(Seq):
+    request: _Request
+    index: int
+    key: int
+    watch: StopWatch | None = None
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    reason: Literal["length", "stop"] | None = None
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+
+class Sampler:
+    """All running sample jobs of one base model."""
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        config: SamplerConfig | None = None,
+        detokenizer: Callable[[], Detokenize] | None = None,
+    ) -> None:
+        self.decoder, self.config = decoder, config or SamplerConfig()
+        size = self.config.block_size
+        per_block = size * kv_bytes_per_token(decoder.config, decoder.dtype)
+        enough = self.config.max_running * -(-decoder.config.max_context_length // size)
+        num_blocks = max(1, min(self.config.kv_bytes // per_block, enough))
+        self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_running=self.config.max_running, max_pass_tokens=self.config.max_pass_tokens
+            ),
+            BlockPool(num_blocks, size),
+        )
+        self._attend = PagedAttend(self.cache)
+        self._load_detokenizer = detokenizer
+        self._detokenize: Detokenize | None = None
+        self._requests: dict[str, _Request] = {}
+        self._settings: tuple[list[_Sample], Settings] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_open(self) -> int:
+        """Samples running or waiting."""
+        return sum(request.num_open for request in self._requests.values())
+
+    # ------------------------------------------------------------------------------- in and out
+
+    def add(self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit) -> None:
+        """Queue a job. `emit` gets its `Tokens` and its end from within `step`.
+
+        Raises:
+            InvalidInputError: The job does not fit the model or the KV memory. Nothing is queued.
+        """
+        request = self._request(job, adapter, emit)
+        self._requests[job.job_id] = request
+        leader, *followers = request.samples
+        leader.followers = list(followers)
+        self.scheduler.add(leader)
+
+    def cancel(self, job_id: str) -> bool:
+        """Drop a job and free its memory now. False when it is not here (any more)."""
+        request = self._requests.pop(job_id, None)
+        if request is None:
+            return False
+        for sample in request.samples:
+            self.scheduler.remove(sample)
+        message = f"job {job_id} was cancelled"
+        request.emit(jobs.Failed(job_id=job_id, message=message, category="cancelled"))
+        return True
+
+    def fail_all(self, message: str) -> None:
+        """End every job after an error of the device; the sampler is empty afterwards."""
+        for request in list(self._requests.values()):
+            self._fail(request, message, "server")
+
+    def _fail(self, request: _Request, message: str, category: Literal["user", "server"]) -> None:
+        del self._requests[request.job.job_id]
+        pool = self.scheduler.pool
+        for sample in request.samples:
+            blocks = list(sample.blocks)
+            pool.unpublish(blocks)
+            self.scheduler.remove(sample)
+            self.cache.scrub([block for block in blocks if not pool.is_held(block)])
+        request.emit(jobs.Failed(job_id=request.job.job_id, message=message, category=category))
+
+    def _request(self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit) -> _Request:
+        config = self.decoder.config
+        _check_job(job, config.vocab_size)
+        max_tokens = self._max_tokens(job)
+        stop_ids = job.stop_tokens
+        if stop_ids is None:
+            stop_ids = () if job.stop_strings else config.eos_token_ids
+        seed = fresh_seed() if job.seed is None else job.seed
+        scores = PromptScores(job, seed, config.vocab_size) if PromptScores.wanted(job) else None
+        setting = (job.temperature, job.top_k, job.top_p)
+        request = _Request(job, adapter, emit, max_tokens, frozenset(stop_ids), setting, scores)
+        prompt = [int(token) for token in job.prompt]
+        for index in range(job.num_samples):
+            scored = scores is not None and index == 0
+            request.samples.append(
+                _Sample(
+                    version=job.adapter_folder or "",
+                    tokens=list(prompt),
+                    num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
+                    request=request,
+                    index=index,
+                    key=sample_key(seed, index),
+                    watch=self._stop_watch(job.stop_strings),
+                )
+            )
+        request.num_open = job.num_samples
+        return request
+
+    def _max_tokens(self, job: jobs.SampleJob) -> int:
+        """Tokens the job may generate; refuses what can never fit."""
+        length, context = len(job.prompt), self.decoder.config.max_context_length
+        pool = self.scheduler.pool
+        # The last token sampled needs no KV of its own.
+        room = min(context, pool.num_blocks * pool.block_size + 1) - length
+        wanted = room if job.max_tokens is None else job.max_tokens
+        if wanted > context - length:
+            raise InvalidInputError(
+                f"the prompt of {length} tokens plus max_tokens {wanted} exceeds the model's "
+                f"context of {context}; at most {max(0, context - length)} can be generated",
+                path="max_tokens",
+            )
+        if wanted > room or room < 0:
+            raise InvalidInputError(
+                f"one sample of this job needs KV memory for {length + max(wanted, 0)} tokens, but "
+                f"the cache holds {pool.num_blocks * pool.block_size}. Lower max_tokens or start "
+                "the server with more KV memory.",
+                path="max_tokens",
+            )
+        return wanted
+
+    def _stop_watch(self, stops: Sequence[str]) -> StopWatch | None:
+        if not stops:
+            return None
+        if self._detokenize is None:
+            if self._load_detokenizer is None:
+                raise InvalidInputError(
+                    "this model has no tokenizer; use token ids", path="sampling_params.stop"
+                )
+            self._detokenize = self._load_detokenizer()
+        return StopWatch(stops, self._detokenize)
+
+    # ------------------------------------------------------------------------------------- pass
+
+    @torch.inference_mode()
+    def step(self) -> int:
+        """Run one forward pass and report its tokens; returns how many tokens it computed."""
+        chunks = self.scheduler.plan()
+        if not chunks:
+            assert not self.scheduler, "sequences wait, but none can run"
+            return 0
+        # Rows of one adapter lie together; longer sequences first, as attention groups them.
+        chunks.sort(key=lambda chunk: (chunk.seq.version, chunk.length, -chunk.start))
+        hidden_TD = self._forward(chunks)
+        for chunk in chunks:
+            self.scheduler.done(chunk)
+        self._score_prompts(chunks, hidden_TD)
+        self._sample(chunks, hidden_TD)
+        return len(hidden_TD)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        tokens: list[int] = []
+        positions: list[int] = []
+        for chunk in chunks:
+            stop = chunk.start + chunk.length
+            tokens += chunk.seq.tokens[chunk.start : stop]
+            positions += range(chunk.start, stop)
+        self._attend.begin(chunks)
+        inputs_2T = torch.tensor((tokens, positions), device=self.decoder.device)
+        return self.decoder.forward(
+            inputs_2T[0],
+            inputs_2T[1],
+            self._attend,
+            _lora([(c.seq, c.length) for c in chunks]),
+        )
+
+    def _head(self, hidden_ND: Tensor, owners: Sequence[tuple[Seq, int]]) -> Tensor:
+        """Logits of rows that belong, in order, to `owners` (sequence, number of rows)."""
+        return self.decoder.head(hidden_ND, _lora(owners))
+
+    def _score_prompts(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
+        offset = 0
+        for chunk in chunks:
+            seq, first = chunk.seq, offset
+            offset += chunk.length
+            assert isinstance(seq, _Sample)
+            scores = seq.request.scores
+            if scores is None or seq.index or seq.num_reusable >= seq.num_prompt:
+                continue
+            rows = scores.rows(chunk.start, chunk.start + chunk.length)
+            step = max(1, _LOGIT_CELLS // self.decoder.config.vocab_size)
+            for start in range(rows.start, rows.stop, step):
+                part = range(start, min(start + step, rows.stop))
+                at = first + part.start - chunk.start
+                logits_NV = self._head(hidden_TD[at : at + len(part)], [(seq, len(part))])
+                scores.add(part, logits_NV)
+            if seq.num_cached >= seq.num_prompt:
+                # All is scored: from now on the prefix cache may serve this prompt as any other.
+                seq.num_reusable = seq.num_prompt
+
+    def _sample(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
+        """Draw the next token of every sequence whose last token was in this pass."""
+        samples: list[_Sample] = []
+        rows: list[int] = []
+        owners: list[tuple[Seq, int]] = []
+        copies: list[tuple[int, int]] = []
+        row_of_sample: list[int] = []
+        last = -1
+        for chunk in chunks:
+            last += chunk.length
+            seq = chunk.seq
+            assert isinstance(seq, _Sample)
+            if not chunk.completes:
+                continue
+            forks = self.scheduler.fork(seq) if seq.followers else []
+            copies += [fork.copy for fork in forks if fork.copy is not None]
+            for sample in (seq, *(fork.seq for fork in forks)):
+                assert isinstance(sample, _Sample)
+                samples.append(sample)
+                row_of_sample.append(len(rows))
+            rows.append(last)
+            owners.append((seq, 1))
+        self.cache.copy_blocks(copies)
+        if samples:
+            if len(rows) < len(hidden_TD):
+                hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
+            logits_NV = self._head(hidden_TD, owners)
+            if len(samples) > len(rows):
+                logits_NV = logits_NV[torch.tensor(row_of_sample, device=logits_NV.device)]
+            self._draw(samples, logits_NV)
+
+    def _draw(self, samples: list[_Sample], logits_NV: Tensor) -> None:
+        settings = self._settings_of(samples)
+        uniform_N = torch.tensor(
+            [uniform(sample.key, sample.num_sampled) for sample in samples], device=logits_NV.device
+        )
+        tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N)
+        # One transfer, the only wait for the device in a step.
+        drawn = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()
+        widest = max(sample.request.job.topk_sample_logprobs for sample in samples)
+        if widest:
+            ids_NK, values_NK = (x.tolist() for x in top_sampled(logits_NV, settings, widest))
+            for sample, ids, values in zip(samples, ids_NK, values_NK, strict=True):
+                k = sample.request.job.topk_sample_logprobs
+                sample.topk.append((ids[:k], values[:k]))
+        for sample, token, logprob in zip(samples, *drawn, strict=True):
+            self._accept(sample, int(token), logprob)
+
+    def _settings_of(self, samples: list[_Sample]) -> Settings:
+        """The batch's settings; decoding mostly asks for the same samples as the step before."""
+        if self._settings is None or self._settings[0] != samples:
+            settings = Settings.of(
+                [sample.request.setting for sample in samples],
+                self.decoder.config.vocab_size,
+                self.decoder.device,
+            )
+            self._settings = (samples, settings)
+        return self._settings[1]
+
+    def _accept(self, sample: _Sample, token: int, logprob: float) -> None:
+        """Append a drawn token to its sample, and end the sample if it is complete."""
+        request = sample.request
+        if request.job.job_id not in self._requests:
+            return  # Another sample of the job has failed in this very step.
+        if math.isnan(logprob):
+            name = request.job.adapter_folder or request.job.base_model
+            self._fail(request, f"the logits of {name} are not numbers; it has diverged", "user")
+            return
+        if request.max_tokens > 0:
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            if request.job.stream:
+                self._stream(sample, token, logprob)
+            if token in request.stop_ids or (sample.watch and sample.watch.seen(token)):
+                sample.reason = "stop"
+        if sample.reason is None and sample.num_sampled >= request.max_tokens:
+            sample.reason = "length"
+        if sample.reason is not None:
+            self.scheduler.remove(sample)
+            request.num_open -= 1
+            if request.num_open == 0:
+                del self._requests[request.job.job_id]
+                request.emit(jobs.Done(job_id=request.job.job_id, result=_result(request)))
+
+    def _stream(self, sample: _Sample, token: int, logprob: float) -> None:
+        sample.request.emit(
+            jobs.Tokens(
+                job_id=sample.request.job.job_id,
+                sample_index=sample.index,
+                tokens=np.array([token], np.int32),
+                logprobs=np.array([logprob], np.float32),
+            )
+        )
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def _lora(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
+    """Which rows belong to which adapter; owners of one version are neighbours."""
+    spans, row = [], 0
+    for _, group in groupby(owners, key=lambda owner: owner[0].version):
+        members = list(group)
+        sample = members[0][0]
+        assert isinstance(sample, _Sample)
+        stop = row + sum(length for _, length in members)
+        if sample.request.adapter is not None:
+            spans.append(Span(row, stop, sample.request.adapter))
+        row = stop
+    return LoraBatch(spans) if spans else None
+
+
+def _result(request: _Request) -> jobs.SampleResult:
+    sequences = tuple(_sequence(sample) for sample in request.samples)
+    leader = request.samples[0]
+    return jobs.SampleResult(
+        sequences=sequences,
+        prompt_cache_hit_tokens=leader.num_hit,
+        num_prompt_tokens=leader.num_prompt,
+        num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        **(request.scores.result() if request.scores is not None else {}),
+    )
+
+
+def _sequence(sample: _Sample) -> jobs.SampledTokens:
+    assert sample.reason is not None
+    k, num = sample.request.job.topk_sample_logprobs, sample.num_sampled
+    topk = None
+    if k:
+        rows = sample.topk[:num]
+        topk = jobs.TopK(
+            token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(num, -1),
+            logprobs=np.array([values for _, values in rows], np.float32).reshape(num, -1),
+        )
+    return jobs.SampledTokens(
+        tokens=np.array(sample.tokens[sample.num_prompt :], np.int32),
+        logprobs=np.array(sample.logprobs, np.float32),
+        stop_reason=sample.reason,
+        topk=topk,
+    )
+
+
+def _check_job(job: jobs.SampleJob, vocab_size: int) -> None:
+    """What needs the model, and what would otherwise fail deep inside."""
+    prompt = np.asarray(job.prompt)
+    if prompt.ndim != 1 or len(prompt) == 0:
+        raise InvalidInputError("must hold at least one token", path="prompt")
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        at = int(np.flatnonzero((prompt < 0) | (prompt >= vocab_size))[0])
+        raise InvalidInputError(
+            f"token {prompt[at]} is outside the vocabulary 0..{vocab_size - 1}",
+            path=f"prompt[{at}]",
+        )
+    for path, value, ok, need in (
+        ("num_samples", job.num_samples, job.num_samples >= 1, "at least 1"),
+        ("max_tokens", job.max_tokens, (job.max_tokens or 0) >= 0, "not negative"),
+        (
+            "temperature",
+            job.temperature,
+            math.isfinite(job.temperature) and job.temperature >= 0,
+            "a number not below 0",
+        ),
+        ("top_p", job.top_p, 0 < job.top_p <= 1, "above 0 and at most 1"),
+        ("topk_prompt_logprobs", job.topk_prompt_logprobs, job.topk_prompt_logprobs >= 0, "0 up"),
+        ("topk_sample_logprobs", job.topk_sample_logprobs, job.topk_sample_logprobs >= 0, "0 up"),
+        ("prompt_alt_tokens_k", job.prompt_alt_tokens_k, job.prompt_alt_tokens_k >= 0, "0 up"),
+    ):
+        if not ok:
+            raise InvalidInputError(f"must be {need}, got {value}", path=path)

@@ -1,0 +1,195 @@
+"""From logits to tokens and logprobs, for a batch of rows with different settings.
+
+One uniform number per row decides (see `rng`): the token is the inverse distribution function at
+that number, so a row's draw depends on nothing but its own logits, settings and number. Temperature
+comes first, then top_k, then top_p on what is left. The reported logprob is that of the
+distribution sampled from; a greedy row, whose distribution is a single point, reports its logprob
+at temperature 1. So at temperature 1 without filters it is what the trainer computes.
+
+Knows tensors only. Nothing here waits for the device except `nucleus` on a CPU, where that is free.
+
+Shapes: N rows, V vocabulary, C chunks of W cells, K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+EMPTY_LOGPROB = -99999.0
+_WIDTH = 128
+_FEW = 512
+"""Candidates tried before a whole vocabulary is sorted for top_p."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How each row of a batch is drawn."""
+
+    greedy_N: Tensor
+    inverse_temperature_N1: Tensor
+    """1 for greedy rows."""
+    top_k_N: Tensor
+    """Vocabulary size where off."""
+    top_p_N: Tensor
+    any_greedy: bool
+    any_scaled: bool
+    max_top_k: int
+    """Largest top_k of the batch; 0 when some row has none."""
+    any_filter: bool
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[tuple[float, int, float]],
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ) -> Settings:
+        """From (temperature, top_k, top_p) per row; temperature 0 is greedy, top_k < 1 is off."""
+        greedy = [t == 0 for t, _, _ in rows]
+        inverse = [1.0 if t == 0 else 1.0 / t for t, _, _ in rows]
+        top_k = [min(k, vocab_size) if k > 0 else vocab_size for _, k, _ in rows]
+        active = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
+        filtered = any(top_k[i] < vocab_size or rows[i][2] < 1 for i in active)
+        widest = max((top_k[i] for i in active), default=0)
+        return cls(
+            greedy_N=torch.tensor(greedy, device=device),
+            inverse_temperature_N1=torch.tensor(inverse, device=device)[:, None],
+            top_k_N=torch.tensor(top_k, device=device),
+            top_p_N=torch.tensor([p for _, _, p in rows], device=device),
+            any_greedy=any(greedy),
+            any_scaled=any(x != 1.0 for x in inverse),
+            max_top_k=widest if widest < vocab_size else 0,
+            any_filter=filtered,
+        )
+
+
+def logprobs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """log softmax at the targets, without a [N, V] copy of the logits."""
+    picked_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+    return picked_N - logits_NV.logsumexp(1)
+
+
+def draw(logits_NV: Tensor, settings: Settings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens [N], logprobs [N]). Overwrites `logits_NV`."""
+    greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
+    scaled_NV = _scaled(logits_NV, settings)
+    tokens_N, logprobs_N = _draw_all(scaled_NV, uniform_N)
+    if settings.any_filter:
+        kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N)
+        plain_N = (settings.top_k_N == logits_NV.shape[1]) & (settings.top_p_N >= 1)
+        tokens_N = torch.where(plain_N, tokens_N, kept_N)
+        logprobs_N = torch.where(plain_N, logprobs_N, kept_logprobs_N)
+    if greedy_tokens_N is not None:
+        tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
+        at_one_N = logprobs_of(scaled_NV, tokens_N)
+        logprobs_N = torch.where(settings.greedy_N, at_one_N, logprobs_N)
+    return tokens_N, logprobs_N
+
+
+def _scaled(logits_NV: Tensor, settings: Settings) -> Tensor:
+    """Logits over temperature, shifted so that the largest of each row is 0, in place."""
+    logits_NV -= logits_NV.amax(1, keepdim=True)
+    if settings.any_scaled:
+        logits_NV *= settings.inverse_temperature_N1
+    return logits_NV
+
+
+def _draw_all(scaled_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from the whole vocabulary in two levels: a chunk of cells, then a cell of it."""
+    num_rows, vocab_size = scaled_NV.shape
+    num_chunks = -(-vocab_size // _WIDTH)
+    weights = scaled_NV.new_empty(num_rows, num_chunks * _WIDTH)
+    weights[:, vocab_size:] = 0
+    torch.exp(scaled_NV, out=weights[:, :vocab_size])
+    weights_NCW = weights.view(num_rows, num_chunks, _WIDTH)
+    ends_NC = weights_NCW.sum(2).cumsum(1)
+    total_N1 = ends_NC[:, -1:]
+    # Strictly below the total, so that the chunk found is never an empty one.
+    level_N1 = (uniform_N[:, None].clamp(max=1 - 2**-24) * total_N1).to(ends_NC.dtype)
+    chunk_N1 = torch.searchsorted(ends_NC, level_N1, right=True).clamp(max=num_chunks - 1)
+    before_N1 = torch.where(chunk_N1 > 0, ends_NC.gather(1, (chunk_N1 - 1).clamp(min=0)), 0)
+    cells_NW = weights_NCW.gather(1, chunk_N1[:, :, None].expand(-1, -1, _WIDTH))[:, 0]
+    inside_N1 = torch.searchsorted(cells_NW.cumsum(1), level_N1 - before_N1, right=True)
+    inside_N1 = inside_N1.clamp(max=_WIDTH - 1)
+    # Rounding may point at a cell of weight 0; the chunk's heaviest cell is then as good.
+    empty_N1 = cells_NW.gather(1, inside_N1) == 0
+    inside_N1 = torch.where(empty_N1, cells_NW.argmax(1, keepdim=True), inside_N1)
+    token_N1 = chunk_N1 * _WIDTH + inside_N1
+    logprobs_N = scaled_NV.gather(1, token_N1)[:, 0] - total_N1[:, 0].log()
+    return token_N1[:, 0], logprobs_N
+
+
+def filtered_logprobs(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(ids [N, K], logprobs [N, K]) of what top_k and top_p leave, best first; -inf is out."""
+    num_candidates = settings.max_top_k or scaled_NV.shape[1]
+    few = min(_FEW, num_candidates)
+    if scaled_NV.device.type == "cpu" and few < num_candidates and not settings.max_top_k:
+        # Usually few tokens hold top_p of the mass; sorting all is the exception.
+        values_NK, ids_NK = scaled_NV.topk(few, dim=1)
+        mass_N = (values_NK.exp().sum(1) / scaled_NV.exp().sum(1)) - 1e-4
+        off_N = (settings.top_p_N >= 1) & (settings.top_k_N == scaled_NV.shape[1])
+        enough_N = (mass_N >= settings.top_p_N) | (settings.top_k_N <= few) | off_N
+        if bool((enough_N | settings.greedy_N).all()):
+            return ids_NK, _cut(values_NK, settings, scaled_NV)
+    values_NK, ids_NK = scaled_NV.topk(num_candidates, dim=1)
+    return ids_NK, _cut(values_NK, settings, scaled_NV)
+
+
+def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
+    """Normalised logprobs of sorted candidates, -inf where top_k or top_p ends."""
+    num_candidates, vocab_size = values_NK.shape[1], scaled_NV.shape[1]
+    rank_K = torch.arange(num_candidates, device=values_NK.device)
+    kept_NK = values_NK.masked_fill(rank_K >= settings.top_k_N[:, None], float("-inf"))
+    if num_candidates < vocab_size and not settings.max_top_k:
+        # Candidates are not all there is: rows without top_k measure top_p against everything.
+        all_N = scaled_NV.logsumexp(1)
+        whole_N = torch.where(settings.top_k_N == vocab_size, all_N, kept_NK.logsumexp(1))
+    else:
+        whole_N = kept_NK.logsumexp(1)
+    probs_NK = (kept_NK - whole_N[:, None]).exp()
+    before_NK = probs_NK.cumsum(1) - probs_NK
+    out_NK = (before_NK >= settings.top_p_N[:, None]) & (rank_K > 0)
+    kept_NK = kept_NK.masked_fill(out_NK & (settings.top_p_N < 1)[:, None], float("-inf"))
+    return kept_NK.log_softmax(1)
+
+
+def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw from the candidates that top_k and top_p leave."""
+    ids_NK, logprobs_NK = filtered_logprobs(scaled_NV, settings)
+    ends_NK = logprobs_NK.exp().cumsum(1)
+    level_N1 = uniform_N[:, None].clamp(max=1 - 2**-24).to(ends_NK.dtype) * ends_NK[:, -1:]
+    index_N1 = torch.searchsorted(ends_NK, level_N1, right=True)
+    last_N1 = (logprobs_NK > float("-inf")).sum(1, keepdim=True) - 1
+    index_N1 = torch.minimum(index_N1, last_N1)
+    return ids_NK.gather(1, index_N1)[:, 0], logprobs_NK.gather(1, index_N1)[:, 0]
+
+
+def top_logprobs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids [N, k], logprobs [N, k]) of the likeliest tokens at temperature 1."""
+    values_NK, ids_NK = logits_NV.topk(min(k, logits_NV.shape[1]), dim=1)
+    return ids_NK, values_NK - logits_NV.logsumexp(1, keepdim=True)
+
+
+def top_sampled(scaled_NV: Tensor, settings: Settings, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of the distribution sampled from (temperature 1 for greedy rows).
+
+    `scaled_NV` is what `draw` left in its logits. A cell that a filter removed is empty.
+    """
+    ids_NK, logprobs_NK = top_logprobs(scaled_NV, k)
+    if settings.any_filter:
+        kept_ids, kept = filtered_logprobs(scaled_NV, settings)
+        width = min(ids_NK.shape[1], kept.shape[1])
+        plain_N = (settings.top_k_N == scaled_NV.shape[1]) & (settings.top_p_N >= 1)
+        use_N1 = ~(plain_N | settings.greedy_N)[:, None]
+        filled = torch.full_like(logprobs_NK, float("-inf"))
+        filled[:, :width] = kept[:, :width]
+        filled_ids = torch.zeros_like(ids_NK)
+        filled_ids[:, :width] = kept_ids[:, :width]
+        ids_NK = torch.where(use_N1, filled_ids, ids_NK)
+        logprobs_NK = torch.where(use_N1, filled, logprobs_NK)
+    gone_NK = logprobs_NK == float("-inf")
+    return ids_NK.masked_fill(gone_NK, 0), logprobs_NK.masked_fill(gone_NK, EMPTY_LOGPROB)

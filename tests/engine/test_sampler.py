@@ -1,0 +1,448 @@
+"""The sampler generates what the model says, whatever the batch, the cache and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tinkex.engine import jobs
+from tinkex.engine.attention import PackedCausal
+from tinkex.engine.decoder import Decoder, load_decoder
+from tinkex.engine.lora import Adapter, LoraBatch, Span, fresh_adapter
+from tinkex.engine.models import ModelSource
+from tinkex.engine.paged import kv_bytes_per_token
+from tinkex.engine.sampler import Sampler, SamplerConfig
+from tinkex.errors import InvalidInputError
+
+VOCAB = 199
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "eos_token_id": 5,
+    "initializer_range": 0.2,
+}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 11}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {}),
+}
+
+
+@dataclass
+class Model:
+    decoder: Any
+    oracle: Any
+    adapters: dict[str, Adapter] = field(default_factory=dict)
+
+    def sampler(self, *, kv_tokens: int = 4096, block_size: int = 4, **config: int) -> Sampler:
+        per_token = kv_bytes_per_token(self.decoder.config, self.decoder.dtype)
+        return Sampler(
+            self.decoder,
+            SamplerConfig(kv_bytes=kv_tokens * per_token, block_size=block_size, **config),
+            detokenizer=lambda: detokenize,
+        )
+
+
+def detokenize(tokens: Any) -> str:
+    """Two letters per token, so that stop strings can lie across tokens."""
+    return "".join(chr(97 + t // 16) + chr(65 + t % 16) for t in tokens)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory) -> Callable[[str], Model]:
+    models: dict[str, Model] = {}
+
+    def get(family: str) -> Model:
+        if family not in models:
+            kind, extra = FAMILIES[family]
+            torch.manual_seed(0)
+            oracle = transformers.AutoModelForCausalLM.from_config(kind(**SHAPE, **extra)).eval()
+            folder = tmp_path_factory.mktemp(family)
+            oracle.save_pretrained(folder)
+            decoder = load_decoder(ModelSource(family, folder))
+            models[family] = Model(decoder, oracle)
+        return models[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def model(load) -> Model:
+    model = load("llama")
+    for i, name in enumerate(("one", "two")):
+        adapter = fresh_adapter(
+            model.decoder.targets,
+            rank=4 + i,
+            alpha=32,
+            kinds=("attn", "mlp", "unembed"),
+            seed=i,
+            device="cpu",
+        )
+        generator = torch.Generator().manual_seed(i)
+        with torch.no_grad():
+            for _, _, b_Or in adapter.modules():
+                b_Or.normal_(0, 0.02, generator=generator)
+        model.adapters[name] = adapter.frozen_copy()
+    return model
+
+
+class Run:
+    """Jobs going through a sampler, with everything they emitted."""
+
+    def __init__(self, model: Model, sampler: Sampler) -> None:
+        self.model, self.sampler = model, sampler
+        self.events: dict[str, list[jobs.Event]] = {}
+
+    def add(self, prompt: list[int], adapter: str | None = None, **fields: Any) -> str:
+        job_id = f"job{len(self.events)}"
+        fields = {"stop_tokens": (), "max_tokens": 8} | fields
+        job = jobs.SampleJob(
+            job_id=job_id,
+            base_model="m",
+            adapter_folder=adapter,
+            prompt=np.array(prompt),
+            **fields,
+        )
+        self.events[job_id] = []
+        weights = self.model.adapters[adapter] if adapter else None
+        self.sampler.add(job, weights, self.events[job_id].append)
+        return job_id
+
+    def finish(self) -> None:
+        for _ in range(5000):
+            if not self.sampler.has_work:
+                return
+            self.sampler.step()
+        raise AssertionError("the sampler did not finish")
+
+    def result(self, job_id: str) -> jobs.SampleResult:
+        self.finish()
+        end = self.events[job_id][-1]
+        assert isinstance(end, jobs.Done), end
+        assert isinstance(end.result, jobs.SampleResult)
+        return end.result
+
+    def tokens(self, job_id: str) -> list[list[int]]:
+        return [s.tokens.tolist() for s in self.result(job_id).sequences]
+
+
+def sample(model: Model, prompt: list[int], sampler: Sampler | None = None, **fields: Any) -> Any:
+    run = Run(model, sampler or model.sampler())
+    return run.result(run.add(prompt, **fields))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(6, VOCAB, length).tolist()
+
+
+@torch.no_grad()
+def trainer_logprobs(model: Model, tokens: list[int], adapter: str | None = None) -> np.ndarray:
+    """What a training pass computes: logprob of every token after the first."""
+    ids = torch.tensor(tokens)
+    weights = model.adapters[adapter] if adapter else None
+    lora = LoraBatch([Span(0, len(ids) - 1, weights)]) if weights else None
+    attend = PackedCausal([0, len(ids) - 1], model.decoder.config.windows)
+    hidden = model.decoder.forward(ids[:-1], torch.arange(len(ids) - 1), attend, lora)
+    logits = model.decoder.head(hidden, lora)
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
+
+
+# ---------------------------------------------------------------------------------------- oracle
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers_for_200_tokens(load, family):
+    """R31: token for token, from prompts that take several passes to prefill."""
+    model = load(family)
+    sampler = model.sampler(max_pass_tokens=16)
+    run = Run(model, sampler)
+    prompts = [prompt_of(23, 1), prompt_of(7, 2)]
+    ids = [run.add(p, temperature=0.0, max_tokens=200) for p in prompts]
+    for job_id, prompt in zip(ids, prompts, strict=True):
+        expected = model.oracle.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            min_new_tokens=200,
+            max_new_tokens=200,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert run.tokens(job_id) == [expected[0, len(prompt) :].tolist()]
+
+
+@pytest.mark.parametrize("adapter", [None, "one"])
+@pytest.mark.parametrize("memory", ["ample", "tight"])
+def test_logprobs_equal_the_trainers_with_chunks_prefix_reuse_and_preemption(
+    model, adapter, memory
+):
+    """The importance ratio of an unchanged policy must be one: 1e-5 in fp32."""
+    sampler = model.sampler(max_pass_tokens=8, kv_tokens=4096 if memory == "ample" else 160)
+    run = Run(model, sampler)
+    shared = prompt_of(21, 9)
+    prompts = [shared, shared, shared + prompt_of(5, 3), prompt_of(30, 4), prompt_of(3, 5)]
+    ids = [
+        run.add(p, adapter=adapter, max_tokens=24, num_samples=2, seed=i, prompt_logprobs=i != 1)
+        for i, p in enumerate(prompts)
+    ]
+    run.finish()
+    if memory == "tight":
+        assert sampler.scheduler.num_preempted > 0
+    assert run.result(ids[1]).prompt_cache_hit_tokens == 20
+    for job_id, prompt in zip(ids, prompts, strict=True):
+        result = run.result(job_id)
+        for sequence in result.sequences:
+            expected = trainer_logprobs(model, prompt + sequence.tokens.tolist(), adapter)
+            np.testing.assert_allclose(sequence.logprobs, expected[len(prompt) - 1 :], atol=1e-5)
+        if result.prompt_logprobs is not None:
+            scores = result.prompt_logprobs
+            assert np.isnan(scores[0])
+            np.testing.assert_allclose(scores[1:], expected[: len(prompt) - 1], atol=1e-5)
+    assert sampler.scheduler.pool.num_available == sampler.scheduler.pool.num_blocks
+
+
+def test_mixed_adapters_in_one_pass_do_not_touch_each_other(model):
+    run = Run(model, model.sampler())
+    prompt = prompt_of(12)
+    names = [None, "one", "two", None, "two", "one"]
+    ids = [run.add(prompt, adapter=n, max_tokens=16, seed=3) for n in names]
+    alone = {n: sample(model, prompt, adapter=n, max_tokens=16, seed=3) for n in names}
+    for job_id, name in zip(ids, names, strict=True):
+        expected = alone[name].sequences[0]
+        assert run.tokens(job_id) == [expected.tokens.tolist()]
+        got = run.result(job_id).sequences[0].logprobs
+        np.testing.assert_allclose(got, expected.logprobs, atol=1e-5)
+    assert len({tuple(alone[n].sequences[0].logprobs.tolist()) for n in alone}) == 3
+
+
+def test_equal_seeds_give_equal_tokens_whatever_the_company(model):
+    prompt = prompt_of(10)
+    alone = sample(model, prompt, max_tokens=20, num_samples=3, seed=42)
+    crowd = Run(model, model.sampler(kv_tokens=240, max_pass_tokens=16))
+    for i in range(6):
+        crowd.add(prompt_of(5 + i, i), max_tokens=20, temperature=0.5 + i / 4)
+    job_id = crowd.add(prompt, max_tokens=20, num_samples=3, seed=42)
+    crowd.add(prompt, max_tokens=20, num_samples=2, seed=43)
+    assert crowd.tokens(job_id) == [s.tokens.tolist() for s in alone.sequences]
+    assert len({tuple(tokens) for tokens in crowd.tokens(job_id)}) == 3
+
+
+def test_without_a_seed_two_runs_differ(model):
+    one, two = (sample(model, prompt_of(10), max_tokens=20) for _ in range(2))
+    assert one.sequences[0].tokens.tolist() != two.sequences[0].tokens.tolist()
+
+
+# ------------------------------------------------------------------------------------------ ends
+
+
+def test_the_models_own_end_token_stops_and_is_part_of_the_output(model):
+    run = Run(model, model.sampler())
+    ids = [run.add(prompt_of(4, i), stop_tokens=None, max_tokens=400, seed=i) for i in range(8)]
+    for job_id in ids:
+        sequence = run.result(job_id).sequences[0]
+        ended = sequence.stop_reason == "stop"
+        assert (5 in sequence.tokens) == ended
+        assert not ended or sequence.tokens.tolist().index(5) == len(sequence.tokens) - 1
+    assert any(run.result(job_id).sequences[0].stop_reason == "stop" for job_id in ids)
+
+
+def test_an_empty_stop_list_lets_nothing_stop_but_max_tokens(model):
+    biased = sample(model, prompt_of(4, 0), stop_tokens=(), max_tokens=400, seed=0)
+    assert biased.sequences[0].stop_reason == "length"
+    assert len(biased.sequences[0].tokens) == 400
+
+
+def test_a_stop_string_across_tokens_ends_the_output_once(model):
+    free = sample(model, prompt_of(9), temperature=0.0, max_tokens=20).sequences[0].tokens.tolist()
+    text = detokenize(free)
+    stop = text[5:8]  # Begins inside token 2 and ends inside token 3.
+    first = text.index(stop)
+    result = sample(
+        model, prompt_of(9), temperature=0.0, max_tokens=20, stop_tokens=None, stop_strings=(stop,)
+    )
+    sequence = result.sequences[0]
+    assert sequence.stop_reason == "stop"
+    assert sequence.tokens.tolist() == free[: (first + 2) // 2 + 1]
+    assert detokenize(sequence.tokens).count(stop) == 1
+
+
+def test_max_tokens_none_generates_until_the_context_is_full(model):
+    result = sample(model, prompt_of(500), max_tokens=None)
+    assert len(result.sequences[0].tokens) == 12
+    assert result.sequences[0].stop_reason == "length"
+
+
+# ---------------------------------------------------------------------------------------- scores
+
+
+def test_prompt_scores_come_in_every_layout_asked_for(model):
+    prompt = prompt_of(20)
+    targets = np.array([[t, 7, -1] for t in prompt[1:]])
+    result = sample(
+        model,
+        prompt,
+        model.sampler(max_pass_tokens=6),
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=4,
+        target_prompt_logprobs=targets,
+        max_tokens=2,
+    )
+    expected = trainer_logprobs(model, prompt)
+    dense = result.target_prompt_logprobs
+    np.testing.assert_allclose(dense[:, 0], expected, atol=1e-5)
+    assert np.isnan(dense[:, 2]).all()
+    top = result.topk_prompt
+    assert top.token_ids.shape == (20, 3)
+    assert top.logprobs[0].tolist() == [-99999.0] * 3
+    assert (top.logprobs[1:, 0] >= expected - 1e-5).all()
+    hits = top.token_ids[1:] == np.array(prompt[1:])[:, None]
+    np.testing.assert_allclose(top.logprobs[1:][hits], expected[hits.any(1)], atol=1e-5)
+    assert result.sequences[0].topk.token_ids.shape == (2, 4)
+
+
+def test_sparse_targets_are_answered_sparsely(model):
+    prompt = prompt_of(6)
+    sparse = jobs.CsrArray(
+        values=np.array([prompt[1], 9, prompt[3]]),
+        crow_indices=np.array([0, 2, 2, 3, 3, 3]),
+        col_indices=np.array([0, 1, 0]),
+        shape=(5, 2),
+    )
+    result = sample(model, prompt, target_prompt_logprobs=sparse, max_tokens=1)
+    scores = result.target_prompt_logprobs
+    expected = trainer_logprobs(model, prompt)
+    np.testing.assert_allclose(scores.values[[0, 2]], expected[[0, 2]], atol=1e-5)
+    assert scores.shape == (5, 2)
+
+
+def test_last_n_scores_the_end_only_and_reuses_the_rest(model):
+    sampler, prompt = model.sampler(), prompt_of(30)
+    sample(model, prompt, sampler, max_tokens=1)
+    result = sample(
+        model, prompt, sampler, prompt_logprobs=True, prompt_logprobs_last_n=4, max_tokens=1
+    )
+    assert np.isnan(result.prompt_logprobs[:26]).all()
+    np.testing.assert_allclose(
+        result.prompt_logprobs[26:], trainer_logprobs(model, prompt)[25:], atol=1e-5
+    )
+    assert result.prompt_cache_hit_tokens == 24
+
+
+def test_alternative_prompt_tokens_carry_their_logprobs(model):
+    prompt = prompt_of(8)
+    result = sample(model, prompt, prompt_alt_tokens_k=5, max_tokens=1, seed=1)
+    again = sample(model, prompt, prompt_alt_tokens_k=5, max_tokens=1, seed=1)
+    alt = result.prompt_alt
+    assert alt.token_ids.shape == (7, 5)
+    assert alt.token_ids.tolist() == again.prompt_alt.token_ids.tolist()
+    for i in range(7):
+        for token, logprob in zip(alt.token_ids[i], alt.logprobs[i], strict=True):
+            expected = trainer_logprobs(model, [*prompt[: i + 1], int(token)])[-1]
+            assert logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_greedy_reports_logprobs_at_temperature_one(model):
+    prompt = prompt_of(8)
+    sequence = sample(model, prompt, temperature=0.0).sequences[0]
+    expected = trainer_logprobs(model, prompt + sequence.tokens.tolist())
+    np.testing.assert_allclose(sequence.logprobs, expected[7:], atol=1e-5)
+
+
+def test_zero_max_tokens_scores_the_prompt_and_samples_nothing(model):
+    result = sample(model, prompt_of(8), max_tokens=0, prompt_logprobs=True)
+    assert len(result.sequences[0].tokens) == 0
+    np.testing.assert_allclose(
+        result.prompt_logprobs[1:], trainer_logprobs(model, prompt_of(8)), atol=1e-5
+    )
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def test_samples_of_one_prompt_prefill_it_once(model):
+    sampler = model.sampler()
+    run = Run(model, sampler)
+    run.add(prompt_of(30), num_samples=8, max_tokens=4)
+    assert sampler.step() == 30
+    assert sampler.step() == 8
+
+
+def test_cancel_frees_the_slot_at_once_and_others_go_on(model):
+    sampler = model.sampler(max_running=2)
+    run = Run(model, sampler)
+    long = run.add(prompt_of(5), num_samples=2, max_tokens=300)
+    short = run.add(prompt_of(6), max_tokens=3)
+    for _ in range(3):
+        sampler.step()
+    assert sampler.cancel(long)
+    assert not sampler.cancel(long)
+    assert run.events[long][-1].category == "cancelled"
+    left = [*sampler.scheduler.running, *sampler.scheduler.waiting]
+    assert [s.request.job.job_id for s in left] == [short]
+    assert len(run.result(short).sequences[0].tokens) == 3
+
+
+def test_streamed_tokens_are_the_result(model):
+    run = Run(model, model.sampler())
+    job_id = run.add(prompt_of(5), num_samples=2, max_tokens=6, stream=True)
+    result = run.result(job_id)
+    for i, sequence in enumerate(result.sequences):
+        parts = [e for e in run.events[job_id] if isinstance(e, jobs.Tokens)]
+        mine = [e for e in parts if e.sample_index == i]
+        assert np.concatenate([e.tokens for e in mine]).tolist() == sequence.tokens.tolist()
+        assert np.concatenate([e.logprobs for e in mine]).tolist() == sequence.logprobs.tolist()
+
+
+def test_a_diverged_adapter_fails_alone_and_leaves_no_trace_in_the_cache(model):
+    bad = model.adapters["one"].frozen_copy()
+    for tensor in bad.parameters():
+        tensor.fill_(float("nan"))
+    model.adapters["bad"] = bad
+    sampler = model.sampler(kv_tokens=64)
+    run = Run(model, sampler)
+    failed = run.add(prompt_of(9), adapter="bad")
+    good = run.add(prompt_of(9), seed=1)
+    assert run.tokens(good) == [sample(model, prompt_of(9), seed=1).sequences[0].tokens.tolist()]
+    assert run.events[failed][-1].category == "user"
+    assert "not numbers" in run.events[failed][-1].message
+    assert torch.isfinite(sampler.cache.k).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "at least one token"),
+        ({"prompt": [1, VOCAB]}, r"prompt\[1\]: token 199 is outside the vocabulary 0..198"),
+        ({"prompt": [1], "max_tokens": 512}, "exceeds the model's context of 512"),
+        ({"prompt": [1], "max_tokens": 100}, "the cache holds 64"),
+        ({"prompt": [1] * 70, "max_tokens": None}, "the cache holds 64"),
+        ({"prompt": [1], "temperature": -1.0}, "temperature: must be"),
+        ({"prompt": [1], "temperature": float("nan")}, "temperature: must be"),
+        ({"prompt": [1], "top_p": 0.0}, "top_p: must be"),
+        ({"prompt": [1], "num_samples": 0}, "num_samples: must be"),
+        ({"prompt": [1, 2], "target_prompt_logprobs": np.array([[1], [2]])}, r"shape \[1, K\]"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_changes(model, fields, message):
+    run = Run(model, model.sampler(kv_tokens=64))
+    with pytest.raises(InvalidInputError, match=message):
+        run.add(**fields)
+    assert not run.sampler.has_work
+    assert len(run.tokens(run.add(prompt_of(5)))[0]) == 8
+
+
+def test_decoder_is_ours(model):
+    assert isinstance(model.decoder, Decoder)

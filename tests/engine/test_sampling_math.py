@@ -1,0 +1,133 @@
+"""Tokens are drawn from exactly the distribution that the settings describe."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tinkex.engine import jobs
+from tinkex.engine.rng import sample_key, uniform
+from tinkex.engine.sampling_math import Settings, draw, logprobs_of, top_sampled
+from tinkex.engine.toy_model import Row
+from tinkex.engine.toy_sampling import _filtered
+
+VOCAB = 300
+NUM = 20_000
+SETTINGS = {
+    "plain": (1.0, -1, 1.0),
+    "cold": (0.6, -1, 1.0),
+    "hot": (1.7, -1, 1.0),
+    "top_k": (1.0, 7, 1.0),
+    "top_p": (1.0, -1, 0.8),
+    "all": (0.8, 20, 0.7),
+}
+
+
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def expected(setting: tuple[float, int, float]) -> np.ndarray:
+    """Probabilities by the plain numpy version."""
+    temperature, top_k, top_p = setting
+    row = Row(VOCAB, dict(enumerate(logits().tolist())))
+    job = jobs.SampleJob(
+        job_id="",
+        base_model="",
+        adapter_folder=None,
+        prompt=np.array([0]),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    return np.exp(_filtered(row, job))
+
+
+def drawn(setting: tuple[float, int, float], num: int = NUM) -> tuple[np.ndarray, np.ndarray]:
+    u = torch.tensor([uniform(sample_key(7, i), 0) for i in range(num)])
+    settings = Settings.of([setting] * num, VOCAB)
+    tokens, logprobs = draw(logits().repeat(num, 1), settings, u)
+    return tokens.numpy(), logprobs.numpy()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_20000_draws_pass_a_chi_square_test(name):
+    probs = expected(SETTINGS[name])
+    tokens, _ = drawn(SETTINGS[name])
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert counts[probs == 0].sum() == 0
+    # Cells that expect fewer than five draws are joined, as the test demands.
+    common = probs * NUM >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(probs[common], probs[~common].sum()) * NUM
+    if wanted[-1] == 0:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert stats.chisquare(observed, wanted * (NUM / wanted.sum())).pvalue > 0.001
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logprobs_are_those_of_the_distribution_sampled_from(name):
+    tokens, logprobs = drawn(SETTINGS[name], 500)
+    np.testing.assert_allclose(logprobs, np.log(expected(SETTINGS[name])[tokens]), atol=1e-5)
+
+
+def test_rows_of_one_batch_keep_their_own_settings():
+    """A row gives the same alone and in a batch with every other setting."""
+    rows = [*SETTINGS.values(), (0.0, -1, 1.0), (0.0, 3, 0.5)] * 20
+    u = torch.tensor([uniform(3, i) for i in range(len(rows))])
+    together, together_lp = draw(logits().repeat(len(rows), 1), Settings.of(rows, VOCAB), u)
+    for i, row in enumerate(rows):
+        alone, alone_lp = draw(logits()[None].clone(), Settings.of([row], VOCAB), u[i : i + 1])
+        assert alone.item() == together[i].item()
+        assert alone_lp.item() == pytest.approx(together_lp[i].item(), abs=1e-5)
+
+
+def test_greedy_takes_the_best_and_reports_temperature_one():
+    tokens, logprobs = drawn((0.0, 5, 0.3), 2)
+    assert tokens.tolist() == [int(logits().argmax())] * 2
+    expected_lp = logprobs_of(logits()[None], torch.tensor(tokens[:1]))
+    assert logprobs[0] == pytest.approx(expected_lp.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-53, 0.5])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(name, u):
+    cruel = torch.full((1, VOCAB), -1e9)
+    cruel[0, 100:103] = torch.tensor([0.0, -1.0, 0.5])
+    settings = Settings.of([SETTINGS[name]], VOCAB)
+    tokens, logprobs = draw(cruel, settings, torch.tensor([u]))
+    assert tokens.item() in (100, 101, 102)
+    assert logprobs.item() > -10
+
+
+def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
+    """A nearly flat row: its nucleus is wider than the short cut."""
+    flat = torch.zeros(1, 2000)
+    settings = Settings.of([(1.0, -1, 0.9)], 2000)
+    seen = {
+        int(draw(flat.clone(), settings, torch.tensor([uniform(1, i)]))[0]) for i in range(4000)
+    }
+    assert 1500 < len(seen) <= 1801
+
+
+def test_top_sampled_lists_the_distribution_and_leaves_filtered_cells_empty():
+    setting = (0.7, 3, 1.0)
+    settings = Settings.of([setting, (1.0, -1, 1.0)], VOCAB)
+    scaled = logits().repeat(2, 1)
+    draw(scaled, settings, torch.tensor([0.1, 0.1]))
+    ids, values = top_sampled(scaled, settings, 5)
+    probs = expected(setting)
+    assert values[0, 3:].tolist() == [-99999.0] * 2
+    assert ids[0, 3:].tolist() == [0, 0]
+    np.testing.assert_allclose(values[0, :3], np.log(np.sort(probs)[::-1][:3]), atol=1e-5)
+    np.testing.assert_allclose(values[1], logits().log_softmax(0)[ids[1]], atol=1e-5)
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_order():
+    keys = [sample_key(0, i) for i in range(200)]
+    numbers = np.array([[uniform(key, t) for t in range(100)] for key in keys])
+    assert stats.kstest(numbers.ravel(), "uniform").pvalue > 0.001
+    assert abs(np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.03
