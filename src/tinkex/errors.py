@@ -305,3 +305,22 @@ def status_error_class(status_code: int) -> type[APIStatusError]:
     if status_code >= 500:
         return InternalServerError
     return STATUS_ERRORS.get(status_code, APIStatusError)
+
+
+# ------------------------------------------------------------------------------- regularizers
+
+
+class RegularizerError(TinkerError, RuntimeError):
+    """A regularizer, or the base loss, failed. `name` says which; nothing was sent or applied."""
+
+    code = "regularizer_failed"
+
+    def __init__(self, message: str, *, name: str = "") -> None:
+        super().__init__(f"regularizer {name!r}: {message}" if name else message)
+        self.name = name
+
+
+class RegularizerTimeoutError(RegularizerError, TimeoutError):
+    """A regularizer did not finish in the time the pipeline gives it."""
+
+    code = "regularizer_timeout"
