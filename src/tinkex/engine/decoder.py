@@ -23,7 +23,17 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.attention import Attend
 from tinkex.engine.layers import glu_linear, linear, norm_linear, rms_norm, rotate
-from tinkex.engine.lora import NO_SLOTS, Kind, LoraBatch, Slot, Target, TargetPart
+from tinkex.engine.lora import (
+    NO_SLOTS,
+    Kind,
+    LoraBatch,
+    Slot,
+    Target,
+    TargetPart,
+    accumulate,
+    low_rank_backward,
+    low_rank_inner,
+)
 from tinkex.engine.models import ModelConfig, ModelSource, RopeConfig, resolve
 from tinkex.engine.weights import WeightReader, open_weights
 from tinkex.errors import NotSupportedError
@@ -48,6 +58,10 @@ class DecoderLike(Protocol):
     ) -> Tensor: ...
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor: ...
+
+    def head_backward(
+        self, dlogits_NV: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -115,6 +129,18 @@ class Decoder:
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """Logits [N, V] in fp32. `lora` spans count rows of `hidden_ND`."""
         return linear(hidden_ND, self.head_VD, None, _slots(lora, "head")).float()
+
+    def head_backward(
+        self, dlogits_NV: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
+    ) -> Tensor:
+        """d loss / d hidden from d loss / d logits; adapter gradients go to their `.grad`."""
+        dlogits_NV = dlogits_NV.to(self.dtype)
+        dhidden_ND = dlogits_NV @ self.head_VD
+        if slots := _slots(lora, "head"):
+            scaled = low_rank_inner(hidden_ND, slots)
+            grads = low_rank_backward(dlogits_NV, hidden_ND, dhidden_ND, slots, scaled)
+            accumulate(slots, grads)
+        return dhidden_ND
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkex.errors import InvalidInputError
@@ -235,21 +237,37 @@ class LoraBatch:
             if (group := span.adapter.groups.get(key)) is not None
         )
 
+    def select(self, rows: Sequence[int] | NDArray[np.int64]) -> LoraBatch:
+        """The same adapters over a sorted subset of rows, which are counted from zero again."""
+        rows = np.asarray(rows)
+        edges = [(span.start, span.stop) for span in self.spans]
+        cuts = np.searchsorted(rows, np.asarray(edges, dtype=np.int64).reshape(-1, 2))
+        return LoraBatch(
+            Span(int(start), int(stop), span.adapter)
+            for span, (start, stop) in zip(self.spans, cuts, strict=True)
+        )
+
 
 NO_SLOTS: tuple[Slot, ...] = ()
 
 
-def add_low_rank(y_TO: Tensor, x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """Add each slot's B(Ax) to its rows of `y_TO` in place; returns the scaled Ax per slot."""
+def low_rank_inner(x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """The scaled Ax of each slot's rows."""
     scaled: list[Tensor] = []
     for slot in slots:
-        group = slot.group
-        h_tR = x_TI[slot.start : slot.stop] @ group.a_RI.to(x_TI.dtype).t()
-        _scale_parts(h_tR, group)
-        for part, b_Or in zip(group.parts, group.b_Or, strict=True):
+        h_tR = x_TI[slot.start : slot.stop] @ slot.group.a_RI.to(x_TI.dtype).t()
+        _scale_parts(h_tR, slot.group)
+        scaled.append(h_tR)
+    return scaled
+
+
+def add_low_rank(y_TO: Tensor, x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
+    """Add each slot's B(Ax) to its rows of `y_TO` in place; returns the scaled Ax per slot."""
+    scaled = low_rank_inner(x_TI, slots)
+    for slot, h_tR in zip(slots, scaled, strict=True):
+        for part, b_Or in zip(slot.group.parts, slot.group.b_Or, strict=True):
             columns = y_TO[slot.start : slot.stop, part.target.start : part.target.stop]
             columns.addmm_(h_tR[:, part.row : part.row + part.rank], b_Or.to(y_TO.dtype).t())
-        scaled.append(h_tR)
     return scaled
 
 
@@ -277,6 +295,16 @@ def low_rank_backward(
         if dx_TI is not None:
             dx_TI[slot.start : slot.stop].addmm_(dh_tR, group.a_RI.to(dx_TI.dtype))
     return grads
+
+
+def accumulate(slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
+    """Add gradients to the `.grad` of the slots' tensors, as autograd does for its leaves."""
+    tensors = [tensor for slot in slots for tensor in slot.group.tensors()]
+    for tensor, grad in zip(tensors, grads, strict=True):
+        if tensor.grad is None:
+            tensor.grad = grad
+        else:
+            tensor.grad += grad
 
 
 def _scale_parts(h_tR: Tensor, group: LoraGroup) -> None:

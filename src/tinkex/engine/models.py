@@ -137,7 +137,7 @@ def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
 
 def _windows_from_hf(raw: Mapping[str, Any], arch: str, num_layers: int) -> tuple[int | None, ...]:
     # The defaults of absent keys are those of transformers.
-    window = raw.get("sliding_window", 4096 if arch != "llama" else None)
+    window = raw.get("sliding_window", 4096 if arch in NATIVE_ARCHS - {"llama"} else None)
     if window is None or not raw.get("use_sliding_window", arch not in ("qwen2", "qwen3")):
         return ()
     if layer_types := raw.get("layer_types"):

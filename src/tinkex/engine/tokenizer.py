@@ -44,7 +44,8 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The `tokenizers` library's own format, from the vocabulary and merges of a GGUF file."""
-    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    model = metadata.get("tokenizer.ggml.model")
+    pre = str(metadata.get("tokenizer.ggml.pre"))
     if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise NotSupportedError(
             f"The GGUF tokenizer (model {model!r}, pre-tokenizer {pre!r}) is not one of "

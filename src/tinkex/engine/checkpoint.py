@@ -1,0 +1,343 @@
+"""Checkpoints: a PEFT folder, plus what bit-exact training on needs.
+
+    adapter_config.json, adapter_model.safetensors   what `peft` and vLLM load
+    optimizer.safetensors                            moments, by module (when asked for)
+    gradients.safetensors                            gathered gradients (recovery snapshots)
+    tinkex.json                                      manifest: what is in here, and the step count
+
+A folder is written aside, synced and renamed: it is there whole or not at all, and never changes.
+Folders made by `peft` itself load too; what would change the arithmetic (DoRA, biases, whole
+modules) is refused by name. Which adapter a folder belongs to, and who may read it, is not known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.jobs import LoraSpec
+from tinkex.engine.lora import Adapter, LoraPart, ModuleInit, Target, build_adapter
+from tinkex.engine.optim import MOMENTS, OptimizerKind, OptimizerState
+from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_OPTIMIZER, _GRADIENTS, _MANIFEST = "optimizer.safetensors", "gradients.safetensors", "tinkex.json"
+_PREFIX = "base_model.model."
+_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a folder held. `optimizer` and `grads` are None where it held none or none was asked."""
+
+    adapter: Adapter
+    spec: LoraSpec
+    optimizer_kind: OptimizerKind | None
+    optimizer: OptimizerState | None
+    grads: list[Tensor] | None
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+def write(
+    folder: str | Path,
+    adapter: Adapter,
+    *,
+    targets: Mapping[str, Target],
+    spec: LoraSpec,
+    base_model: str,
+    optimizer: OptimizerState,
+    with_optimizer: bool,
+    grads: Sequence[Tensor] | None = None,
+    with_gradients: bool = False,
+) -> int:
+    """Write a checkpoint folder and return its size. The folder must not exist yet."""
+    target = Path(folder)
+    if target.exists():
+        raise InvalidInputError(f"{target} exists already; a checkpoint is never overwritten")
+    manifest: dict[str, Any] = {
+        "format": 1,
+        "base_model": base_model,
+        "optimizer": optimizer.kind,
+        "step": optimizer.step,
+        "seed": spec.seed,
+        "has_optimizer": with_optimizer,
+        "has_gradients": with_gradients,
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        weights = {f"{_PREFIX}{name}.weight": t for name, t in _named(adapter, _flat(adapter))}
+        _save_tensors(aside / _WEIGHTS, weights)
+        _save_json(aside / _CONFIG, _peft_config(adapter, targets, base_model))
+        if with_optimizer:
+            _save_tensors(aside / _OPTIMIZER, _named_moments(adapter, optimizer))
+        if with_gradients and grads is not None:
+            _save_tensors(aside / _GRADIENTS, dict(_named(adapter, grads)))
+        _save_json(aside / _MANIFEST, manifest)
+        size_bytes = sum(file.stat().st_size for file in aside.iterdir())
+        aside.chmod(0o755)
+        _sync(aside)
+        aside.rename(target)
+        _sync(target.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return size_bytes
+
+
+def _flat(adapter: Adapter) -> list[Tensor]:
+    return [tensor.detach() for tensor in adapter.parameters()]
+
+
+def _named(adapter: Adapter, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors parallel to the adapter's parameters, taken apart by module."""
+    at = 0
+    for group in adapter.groups.values():
+        for index, part in enumerate(group.parts):
+            a_RI, b_Or = tensors[at], tensors[at + 1 + index]
+            yield f"{part.target.module}.lora_A", a_RI[part.row : part.row + part.rank]
+            yield f"{part.target.module}.lora_B", b_Or
+        at += 1 + len(group.parts)
+
+
+def _named_moments(adapter: Adapter, optimizer: OptimizerState) -> dict[str, Tensor]:
+    return {
+        f"{name}.{slot}": tensor
+        for slot, tensors in optimizer.moments.items()
+        for name, tensor in _named(adapter, tensors)
+    }
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+    _sync(path)
+
+
+def _save_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _peft_config(
+    adapter: Adapter, targets: Mapping[str, Target], base_model: str
+) -> dict[str, Any]:
+    """What `peft` needs to rebuild the adapter, with patterns where modules differ."""
+    parts = [part for part, _, _ in adapter.modules()]
+    rank = max((part.rank for part in parts), default=1)
+    first = next((part for part in parts if part.rank == rank), None)
+    alpha = _alpha(first) if first is not None else 1.0
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "target_modules": _target_modules(parts, targets),
+        "rank_pattern": {p.target.module: p.rank for p in parts if p.rank != rank},
+        "alpha_pattern": {p.target.module: _alpha(p) for p in parts if _alpha(p) != alpha},
+    }
+
+
+def _alpha(part: LoraPart) -> float:
+    alpha = part.scale * part.rank
+    return round(alpha) if abs(alpha - round(alpha)) < 1e-6 else alpha
+
+
+def _target_modules(parts: Sequence[LoraPart], targets: Mapping[str, Target]) -> list[str]:
+    """Short names (`q_proj`) when every module of that name carries the adapter, else full ones."""
+    mine = {part.target.module for part in parts}
+    leaves = {module.rpartition(".")[2] for module in mine}
+    everywhere = {
+        part.module
+        for target in targets.values()
+        for part in target.parts
+        if part.module.rpartition(".")[2] in leaves
+    }
+    return sorted(leaves) if everywhere == mine else sorted(mine)
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def read(
+    folder: str | Path,
+    targets: Mapping[str, Target],
+    device: torch.device | str,
+    *,
+    with_optimizer: bool,
+) -> Stored:
+    """Read a checkpoint folder, ours or one that `peft` wrote.
+
+    Raises:
+        ModelNotFoundError: There is no such folder, or it holds no adapter.
+        InvalidInputError: The adapter does not fit the base model, or lacks what was asked for.
+    """
+    path = Path(folder)
+    if not (path / _CONFIG).is_file() or not (path / _WEIGHTS).is_file():
+        raise ModelNotFoundError(
+            f"{path} is no checkpoint: it lacks {_CONFIG} or {_WEIGHTS} (safetensors)."
+        )
+    config = json.loads((path / _CONFIG).read_text())
+    manifest = _read_manifest(path)
+    adapter = build_adapter(targets, _read_modules(path, config), device)
+    kind: OptimizerKind | None = manifest.get("optimizer")
+    optimizer = None
+    if with_optimizer:
+        if not manifest.get("has_optimizer") or kind is None:
+            raise InvalidInputError(
+                f"{path} was saved without optimizer state. Load it without the optimizer, or save "
+                "with save_state, which keeps it."
+            )
+        optimizer = _read_optimizer(path, adapter, kind, int(manifest["step"]))
+    grads = None
+    if manifest.get("has_gradients") and (path / _GRADIENTS).is_file():
+        grads = _unname(adapter, _load_tensors(path / _GRADIENTS), "")
+    return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grads)
+
+
+def read_adapter(
+    folder: str | Path, targets: Mapping[str, Target], device: torch.device | str
+) -> Adapter:
+    """Only the weights, for sampling."""
+    return read(folder, targets, device, with_optimizer=False).adapter.frozen_copy()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / _MANIFEST
+    if not file.is_file():
+        return {}
+    manifest: dict[str, Any] = json.loads(file.read_text())
+    if manifest.get("format") != 1:
+        raise NotSupportedError(
+            f"{file} has format {manifest.get('format')!r}; this version reads format 1"
+        )
+    return manifest
+
+
+def _check_peft_config(config: Mapping[str, Any]) -> None:
+    plain = {"peft_type": "LORA", "bias": "none", "use_dora": False, "fan_in_fan_out": False}
+    for key, value in plain.items():
+        if config.get(key, value) != value:
+            raise NotSupportedError(
+                f"the adapter has {key} = {config[key]!r}; only {value!r} is supported",
+                path=_CONFIG,
+            )
+    empty = ("modules_to_save", "trainable_token_indices", "target_parameters", "lora_bias")
+    for key in (*empty, "megatron_config", "corda_config", "eva_config"):
+        if config.get(key):
+            raise NotSupportedError(f"the adapter uses {key}, which is not supported", path=_CONFIG)
+
+
+def _read_modules(path: Path, config: Mapping[str, Any]) -> dict[str, ModuleInit]:
+    _check_peft_config(config)
+    sides: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in _load_tensors(path / _WEIGHTS).items():
+        if (match := _KEY.fullmatch(key)) is None:
+            raise NotSupportedError(f"{path / _WEIGHTS} holds {key!r}, which is no LoRA matrix")
+        sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
+    modules: dict[str, ModuleInit] = {}
+    for module, pair in sides.items():
+        if set(pair) != {"A", "B"}:
+            raise InvalidInputError(f"{path / _WEIGHTS} holds only half of {module!r}")
+        rank = pair["A"].shape[0]
+        modules[module] = ModuleInit(rank, _scale(config, module, rank), pair["A"], pair["B"])
+    return modules
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = float(_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
+    root = rank**0.5 if config.get("use_rslora") else rank
+    return alpha / root
+
+
+def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The first pattern that matches the end of the module's name, as `peft` resolves it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _spec(adapter: Adapter, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> LoraSpec:
+    parts = [part for part, _, _ in adapter.modules()]
+    kinds = {part.target.kind for part in parts}
+    rank = max(part.rank for part in parts)
+    return LoraSpec(
+        rank=rank,
+        alpha=next(float(_alpha(part)) for part in parts if part.rank == rank),
+        seed=manifest.get("seed"),
+        train_attn="attn" in kinds,
+        train_mlp="mlp" in kinds,
+        train_unembed="unembed" in kinds,
+    )
+
+
+def _read_optimizer(path: Path, adapter: Adapter, kind: OptimizerKind, step: int) -> OptimizerState:
+    stored = _load_tensors(path / _OPTIMIZER)
+    moments = {slot: _unname(adapter, stored, f".{slot}") for slot in MOMENTS[kind]}
+    return OptimizerState(kind, step, moments)
+
+
+def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> list[Tensor]:
+    """The inverse of `_named`: tensors by module, put together as the parameters are."""
+    tensors: list[Tensor] = []
+    for group in adapter.groups.values():
+        names = [part.target.module for part in group.parts]
+        try:
+            pieces = [stored[f"{name}.lora_A{suffix}"] for name in names]
+            rest = [stored[f"{name}.lora_B{suffix}"] for name in names]
+        except KeyError as exc:
+            raise InvalidInputError(f"the checkpoint holds no state for {exc.args[0]!r}") from exc
+        for like, tensor in zip(group.tensors(), [torch.cat(pieces), *rest], strict=True):
+            if tensor.shape != like.shape:
+                raise InvalidInputError(
+                    f"optimizer state of {names[0]!r} has shape {tuple(tensor.shape)}, "
+                    f"the weights have {tuple(like.shape)}"
+                )
+            tensors.append(tensor.to(like.device, torch.float32).contiguous())
+    return tensors
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as exc:
+        raise InvalidInputError(f"{path} cannot be read: {exc}") from exc
+    return tensors
