@@ -1,0 +1,55 @@
+"""`tinkex conformance`: the wire contract as a test of any server, ours or another's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+
+import click
+
+from tinkex.cli.output import Table
+from tinkex.cli.progress import stderr_console
+from tinkex.cli.state import Leaf, State, pass_state
+
+
+@click.command(cls=Leaf)
+@click.option("-m", "--model", help="Base model to test with; the first trainable by default.")
+@click.option("-k", "--only", default="", help="Only checks whose section or claim contains this.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=120.0, help="Seconds per result.")
+@pass_state
+def conformance(state: State, model: str | None, only: str, timeout: float) -> None:
+    """Test a Tinker server against the contract: what passes, fails and is unsupported.
+
+    It trains and samples a little; on a hosted server that costs a little.
+    """
+    from tinkex.cli.address import resolve_address
+    from tinkex.conformance import run_suite
+    from tinkex.conformance.probe import Probe
+
+    console = stderr_console()
+    outcomes = []
+    with resolve_address(state) as (base_url, api_key):
+        probe = Probe(base_url, api_key, model=model, timeout_s=timeout)
+        try:
+            for outcome in run_suite(probe, only):
+                outcomes.append(outcome)
+                console.print(
+                    f"{outcome.status:12}{outcome.section:5}{outcome.claim}", markup=False
+                )
+        finally:
+            probe.close()
+    if not outcomes:
+        raise click.UsageError(f"No check contains '{only}'.")
+    counts = Counter(outcome.status for outcome in outcomes)
+    summary = ", ".join(f"{counts[status]} {status}" for status in ("pass", "fail", "unsupported"))
+    state.show(
+        Table(
+            title=f"Contract: {summary}",
+            columns=("Section", "Claim", "Status", "Expected", "Got"),
+            rows=[(o.section, o.claim, o.status, o.expected, o.got) for o in outcomes],
+            styles={"pass": "green", "fail": "red", "unsupported": "yellow"},
+        ),
+        {"counts": dict(counts), "checks": [asdict(outcome) for outcome in outcomes]},
+    )
+    if counts["fail"]:
+        raise click.exceptions.Exit(1)

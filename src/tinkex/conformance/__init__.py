@@ -1,0 +1,7 @@
+"""The wire contract as a suite that runs against any Tinker-compatible server."""
+
+from __future__ import annotations
+
+from tinkex.conformance.suite import Outcome, run_suite
+
+__all__ = ["Outcome", "run_suite"]
