@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,7 @@ def finish(output: ForwardBackwardOutput, made: Surrogate) -> ForwardBackwardOut
     surrogate_loss = metrics.pop("loss:sum")
     metrics |= made.metrics
     metrics |= {"loss:sum": made.loss, "surrogate_loss:sum": surrogate_loss}
-    return replace(output, metrics=metrics)
+    return ForwardBackwardOutput(output.loss_fn_output_type, output.loss_fn_outputs, metrics)
 
 
 def output_logprobs(output: ForwardBackwardOutput, num_data: int) -> list[TensorData]:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InvalidInputError
+from tinkex.types.custom_loss import CustomLossInput
 from tinkex.types.datum import Datum
-from tinkex.types.loss import CustomLossInput
 
 if TYPE_CHECKING:
     import torch
