@@ -1,0 +1,128 @@
+"""Run the scenario with official SDKs against `tinkex serve` and print a table of the results.
+
+`python tests/peers/run.py [VERSION ...]` runs all six on the toy engine, and the newest one once
+more on the torch engine; exits 1 when a step failed. `--engine toy|torch` chooses one engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from servers import serving
+from venvs import SDK_VERSIONS, sdk_python
+
+HERE = Path(__file__).parent
+SCENARIO_TIMEOUT_S = 280
+API_KEY = "tml-peer-key"
+
+
+@dataclass
+class Report:
+    version: str
+    engine: str
+    seconds: float
+    steps: dict[str, tuple[str, str]] = field(default_factory=dict)
+    log: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.steps) and all(outcome != "failed" for outcome, _ in self.steps.values())
+
+    @property
+    def failures(self) -> str:
+        lines = [f"{name}: {detail}" for name, (o, detail) in self.steps.items() if o == "failed"]
+        return "\n".join(lines or ["the scenario printed nothing"]) + "\n" + self.log[-4000:]
+
+
+def run_peer(version: str, engine: str, folder: Path, *flags: str) -> Report:
+    """One SDK version, one fresh server."""
+    python = sdk_python(version)
+    keys = ("--api-key", f"{API_KEY}=peer")
+    with serving(folder, "--engine", engine, *keys, *flags) as server:
+        return run_script(python, "scenario.py", version, engine, server.base_url, server.log)
+
+
+def run_script(
+    python: Path, script: str, version: str, engine: str, base_url: str, server_log: Path
+) -> Report:
+    """Run a script of this folder under a foreign interpreter and collect its steps."""
+    started = time.monotonic()
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(server_log.parent),
+        "TINKER_BASE_URL": base_url,
+        "TINKER_API_KEY": API_KEY,
+        "PEER_ENGINE": engine,
+        "PEER_LR": "0.02" if engine == "toy" else "0.002",
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        done = subprocess.run(
+            [str(python), str(HERE / script)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=SCENARIO_TIMEOUT_S,
+        )
+        stdout, stderr = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as exc:
+        stdout, stderr = _text(exc.stdout), _text(exc.stderr)
+        stdout += json.dumps(
+            {"step": "in time", "outcome": "failed", "detail": f"over {SCENARIO_TIMEOUT_S} s"}
+        )
+    log = f"--- client\n{stderr[-3000:]}\n--- server\n{server_log.read_text()[-3000:]}"
+    report = Report(version, engine, time.monotonic() - started, log=log)
+    for line in stdout.splitlines():
+        if line.startswith('{"step"'):
+            step = json.loads(line)
+            report.steps[step["step"]] = (step["outcome"], step["detail"])
+    return report
+
+
+def table(reports: list[Report]) -> str:
+    """Steps down, SDK versions across."""
+    names = list(dict.fromkeys(name for report in reports for name in report.steps))
+    head = ["step", *(f"{report.version} {report.engine}" for report in reports)]
+    rows = [[name, *(report.steps.get(name, ("-", ""))[0] for report in reports)] for name in names]
+    rows.append(["seconds", *(f"{report.seconds:.0f}" for report in reports)])
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)
+
+
+def _text(raw: str | bytes | None) -> str:
+    return raw.decode() if isinstance(raw, bytes) else raw or ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", default=list(SDK_VERSIONS))
+    parser.add_argument("--engine", choices=("toy", "torch", "both"), default="both")
+    options = parser.parse_args()
+    plan = []
+    if options.engine in ("toy", "both"):
+        plan += [(version, "toy") for version in options.versions]
+    if options.engine in ("torch", "both"):
+        plan += [(version, "torch") for version in options.versions[-1:]]
+    reports = []
+    for version, engine in plan:
+        with tempfile.TemporaryDirectory() as folder:
+            report = run_peer(version, engine, Path(folder))
+        print(f"{version} on {engine}: {'ok' if report.ok else 'FAILED'}", flush=True)
+        if not report.ok:
+            print(report.failures, flush=True)
+        reports.append(report)
+    print("\n" + table(reports))
+    return 0 if all(report.ok for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

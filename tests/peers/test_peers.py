@@ -1,0 +1,34 @@
+"""R32: the official SDKs, as released, run a whole afternoon's work against `tinkex serve`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from run import run_peer
+from venvs import SDK_VERSIONS
+
+IN_EVERY_RUN = ("0.4.1", "0.36.0")
+OTHERS = [version for version in SDK_VERSIONS if version not in IN_EVERY_RUN]
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "version",
+    [*IN_EVERY_RUN, *(pytest.param(version, marks=pytest.mark.slow) for version in OTHERS)],
+)
+def test_an_official_sdk_works_against_the_toy_engine(version: str, tmp_path: Path) -> None:
+    report = run_peer(version, "toy", tmp_path)
+    assert report.ok, report.failures
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_newest_official_sdk_works_against_a_real_model(tmp_path: Path) -> None:
+    report = run_peer("0.36.0", "torch", tmp_path)
+    assert report.ok, report.failures
