@@ -1,0 +1,53 @@
+"""Questions about the local credential: is there one, and does the service take it?"""
+
+from __future__ import annotations
+
+from tinkex.client.config import LOCAL, ClientConfig
+from tinkex.client.credentials import load_default_key
+from tinkex.errors import ConfigError
+
+__all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
+
+
+def get_tinker_token() -> str | None:
+    """The API key or token that a client would use, None without one. Never runs a command."""
+    import os
+
+    for name in ("TINKEX_API_KEY", "TINKER_API_KEY"):
+        if os.environ.get(name):
+            return os.environ[name]
+    return load_default_key()
+
+
+def tinker_has_credentials() -> bool:
+    """True when a key is set or stored, or a credential command is set."""
+    import os
+
+    command = os.environ.get("TINKEX_CREDENTIAL_CMD") or os.environ.get("TINKER_CREDENTIAL_CMD")
+    return bool(get_tinker_token() or command)
+
+
+def raise_if_tinker_not_accessible() -> None:
+    """Ask the service once, without patience.
+
+    Raises:
+        TinkerError: There is no credential, it was refused, or the service cannot be reached.
+    """
+    from tinkex.client.holder import Holder
+    from tinkex.client.transport import Call
+
+    config = ClientConfig.from_env(retry_window_s=0.0, max_retries=0)
+    if config.base_url == LOCAL:
+        raise ConfigError(
+            "No credential is set, so there is no service to reach. Set TINKER_API_KEY."
+        )
+    holder = Holder(config, with_session=False)
+
+    async def ask(waiting: object) -> None:
+        call = Call(method="GET", path="get_server_capabilities")
+        try:
+            await holder.execute(call, window=False)
+        finally:
+            await holder.close()
+
+    holder.spawn(ask).result()

@@ -1,0 +1,1 @@
+"""The SDK: config, transport, retries, limits, futures, and the five clients."""

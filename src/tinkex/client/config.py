@@ -1,0 +1,226 @@
+"""The settings of one client: a frozen value, built once, with the environment read at that moment.
+
+Several configs live side by side; nothing here is global and nothing touches the network. Printing
+a config never shows a secret. Where a credential comes from is `credentials.py`; what is done with
+the settings is everyone else's business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import urlsplit
+
+from tinkex.client.credentials import load_default_key, mask
+from tinkex.errors import ConfigError
+
+__all__ = ["HOSTED_BASE_URL", "LOCAL", "ClientConfig"]
+
+HOSTED_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+LOCAL = "local"
+"""The base URL that means: the embedded server of this user."""
+
+_OFF = frozenset({"0", "false", "no", "off"})
+_ON = frozenset({"1", "true", "yes", "on"})
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+LOCAL_KEY = "tml-local"
+
+
+def _frozen(values: Mapping[str, str] | None) -> Mapping[str, str]:
+    return MappingProxyType(dict(values or {}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class ClientConfig:
+    """Everything a client needs to know before its first call. Make one with `from_env`."""
+
+    base_url: str
+    """Root of the service, without a trailing slash, or "local" for the embedded server."""
+    api_key: str | None = None
+    """Sent as `X-API-Key`. None: the credential command supplies one."""
+    credential_cmd: str | None = None
+    """A shell command that prints a credential; run for every token request."""
+    timeout_s: float = 60.0
+    """Longest wait for one HTTP answer."""
+    connect_timeout_s: float = 5.0
+    max_retries: int = 10
+    """Retries inside one HTTP call; the calls that must not retry say so themselves."""
+    retry_window_s: float = 300.0
+    """How long a call is retried as a whole after connection errors, 408, 409, 429 and 5xx."""
+    max_connections: int = 1000
+    """Most open connections per pool; each kind of call has its own pool."""
+    heartbeat_interval_s: float = 10.0
+    headers: Mapping[str, str] = field(default_factory=lambda: _frozen(None))
+    """Sent with every request; they win over ours."""
+    user_metadata: Mapping[str, str] = field(default_factory=lambda: _frozen(None))
+    """Attached to the session."""
+    project_id: str | None = None
+    display_name: str | None = None
+    tags: tuple[str, ...] = ()
+    telemetry: bool = True
+    """Report errors to the server. Off against a local server unless asked for."""
+    circuit_breaker: bool = False
+    """Stop calling a host for a while after repeated failures."""
+    verify_tls: bool = True
+    log_level: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.base_url != LOCAL and urlsplit(self.base_url).scheme not in ("http", "https"):
+            raise ConfigError(
+                f"base_url must start with http:// or https://, or be 'local'; got "
+                f"{self.base_url!r}. Check the argument and TINKER_BASE_URL."
+            )
+        for name in ("timeout_s", "connect_timeout_s", "heartbeat_interval_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
+        if self.max_retries < 0 or self.max_connections < 1 or self.retry_window_s < 0:
+            raise ConfigError(
+                "max_retries and retry_window_s must be at least 0 and max_connections at least "
+                f"1, got {self.max_retries}, {self.retry_window_s} and {self.max_connections}."
+            )
+        for name in ("headers", "user_metadata"):
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+
+    @classmethod
+    def from_env(
+        cls,
+        *,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        env: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> ClientConfig:
+        """Build a config from arguments first, the environment second.
+
+        Base URL: the argument, `TINKER_BASE_URL`, the hosted service when a credential is set,
+        else the embedded local server.
+        """
+        env = os.environ if env is None else env
+        key = api_key or _named(env, "API_KEY")
+        command = settings.pop("credential_cmd", None) or _named(env, "CREDENTIAL_CMD")
+        url = (base_url or _named(env, "BASE_URL") or "").rstrip("/")
+        if not key and not command and url != LOCAL and not _is_loopback(url):
+            key = load_default_key(env)
+        url = url or (HOSTED_BASE_URL if key or command else LOCAL)
+        if not key and not command and (url == LOCAL or _is_loopback(url)):
+            key = LOCAL_KEY
+        settings = {name: value for name, value in settings.items() if value is not None}
+        settings.setdefault("project_id", _named(env, "PROJECT_ID"))
+        settings.setdefault("tags", _tags(env))
+        settings.setdefault("telemetry", _telemetry(env, default=not _is_local(url)))
+        settings.setdefault("log_level", _named(env, "LOG"))
+        headers = {**_access_headers(env), **settings.pop("headers", {})}
+        _read_numbers(settings, env)
+        config = cls(base_url=url, api_key=key, credential_cmd=command, headers=headers, **settings)
+        config._check_credential()
+        return config
+
+    def _check_credential(self) -> None:
+        if self.api_key is None and self.credential_cmd is None:
+            raise ConfigError(
+                f"No credential for {self.base_url}. Pass api_key=, set TINKER_API_KEY or "
+                "TINKER_CREDENTIAL_CMD, or store one with `tinkex auth login`. To work without "
+                "one, use base_url='local'."
+            )
+        hosted = self.base_url == HOSTED_BASE_URL
+        if hosted and self.api_key and not self.api_key.startswith(("tml-", "eyJ")):
+            if self.credential_cmd is None:
+                raise ConfigError(
+                    f"The hosted service takes keys that start with 'tml-' (or a JWT, 'eyJ'), got "
+                    f"{mask(self.api_key)}. Check TINKER_API_KEY."
+                )
+            object.__setattr__(self, "api_key", None)
+
+    @property
+    def is_local(self) -> bool:
+        """True for the embedded server and for any server on this machine."""
+        return _is_local(self.base_url)
+
+    def replace(self, **changes: Any) -> ClientConfig:
+        return replace(self, **changes)
+
+    def __repr__(self) -> str:
+        hidden = {"api_key": mask(self.api_key), "headers": sorted(self.headers)}
+        hidden["credential_cmd"] = "***" if self.credential_cmd else None
+        parts = []
+        for name in self.__dataclass_fields__:
+            value = hidden.get(name, getattr(self, name))
+            parts.append(f"{name}={dict(value) if isinstance(value, Mapping) else value!r}")
+        return f"ClientConfig({', '.join(parts)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in state.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            frozen = _frozen(value) if isinstance(value, dict) else value
+            object.__setattr__(self, name, frozen)
+
+
+def _named(env: Mapping[str, str], name: str) -> str | None:
+    """`TINKEX_NAME`, else `TINKER_NAME`; an empty one counts as unset."""
+    return env.get(f"TINKEX_{name}") or env.get(f"TINKER_{name}") or None
+
+
+def _is_loopback(url: str) -> bool:
+    return bool(url) and url != LOCAL and urlsplit(url).hostname in _LOOPBACK
+
+
+def _is_local(url: str) -> bool:
+    return url == LOCAL or _is_loopback(url)
+
+
+def _tags(env: Mapping[str, str]) -> tuple[str, ...]:
+    tags = (tag.strip() for tag in (_named(env, "TAGS") or "").split(","))
+    return tuple(dict.fromkeys(tag for tag in tags if tag))
+
+
+def _telemetry(env: Mapping[str, str], *, default: bool) -> bool:
+    """Any variable that says off wins; a variable that says on overrules the default."""
+    given = [
+        env[name].strip().lower()
+        for name in ("TINKER_TELEMETRY", "TINKEX_TELEMETRY")
+        if env.get(name)
+    ]
+    if any(value not in _ON for value in given):
+        return False
+    return bool(given) or default
+
+
+def _access_headers(env: Mapping[str, str]) -> dict[str, str]:
+    client_id = env.get("CLOUDFLARE_ACCESS_CLIENT_ID")
+    secret = env.get("CLOUDFLARE_ACCESS_CLIENT_SECRET")
+    if client_id and secret:
+        return {"CF-Access-Client-Id": client_id, "CF-Access-Client-Secret": secret}
+    return {}
+
+
+# TINKEX_CLIENT_TIMEOUT_S=30 and so on: numbers only, so that a typing error is caught here.
+_NUMBERS: dict[str, type[int] | type[float]] = {
+    "timeout_s": float,
+    "connect_timeout_s": float,
+    "max_retries": int,
+    "retry_window_s": float,
+    "max_connections": int,
+    "heartbeat_interval_s": float,
+}
+
+
+def _read_numbers(settings: dict[str, Any], env: Mapping[str, str]) -> None:
+    for name, kind in _NUMBERS.items():
+        variable = f"TINKEX_CLIENT_{name.upper()}"
+        if name in settings or not env.get(variable):
+            continue
+        try:
+            settings[name] = kind(env[variable])
+        except ValueError:
+            raise ConfigError(
+                f"{variable} must be a number, got {env[variable]!r}. Unset it for the default."
+            ) from None
+    if "circuit_breaker" not in settings and env.get("TINKEX_CLIENT_CIRCUIT_BREAKER"):
+        text = env["TINKEX_CLIENT_CIRCUIT_BREAKER"].strip().lower()
+        settings["circuit_breaker"] = text not in _OFF

@@ -1,0 +1,236 @@
+"""The result of a call that is still under way.
+
+`APIFuture` is a `concurrent.futures.Future` that can also be awaited: from any thread, any event
+loop, a notebook. Behind it runs one task on the background loop; however that task ends, the future
+ends the same way, so a crash in the machinery reaches the caller as an error and never as a hang.
+A future that ended keeps its result; asking again costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tinkex.client.loop import LoopThread, background
+from tinkex.errors import ResultTimeoutError, TinkerError
+
+__all__ = [
+    "APIFuture",
+    "AwaitableConcurrentFuture",
+    "FutureStatus",
+    "Waiting",
+    "gather_or_cancel",
+    "spawn",
+    "warn_if_in_loop",
+]
+
+logger = logging.getLogger("tinkex.futures")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FutureStatus:
+    """Why a future is not done, or how it ended."""
+
+    state: str
+    """submitting, queued, running, fetching, done, failed or cancelled."""
+    reason: str | None
+    """The server's own words, when it gave some: `3 requests ahead`."""
+    request_id: str | None
+    num_polls: int
+    waited_s: float
+
+    def __str__(self) -> str:
+        text = self.state if self.reason is None else f"{self.state}: {self.reason}"
+        return f"{text} ({self.waited_s:.1f} s, {self.num_polls} polls)"
+
+
+class Waiting:
+    """What the machinery writes down about one request while it waits; read by `status()`."""
+
+    __slots__ = ("num_polls", "reason", "request_id", "started_s", "state")
+
+    def __init__(self) -> None:
+        self.state = "submitting"
+        self.reason: str | None = None
+        self.request_id: str | None = None
+        self.num_polls = 0
+        self.started_s = time.monotonic()
+
+
+class APIFuture(concurrent.futures.Future[T]):
+    """A result that will come. Wait with `.result()`, or `await` it.
+
+    Also works with `asyncio.gather`, `asyncio.wrap_future` and `concurrent.futures.as_completed`.
+    Cancelling stops the wait; a sample is also cancelled on the server, a training call that was
+    submitted still runs, because later calls build on it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._task: asyncio.Task[T] | None = None
+        self._loop_thread: LoopThread | None = None
+        self._pid = os.getpid()
+        self._ended_s: float | None = None
+        self.waiting = Waiting()
+
+    # -- waiting
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result; blocks until it is there.
+
+        Raises:
+            ResultTimeoutError: Nothing came within `timeout` seconds; the request goes on.
+        """
+        self._check_can_block()
+        try:
+            return super().result(timeout)
+        except TimeoutError as exc:
+            if self.done():
+                raise  # the result itself is a timeout error
+            raise ResultTimeoutError(
+                f"No result within {timeout} s; the request is {self.status()}. It goes on: call "
+                "result() again, or cancel()."
+            ) from exc
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_can_block()
+        return super().exception(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        """Like `result`, without blocking the event loop. A timeout cancels the request."""
+        if self.done():
+            return self.result()
+        wrapped = asyncio.wrap_future(self)
+        if timeout is None:
+            return await wrapped
+        done, _ = await asyncio.wait([wrapped], timeout=timeout)
+        if done:
+            return wrapped.result()
+        status = self.status()
+        wrapped.cancel()
+        raise ResultTimeoutError(f"No result within {timeout} s; the request was {status}.")
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.result_async().__await__()
+
+    def future(self) -> concurrent.futures.Future[T]:
+        """The same thing as a plain `concurrent.futures.Future`."""
+        return self
+
+    def _check_can_block(self) -> None:
+        if self.done():
+            return
+        if os.getpid() != self._pid:
+            raise TinkerError(
+                "This future was made before a fork and its result stays in the parent process. "
+                "Make clients in the process that uses them."
+            )
+        if self._loop_thread is not None and self._loop_thread.is_current:
+            raise TinkerError(
+                "result() would block the SDK's own event loop: it was called in a callback. "
+                "Await the future, or wait in another thread."
+            )
+
+    # -- looking
+
+    def status(self) -> FutureStatus:
+        """Why this waits, or how it ended. Never blocks."""
+        waiting = self.waiting
+        until = self._ended_s if self._ended_s is not None else time.monotonic()
+        state = waiting.state
+        if self.cancelled():
+            state = "cancelled"
+        elif self.done():
+            state = "done" if super().exception() is None else "failed"
+        return FutureStatus(
+            state=state,
+            reason=None if self.done() else waiting.reason,
+            request_id=waiting.request_id,
+            num_polls=waiting.num_polls,
+            waited_s=until - waiting.started_s,
+        )
+
+    # -- ending
+
+    def cancel(self) -> bool:
+        """Stop waiting. True when the future had not ended before."""
+        if not super().cancel():
+            return False
+        self._ended_s = time.monotonic()
+        self.set_running_or_notify_cancel()
+        if self._loop_thread is not None:
+            self._loop_thread.submit(self._cancel_task)
+        return True
+
+    def _cancel_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _launch(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        """On the loop: run the coroutine and end as it ends."""
+        if self.cancelled():
+            coroutine.close()
+            return
+        self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[T]) -> None:
+        self._task = None
+        self._ended_s = time.monotonic()
+        error = None if task.cancelled() else task.exception()
+        try:
+            if task.cancelled():
+                if super().cancel():
+                    self.set_running_or_notify_cancel()
+            elif error is not None:
+                self.set_exception(error)
+            else:
+                self.set_result(task.result())
+        except concurrent.futures.InvalidStateError:
+            pass  # the caller cancelled in the meantime
+
+
+AwaitableConcurrentFuture = APIFuture
+
+
+def spawn(
+    start: Callable[[Waiting], Coroutine[Any, Any, T]], *, loop: LoopThread | None = None
+) -> APIFuture[T]:
+    """Run `start(waiting)` on the background loop; returns at once."""
+    thread = loop or background()
+    future: APIFuture[T] = APIFuture()
+    future._loop_thread = thread
+    thread.submit(future._launch, start(future.waiting))
+    return future
+
+
+async def gather_or_cancel(works: Iterable[Awaitable[T]]) -> list[T]:
+    """All results in order; the first error cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    if len(tasks) == 1:
+        return [await tasks[0]]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def warn_if_in_loop(name: str) -> None:
+    """Say that a blocking call was made where it stops an event loop. Notebooks are used to it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if "ipykernel" not in sys.modules:
+        logger.warning("%s() blocks the running event loop; await %s_async() instead.", name, name)

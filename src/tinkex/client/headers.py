@@ -1,0 +1,59 @@
+"""The headers of the contract's section 1.4, computed once per process.
+
+`CONTRACT_VERSION` is the SDK generation whose wire we speak, and is what servers gate on; our own
+version travels beside it in `X-Tinkex-Version`.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import uuid
+from functools import cache
+from types import MappingProxyType
+
+__all__ = ["CONTRACT_VERSION", "JSON", "PROTOBUF", "idempotency_key", "standard_headers"]
+
+CONTRACT_VERSION = "0.36.0"
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+_SYSTEMS = {"darwin": "MacOS", "linux": "Linux", "windows": "Windows", "freebsd": "FreeBSD"}
+_SYSTEMS["openbsd"] = "OpenBSD"
+_MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64", "arm": "arm"}
+_MACHINES |= {"i386": "x32", "i686": "x32", "x86": "x32"}
+
+
+def _system() -> str:
+    name = platform.system()
+    return _SYSTEMS.get(name.lower(), f"Other:{name}" if name else "Unknown")
+
+
+def _machine() -> str:
+    name = platform.machine().lower()
+    return _MACHINES.get(name, f"other:{name}" if name else "unknown")
+
+
+@cache
+def standard_headers() -> MappingProxyType[str, str]:
+    """What every request carries, credential and per-call headers excepted."""
+    import tinkex
+
+    return MappingProxyType(
+        {
+            "Accept": JSON,
+            "Accept-Encoding": "gzip, deflate, zstd",
+            "User-Agent": f"AsyncTinker/Python {CONTRACT_VERSION}",
+            "X-Stainless-Package-Version": CONTRACT_VERSION,
+            "X-Stainless-OS": _system(),
+            "X-Stainless-Arch": _machine(),
+            "X-Stainless-Runtime": platform.python_implementation(),
+            "X-Stainless-Runtime-Version": ".".join(map(str, sys.version_info[:3])),
+            "X-Stainless-Async": "async:asyncio",
+            "X-Tinkex-Version": tinkex.__version__,
+        }
+    )
+
+
+def idempotency_key() -> str:
+    return f"stainless-python-retry-{uuid.uuid4()}"

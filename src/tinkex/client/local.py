@@ -1,0 +1,190 @@
+"""The embedded server: `tinkex.server` as a private child on a loopback port.
+
+The first client of a user starts it, the next ones join it, and it ends by itself when the last one
+is gone (the server watches the process ids of its clients). A file in the state folder says where
+it listens; a lock beside it keeps two clients from starting two. The server code runs only in the
+child: this module knows a command line, a file and three URLs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tinkex.errors import LocalServerError
+
+__all__ = ["LocalServer", "join_local_server"]
+
+logger = logging.getLogger("tinkex.local")
+
+START_TIMEOUT_S = 120.0
+IDLE_S = 10.0
+_NOT_FOR_THE_SERVER = ("TINKEX_CLIENT_", "TINKEX_API_KEY", "TINKEX_BASE_URL", "TINKEX_LOCAL_")
+
+
+def state_folder(env: Mapping[str, str] | None = None) -> Path:
+    env = os.environ if env is None else env
+    return Path(env.get("TINKEX_HOME") or Path.home() / ".tinkex")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    """A running embedded server that this process is a client of."""
+
+    base_url: str
+
+    async def leave(self) -> None:
+        """Say that this process is done with it. Failing to say so is harmless: it notices."""
+        with contextlib.suppress(httpx.HTTPError):
+            async with httpx.AsyncClient(timeout=5) as client:
+                await client.post(f"{self.base_url}/tinkex/v1/detach", json={"pid": os.getpid()})
+
+
+def join_local_server(env: Mapping[str, str] | None = None) -> LocalServer:
+    """Join the user's embedded server, starting it when none runs. Blocks.
+
+    `TINKEX_LOCAL_ENGINE=toy` and `TINKEX_LOCAL_MODEL=NAME` choose what a new one runs.
+
+    Raises:
+        LocalServerError: The server did not start; the message ends with its last words.
+    """
+    env = dict(os.environ if env is None else env)
+    folder = state_folder(env)
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / _record_name(env)
+    with _locked(folder / "local.lock"):
+        base_url = _running(record)
+        if base_url is None:
+            base_url = _start(folder, record, env)
+    return LocalServer(base_url)
+
+
+def _record_name(env: Mapping[str, str]) -> str:
+    """One server per kind of server: the toy of a test is not the model of a notebook."""
+    kind = [env.get("TINKEX_LOCAL_ENGINE"), env.get("TINKEX_LOCAL_MODEL")]
+    text = "-".join("".join(c if c.isalnum() else "_" for c in part) for part in kind if part)
+    return f"local-{text}.json" if text else "local.json"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a+b") as file:
+        if os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _running(record: Path) -> str | None:
+    """The base URL of the recorded server, if it lives and takes us in."""
+    try:
+        base_url = json.loads(record.read_text("utf-8"))["base_url"]
+        _attach(base_url)
+    except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError):
+        return None
+    logger.info("Using the Tinkex server on this machine: %s", base_url)
+    return str(base_url)
+
+
+def _attach(base_url: str) -> None:
+    with httpx.Client(timeout=5) as client:
+        client.post(f"{base_url}/tinkex/v1/attach", json={"pid": os.getpid()}).raise_for_status()
+
+
+def _start(folder: Path, record: Path, env: dict[str, str]) -> str:
+    _check_installed()
+    log_path = folder / "local-server.log"
+    command = _command(env)
+    logger.warning(
+        "No key and no base URL: starting a Tinkex server on this machine (log: %s).", log_path
+    )
+    started = time.monotonic()
+    with log_path.open("ab") as log:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={k: v for k, v in env.items() if not k.startswith(_NOT_FOR_THE_SERVER)},
+            start_new_session=True,  # Ctrl-C in a notebook must not stop a shared server
+        )
+    announced = _first_line(child, started, log_path)
+    base_url = str(announced["base_url"])
+    _write_record(record, {"base_url": base_url, "pid": child.pid})
+    _attach(base_url)
+    logger.info("The server listens on %s after %.1f s.", base_url, time.monotonic() - started)
+    return base_url
+
+
+def _command(env: Mapping[str, str]) -> list[str]:
+    command = [sys.executable, "-m", "tinkex.server", "--port", "0"]
+    command += ["--until-idle-s", str(IDLE_S)]
+    command += ["--parent-pid", str(os.getpid())]
+    if env.get("TINKEX_LOCAL_ENGINE"):
+        command += ["--engine", env["TINKEX_LOCAL_ENGINE"]]
+    if env.get("TINKEX_LOCAL_MODEL"):
+        command += ["--model", env["TINKEX_LOCAL_MODEL"]]
+    return command
+
+
+def _check_installed() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn", "sqlalchemy") if find_spec(name) is None]
+    if missing:
+        raise LocalServerError(
+            f"The embedded server needs {', '.join(missing)}. Install it with "
+            "`pip install 'tinkex[local]'`, or pass base_url= or api_key=."
+        )
+
+
+def _first_line(child: subprocess.Popen[bytes], started: float, log_path: Path) -> dict[str, Any]:
+    """The JSON line that the server prints once it answers."""
+    import selectors
+
+    assert child.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while time.monotonic() - started < START_TIMEOUT_S:
+            if selector.select(timeout=0.5):
+                break
+            if child.poll() is not None:
+                break
+    line = child.stdout.readline() if child.poll() is None or child.stdout.readable() else b""
+    try:
+        announced = json.loads(line)
+        announced["base_url"]
+    except (ValueError, KeyError, TypeError):
+        child.kill()
+        child.wait()
+        raise LocalServerError(
+            f"The embedded server did not start within {START_TIMEOUT_S:.0f} s. Its last words "
+            f"({log_path}):\n{_tail(log_path)}"
+        ) from None
+    finally:
+        child.stdout.close()
+    return dict(announced)
+
+
+def _tail(path: Path, num_lines: int = 12) -> str:
+    with contextlib.suppress(OSError):
+        return "\n".join(path.read_text("utf-8", "replace").splitlines()[-num_lines:])
+    return ""
+
+
+def _write_record(record: Path, content: dict[str, Any]) -> None:
+    aside = record.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(content), "utf-8")
+    os.replace(aside, record)

@@ -1,0 +1,180 @@
+"""Say what is wrong with a call before any of it travels (R29).
+
+Each check names the argument, shows the value and says what would be right. The server checks
+everything again; these are here because an error at the line that made it costs a second, and one
+from a queue costs minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tinkex import types
+from tinkex.errors import InvalidInputError
+
+__all__ = [
+    "check_access_scope",
+    "check_data",
+    "check_loss",
+    "check_name",
+    "check_optim_params",
+    "check_tinker_path",
+    "check_ttl",
+]
+
+MIN_TTL_S = 3600
+MAX_TTL_S = 10 * 365 * 24 * 3600
+
+# Loss -> inputs it cannot do without. The server may know more inputs, never fewer.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "cross_entropy": ("target_tokens",),
+    "importance_sampling": ("target_tokens", "logprobs", "advantages"),
+    "ppo": ("target_tokens", "logprobs", "advantages"),
+    "cispo": ("target_tokens", "logprobs", "advantages"),
+    "dro": ("target_tokens", "logprobs", "advantages"),
+    "gspo": ("target_tokens", "logprobs", "advantages"),
+    "dppo": ("target_tokens", "logprobs", "advantages"),
+    "stable_reinforce": ("target_tokens",),
+    "kl_divergence": ("target_tokens", "logprobs"),
+    "custom": (),
+}
+
+
+def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
+    """The loss as plain text."""
+    name = str(loss_fn) if isinstance(loss_fn, str) else None
+    if name not in _NEEDS:
+        raise InvalidInputError(
+            f"unknown loss {loss_fn!r}; known: {', '.join(_NEEDS)}. For a loss of your own use "
+            "forward_backward_custom.",
+            path="loss_fn",
+        )
+    for key, value in (config or {}).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise InvalidInputError(
+                f"expected a number or text, got {value!r}", path=f"loss_fn_config.{key}"
+            )
+        if not isinstance(value, str) and not math.isfinite(value):
+            raise InvalidInputError(
+                f"expected a finite number, got {value!r}", path=f"loss_fn_config.{key}"
+            )
+    if name == "custom" and "loss_id" not in (config or {}):
+        raise InvalidInputError(
+            "loss 'custom' needs a loss_id; use forward_backward_custom(data, handle)",
+            path="loss_fn_config.loss_id",
+        )
+    return name
+
+
+def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
+    """The datums as a list; each has what the loss needs, as long as its targets."""
+    datums = list(data)
+    if not datums:
+        raise InvalidInputError("a batch needs at least one datum, got none", path="data")
+    for index, datum in enumerate(datums):
+        if not isinstance(datum, types.Datum):
+            raise InvalidInputError(
+                f"expected a Datum, got {type(datum).__name__}", path=f"data[{index}]"
+            )
+        _check_inputs(datum.loss_fn_inputs, loss_fn, f"data[{index}].loss_fn_inputs")
+    return datums
+
+
+def _check_inputs(inputs: Mapping[str, types.TensorData], loss_fn: str, path: str) -> None:
+    missing = [name for name in _NEEDS[loss_fn] if name not in inputs]
+    if missing:
+        raise InvalidInputError(
+            f"loss {loss_fn!r} needs {', '.join(missing)}; given: {', '.join(inputs) or 'nothing'}",
+            path=path,
+        )
+    if loss_fn == "custom" or "target_tokens" not in inputs:
+        return
+    targets = inputs["target_tokens"]
+    if targets.dtype != "int64":
+        raise InvalidInputError("expected int64 token ids", path=f"{path}.target_tokens")
+    for name in _NEEDS[loss_fn][1:]:
+        tensor = inputs[name]
+        if not (tensor.is_sparse or targets.is_sparse) and tensor.array.size != targets.array.size:
+            raise InvalidInputError(
+                f"expected as many numbers as target_tokens ({targets.array.size}), got "
+                f"{tensor.array.size}",
+                path=f"{path}.{name}",
+            )
+
+
+def check_optim_params(optim_params: Any, adam_params: Any) -> Any:
+    """The one given; Adam's numbers within their ranges."""
+    if (optim_params is None) == (adam_params is None):
+        raise InvalidInputError(
+            "give exactly one of optim_params and adam_params", path="optim_params"
+        )
+    params = adam_params if optim_params is None else optim_params
+    if isinstance(params, types.AdamParams):
+        _check_adam(params)
+    return params
+
+
+def _check_adam(params: types.AdamParams) -> None:
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+        _need(params, name, lambda value: value >= 0, "at least 0")
+    for name in ("beta1", "beta2"):
+        _need(params, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
+    _need(params, "eps", lambda value: value > 0, "above 0")
+
+
+def _need(params: types.AdamParams, name: str, holds: Any, text: str) -> None:
+    value = getattr(params, name)
+    if not math.isfinite(value) or not holds(value):
+        raise InvalidInputError(f"must be {text}, got {value!r}", path=f"optim_params.{name}")
+
+
+def check_ttl(ttl_seconds: int | None) -> int | None:
+    if ttl_seconds is None:
+        return None
+    if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int):
+        raise InvalidInputError(f"expected whole seconds, got {ttl_seconds!r}", path="ttl_seconds")
+    if not MIN_TTL_S <= ttl_seconds <= MAX_TTL_S:
+        raise InvalidInputError(
+            f"must be between {MIN_TTL_S} (an hour) and {MAX_TTL_S} (ten years), got "
+            f"{ttl_seconds}. Leave it out to keep the checkpoint.",
+            path="ttl_seconds",
+        )
+    return ttl_seconds
+
+
+def check_access_scope(access_scope: str) -> str:
+    if access_scope not in ("owned", "accessible"):
+        raise InvalidInputError(
+            f"must be 'owned' or 'accessible', got {access_scope!r}", path="access_scope"
+        )
+    return access_scope
+
+
+_KINDS = ("weights", "sampler_weights", "external_weights")
+
+
+def check_tinker_path(
+    path: Any, *, kinds: Sequence[str] = _KINDS, name: str = "tinker_path"
+) -> tuple[str, str]:
+    """(training run id, `kind/name`) of a checkpoint path."""
+    if not isinstance(path, str) or not path.startswith("tinker://"):
+        raise InvalidInputError(
+            f"expected a path such as tinker://RUN_ID/weights/NAME, got {path!r}", path=name
+        )
+    parts = path.removeprefix("tinker://").split("/")
+    if len(parts) != 3 or not all(parts) or parts[1] not in kinds:
+        raise InvalidInputError(
+            f"expected tinker://RUN_ID/{'|'.join(kinds)}/NAME, got {path!r}", path=name
+        )
+    return parts[0], f"{parts[1]}/{parts[2]}"
+
+
+def check_name(name: Any, *, path: str = "name") -> str:
+    """A checkpoint name: one path segment."""
+    if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
+        raise InvalidInputError(
+            f"expected a name without slashes, such as 'step-100', got {name!r}", path=path
+        )
+    return name
