@@ -37,3 +37,10 @@ test-peers: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+
+# An old protoc on purpose: generated code runs on its own protobuf version and every later one.
+PROTO_VENV := build/protoc
+proto:
+	test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/pip install -q grpcio-tools==1.71.0 setuptools
+	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinkex/wire/tinker_public.proto

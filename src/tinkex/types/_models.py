@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 
 class Request(BaseModel):
@@ -16,4 +18,29 @@ class Request(BaseModel):
 class Response(BaseModel):
     """Frozen; fields of newer servers are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", protected_namespaces=(), ser_json_inf_nan="strings"
+    )
+
+
+T = TypeVar("T")
+
+
+class _FirstErrorOnly(FailFast):
+    def __hash__(self) -> int:  # pydantic's own is not hashable, which unions need
+        return hash(_FirstErrorOnly)
+
+
+Listing: TypeAlias = Annotated[list[T], _FirstErrorOnly()]
+"""A list whose first wrong element ends the check: a hostile body must not buy a million errors."""
+
+
+def _number(value: object) -> object:
+    """The three floats JSON has no form for, from their names."""
+    return _NAMED_FLOATS.get(value, value) if isinstance(value, str) else value
+
+
+_NAMED_FLOATS = {name: float(name) for name in ("NaN", "Infinity", "-Infinity")}
+
+Metrics: TypeAlias = dict[str, Annotated[float, BeforeValidator(_number)]]
+"""Numbers by name. NaN has no JSON form, so it travels as the text "NaN"."""

@@ -65,6 +65,13 @@ class Value:
         raise ValueError(f"expected a {cls.__name__} or an object, got {type(value).__name__}")
 
     @classmethod
+    def _validate_object(cls, value: object) -> Self:
+        """From parsed JSON only, with an `InvalidInputError` for anything else."""
+        if not isinstance(value, dict):
+            raise InvalidInputError(f"expected an object, got {type(value).__name__}")
+        return cls._from_dict(value)
+
+    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from tinkex.types._models import Response
+from tinkex.types._models import Listing, Response
 
 
 class AuditLogEntry(Response):
@@ -20,4 +20,4 @@ class AuditLogEntry(Response):
 
 
 class AuditLogResponse(Response):
-    entries: list[AuditLogEntry]
+    entries: Listing[AuditLogEntry]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 
 
 class GetBillingUsageRequest(Request):
@@ -82,7 +82,7 @@ class BillingUsageSession(Response):
 class BillingUsageResponse(Response):
     """Usage, and the metadata of its sessions. Costs are known up to `cost_data_through`."""
 
-    data: list[BillingUsageEvent]
+    data: Listing[BillingUsageEvent]
     sessions: dict[str, BillingUsageSession] = {}
     cost_data_through: datetime | None = None
 
@@ -100,4 +100,4 @@ class CurrentCheckpointStorageUsageItem(Response):
 
 class CurrentCheckpointStorageUsageResponse(Response):
     effective_rate_usd_per_gigabyte_month: float | None = None
-    data: list[CurrentCheckpointStorageUsageItem]
+    data: Listing[CurrentCheckpointStorageUsageItem]

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 
@@ -71,7 +71,7 @@ class Cursor(Response):
 
 
 class CheckpointsListResponse(Response):
-    checkpoints: list[Checkpoint]
+    checkpoints: Listing[Checkpoint]
     cursor: Cursor | None = None
 
 
@@ -104,5 +104,5 @@ class TrainingRun(Response):
 
 
 class TrainingRunsResponse(Response):
-    training_runs: list[TrainingRun]
+    training_runs: Listing[TrainingRun]
     cursor: Cursor

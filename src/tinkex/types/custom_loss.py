@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 
@@ -22,7 +22,7 @@ class CustomLossNode(Request):
     op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
     name: str
     target: str
-    args: list[Any] = []
+    args: Listing[Any] = []
     kwargs: dict[str, Any] = {}
 
 
@@ -30,7 +30,7 @@ class CustomLossGraph(Request):
     """A loss traced from user code into plain data."""
 
     format: Literal[1] = 1
-    nodes: list[CustomLossNode]
+    nodes: Listing[CustomLossNode]
 
 
 class CreateCustomLossRequest(Request):
@@ -39,7 +39,7 @@ class CreateCustomLossRequest(Request):
     session_id: str
     custom_loss_seq_id: int
     name: str
-    inputs: list[CustomLossInput]
+    inputs: Listing[CustomLossInput]
     graph: CustomLossGraph
     type: Literal["create_custom_loss"] = "create_custom_loss"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 from tinkex.types.forward_backward import ForwardBackwardOutput
 from tinkex.types.identifiers import ModelID, RequestID
 from tinkex.types.models import CreateModelResponse, UnloadModelResponse
@@ -40,7 +40,7 @@ class UntypedAPIFuture(Response):
 
     request_id: RequestID
     model_id: ModelID | None = None
-    sample_sequence_ids: list[str] | None = None
+    sample_sequence_ids: Listing[str] | None = None
 
 
 class FutureRetrieveRequest(Request):
@@ -61,7 +61,7 @@ class TryAgainResponse(Response):
 
     type: Literal["try_again"] = "try_again"
     request_id: RequestID
-    queue_state: Annotated[QueueState, Field(strict=False)] = QueueState.ACTIVE
+    queue_state: Annotated[QueueState, BeforeValidator(QueueState)] = QueueState.ACTIVE
     queue_state_reason: str | None = None
 
 
@@ -76,7 +76,7 @@ class RequestFailedResponse(Response):
     """The request ended in an error; `category` says who can fix it."""
 
     error: str
-    category: Annotated[RequestErrorCategory, Field(strict=False)]
+    category: Annotated[RequestErrorCategory, BeforeValidator(RequestErrorCategory)]
 
 
 class SamplingSessionFuturesTarget(Request):
@@ -93,7 +93,7 @@ class FuturesRetrieveRequest(Request):
     target: SamplingSessionFuturesTarget
     prev_cursor: int = 0
     timeout: float | None = None
-    retrieved_request_ids: list[str] = []
+    retrieved_request_ids: Listing[str] = []
 
 
 class FutureFinished(Response):
@@ -111,7 +111,7 @@ FutureCompletion: TypeAlias = Annotated[FutureFinished | FutureFailed, Field(dis
 
 
 class FuturesRetrieveResponse(Response):
-    completions: list[FutureCompletion]
+    completions: Listing[FutureCompletion]
     cursor: int
 
 

@@ -29,6 +29,13 @@ class ModelInput(Value):
         set_field(self, "chunks", checked)
 
     @classmethod
+    def wrap(cls, chunks: list[ModelInputChunk]) -> Self:
+        """Take a list of chunks as it is."""
+        made = cls.__new__(cls)
+        set_field(made, "chunks", chunks)
+        return made
+
+    @classmethod
     def from_ints(cls, tokens: Any) -> Self:
         """One text chunk from a list, array or tensor of token ids."""
         made = cls.__new__(cls)

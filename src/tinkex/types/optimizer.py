@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Metrics, Request, Response
 from tinkex.types.identifiers import ModelID
 
 
@@ -154,4 +154,4 @@ class OptimStepRequest(Request):
 class OptimStepResponse(Response):
     """Metrics of the step, such as the gradient norm before clipping."""
 
-    metrics: dict[str, float] | None = None
+    metrics: Metrics | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tinkex.types._models import Request
+from tinkex.types._models import Listing, Request
 from tinkex.types.model_input import ModelInput
 from tinkex.types.tensor_data import TensorData
 
@@ -18,7 +18,7 @@ class SamplingParams(Request):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Listing[str] | Listing[int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 
 
 class HealthResponse(Response):
@@ -21,7 +21,7 @@ class SupportedModel(Response):
 
 
 class GetServerCapabilitiesResponse(Response):
-    supported_models: list[SupportedModel]
+    supported_models: Listing[SupportedModel]
 
 
 class ClientConfigRequest(Request):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AwareDatetime, Field
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 from tinkex.types.session_status import ClientSessionFinishReasonType, SessionStatus
 
 
@@ -23,7 +23,7 @@ class UserSearchOwner(Request):
     """Sessions of one to ten named users."""
 
     type: Literal["user"] = "user"
-    owner_urns: list[str] = Field(min_length=1, max_length=10)
+    owner_urns: Listing[str] = Field(min_length=1, max_length=10)
 
 
 SearchOwner: TypeAlias = Annotated[
@@ -47,7 +47,7 @@ class ClientFinishedSessionStatusQuery(Request):
     """Sessions their client finished, for any reason or one of `reasons`."""
 
     type: Literal["client_finished"] = "client_finished"
-    reasons: list[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
+    reasons: Listing[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
 
 
 SessionStatusQuery: TypeAlias = Annotated[
@@ -70,11 +70,11 @@ class SessionSearchRequest(Request):
     """`session_id` and `display_name` widen the search (either matches); all else narrows it."""
 
     session_id: str | None = None
-    project_ids: list[str] | None = None
+    project_ids: Listing[str] | None = None
     user_metadata: dict[str, str] = {}
     display_name: str | None = Field(default=None, min_length=1)
     owner: SearchOwner = OwnSearchOwner()
-    statuses: list[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    statuses: Listing[SessionStatusQuery] | None = Field(default=None, min_length=1)
     limit: int = Field(default=50, ge=1, le=200)
     cursor: SessionSearchCursor | None = None
 
@@ -92,5 +92,5 @@ class SessionSummary(Response):
 
 
 class SessionSearchResponse(Response):
-    sessions: list[SessionSummary]
+    sessions: Listing[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 from tinkex.types.session_status import ClientSessionFinishReason
 
 
 class CreateSessionRequest(Request):
     """Open a session. `user_metadata` is sent even when it is None."""
 
-    tags: list[str]
+    tags: Listing[str]
     user_metadata: dict[str, Any] | None
     sdk_version: str
     project_id: str | None = None
@@ -50,14 +50,14 @@ class AssignSessionProjectRequest(Request):
 
 
 class GetSessionResponse(Response):
-    training_run_ids: list[str]
-    sampler_ids: list[str]
+    training_run_ids: Listing[str]
+    sampler_ids: Listing[str]
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
 
 
 class ListSessionsResponse(Response):
-    sessions: list[str]
+    sessions: Listing[str]
 
 
 class TraceExportResponse(Response):

@@ -6,9 +6,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 
 
 class EventType(StrEnum):
@@ -34,8 +34,8 @@ class Severity(StrEnum):
         return cls.__members__.get(str(value).upper())
 
 
-_Event: TypeAlias = Annotated[EventType, Field(strict=False)]
-_Severity: TypeAlias = Annotated[Severity, Field(strict=False)]
+_Event: TypeAlias = Annotated[EventType, BeforeValidator(EventType)]
+_Severity: TypeAlias = Annotated[Severity, BeforeValidator(Severity)]
 
 
 class SessionStartEvent(Response):
@@ -88,7 +88,7 @@ TelemetryEvent: TypeAlias = (
 class TelemetryBatch(Response):
     """Events of one session, as a server receives them."""
 
-    events: list[TelemetryEvent]
+    events: Listing[TelemetryEvent]
     platform: str
     sdk_version: str
     session_id: str
@@ -98,7 +98,7 @@ class TelemetryBatch(Response):
 class TelemetrySendRequest(Request):
     """Events of one session, as a client sends them. SDK 0.4.1 has no `process_uuid`."""
 
-    events: list[TelemetryEvent]
+    events: Listing[TelemetryEvent]
     platform: str
     sdk_version: str
     session_id: str

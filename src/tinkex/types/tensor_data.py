@@ -94,6 +94,13 @@ class TensorData(Value):
         made._fill(array, array.shape if shape is None else shape, crow, col)
         return made
 
+    @classmethod
+    def wrap_flat(cls, array: NDArray[Any]) -> Self:
+        """Like `wrap`, for a 1-D array that came without a shape."""
+        made = cls.__new__(cls)
+        made._fill(array, None)
+        return made
+
     # -------------------------------------------------------------------------------- reading
 
     @property
@@ -300,9 +307,7 @@ def _shaped(
     for size in sizes:
         expected *= size
     if expected != array.size:
-        raise InvalidInputError(
-            f"shape {list(sizes)} needs {expected} values, got {array.size}", path="shape"
-        )
+        raise InvalidInputError(f"expected {expected} values, got {array.size}")
     return array.reshape(sizes), sizes
 
 

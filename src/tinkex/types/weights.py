@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Listing, Request, Response
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.console_urls import checkpoint_url, playground_url
 from tinkex.types.identifiers import ModelID
@@ -74,7 +74,7 @@ class SaveWeightsExternalRequest(Request):
     path: str
     seq_id: int | None = None
     ttl_seconds: int | None = None
-    age_encryption_recipients: list[str] | None = Field(default=None, max_length=10)
+    age_encryption_recipients: Listing[str] | None = Field(default=None, max_length=10)
     type: Literal["save_weights_external"] = "save_weights_external"
 
 

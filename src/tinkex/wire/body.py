@@ -1,0 +1,76 @@
+"""Bytes with their content type, and zstd with a limit on what it may unpack to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import zstandard
+
+from tinkex.errors import WireError
+
+DEFAULT_MAX_BYTES = 32 * 1024 * 1024
+"""Most bytes a body may have after decompression, unless the caller allows more."""
+
+# Larger windows cost the reader memory before a single byte is checked; ours and the official
+# SDK's compressor stay far below.
+_MAX_WINDOW_BYTES = 8 * 1024 * 1024
+_CHUNK_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What goes into an HTTP message: the bytes and the two headers that explain them."""
+
+    content: bytes
+    content_type: str
+    content_encoding: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {"Content-Type": self.content_type}
+        if self.content_encoding is not None:
+            headers["Content-Encoding"] = self.content_encoding
+        return headers
+
+    def compressed(self, level: int = 3) -> Body:
+        """The same body under zstd."""
+        packed = zstandard.ZstdCompressor(level=level).compress(self.content)
+        return Body(packed, self.content_type, "zstd")
+
+
+def unpack(
+    content: bytes, content_encoding: str | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES
+) -> bytes:
+    """Undo a content encoding, refusing anything larger than `max_bytes`."""
+    encoding = (content_encoding or "identity").strip().lower()
+    if encoding == "zstd":
+        return _unzstd(content, max_bytes)
+    if encoding != "identity":
+        raise WireError(f"content encoding {encoding!r:.40} is not known; use zstd or none")
+    if len(content) > max_bytes:
+        raise WireError(_too_large(len(content), max_bytes))
+    return content
+
+
+def _unzstd(content: bytes, max_bytes: int) -> bytes:
+    try:
+        declared = zstandard.frame_content_size(content)
+        if declared > max_bytes:
+            raise WireError(_too_large(declared, max_bytes))
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        reader = decompressor.stream_reader(content, read_across_frames=True)
+        parts, total = [], 0
+        while part := reader.read(_CHUNK_BYTES):
+            total += len(part)
+            if total > max_bytes:
+                raise WireError(_too_large(total, max_bytes))
+            parts.append(part)
+    except zstandard.ZstdError as exc:
+        raise WireError(f"the body is not valid zstd: {exc}") from exc
+    if declared > 0 and total < declared:
+        raise WireError(f"the zstd body is cut short: {total} of {declared} bytes")
+    return b"".join(parts)
+
+
+def _too_large(size: int, max_bytes: int) -> str:
+    return f"the body has {size} bytes or more, the limit is {max_bytes}. Send smaller chunks."

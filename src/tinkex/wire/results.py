@@ -1,0 +1,190 @@
+"""Every result body, for both sides: what a server answers, and what a client makes of it.
+
+Samples and passes travel as protobuf to peers that accept it and as JSON to older ones; everything
+else is JSON. What a poll of a future may answer instead of a result is here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel
+
+from tinkex import types
+from tinkex.errors import InvalidInputError, WireError
+from tinkex.types.forward_backward import ForwardBackwardOutput
+from tinkex.types.sample_response import SampleResponse
+from tinkex.wire import json_codec, proto_results
+from tinkex.wire.body import Body
+from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf
+from tinkex.wire.paths import at, wire_error
+
+ResultT = TypeVar("ResultT")
+
+Pending = types.TryAgainResponse | types.CompleteMetadataResponse | types.RequestFailedResponse
+"""What a poll can answer instead of the result."""
+
+
+# ------------------------------------------------------------------------------------ server
+
+
+def encode(value: Any, accept: str | None = None) -> Body:
+    """A result as the bytes a caller with this Accept header understands."""
+    if isinstance(value, SampleResponse):
+        if accepts_protobuf(accept):
+            return Body(proto_results.encode_sample(value), PROTOBUF)
+        return Body(_dumps(_plain_sample(value)), JSON)
+    if isinstance(value, ForwardBackwardOutput):
+        if accepts_protobuf(accept):
+            return Body(proto_results.encode_pass(value), PROTOBUF)
+        return Body(_dumps(_plain_pass(value)), JSON)
+    if isinstance(value, BaseModel):
+        return Body(value.model_dump_json(exclude_none=True).encode(), JSON)
+    raise InvalidInputError(f"{type(value).__name__} is not a result")
+
+
+def _dumps(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def _plain_sample(response: SampleResponse) -> dict[str, Any]:
+    plain = response.to_dict()
+    for sequence, given in zip(plain["sequences"], response.sequences, strict=True):
+        # Older clients know two reasons only.
+        sequence["stop_reason"] = "length" if given.stop_reason.is_length else "stop"
+    return plain
+
+
+def _plain_pass(output: ForwardBackwardOutput) -> dict[str, Any]:
+    outputs = [
+        {name: tensor.to_dict() for name, tensor in item.items()} for item in output.loss_fn_outputs
+    ]
+    kind = output.loss_fn_output_type or proto_results.ARRAY_RECORD
+    return {
+        "loss_fn_output_type": kind,
+        "loss_fn_outputs": outputs,
+        "metrics": output.metrics,
+    }
+
+
+# ------------------------------------------------------------------------------------ client
+
+
+def decode(
+    kind: type[ResultT],
+    content: bytes,
+    content_type: str | None = JSON,
+    *,
+    sequence_ids: Sequence[str] | None = None,
+) -> ResultT:
+    """The result of a known kind in a body.
+
+    `sequence_ids` are the ones the promise of a sample carried; they become the sequences' ids.
+
+    Raises:
+        WireError: With the path of the first thing that is wrong.
+    """
+    if kind is SampleResponse:
+        if is_protobuf(content_type):
+            return proto_results.decode_sample(content, sequence_ids)  # type: ignore[return-value]
+        return _sample_from_json(content, sequence_ids)  # type: ignore[return-value]
+    if kind is ForwardBackwardOutput:
+        if is_protobuf(content_type):
+            return proto_results.decode_pass(content)  # type: ignore[return-value]
+        return _pass_from_json(json_codec.loads_object(content))  # type: ignore[return-value]
+    if not issubclass(kind, BaseModel):
+        raise InvalidInputError(f"{kind.__name__} is not a result")
+    if is_protobuf(content_type):
+        raise WireError(f"{kind.__name__} is sent as JSON, got {content_type!r:.80}")
+    return json_codec.validate(kind, content)
+
+
+def decode_poll(
+    kind: type[ResultT],
+    content: bytes,
+    content_type: str | None = JSON,
+    *,
+    sequence_ids: Sequence[str] | None = None,
+) -> ResultT | Pending:
+    """What a 2xx answer to retrieve_future says (contract 4.2, in its order)."""
+    if not is_protobuf(content_type):
+        body = json_codec.loads(content)
+        if isinstance(body, dict):
+            if body.get("type") == "try_again":
+                return json_codec.validate(types.TryAgainResponse, content)
+            if body.get("status") == "complete_metadata":
+                return json_codec.validate(types.CompleteMetadataResponse, content)
+            if "error" in body:
+                return _failure(body)
+    return decode(kind, content, content_type, sequence_ids=sequence_ids)
+
+
+def _failure(body: dict[str, Any]) -> types.RequestFailedResponse:
+    text = body["error"]
+    category = types.RequestErrorCategory(body.get("category", "unknown"))
+    return types.RequestFailedResponse(
+        error=text if isinstance(text, str) else orjson.dumps(text).decode(), category=category
+    )
+
+
+def _sample_from_json(content: bytes, sequence_ids: Sequence[str] | None) -> SampleResponse:
+    body = json_codec.loads_object(content)
+    try:
+        response = SampleResponse._from_dict(body)
+    except InvalidInputError as exc:
+        raise wire_error(exc) from exc
+    return response if sequence_ids is None else with_sequence_ids(response, sequence_ids)
+
+
+def with_sequence_ids(response: SampleResponse, sequence_ids: Sequence[str]) -> SampleResponse:
+    """The same response with the ids its promise carried."""
+    if len(sequence_ids) != len(response.sequences):
+        raise WireError(
+            f"expected {len(sequence_ids)} sequences, got {len(response.sequences)}",
+            path="sequences",
+        )
+    named = [
+        types.SampledSequence.wrap(
+            item.stop_reason, name, item.tokens_np, item.logprobs_np, item.topk_logprobs_np
+        )
+        for item, name in zip(response.sequences, sequence_ids, strict=True)
+    ]
+    return SampleResponse(
+        named,
+        response.prompt_logprobs_np,
+        response.topk_prompt_logprobs_np,
+        response.target_prompt_logprobs,
+        response.prompt_cache_hit_tokens,
+        response.prompt_alt_tokens,
+    )
+
+
+def _pass_from_json(body: dict[str, Any]) -> ForwardBackwardOutput:
+    listed, metrics = body.get("loss_fn_outputs"), body.get("metrics")
+    kind = body.get("loss_fn_output_type", "")
+    if not isinstance(kind, str):
+        raise WireError("expected text", path="loss_fn_output_type")
+    if not isinstance(listed, list):
+        raise WireError("expected a list", path="loss_fn_outputs")
+    if not isinstance(metrics, dict):
+        raise WireError("expected an object", path="metrics")
+    outputs = []
+    for index, item in enumerate(listed):
+        if not isinstance(item, dict):
+            raise WireError("expected an object", path=f"loss_fn_outputs[{index}]")
+        output = {}
+        for name, tensor in item.items():
+            with at(f"loss_fn_outputs[{index}].{name}"):
+                output[name] = types.TensorData._validate_object(tensor)
+        outputs.append(output)
+    return ForwardBackwardOutput(kind, outputs, {k: _metric(k, v) for k, v in metrics.items()})
+
+
+def _metric(name: str, value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if value is None:
+        return float("nan")
+    raise WireError(f"expected a number, got {value!r:.80}", path=f"metrics.{name}")
