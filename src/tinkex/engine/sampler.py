@@ -56,6 +56,14 @@ class SamplerConfig:
                 f"{self.kv_bytes} and {self.block_size}"
             )
 
+    @staticmethod
+    def for_device(device: torch.device) -> SamplerConfig:
+        """Defaults that fit a device: a GPU gives a third of what it has free, in larger passes."""
+        if device.type != "cuda":
+            return SamplerConfig()
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return SamplerConfig(kv_bytes=free_bytes // 3, max_pass_tokens=4096)
+
 
 @dataclass(eq=False, slots=True)
 class _Request:
@@ -123,13 +131,19 @@ class Sampler:
 
     # ------------------------------------------------------------------------------- in and out
 
-    def add(self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit) -> None:
+    def add(
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str | None = None
+    ) -> None:
         """Queue a job. `emit` gets its `Tokens` and its end from within `step`.
+
+        Jobs of equal `version` (by default the adapter's folder) share prefixes, so it must
+        change whenever the weights do.
 
         Raises:
             InvalidInputError: The job does not fit the model or the KV memory. Nothing is queued.
         """
-        request = self._request(job, adapter, emit)
+        version = job.adapter_folder or "" if version is None else version
+        request = self._request(job, adapter, emit, version)
         self._requests[job.job_id] = request
         leader, *followers = request.samples
         leader.followers = list(followers)
@@ -146,6 +160,10 @@ class Sampler:
         request.emit(jobs.Failed(job_id=job_id, message=message, category="cancelled"))
         return True
 
+    def cancel_all(self) -> None:
+        for job_id in list(self._requests):
+            self.cancel(job_id)
+
     def fail_all(self, message: str) -> None:
         """End every job after an error of the device; the sampler is empty afterwards."""
         for request in list(self._requests.values()):
@@ -161,7 +179,9 @@ class Sampler:
             self.cache.scrub([block for block in blocks if not pool.is_held(block)])
         request.emit(jobs.Failed(job_id=request.job.job_id, message=message, category=category))
 
-    def _request(self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit) -> _Request:
+    def _request(
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str
+    ) -> _Request:
         config = self.decoder.config
         _check_job(job, config.vocab_size)
         max_tokens = self._max_tokens(job)
@@ -177,7 +197,7 @@ class Sampler:
             scored = scores is not None and index == 0
             request.samples.append(
                 _Sample(
-                    version=job.adapter_folder or "",
+                    version=version,
                     tokens=list(prompt),
                     num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
                     request=request,

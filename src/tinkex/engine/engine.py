@@ -1,0 +1,500 @@
+"""The engine of one device: one thread that trains adapters and generates samples.
+
+Everything that touches the device happens in the engine's own thread. Jobs of one adapter wait in a
+lane of their own and run in the order they came; a lane never waits for another one. The oldest
+waiting job goes first; when it is a training job, the training jobs at the head of other lanes over
+the same base model ride in the same packed passes (not in deterministic mode). Samples have no
+lane: they join the running batch as soon as there is KV memory. Between two training passes the
+sampler gets its share of the time, so a long batch does not stop a stream of tokens, nor the other
+way round.
+
+Weights of a checkpoint folder never change; they are kept by folder, the longest unused forgotten.
+Knows jobs and modules of this package, nothing of HTTP or who owns what.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tinkex.engine import checkpoint, jobs
+from tinkex.engine.decoder import DecoderLike, load_decoder
+from tinkex.engine.lora import Adapter
+from tinkex.engine.models import ModelSource, resolve
+from tinkex.engine.packing import Pass
+from tinkex.engine.sampler import Sampler, SamplerConfig
+from tinkex.engine.scheduler import FairShare
+from tinkex.engine.stopping import load_detokenizer
+from tinkex.engine.trainer import Trainer, TrainerConfig, _Task
+from tinkex.errors import ConfigError, EngineError, InvalidInputError, TinkerError
+
+log = logging.getLogger(__name__)
+Emit = Callable[[jobs.Event], None]
+LaneJob = (
+    jobs.CreateAdapterJob
+    | jobs.LoadAdapterJob
+    | jobs.SaveAdapterJob
+    | jobs.DropAdapterJob
+    | jobs.TrainJob
+    | jobs.OptimJob
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: the GPU when there is one."""
+    deterministic: bool = False
+    """Equal jobs in equal order give equal bits; training jobs never share a pass."""
+    threads: int | None = None
+    """CPU threads for the mathematics; None leaves torch's choice."""
+    sampler: SamplerConfig | None = None
+    """None: what fits the device."""
+    trainer: TrainerConfig | None = None
+    """None: what fits the device."""
+    max_models: int = 2
+    """Base models kept in memory; more are kept only while they are in use."""
+    snapshot_bytes: int = 2 << 30
+    """Memory for sampling weights that no running job uses."""
+    train_share: float = 0.5
+    """Share of the device's time for training while both have work."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.train_share < 1:
+            raise ConfigError(
+                f"engine.train_share must be between 0 and 1, got {self.train_share}. "
+                "Raise it if training starves, lower it if sampling does."
+            )
+        if self.max_models < 1 or (self.threads is not None and self.threads < 1):
+            raise ConfigError(
+                f"engine.max_models and engine.threads must be at least 1, got {self.max_models} "
+                f"and {self.threads}"
+            )
+
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(self.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU")
+        return device
+
+
+class _PassingTrainer(Trainer):
+    """A trainer that lets others use the device between two passes."""
+
+    between: Callable[[], None] = staticmethod(lambda: None)
+
+    def _run_pass(self, one: Pass, tasks: list[_Task], adapters: list[Adapter]) -> None:  # type: ignore[override]
+        super()._run_pass(one, tasks, adapters)
+        self.between()
+
+
+@dataclass(slots=True)
+class _Base:
+    """A resident base model and what runs over it."""
+
+    source: ModelSource
+    decoder: DecoderLike
+    trainer: _PassingTrainer
+    sampler: Sampler | None = None
+
+
+@dataclass(slots=True)
+class _Waiting:
+    order: int
+    job: LaneJob
+    emit: Emit
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    adapter: Adapter
+    version: str
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(t.numel() * t.element_size() for t in self.adapter.parameters())
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the start, for tests and metrics."""
+
+    train_passes: int = 0
+    train_jobs: int = 0
+    sample_passes: int = 0
+    sampled_rows: int = 0
+
+
+class TorchEngine:
+    """See `jobs.Engine`. `close` ends the thread; jobs that have not ended fail as cancelled."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.device = self.config.torch_device()
+        if self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        self.stats = EngineStats()
+        self._bases: OrderedDict[str, _Base] = OrderedDict()
+        self._base_of: dict[str, str] = {}
+        self._lanes: dict[str, deque[_Waiting]] = {}
+        self._snapshots: OrderedDict[tuple[str, str], _Snapshot] = OrderedDict()
+        share = self.config.train_share
+        self._turns = FairShare({"train": share, "sample": 1 - share})
+        self._order = itertools.count()
+        self._inbox: deque[tuple[jobs.Job, Emit] | str] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._train_began = 0.0
+        self._thread = threading.Thread(target=self._loop, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    # ----------------------------------------------------------------------------- jobs.Engine
+
+    def submit(self, job: jobs.Job, emit: Emit) -> None:
+        self._put((job, emit))
+
+    def cancel(self, job_id: str) -> None:
+        """A job that waits or samples ends as cancelled; one that is training runs to its end."""
+        self._put(job_id)
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=60)
+
+    def _put(self, entry: tuple[jobs.Job, Emit] | str) -> None:
+        with self._wake:
+            if not self._closed:
+                self._inbox.append(entry)
+                self._wake.notify()
+                return
+        if not isinstance(entry, str):
+            _tell(entry[1], _cancelled(entry[0].job_id))
+
+    # ---------------------------------------------------------------------------------- thread
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed or self._inbox or self._ready())
+                closed = self._closed
+            self._take_in()
+            if closed:
+                self._end_all()
+                return
+            if ready := self._ready():
+                self._turn(self._turns.pick(ready))
+
+    def _ready(self) -> list[str]:
+        """The kinds of work that wait now."""
+        kinds = ["train"] if any(self._lanes.values()) else []
+        return [*kinds, "sample"] if self._sampling() else kinds
+
+    def _sampling(self) -> list[Sampler]:
+        samplers = [base.sampler for base in self._bases.values()]
+        return [sampler for sampler in samplers if sampler is not None and sampler.has_work]
+
+    def _turn(self, kind: str) -> None:
+        if kind == "sample":
+            self._sample_turn()
+            return
+        self._train_began = time.perf_counter()
+        self._train_turn()
+        self._charge_training()
+
+    def _charge_training(self) -> None:
+        now = time.perf_counter()
+        self._turns.charge("train", now - self._train_began)
+        self._train_began = now
+
+    def _between_passes(self) -> None:
+        """Give sampling its share in the middle of a training job."""
+        self.stats.train_passes += 1
+        self._charge_training()
+        self._take_in()
+        while self._sampling() and self._turns.pick(("train", "sample")) == "sample":
+            self._sample_turn()
+        self._train_began = time.perf_counter()
+
+    def _sample_turn(self) -> None:
+        began = time.perf_counter()
+        for sampler in self._sampling():
+            try:
+                self.stats.sampled_rows += sampler.step()
+                self.stats.sample_passes += 1
+            except Exception as exc:
+                log.exception("a sampling pass failed")
+                sampler.fail_all(f"the sampling pass failed: {type(exc).__name__}: {exc}")
+        self._turns.charge("sample", time.perf_counter() - began)
+
+    # ----------------------------------------------------------------------------- in and out
+
+    def _take_in(self) -> None:
+        """Sort what arrived into lanes and samplers. Never runs a lane job."""
+        while True:
+            with self._wake:
+                if not self._inbox:
+                    return
+                entry = self._inbox.popleft()
+            if isinstance(entry, str):
+                self._cancel_now(entry)
+                continue
+            job, emit = entry
+            if isinstance(job, jobs.SampleJob):
+                self._attempt(job, emit, partial(self._start_sample, job, emit))
+            elif isinstance(job, jobs.DescribeModelJob):
+                self._attempt(job, emit, partial(_describe, job.base_model))
+            else:
+                lane = self._lanes.setdefault(job.adapter_id, deque())
+                lane.append(_Waiting(next(self._order), job, emit))
+
+    def _cancel_now(self, job_id: str) -> None:
+        for sampler in self._sampling():
+            if sampler.cancel(job_id):
+                return
+        for lane in self._lanes.values():
+            for waiting in lane:
+                if waiting.job.job_id == job_id:
+                    lane.remove(waiting)
+                    _tell(waiting.emit, _cancelled(job_id))
+                    return
+
+    def _end_all(self) -> None:
+        for lane in self._lanes.values():
+            for waiting in lane:
+                _tell(waiting.emit, _cancelled(waiting.job.job_id))
+        for sampler in self._sampling():
+            sampler.cancel_all()
+        self._lanes.clear()
+        self._bases.clear()
+        self._snapshots.clear()
+
+    def _attempt(self, job: jobs.Job, emit: Emit, action: Callable[[], jobs.Result | None]) -> None:
+        """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
+        try:
+            result = action()
+        except Exception as exc:
+            _tell(emit, _failure(job.job_id, exc))
+        else:
+            if result is not None:
+                _tell(emit, jobs.Done(job_id=job.job_id, result=result))
+
+    # --------------------------------------------------------------------------------- models
+
+    def _base(self, name: str, job_id: str, emit: Emit) -> _Base:
+        """A resident base model, loaded now when it is not."""
+        if (base := self._bases.get(name)) is None:
+            _tell(emit, jobs.Progress(job_id=job_id, text=f"loading {name}"))
+            self._make_room()
+            source = resolve(name)
+            decoder = load_decoder(source, device=self.device)
+            config = self.config.trainer or TrainerConfig.for_device(
+                self.device, deterministic=self.config.deterministic
+            )
+            trainer = _PassingTrainer(decoder, base_model=name, config=config)
+            trainer.between = self._between_passes
+            base = self._bases[name] = _Base(source, decoder, trainer)
+        self._bases.move_to_end(name)
+        return base
+
+    def _make_room(self) -> None:
+        """Forget base models that nothing uses, the longest unused first."""
+        for name in list(self._bases):
+            if len(self._bases) < self.config.max_models:
+                return
+            base = self._bases[name]
+            if not base.trainer.adapters and (base.sampler is None or not base.sampler.has_work):
+                del self._bases[name]
+                for key in [key for key in self._snapshots if key[0] == name]:
+                    del self._snapshots[key]
+
+    def _trainer(self, adapter_id: str) -> _PassingTrainer:
+        if (name := self._base_of.get(adapter_id)) is not None:
+            return self._bases[name].trainer
+        loaded = ", ".join(map(repr, sorted(self._base_of))) or "none"
+        raise InvalidInputError(
+            f"No adapter {adapter_id!r} is loaded; loaded: {loaded}. Create it, or load a "
+            "checkpoint into it, first."
+        )
+
+    # ------------------------------------------------------------------------------- training
+
+    def _train_turn(self) -> None:
+        """Run the oldest waiting job, with the training jobs that can share its passes."""
+        first = min((lane[0] for lane in self._lanes.values() if lane), key=lambda w: w.order)
+        if isinstance(first.job, jobs.TrainJob):
+            self._train(self._companions(first))
+        else:
+            self._lanes[first.job.adapter_id].popleft()
+            self._attempt(first.job, first.emit, partial(self._run, first.job, first.emit))
+        for adapter_id in [key for key, lane in self._lanes.items() if not lane]:
+            del self._lanes[adapter_id]
+
+    def _companions(self, first: _Waiting) -> list[tuple[jobs.TrainJob, Emit]]:
+        """Take `first` out of its lane, and what waits in front of other lanes of its base."""
+        base = self._base_of.get(first.job.adapter_id)
+        budget = self._bases[base].trainer.config.max_tokens if base is not None else 0
+        chosen: list[tuple[jobs.TrainJob, Emit]] = []
+        lanes = sorted((lane for lane in self._lanes.values() if lane), key=lambda x: x[0].order)
+        for lane in lanes:
+            while lane and isinstance(job := lane[0].job, jobs.TrainJob):
+                size = sum(len(datum.tokens) for datum in job.data)
+                alone = self.config.deterministic or base is None
+                fits = size <= budget and not alone and self._base_of.get(job.adapter_id) == base
+                if chosen and not fits:
+                    break
+                chosen.append((job, lane.popleft().emit))
+                budget -= size
+        return chosen
+
+    def _train(self, chosen: list[tuple[jobs.TrainJob, Emit]]) -> None:
+        try:
+            self.stats.train_jobs += len(chosen)
+            trainer = self._trainer(chosen[0][0].adapter_id)
+            results = trainer.train([job for job, _ in chosen])
+        except Exception as exc:
+            for job, emit in chosen:
+                _tell(emit, _failure(job.job_id, exc))
+            return
+        for (job, emit), result in zip(chosen, results, strict=True):
+            if isinstance(result, jobs.TrainResult):
+                _tell(emit, jobs.Done(job_id=job.job_id, result=result))
+            else:
+                _tell(emit, _failure(job.job_id, result))
+
+    def _run(self, job: LaneJob, emit: Emit) -> jobs.Result:
+        match job:
+            case jobs.CreateAdapterJob():
+                self._base(job.base_model, job.job_id, emit).trainer.create(job)
+                self._adopt(job.adapter_id, job.base_model)
+            case jobs.LoadAdapterJob():
+                self._base(job.base_model, job.job_id, emit).trainer.load(job)
+                self._adopt(job.adapter_id, job.base_model)
+            case jobs.SaveAdapterJob():
+                return self._save(job)
+            case jobs.DropAdapterJob():
+                if (name := self._base_of.pop(job.adapter_id, None)) is not None:
+                    self._bases[name].trainer.drop(job.adapter_id)
+            case jobs.OptimJob():
+                return self._trainer(job.adapter_id).optim(job)
+            case jobs.TrainJob():
+                raise AssertionError("training jobs are run by _train")
+        return jobs.AdapterResult()
+
+    def _adopt(self, adapter_id: str, base_model: str) -> None:
+        """Note whose adapter it is; one that moved to another base leaves the old one."""
+        previous = self._base_of.get(adapter_id)
+        if previous is not None and previous != base_model:
+            self._bases[previous].trainer.drop(adapter_id)
+        self._base_of[adapter_id] = base_model
+
+    def _save(self, job: jobs.SaveAdapterJob) -> jobs.AdapterResult:
+        trainer = self._trainer(job.adapter_id)
+        size_bytes = trainer.save(job)
+        if job.for_sampling:
+            name = self._base_of[job.adapter_id]
+            adapter = trainer.find(job.adapter_id).adapter.frozen_copy()
+            self._keep(name, job.folder, _Snapshot(adapter, _version(job.folder) or job.job_id))
+        return jobs.AdapterResult(size_bytes=size_bytes)
+
+    # ------------------------------------------------------------------------------- sampling
+
+    def _start_sample(self, job: jobs.SampleJob, emit: Emit) -> None:
+        base = self._base(job.base_model, job.job_id, emit)
+        if base.sampler is None:
+            folder = base.source.path
+            base.sampler = Sampler(
+                base.decoder,
+                self.config.sampler or SamplerConfig.for_device(self.device),
+                detokenizer=lambda: load_detokenizer(folder),
+            )
+        if job.adapter_folder is None:
+            base.sampler.add(job, None, _safe(emit))
+        else:
+            snapshot = self._snapshot(base, job.base_model, job.adapter_folder)
+            base.sampler.add(job, snapshot.adapter, _safe(emit), snapshot.version)
+
+    def _snapshot(self, base: _Base, name: str, folder: str) -> _Snapshot:
+        """The weights in a folder. A folder that was written anew is read anew."""
+        found, version = self._snapshots.get((name, folder)), _version(folder)
+        if found is None or (version is not None and version != found.version):
+            adapter = checkpoint.read_adapter(folder, base.decoder.targets, base.decoder.device)
+            found = _Snapshot(adapter, version or folder)
+        self._keep(name, folder, found)
+        return found
+
+    def _keep(self, name: str, folder: str, snapshot: _Snapshot) -> None:
+        self._snapshots[name, folder] = snapshot
+        self._snapshots.move_to_end((name, folder))
+        total = sum(kept.size_bytes for kept in self._snapshots.values())
+        while total > self.config.snapshot_bytes and len(self._snapshots) > 1:
+            _, forgotten = self._snapshots.popitem(last=False)
+            total -= forgotten.size_bytes
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def _describe(name: str) -> jobs.ModelInfo:
+    source = resolve(name)
+    config = source.config()
+    return jobs.ModelInfo(
+        base_model=name,
+        arch=config.arch,
+        vocab_size=config.vocab_size,
+        max_context_length=config.max_context_length,
+        tokenizer_id=str(source.path),
+        eos_token_ids=config.eos_token_ids,
+    )
+
+
+def _version(folder: str) -> str | None:
+    """Names the content of a checkpoint folder; None when it is not on this disk."""
+    try:
+        stat = (Path(folder) / "adapter_model.safetensors").stat()
+    except OSError:
+        return None
+    return f"{folder}:{stat.st_ino}:{stat.st_mtime_ns}"
+
+
+def _tell(emit: Emit, event: jobs.Event) -> None:
+    """Emit; a receiver that fails must not take the engine with it."""
+    try:
+        emit(event)
+    except Exception:
+        log.exception("the receiver of an event of job %s failed", event.job_id)
+
+
+def _safe(emit: Emit) -> Emit:
+    return lambda event: _tell(emit, event)
+
+
+def _cancelled(job_id: str) -> jobs.Failed:
+    return jobs.Failed(job_id=job_id, message=f"job {job_id} was cancelled", category="cancelled")
+
+
+def _failure(job_id: str, exc: Exception) -> jobs.Failed:
+    """A user's mistake is told as it is; anything else is ours and logged."""
+    category: Literal["user", "server"] = "server"
+    message = f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, TinkerError) and not isinstance(exc, EngineError):
+        category, message = "user", str(exc)
+    elif isinstance(exc, EngineError):
+        message = str(exc)
+    if category == "server":
+        log.error("job %s failed", job_id, exc_info=exc)
+    return jobs.Failed(job_id=job_id, message=message, category=category)

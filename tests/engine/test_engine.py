@@ -1,0 +1,369 @@
+"""The engine keeps order per adapter, shares the device fairly, and survives what users send."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tinkex.engine import jobs
+from tinkex.engine.engine import EngineConfig, TorchEngine
+from tinkex.engine.sampler import SamplerConfig
+from tinkex.engine.trainer import TrainerConfig
+from tinkex.errors import ConfigError
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        initializer_range=0.2,
+    )
+    folder = tmp_path_factory.mktemp("base")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+class Ticket:
+    """One submitted job: its events, and its end."""
+
+    def __init__(self, client: Client, job: jobs.Job) -> None:
+        self.job, self.client = job, client
+        self.events: list[jobs.Event] = []
+        self._ended = threading.Event()
+        client.engine.submit(job, self._on_event)
+
+    def _on_event(self, event: jobs.Event) -> None:
+        self.events.append(event)
+        if isinstance(event, jobs.Done | jobs.Failed):
+            self.client.ended.append(self.job.job_id)
+            self._ended.set()
+
+    def wait(self) -> Any:
+        assert self._ended.wait(60), f"{self.job} did not end"
+        assert sum(isinstance(e, jobs.Done | jobs.Failed) for e in self.events) == 1
+        return self.events[-1]
+
+    @property
+    def result(self) -> Any:
+        assert isinstance(self.wait(), jobs.Done), self.wait()
+        return self.wait().result
+
+
+class Client:
+    def __init__(self, base: str, **config: Any) -> None:
+        self.base = base
+        self.engine = TorchEngine(EngineConfig(device="cpu", **config))
+        self.ended: list[str] = []
+        self.count = 0
+
+    def put(self, kind: type, **fields: Any) -> Ticket:
+        self.count += 1
+        return Ticket(self, kind(job_id=f"{kind.__name__}{self.count}", **fields))
+
+    def create(self, adapter_id: str = "a", **lora: Any) -> Ticket:
+        spec = jobs.LoraSpec(**({"rank": 4, "seed": 0} | lora))
+        return self.put(
+            jobs.CreateAdapterJob, adapter_id=adapter_id, base_model=self.base, lora=spec
+        )
+
+    def train(self, adapter_id: str = "a", data: Any = None, **fields: Any) -> Ticket:
+        data = data if data is not None else (datum(12),)
+        fields = {"loss_fn": "cross_entropy"} | fields
+        return self.put(jobs.TrainJob, adapter_id=adapter_id, data=data, **fields)
+
+    def step(self, adapter_id: str = "a", lr: float = 0.01) -> Ticket:
+        params = jobs.AdamParams(learning_rate=lr)
+        return self.put(jobs.OptimJob, adapter_id=adapter_id, params=params)
+
+    def save(self, folder: Path, adapter_id: str = "a", **fields: Any) -> Ticket:
+        return self.put(jobs.SaveAdapterJob, adapter_id=adapter_id, folder=str(folder), **fields)
+
+    def sample(self, folder: Path | None = None, **fields: Any) -> Ticket:
+        defaults = {"prompt": np.array([3, 4, 5]), "max_tokens": 8, "stop_tokens": ()}
+        return self.put(
+            jobs.SampleJob,
+            base_model=self.base,
+            adapter_folder=None if folder is None else str(folder),
+            **(defaults | fields),
+        )
+
+
+def datum(length: int, seed: int = 0) -> jobs.TrainDatum:
+    tokens = np.random.default_rng(seed).integers(2, VOCAB, length + 1)
+    return jobs.TrainDatum(
+        tokens=tokens[:-1],
+        inputs={"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)},
+    )
+
+
+@pytest.fixture
+def start(base) -> Iterator[Callable[..., Client]]:
+    clients: list[Client] = []
+
+    def make(**config: Any) -> Client:
+        clients.append(Client(base, **config))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.engine.close()
+
+
+def test_a_pipelined_loop_trains_saves_and_samples_what_it_learned(start, tmp_path):
+    """R31: everything is queued at once; order per adapter makes it right."""
+    client = start()
+    created = client.create()
+    losses = []
+    for _ in range(150):
+        losses.append(client.train())
+        client.step(lr=0.01)
+    saved = client.save(tmp_path / "s", for_sampling=True)
+    assert saved.result.size_bytes > 0
+    assert any(isinstance(e, jobs.Progress) and "loading" in e.text for e in created.events)
+    values = [ticket.result.metrics["loss:sum"] for ticket in losses]
+    assert values[-1] < values[0] / 50
+    tokens = np.append(datum(12).tokens, datum(12).inputs["target_tokens"][-1])
+    sampled = client.sample(tmp_path / "s", prompt=tokens[:1], max_tokens=12, temperature=0.0)
+    assert sampled.result.sequences[0].tokens.tolist() == tokens[1:].tolist()
+
+
+def test_sampler_and_trainer_agree_on_logprobs(start, tmp_path):
+    client = start()
+    client.create()
+    client.train()
+    client.step(lr=0.05)
+    client.save(tmp_path / "s", for_sampling=True).wait()
+    sampled = client.sample(tmp_path / "s", num_samples=4, max_tokens=20, seed=1).result
+    data = []
+    for sequence in sampled.sequences:
+        tokens = np.concatenate([[3, 4, 5], sequence.tokens])
+        weight = np.concatenate([np.zeros(2), np.ones(20)]).astype(np.float32)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "logprobs": np.concatenate([np.zeros(2), sequence.logprobs]).astype(np.float32),
+            "advantages": weight,
+        }
+        data.append(jobs.TrainDatum(tokens=tokens[:-1], inputs=inputs))
+    result = client.train(data=tuple(data), loss_fn="importance_sampling").result
+    for datum_, output in zip(data, result.outputs, strict=True):
+        np.testing.assert_allclose(output["logprobs"][2:], datum_.inputs["logprobs"][2:], atol=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(-80, abs=1e-3)
+
+
+def test_waiting_jobs_of_many_tenants_share_one_pass_and_nothing_else(start):
+    client = start()
+    tenants = [f"t{i}" for i in range(6)]
+    for i, name in enumerate(tenants):
+        client.create(name, seed=i, rank=2 + i).wait()
+    # A first long job holds the engine while the others arrive.
+    holder = client.train("t0", data=(datum(200),))
+    passes = [client.train(name, data=(datum(10, i),)) for i, name in enumerate(tenants)]
+    together = [ticket.result for ticket in passes]
+    holder.wait()
+    assert client.engine.stats.train_jobs == 7
+    assert client.engine.stats.train_passes <= 3
+    for i, name in enumerate(tenants):
+        alone = client.train(name, data=(datum(10, i),)).result
+        np.testing.assert_allclose(
+            together[i].outputs[0]["logprobs"], alone.outputs[0]["logprobs"], atol=1e-5
+        )
+
+
+def test_deterministic_mode_gives_equal_bits_whatever_the_company(start, tmp_path):
+    def run(crowded: bool) -> tuple[list[float], bytes]:
+        client = start(deterministic=True)
+        client.create("a")
+        if crowded:
+            client.create("b")
+            client.create("c", rank=3)
+        tickets = []
+        for i in range(4):
+            if crowded:
+                client.train("b", data=(datum(9, i),))
+            tickets.append(client.train("a", data=(datum(12, i), datum(7, i))))
+            if crowded:
+                client.train("c", data=(datum(30, i),))
+            client.step("a")
+        folder = tmp_path / f"{crowded}"
+        client.save(folder, "a").wait()
+        losses = [ticket.result.metrics["loss:sum"] for ticket in tickets]
+        return losses, (folder / "adapter_model.safetensors").read_bytes()
+
+    assert run(False) == run(True)
+
+
+def test_tokens_stream_while_a_long_batch_trains_and_both_end(start):
+    client = start(trainer=TrainerConfig(max_tokens=64))
+    client.create().wait()
+    long = client.train(data=tuple(datum(60, i) for i in range(80)))
+    stream = client.sample(max_tokens=30, stream=True)
+    assert stream.result.num_sampled_tokens == 30
+    assert long.result.num_tokens == 4800
+    assert client.ended[-2:] == [stream.job.job_id, long.job.job_id]
+
+
+def test_training_goes_on_under_an_endless_stream_of_samples(start):
+    client = start()
+    client.create().wait()
+    endless = [client.sample(max_tokens=250, prompt=np.array([2 + i])) for i in range(12)]
+    ticket = client.train()
+    ticket.wait()
+    assert sum(job_id.startswith("Sample") for job_id in client.ended) < 12
+    assert all(t.result.num_sampled_tokens == 250 for t in endless)
+
+
+def test_a_snapshot_never_changes_while_its_adapter_trains_on(start, tmp_path):
+    client = start()
+    client.create()
+    client.save(tmp_path / "s", for_sampling=True).wait()
+    before = client.sample(tmp_path / "s", seed=3).result.sequences[0]
+    client.train()
+    client.step(lr=0.5).wait()
+    after = client.sample(tmp_path / "s", seed=3).result.sequences[0]
+    assert before.tokens.tolist() == after.tokens.tolist()
+    np.testing.assert_allclose(before.logprobs, after.logprobs, atol=1e-6)
+
+
+def test_a_folder_written_anew_is_served_anew(start, tmp_path):
+    """A reused name must not serve old weights, nor old cached prefixes."""
+    client = start()
+    prompt = np.arange(2, 40)
+    client.create()
+    client.save(tmp_path / "s", for_sampling=True).wait()
+    old = client.sample(tmp_path / "s", prompt=prompt, temperature=0.0).result
+    (tmp_path / "s").rename(tmp_path / "old")
+    for _ in range(3):
+        client.train()
+        client.step(lr=0.1)
+    client.save(tmp_path / "s").wait()
+    new = client.sample(tmp_path / "s", prompt=prompt, temperature=0.0).result
+    again = client.sample(tmp_path / "old", prompt=prompt, temperature=0.0).result
+    assert new.prompt_cache_hit_tokens == 0
+    assert new.sequences[0].logprobs.tolist() != old.sequences[0].logprobs.tolist()
+    np.testing.assert_allclose(again.sequences[0].logprobs, old.sequences[0].logprobs, atol=1e-5)
+
+
+def test_forgotten_snapshots_are_read_again(start, tmp_path):
+    client = start(snapshot_bytes=1)
+    for name in ("a", "b"):
+        client.create(name, seed=ord(name))
+        client.train(name)
+        client.step(name, lr=0.2)
+        client.save(tmp_path / name, name, for_sampling=True).wait()
+    one = client.sample(tmp_path / "a", seed=1).result.sequences[0]
+    client.sample(tmp_path / "b", seed=1).wait()
+    two = client.sample(tmp_path / "a", seed=1).result.sequences[0]
+    assert one.tokens.tolist() == two.tokens.tolist()
+
+
+def test_describe_loads_no_weights(start, base):
+    client = start()
+    info = client.put(jobs.DescribeModelJob, base_model=base).result
+    assert (info.arch, info.vocab_size, info.max_context_length) == ("llama", VOCAB, 256)
+    assert info.eos_token_ids == (1,)
+    assert not client.engine._bases
+
+
+BAD = {
+    "no adapter": (lambda c: c.train("ghost"), "No adapter 'ghost' is loaded"),
+    "no adapter to step": (lambda c: c.step("ghost"), "No adapter 'ghost' is loaded"),
+    "unknown loss": (lambda c: c.train(loss_fn="nonsense"), "nonsense"),
+    "rank 0": (lambda c: c.create("z", rank=0), "rank"),
+    "token out of range": (
+        lambda c: c.train(
+            data=(
+                jobs.TrainDatum(
+                    tokens=np.array([VOCAB]),
+                    inputs={
+                        "target_tokens": np.array([1]),
+                        "weights": np.ones(1, np.float32),
+                    },
+                ),
+            )
+        ),
+        str(VOCAB),
+    ),
+    "context overflow": (lambda c: c.train(data=(datum(300),)), "256"),
+    "no folder": (lambda c: c.sample(Path("/nowhere/at/all")), "/nowhere/at/all"),
+    "sample token": (lambda c: c.sample(prompt=np.array([VOCAB])), "outside the vocabulary"),
+    "kv too small": (lambda c: c.sample(max_tokens=200), "KV memory"),
+    "no such model": (
+        lambda c: c.put(jobs.DescribeModelJob, base_model="/no/such/model"),
+        "/no/such/model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_users_mistake_is_told_and_the_next_call_works(start, name):
+    client = start(sampler=SamplerConfig(kv_bytes=64 * 2 * 2 * 2 * 8 * 4))
+    client.create()
+    bad, message = BAD[name]
+    failed = bad(client).wait()
+    assert isinstance(failed, jobs.Failed)
+    assert failed.category == "user", failed
+    assert message in failed.message
+    assert client.train().result.num_tokens == 12
+    assert client.step().result.metrics["grad_norm:mean"] > 0
+    assert client.sample().result.num_sampled_tokens == 8
+
+
+def test_cancel_ends_a_running_sample_and_a_waiting_job(start):
+    client = start(trainer=TrainerConfig(max_tokens=64))
+    client.create().wait()
+    long = client.train(data=tuple(datum(60, i) for i in range(60)))
+    waiting = client.step()
+    stream = client.sample(max_tokens=250, stream=True)
+    client.engine.cancel(waiting.job.job_id)
+    client.engine.cancel(stream.job.job_id)
+    assert waiting.wait().category == "cancelled"
+    assert stream.wait().category == "cancelled"
+    assert long.result.num_tokens == 3600
+    client.engine.cancel("never heard of")
+    assert client.step().result.metrics["step:max"] == 1
+
+
+def test_close_ends_every_job_and_later_ones_at_once(start):
+    client = start(trainer=TrainerConfig(max_tokens=64))
+    client.create().wait()
+    tickets = [client.train(data=tuple(datum(60, i) for i in range(10)))]
+    tickets += [client.step(), client.sample(max_tokens=200)]
+    began = time.monotonic()
+    client.engine.close()
+    assert time.monotonic() - began < 30
+    assert all(ticket.wait() for ticket in tickets)
+    assert client.step().wait().category == "cancelled"
+
+
+def test_a_receiver_that_fails_does_not_take_the_engine_with_it(start, caplog):
+    client = start()
+
+    def broken(event: jobs.Event) -> None:
+        raise RuntimeError("no one listens")
+
+    client.engine.submit(jobs.DescribeModelJob(job_id="x", base_model=client.base), broken)
+    assert client.sample().result.num_sampled_tokens == 8
+    assert "no one listens" in caplog.text
+
+
+def test_impossible_shares_are_refused():
+    with pytest.raises(ConfigError, match="train_share"):
+        EngineConfig(train_share=1.0)
