@@ -280,4 +280,13 @@ def load_decoder(
     config = source.config()
     if not config.native:
         raise NotSupportedError(f"model type {config.arch!r} of {source.name!r} is not supported")
-    return Decoder(config, open_weights(source), device=device, dtype=dtype)
+    return _decoder_class(config, device)(config, open_weights(source), device=device, dtype=dtype)
+
+
+def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:
+    """The fused decoder where it can run: it needs triton, which machines without CUDA lack."""
+    if torch.device(device).type != "cuda":
+        return Decoder
+    from tinkex.engine.fused import CudaDecoder, can_fuse
+
+    return CudaDecoder if can_fuse(config) else Decoder

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from tinkex.engine.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.engine.stopping import Detokenize, StopWatch
 from tinkex.errors import ConfigError, InvalidInputError
+
+if TYPE_CHECKING:
+    from tinkex.engine.paged_cuda import CudaPagedAttend, DecodeGraphs
 
 Emit = Callable[[jobs.Event], None]
 _LOGIT_CELLS = 1 << 24
@@ -114,7 +117,7 @@ class Sampler:
             ),
             BlockPool(num_blocks, size),
         )
-        self._attend = PagedAttend(self.cache)
+        self._attend, self._graphs = _attention(decoder, self.cache)
         self._load_detokenizer = detokenizer
         self._detokenize: Detokenize | None = None
         self._requests: dict[str, _Request] = {}
@@ -253,12 +256,25 @@ class Sampler:
             return 0
         # Rows of one adapter lie together; longer sequences first, as attention groups them.
         chunks.sort(key=lambda chunk: (chunk.seq.version, chunk.length, -chunk.start))
+        if (logits_NV := self._replay(chunks)) is not None:
+            for chunk in chunks:
+                self.scheduler.done(chunk)
+            self._draw([_sample_of(chunk) for chunk in chunks], logits_NV)
+            return len(chunks)
         hidden_TD = self._forward(chunks)
         for chunk in chunks:
             self.scheduler.done(chunk)
         self._score_prompts(chunks, hidden_TD)
         self._sample(chunks, hidden_TD)
         return len(hidden_TD)
+
+    def _replay(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Logits of a pass in which every sequence decodes one token, from a recorded graph."""
+        if self._graphs is None or not all(_sample_of(chunk).num_sampled for chunk in chunks):
+            return None
+        if not all(chunk.completes for chunk in chunks):
+            return None  # a preempted sequence is being prefilled again
+        return self._graphs.run(chunks, _lora([(chunk.seq, 1) for chunk in chunks]))
 
     def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
         tokens: list[int] = []
@@ -396,6 +412,25 @@ class Sampler:
 
 
 # ------------------------------------------------------------------------------------ functions
+
+
+def _attention(
+    decoder: DecoderLike, cache: PagedCache
+) -> tuple[PagedAttend | CudaPagedAttend, DecodeGraphs | None]:
+    """The device's way to attend over pages; on CUDA, decode steps as graphs too."""
+    if decoder.device.type == "cuda":
+        from tinkex.engine.fused import CudaDecoder
+        from tinkex.engine.paged_cuda import CudaPagedAttend, DecodeGraphs
+
+        if isinstance(decoder, CudaDecoder):
+            context = decoder.config.max_context_length
+            return CudaPagedAttend(cache), DecodeGraphs(decoder, cache, max_context=context)
+    return PagedAttend(cache), None
+
+
+def _sample_of(chunk: Chunk) -> _Sample:
+    assert isinstance(chunk.seq, _Sample)
+    return chunk.seq
 
 
 def _lora(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
