@@ -3,8 +3,8 @@
     figures = [report.Figure("wire_encode", ours=9.1, peer=57.0, unit="ms", bar=1.5)]
     sys.exit(report.finish("wire", figures))
 
-Flags every benchmark gets: `--no-bar` prints without failing, `--write` rewrites the benchmark's table
-in docs/benchmarks.md between its markers. It knows nothing about what is measured.
+Flags every benchmark gets: `--no-bar` prints without failing, `--write` rewrites the benchmark's
+table in docs/benchmarks.md between its markers. It knows nothing about what is measured.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def write(title: str, table: str, page: Path = PAGE, command: str = "") -> None:
-    """Put a table between this benchmark's markers, adding them at the end when they are missing."""
+    """Put a table between this benchmark's markers; without markers, at the end of the page."""
     command = command or f"python benchmarks/{title}.py"
     stamp = f"{hardware()}, {time.strftime('%Y-%m-%d')}, commit {commit()}. Reproduce: `{command}`."
     start, end = f"<!-- bench:{title} -->", f"<!-- /bench:{title} -->"
