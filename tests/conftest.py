@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,3 +20,39 @@ def default_model_dir() -> Path:
     from tinkex.engine import default_model
 
     return default_model.folder()
+
+
+@pytest.fixture(scope="session")
+def toy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of a real server on the toy engine, shared by a whole test process."""
+    with serving(tmp_path_factory.mktemp("toy-server"), "--engine", "toy") as base_url:
+        yield base_url
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[str]:
+    """Run `python -m tinkex.server` with `flags`; gives its base URL once it answers."""
+    command = [sys.executable, "-m", "tinkex.server", "--port", "0", "--data-dir", str(folder)]
+    with (folder / "server.log").open("wb") as log:
+        child = subprocess.Popen(
+            [*command, *flags], stdout=subprocess.PIPE, stderr=log, env=_clean_env()
+        )
+    assert child.stdout is not None
+    try:
+        line = child.stdout.readline()
+        assert line, (folder / "server.log").read_text()
+        yield json.loads(line)["base_url"]
+    finally:
+        child.terminate()
+        child.wait(timeout=30)
+        child.stdout.close()
+
+
+def _clean_env() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("TINKE")}
+
+
+@pytest.fixture
+def start_server() -> Callable[..., AbstractContextManager[str]]:
+    """`with start_server(folder, "--engine", "toy") as base_url:` for a server of one's own."""
+    return serving

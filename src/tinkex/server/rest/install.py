@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from tinkex.server.auth import Auth
 from tinkex.server.checkpoints import Shelf
-from tinkex.server.rest import accounts, admin, checkpoints, files, runs, sessions
+from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
 from tinkex.server.signing import Signer
 from tinkex.store import Store
 
@@ -31,5 +31,5 @@ def install(
     app.state.signer = Signer(store.accounts.secret("links"))
     app.state.on_session_finished = on_session_finished
     app.state.copy_locks = {}
-    for module in (accounts, runs, checkpoints, sessions, admin, files):
+    for module in (accounts, runs, checkpoints, imports, sessions, admin, files):
         app.include_router(module.router)
