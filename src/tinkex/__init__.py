@@ -87,6 +87,7 @@ _SUBMODULES: dict[str, str] = {
     "auth": "tinkex.auth",
     "errors": "tinkex.errors",
     "events": "tinkex.client.events",
+    "metrics": "tinkex.client.metrics",
     "regularizers": "tinkex.regularizers",
     "types": "tinkex.types",
 }
