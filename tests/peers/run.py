@@ -23,6 +23,7 @@ from venvs import SDK_VERSIONS, sdk_python
 HERE = Path(__file__).parent
 SCENARIO_TIMEOUT_S = 280
 API_KEY = "tml-peer-key"
+OTHER_KEY = "tml-other-key"
 
 
 @dataclass
@@ -51,8 +52,26 @@ def run_peer(version: str, engine: str, folder: Path, *flags: str) -> Report:
         return run_script(python, "scenario.py", version, engine, server.base_url, server.log)
 
 
+def run_exactness(engine: str, folder: Path, *flags: str, exact: bool = True) -> Report:
+    """`exactness.py` with the newest SDK and two users."""
+    version = SDK_VERSIONS[-1]
+    python = sdk_python(version)
+    keys = ("--api-key", f"{API_KEY}=peer", "--api-key", f"{OTHER_KEY}=other")
+    mode = ("--deterministic",) if exact else ()
+    with serving(folder, "--engine", engine, *keys, *mode, *flags) as server:
+        log, url = server.log, server.base_url
+        environment = {"PEER_OTHER_KEY": OTHER_KEY, "PEER_EXACT": str(int(exact))}
+        return run_script(python, "exactness.py", version, engine, url, log, environment)
+
+
 def run_script(
-    python: Path, script: str, version: str, engine: str, base_url: str, server_log: Path
+    python: Path,
+    script: str,
+    version: str,
+    engine: str,
+    base_url: str,
+    server_log: Path,
+    more: dict[str, str] | None = None,
 ) -> Report:
     """Run a script of this folder under a foreign interpreter and collect its steps."""
     started = time.monotonic()
@@ -64,6 +83,7 @@ def run_script(
         "PEER_ENGINE": engine,
         "PEER_LR": "0.02" if engine == "toy" else "0.002",
         "OMP_NUM_THREADS": "1",
+        **(more or {}),
     }
     try:
         done = subprocess.run(

@@ -31,11 +31,10 @@ class NotInThisVersion(Exception):
     pass
 
 
-def main() -> int:
+def main_of(peer: object, steps: tuple[str, ...]) -> int:
     """Run every step in order; a failed step does not stop the later ones."""
-    peer = Peer()
     failed = 0
-    for name in STEPS:
+    for name in steps:
         try:
             detail = getattr(peer, name)()
             outcome = "ok"
@@ -437,4 +436,4 @@ class Peer:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(Peer(), STEPS))

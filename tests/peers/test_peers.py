@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from run import run_peer
+from run import run_exactness, run_peer
 from venvs import SDK_VERSIONS
 
 IN_EVERY_RUN = ("0.4.1", "0.36.0")
@@ -31,4 +31,13 @@ def test_an_official_sdk_works_against_the_toy_engine(version: str, tmp_path: Pa
 @pytest.mark.timeout(1800)
 def test_the_newest_official_sdk_works_against_a_real_model(tmp_path: Path) -> None:
     report = run_peer("0.36.0", "torch", tmp_path)
+    assert report.ok, report.failures
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_users_rely_on_to_the_bit_holds_on_the_toy_engine(exact: bool, tmp_path: Path) -> None:
+    """Snapshots, tenants, weights, resume: with the newest official SDK (see exactness.py)."""
+    report = run_exactness("toy", tmp_path, exact=exact)
     assert report.ok, report.failures

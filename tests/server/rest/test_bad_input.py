@@ -1,0 +1,83 @@
+"""Anything at all sent to the REST routes is answered, and wrong input is the caller's fault.
+
+schemathesis reads the OpenAPI schema and makes valid and invalid requests for every operation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Unsatisfiable
+from rest_world import KEYS, World, open_world
+from schemathesis import Case, GenerationMode
+from store_rows import model, session
+
+MANY = 60
+FEW = 5
+
+
+def operations(app: FastAPI) -> list[tuple[str, object]]:
+    """Every operation but the import, which needs a worker; it has tests with one."""
+    schema = schemathesis.openapi.from_dict(app.openapi())
+    schema = schema.exclude(path="/api/v1/checkpoints/import")
+    return [(found.ok().label, found.ok()) for found in schema.get_all_operations()]
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("num_cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_no_request_makes_the_server_fail(
+    tmp_path: Path, mode: GenerationMode, num_cases: int
+) -> None:
+    """Never a 5xx; every refusal has the one error body; and the server still works after."""
+    with asyncio.Runner() as runner:
+        opened = open_world(tmp_path, KEYS)
+        world = runner.run(opened.__aenter__())
+        world.store.sessions.create(session())
+        world.store.models.create(model())
+        labels = []
+        for label, operation in operations(world.app):
+            labels.append(label)
+            _hammer(runner, world, operation, mode, num_cases)
+        assert len(labels) >= 22, labels
+        assert runner.run(world.call("GET", "/sessions", 200))["sessions"] is not None
+        runner.run(opened.__aexit__())
+
+
+def _hammer(
+    runner: asyncio.Runner, world: World, operation: object, mode: GenerationMode, num_cases: int
+) -> None:
+    @given(case=operation.as_strategy(generation_mode=mode))  # type: ignore[attr-defined]
+    @settings(
+        max_examples=num_cases,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    def send(case: Case) -> None:
+        runner.run(_send(world, case))
+
+    try:
+        send()
+    except Unsatisfiable:  # Nothing can be wrong about a call without parameters.
+        assert mode is GenerationMode.NEGATIVE
+
+
+async def _send(world: World, case: Case) -> None:
+    request = case.as_transport_kwargs(base_url="http://tinkex.test")
+    kept = {"method", "url", "params", "headers", "cookies", "json", "data"}
+    known = {name: value for name, value in request.items() if name in kept}
+    known["headers"] = {**dict(known.get("headers") or {}), "x-api-key": "tml-ann"}
+    known.pop("cookies", None)
+    body = known.pop("data", None)
+    answer = await world.http.request(**known, content=body)
+    assert answer.status_code < 500, f"{case.method} {answer.url}: {answer.text}"
+    if answer.status_code >= 400:
+        assert int(answer.headers["content-length"]) == len(answer.content) > 0
+        assert answer.json()["detail"]
