@@ -1,0 +1,285 @@
+"""Find and load the tokenizer of a base model.
+
+Order of ids (R25): the server's tokenizer id; else the model's own name, cut at `:` and down to
+`org/model`; else, for Llama 3, the known mirrors. Order of places for each id: a folder of that
+name (absolute, or relative to the working directory), what a Tinkex server on this machine has
+cached, the Hugging Face cache and hub. A tokenizer is loaded once per id and process.
+
+With transformers installed the result is its fast tokenizer, as the official SDK returns; with
+`tokenizers` alone it is a `FastTokenizer`, which encodes and decodes alike. Encoding never applies
+a chat template: ask for one with `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tinkex.errors import ModelNotFoundError, NotSupportedError
+
+__all__ = ["FastTokenizer", "candidate_ids", "clear_cache", "load_tokenizer"]
+
+logger = logging.getLogger("tinkex.tokenizers")
+
+LLAMA3_MIRRORS = (
+    "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+    "baseten/Meta-Llama-3-tokenizer",
+)
+_PRIVATE = ("TML/", "thinkingmachines/")
+_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+_cache: dict[str, Any] = {}
+_lock = threading.Lock()
+_loading: dict[str, threading.Lock] = {}
+
+
+def load_tokenizer(
+    model_name: str, *, tokenizer_id: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The tokenizer of a base model. The first call may download it; later ones are instant.
+
+    Args:
+        tokenizer_id: What the server says the model uses; wins over the model's name.
+        trust_remote_code: Allow tokenizers that bring Python code of their own from the hub.
+
+    Raises:
+        ModelNotFoundError: It is in none of the places; the message lists them.
+    """
+    ids = candidate_ids(model_name, tokenizer_id)
+    for name in ids:
+        with _lock:
+            lock = _loading.setdefault(name, threading.Lock())
+        with lock:
+            if name not in _cache:
+                found = _load(name, trust_remote_code)
+                if found is None:
+                    continue
+                _cache[name] = found
+            return _cache[name]
+    raise ModelNotFoundError(
+        f"No tokenizer for {model_name!r}: tried {', '.join(map(repr, ids))} as a folder, in "
+        f"{_model_cache()}, and on the Hugging Face hub. Put its tokenizer.json into a folder "
+        f"{ids[0]!r} relative to the working directory, or connect to the hub once."
+    )
+
+
+def candidate_ids(model_name: str, tokenizer_id: str | None = None) -> list[str]:
+    """The ids to try, in order.
+
+    Raises:
+        NotSupportedError: The model's tokenizer is not public.
+    """
+    name = _cut(model_name)
+    own = [_org_and_model(name)] if name else []
+    if own and own[0].startswith("meta-llama/Llama-3"):
+        own += LLAMA3_MIRRORS
+    if tokenizer_id:
+        # A server on another machine may name a folder of its own.
+        own = [_cut(tokenizer_id), *own] if _is_path(tokenizer_id) else [_cut(tokenizer_id)]
+    if not own:
+        raise NotSupportedError("no model name was given.", path="model_name")
+    if own[0].startswith(_PRIVATE):
+        raise NotSupportedError(
+            f"the tokenizer of {own[0]!r} is not public. Ask its owner for it and pass a folder.",
+            path="model_name",
+        )
+    return list(dict.fromkeys(own))
+
+
+def clear_cache() -> None:
+    """Forget loaded tokenizers, for example after replacing a folder."""
+    with _lock:
+        _cache.clear()
+
+
+def _cut(name: str) -> str:
+    """Drop a `:variant`; a path keeps its colons."""
+    return name if _is_path(name) else name.split(":", 1)[0]
+
+
+def _is_path(name: str) -> bool:
+    return os.path.isabs(name) or name.startswith(("./", "../", "~"))
+
+
+def _org_and_model(name: str) -> str:
+    parts = name.split("/")
+    return "/".join(parts[:2]) if len(parts) == 3 and not _is_path(name) else name
+
+
+# ----------------------------------------------------------------------------------------- places
+
+
+def _load(name: str, trust_remote_code: bool) -> Any:
+    """Load from the first place that has it; None when no place does."""
+    folder = _local_folder(name)
+    if folder is not None:
+        return _from_folder(folder, trust_remote_code)
+    if _is_path(name):
+        return None
+    if find_spec("transformers") is not None:
+        return _from_transformers(name, trust_remote_code)
+    return _from_hub(name)
+
+
+def _local_folder(name: str) -> Path | None:
+    given = Path(name).expanduser()
+    # Converted models carry their quantisation and layout in the name: NAME-q4_1-v1.
+    cached = sorted(_model_cache().glob(f"{glob.escape(given.name)}-q[0-9]*-v[0-9]*"))
+    for folder in (given, *reversed(cached)):
+        if any((folder / file).is_file() for file in _FILES):
+            return folder
+    return None
+
+
+def _model_cache() -> Path:
+    """Where a Tinkex server on this machine keeps the models it fetched."""
+    return Path(os.environ.get("TINKEX_CACHE", "~/.cache/tinkex")).expanduser() / "models"
+
+
+def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
+    if find_spec("transformers") is not None:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            str(folder), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    return FastTokenizer.from_folder(folder)
+
+
+def _from_transformers(name: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, use_fast=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as exc:
+        if "trust_remote_code" in str(exc):
+            raise NotSupportedError(
+                f"the tokenizer of {name!r} runs Python code from the hub. Read it, then pass "
+                "trust_remote_code=True.",
+                path="trust_remote_code",
+            ) from exc
+        logger.info("No tokenizer %r on the hub: %s", name, str(exc).splitlines()[:1])
+        return None
+
+
+def _from_hub(name: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return FastTokenizer(Tokenizer.from_pretrained(name), {})
+    except Exception as exc:  # the Rust library raises bare Exception
+        logger.info("No tokenizer %r on the hub: %s", name, exc)
+        return None
+
+
+# ------------------------------------------------------------------------- without transformers
+
+
+class FastTokenizer:
+    """A `tokenizers.Tokenizer` with the calls that programs make on a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any, config: dict[str, Any]) -> None:
+        self.backend_tokenizer = tokenizer
+        self._config = config
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> FastTokenizer:
+        from tokenizers import Tokenizer
+
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ModelNotFoundError(
+                f"{folder} has no tokenizer.json. Install transformers to load slow tokenizers."
+            )
+        config_file = folder / "tokenizer_config.json"
+        config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
+        template = folder / "chat_template.jinja"
+        if template.is_file():
+            config["chat_template"] = template.read_text("utf-8")
+        return cls(Tokenizer.from_file(str(file)), config)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text as it stands; no chat template."""
+        ids: list[int] = self.backend_tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        ).ids
+        return ids
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
+        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        number: int | None = self.backend_tokenizer.token_to_id(token)
+        return number
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        token: str | None = self.backend_tokenizer.id_to_token(token_id)
+        return token
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+    ) -> list[int] | str:
+        """The messages in the model's own chat format. Needs jinja2."""
+        template = self._config.get("chat_template")
+        if not template:
+            raise NotSupportedError("this tokenizer has no chat template.", path="messages")
+        try:
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as exc:
+            raise NotSupportedError("chat templates need jinja2: pip install jinja2.") from exc
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        text = environment.from_string(template).render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self.bos_token or "",
+            eos_token=self.eos_token or "",
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.backend_tokenizer.get_vocab_size()
+        return size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._special("eos_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._special("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
+
+    def _special(self, name: str) -> str | None:
+        value = self._config.get(name)
+        return value.get("content") if isinstance(value, dict) else value

@@ -1,0 +1,153 @@
+"""Which tokenizer a model has, and where it is found (R25)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tinkex.client import tokenizers
+from tinkex.client.tokenizers import FastTokenizer, candidate_ids, load_tokenizer
+from tinkex.errors import ModelNotFoundError, NotSupportedError
+from tinkex.types.model_input import ModelInput
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a tiny tokenizer in ./acme/tiny, and no network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TINKEX_CACHE", str(tmp_path / "cache"))
+    tokenizers.clear_cache()
+    yield write_tokenizer(tmp_path / "acme" / "tiny")
+    tokenizers.clear_cache()
+
+
+def write_tokenizer(folder: Path, *words: str) -> Path:
+    vocabulary = {w: i for i, w in enumerate(["[UNK]", "</s>", "hello", "world", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "unk_token": "[UNK]",
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer_id", "ids"),
+    [
+        ("Qwen/Qwen3-8B", None, ["Qwen/Qwen3-8B"]),
+        ("Qwen/Qwen3-8B:fp8", None, ["Qwen/Qwen3-8B"]),
+        ("org/model/variant", None, ["org/model"]),
+        ("Qwen/Qwen3-8B", "other/tokenizer:rev", ["other/tokenizer"]),
+        ("org/model", "/data/tokenizer", ["/data/tokenizer", "org/model"]),
+        (
+            "meta-llama/Llama-3.1-8B",
+            None,
+            [
+                "meta-llama/Llama-3.1-8B",
+                "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+                "baseten/Meta-Llama-3-tokenizer",
+            ],
+        ),
+        ("meta-llama/Llama-3.1-8B", "x/y", ["x/y"]),
+        ("meta-llama/Llama-2-7b", None, ["meta-llama/Llama-2-7b"]),
+    ],
+)
+def test_ids_are_tried_in_the_promised_order(name, tokenizer_id, ids):
+    """R25: the server's id, else the model's name, else the mirrors of Llama 3."""
+    assert candidate_ids(name, tokenizer_id) == ids
+
+
+@pytest.mark.parametrize("name", ["TML/private", "thinkingmachines/private", ""])
+def test_a_private_or_missing_name_says_so(name):
+    with pytest.raises(NotSupportedError):
+        candidate_ids(name)
+
+
+def test_a_folder_named_like_the_model_is_found_without_the_hub(folder):
+    tokenizer = load_tokenizer("acme/tiny")
+    assert tokenizer.is_fast
+    assert tokenizer.encode("hello world") == [2, 3]
+    assert tokenizer.decode([2, 3]) == "hello world"
+    assert load_tokenizer(str(folder)).encode("world") == [3]
+
+
+def test_a_tokenizer_is_loaded_once_per_resolved_id(folder):
+    assert load_tokenizer("acme/tiny") is load_tokenizer("acme/tiny:variant")
+
+
+def test_a_folder_of_the_servers_machine_falls_back_to_the_models_name(folder):
+    tokenizer = load_tokenizer("acme/tiny", tokenizer_id="/somewhere/on/the/server")
+    assert tokenizer.encode("hello") == [2]
+
+
+def test_what_a_server_on_this_machine_fetched_is_found(folder, tmp_path):
+    write_tokenizer(tmp_path / "cache" / "models" / "Base-Instruct-q4_1-v1", "cached")
+    assert load_tokenizer("org/Base-Instruct").encode("cached") == [4]
+    with pytest.raises(ModelNotFoundError):  # another model whose name begins alike
+        load_tokenizer("org/Base")
+
+
+def test_a_tokenizer_that_is_nowhere_lists_where_it_was_looked_for(folder):
+    with pytest.raises(ModelNotFoundError) as caught:
+        load_tokenizer("org/nothing")
+    assert "'org/nothing'" in str(caught.value)
+    assert "relative to the working directory" in str(caught.value)
+
+
+def test_the_plain_tokenizer_encodes_and_decodes_like_transformers(folder):
+    plain, full = FastTokenizer.from_folder(folder), load_tokenizer("acme/tiny")
+    text = "world hello unknown"
+    assert plain.encode(text) == full.encode(text)
+    assert plain.decode([2, 1], skip_special_tokens=True) == "hello"
+    assert plain.decode(2) == "hello"
+    assert plain.batch_decode([[2], [3]]) == ["hello", "world"]
+    assert (plain.eos_token, plain.eos_token_id, plain.bos_token_id) == ("</s>", 1, None)
+    assert len(plain) == plain.vocab_size == full.vocab_size == 4
+    assert plain.convert_ids_to_tokens(plain.convert_tokens_to_ids("world")) == "world"
+
+
+def test_a_chat_template_is_applied_only_when_asked_for(folder):
+    """R25."""
+    plain, full = FastTokenizer.from_folder(folder), load_tokenizer("acme/tiny")
+    messages = [{"role": "user", "content": "hello"}]
+    assert plain.encode("hello") == [2]
+    ours = plain.apply_chat_template(messages, tokenize=False)
+    assert ours == full.apply_chat_template(messages, tokenize=False) == "<user>hello"
+    with pytest.raises(NotSupportedError, match="no chat template"):
+        FastTokenizer(plain.backend_tokenizer, {}).apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("kind", ["transformers", "plain"])
+def test_a_model_input_is_made_from_text_with_either(folder, kind):
+    """R25: `ModelInput.from_text`."""
+    tokenizer = (
+        load_tokenizer("acme/tiny") if kind == "transformers" else FastTokenizer.from_folder(folder)
+    )
+    assert ModelInput.from_text("hello world", tokenizer).to_ints() == [2, 3]
+
+
+def test_without_transformers_the_tokenizers_library_is_enough(folder):
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from tinkex.client.tokenizers import load_tokenizer\n"
+        "t = load_tokenizer('acme/tiny')\n"
+        "assert type(t).__name__ == 'FastTokenizer', t\n"
+        "assert t.encode('hello world') == [2, 3]\n"
+        "assert not {'torch', 'transformers'} & {k for k, v in sys.modules.items() if v}\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path.cwd())
