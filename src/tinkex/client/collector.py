@@ -28,8 +28,9 @@ from typing import Any
 
 import orjson
 
+from tinkex.client.backends import Reply
 from tinkex.client.retry import BillingPause, is_retryable_status
-from tinkex.client.transport import Call, Reply, status_error
+from tinkex.client.transport import Call, status_error
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,

@@ -21,6 +21,7 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from tinkex.client import events
+from tinkex.client.backends import Backend, Reply, choose_backend
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.credentials import TokenProvider
 from tinkex.client.flags import DynamicFlags, ServerFlags
@@ -29,7 +30,7 @@ from tinkex.client.headers import CONTRACT_VERSION
 from tinkex.client.limits import ByteSemaphore, RateLimiter, SampleGate
 from tinkex.client.polling import Poller
 from tinkex.client.retry import BillingPause, WindowRetry
-from tinkex.client.transport import Call, Reply, Transport
+from tinkex.client.transport import Call, Transport
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -65,8 +66,10 @@ class Holder:
         *,
         with_session: bool = True,
         shadow: tuple[str, ServerFlags, DynamicFlags] | None = None,
+        make_backend: Callable[[ClientConfig], Backend] = choose_backend,
     ) -> None:
         self.config = config
+        self._make_backend = make_backend
         self.with_session = with_session
         self.session_id: str | None = shadow[0] if shadow else None
         self.flags = shadow[1] if shadow else ServerFlags()
@@ -140,7 +143,7 @@ class Holder:
             self._on_close.append(server.leave)
         config = self.config
         self.tokens = TokenProvider(config.api_key, config.credential_cmd)
-        self.transport = Transport(config, self.tokens)
+        self.transport = Transport(config, self.tokens, make_backend=self._make_backend)
         self.limiter = RateLimiter.of(config.base_url, config.api_key)
 
     async def _fetch_flags(self) -> None:
@@ -182,7 +185,9 @@ class Holder:
             pool="auth",
             body=b"{}",
         )
-        exchange = Transport(self.config, TokenProvider(credential))
+        exchange = Transport(
+            self.config, TokenProvider(credential), make_backend=self._make_backend
+        )
         try:
             reply = await exchange.call(call)
         finally:

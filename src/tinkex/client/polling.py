@@ -18,11 +18,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import orjson
 
 from tinkex.client import events
+from tinkex.client.backends import Reply
 from tinkex.client.futures import Waiting
 from tinkex.client.headers import JSON, PROTOBUF
 from tinkex.client.limits import ByteSemaphore
 from tinkex.client.retry import BillingPause
-from tinkex.client.transport import Call, Reply, status_error
+from tinkex.client.transport import Call, status_error
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,

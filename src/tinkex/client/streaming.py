@@ -110,14 +110,16 @@ class SampleStream:
         body = await self._client.stream_body(self._fields)
         call = Call(method="POST", path="sample_stream", pool="sample", body=body)
         async with holder.transport.stream(call) as lines:
+            kind = ""
             async for line in lines:
-                if line.startswith("data:") and self._take(orjson.loads(line[5:])):
+                if line.startswith("event:"):
+                    kind = line[6:].strip()
+                elif line.startswith("data:") and self._take(kind, orjson.loads(line[5:])):
                     return
         raise APIConnectionError("The stream ended before the sample did. Sample again.")
 
-    def _take(self, event: dict[str, Any]) -> bool:
+    def _take(self, kind: str, event: dict[str, Any]) -> bool:
         """Handle one event; True when it was the last."""
-        kind = event.get("type")
         if kind == "tokens":
             self._items.put(
                 StreamedTokens(event["sample_index"], event["tokens"], event["logprobs"])

@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import urlencode, urljoin, urlsplit
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 import httpx
 import orjson
 
 from tinkex.client import events
+from tinkex.client.backends import Backend, Reply, choose_backend, make_httpx
 from tinkex.client.breaker import CircuitBreaker
 from tinkex.client.config import ClientConfig
 from tinkex.client.credentials import TokenProvider
@@ -35,12 +37,15 @@ from tinkex.errors import (
     status_error_class,
 )
 
-__all__ = ["Call", "Reply", "Transport", "status_error"]
+__all__ = ["Call", "Transport", "status_error"]
 
 logger = logging.getLogger("tinkex.http")
 
 _EMPTY_400_BUDGET = 16
 _MAX_REDIRECTS = 5
+# Ids and names go into paths as they are; only what a request line cannot hold is encoded.
+_SAFE = "/:@!$&'()*+,;=-._~%"
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9/:@!$&'()*+,;=._~%\-]*")
 _ARCHIVE_TRIES = 7
 _ARCHIVE_PAUSE_S = 30.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -65,74 +70,37 @@ class Call:
     idempotency_key: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    content: bytes
-
-    @property
-    def ok(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get("content-type", "")
-
-    def json(self) -> Any:
-        """The decoded body; None when it is not JSON."""
-        try:
-            return orjson.loads(self.content)
-        except orjson.JSONDecodeError:
-            return None
-
-
 class _Pool:
     """The connections of one kind of call."""
 
-    def __init__(self, config: ClientConfig) -> None:
-        self._config = config
-        self._client: httpx.AsyncClient | None = None
+    def __init__(self, make_backend: Callable[[], Backend]) -> None:
+        self._make_backend = make_backend
+        self._backend: Backend | None = None
         self._budget = _EMPTY_400_BUDGET
-
-    def client(self) -> httpx.AsyncClient:
-        if self._client is None:
-            config = self._config
-            self._client = httpx.AsyncClient(
-                http2=config.base_url.startswith("https"),
-                verify=config.verify_tls,
-                timeout=config.timeout_s,
-                limits=httpx.Limits(
-                    max_connections=config.max_connections, max_keepalive_connections=200
-                ),
-            )
-        return self._client
 
     async def send(
         self, method: str, url: str, headers: dict[str, str], body: bytes | None, timeout_s: float
     ) -> Reply:
-        timeout = httpx.Timeout(timeout_s, connect=min(self._config.connect_timeout_s, timeout_s))
-        answer = await self.client().request(
-            method, url, headers=headers, content=body, timeout=timeout
-        )
-        return Reply(answer.status_code, answer.headers, answer.content)
+        if self._backend is None:
+            self._backend = self._make_backend()
+        return await self._backend.send(method, url, headers, body, timeout_s)
 
     async def refuse_torn(self, reply: Reply) -> None:
         """A 400 without a body is a connection torn down by a proxy, not an answer (1.6)."""
         if reply.ok:
             self._budget = min(self._budget + 1, _EMPTY_400_BUDGET)
-        if reply.status == 400 and not reply.content and self._budget > 0:
+        elif reply.status == 400 and not reply.content and self._budget > 0:
             self._budget -= 1
-            await self.close()
+            # Not closed here: other calls may still wait on its connections.
+            self._backend = None
             raise APIConnectionError(
                 "The server sent a 400 without a body, the sign of a torn connection."
             )
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            await backend.close()
 
 
 class Transport:
@@ -145,8 +113,10 @@ class Transport:
         *,
         retry: BaseRetry | None = None,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+        make_backend: Callable[[ClientConfig], Backend] = choose_backend,
     ) -> None:
         self.config = config
+        self._make_backend = make_backend
         self.tokens = tokens
         self._retry = retry or BaseRetry(max_retries=config.max_retries)
         self._sleep = sleep
@@ -232,26 +202,20 @@ class Transport:
         return reply
 
     async def _send(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
-        pool = self._pools.get(call.pool)
-        if pool is None:
-            pool = self._pools[call.pool] = _Pool(self.config)
+        pool = self._pool(call.pool)
         url = self._url(call)
         name = f"{call.method} {call.path}"
         try:
             reply = await pool.send(call.method, url, headers, call.body, timeout_s)
             if reply.status in _REDIRECTS:
                 reply = await self._follow(pool, call, url, reply, headers, timeout_s)
-        except httpx.TimeoutException as exc:
+        except TimeoutError as exc:
             raise APITimeoutError(
-                f"{self.config.base_url} did not answer {name} within {timeout_s:g} s "
-                f"({type(exc).__name__}).",
-                name,
+                f"{self.config.base_url} did not answer {name} within {timeout_s:g} s.", name
             ) from exc
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as exc:
+        except OSError as exc:
             raise APIConnectionError(
-                f"No connection to {self.config.base_url} for {name}: "
-                f"{type(exc).__name__} {exc}".rstrip(": "),
-                name,
+                f"No connection to {self.config.base_url} for {name}: {exc}", name
             ) from exc
         await pool.refuse_torn(reply)
         return reply
@@ -282,7 +246,7 @@ class Transport:
     async def archive(self, call: Call) -> Reply:
         """A redirect answer turned into `{"url", "expires"}` instead of being followed."""
         headers = await self._headers(call, 0, None, self.config.timeout_s)
-        pool = self._pools.setdefault(call.pool, _Pool(self.config))
+        pool = self._pool(call.pool)
         for _ in range(_ARCHIVE_TRIES):
             reply = await pool.send("GET", self._url(call), headers, None, self.config.timeout_s)
             if reply.status != 503:
@@ -301,13 +265,14 @@ class Transport:
         """The lines of a server-sent-event answer."""
         headers = await self._headers(call, 0, idempotency_key(), self.config.timeout_s)
         headers["Accept"] = "text/event-stream"
-        pool = self._pools.setdefault(call.pool, _Pool(self.config))
-        timeout = httpx.Timeout(self.config.timeout_s, connect=self.config.connect_timeout_s)
         name = f"{call.method} {call.path}"
         try:
-            async with pool.client().stream(
-                call.method, self._url(call), headers=headers, content=call.body, timeout=timeout
-            ) as answer:
+            async with (
+                make_httpx(self.config) as client,
+                client.stream(
+                    call.method, self._url(call), headers=headers, content=call.body
+                ) as answer,
+            ):
                 if answer.status_code >= 400:
                     content = await answer.aread()
                     raise status_error(call, Reply(answer.status_code, answer.headers, content))
@@ -319,9 +284,16 @@ class Transport:
 
     # -- pieces
 
+    def _pool(self, name: str) -> _Pool:
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = _Pool(lambda: self._make_backend(self.config))
+        return pool
+
     def _url(self, call: Call) -> str:
         query = _query(call.query) if call.query else ""
-        return f"{self._root}{call.path}{query}"
+        path = call.path if _PLAIN_PATH.fullmatch(call.path) else quote(call.path, safe=_SAFE)
+        return f"{self._root}{path}{query}"
 
     async def _headers(
         self, call: Call, attempt: int, key: str | None, timeout_s: float
