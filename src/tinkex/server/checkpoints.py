@@ -212,8 +212,11 @@ class Shelf:
 
     async def remove_strays(self) -> int:
         """Remove folders that no row points at: what crashes and failed saves left behind."""
-        used = await self._store.call(self._store.checkpoints.folders) | self._in_progress
-        strays = [f for f in await asyncio.to_thread(_folders, self.root) if f not in used]
+        # In this order, a folder that is finished meanwhile is either still busy or already listed.
+        found = await asyncio.to_thread(_folders, self.root)
+        busy = set(self._in_progress)
+        used = await self._store.call(self._store.checkpoints.folders) | busy
+        strays = [folder for folder in found if folder not in used]
         for folder in strays:
             await self._remove_folder(folder)
         return len(strays)

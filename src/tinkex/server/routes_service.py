@@ -1,13 +1,21 @@
-"""Health and the first calls of every client: configuration and presence."""
+"""The first calls of every client, sessions and their heartbeats, and what operators look at."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+
+from tinkex.errors import InvalidInputError
+from tinkex.server import decode
+from tinkex.server.auth import CurrentUser
+from tinkex.server.exchange import answer, read_json, service_of
+from tinkex.server.problems import ApiError, problem
 
 router = APIRouter()
+api = APIRouter(prefix="/api/v1", tags=["service"])
 
+# Only what really works is switched on; everything left out keeps the client's default.
 CLIENT_CONFIG: dict[str, Any] = {
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": True,
@@ -25,31 +33,106 @@ DYNAMIC_CONFIG: dict[str, Any] = {
 }
 
 
-@router.get("/healthz")
-@router.get("/api/v1/healthz")
+# ------------------------------------------------------------------------------------ operators
+
+
+@router.get("/healthz", tags=["operators"])
+@router.get("/api/v1/healthz", tags=["operators"])
 async def healthz() -> dict[str, str]:
+    """The process answers."""
     return {"status": "ok"}
 
 
-@router.post("/api/v1/client/config")
-async def client_config(request: Request) -> dict[str, Any]:
-    return CLIENT_CONFIG
+@router.get("/readyz", tags=["operators"])
+async def readyz(request: Request) -> Response:
+    """Every worker takes jobs."""
+    service = service_of(request)
+    if service.placement.is_ready and not service.stopping.is_set():
+        return answer({"status": "ready"})
+    return problem(503, "A worker is starting, or the server is stopping; try again in a moment.")
 
 
-@router.post("/api/v1/client/dynamic_config")
-async def dynamic_config(request: Request) -> dict[str, Any]:
-    return DYNAMIC_CONFIG
+@router.get("/metrics", tags=["operators"])
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    text: bytes = request.app.state.metrics.render(service_of(request))
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.post("/tinkex/v1/attach")
-async def attach(request: Request) -> dict[str, Any]:
-    body = await request.json()
-    request.app.state.presence.attach(int(body["pid"]))
-    return {"status": "ok"}
+@router.post("/tinkex/v1/attach", tags=["local"])
+async def attach(request: Request, user: CurrentUser) -> Response:
+    """A process on this machine uses the server: keep it alive while the process lives."""
+    body = await read_json(request)
+    request.app.state.presence.attach(decode.integer(body, "pid", low=1, high=2**31))
+    return answer({"status": "ok"})
 
 
-@router.post("/tinkex/v1/detach")
-async def detach(request: Request) -> dict[str, Any]:
-    body = await request.json()
-    request.app.state.presence.detach(int(body["pid"]))
-    return {"status": "ok"}
+@router.post("/tinkex/v1/detach", tags=["local"])
+async def detach(request: Request, user: CurrentUser) -> Response:
+    body = await read_json(request)
+    request.app.state.presence.detach(decode.integer(body, "pid", low=1, high=2**31))
+    return answer({"status": "ok"})
+
+
+# ------------------------------------------------------------------------------------ clients
+
+
+@api.post("/client/config")
+async def client_config(request: Request, user: CurrentUser) -> Response:
+    await read_json(request)
+    return answer(CLIENT_CONFIG)
+
+
+@api.post("/client/dynamic_config")
+async def dynamic_config(request: Request, user: CurrentUser) -> Response:
+    await read_json(request)
+    return answer(DYNAMIC_CONFIG)
+
+
+@api.get("/get_server_capabilities")
+async def get_server_capabilities(request: Request, user: CurrentUser) -> Response:
+    service = service_of(request)
+    models = []
+    for name in service.catalog.names:
+        try:
+            info = await service.catalog.info(name, timeout_s=20)
+        except InvalidInputError:
+            continue
+        models.append(
+            {
+                "model_name": name,
+                "max_context_length": info.max_context_length if info else None,
+                "trainable": True,
+                "sampleable": True,
+            }
+        )
+    return answer({"supported_models": models})
+
+
+@api.post("/create_session")
+async def create_session(request: Request, user: CurrentUser) -> Response:
+    service = service_of(request)
+    session = await service.sessions.create(user, await read_json(request))
+    return answer({"session_id": session.session_id, "type": "create_session"})
+
+
+@api.post("/session_heartbeat")
+async def session_heartbeat(request: Request, user: CurrentUser) -> Response:
+    service = service_of(request)
+    body = await read_json(request)
+    await service.sessions.heartbeat(user, decode.text(body, "session_id"))
+    return answer({"type": "session_heartbeat"})
+
+
+@api.post("/telemetry")
+async def telemetry(request: Request, user: CurrentUser) -> Response:
+    """Count what clients report. Events are not kept: they may hold what users would not share."""
+    body = await read_json(request)
+    events = body.get("events")
+    if not isinstance(events, list):
+        raise ApiError(400, "events: must be a list", path="events")
+    request.app.state.metrics.count_telemetry(events)
+    return answer({"status": "accepted"})
+
+
+router.include_router(api)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -44,9 +46,23 @@ class _Server(uvicorn.Server):
         if self.started:
             print(json.dumps(self._announce), flush=True)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._app.state.stopping.set()
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Our own handlers: uvicorn would raise the signal again before the store is closed."""
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(sig, self.stop)
+        try:
+            yield
+        finally:
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(sig)
+
+    def stop(self) -> None:
+        """Answer waiting polls and end. A second call does not wait for running requests."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._app.state.service.begin_stop()
 
 
 def run(config: ServerConfig) -> None:
@@ -56,6 +72,8 @@ def run(config: ServerConfig) -> None:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    for noisy in ("alembic", "uvicorn"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
     logger.info("effective config: %s", json.dumps(config.describe()))
     sock = _bind(config)
     try:
@@ -77,7 +95,7 @@ async def _serve(config: ServerConfig, sock: socket.socket) -> None:
     config.data_dir.mkdir(parents=True, exist_ok=True)
     store = await asyncio.to_thread(open_store, config)
     try:
-        app = create_app(config, store, make_workers(config))
+        app = await asyncio.to_thread(create_app, config, store, make_workers(config))
         host, port = sock.getsockname()[:2]
         announce = {"port": port, "base_url": f"http://{_url_host(host)}:{port}"}
         options = uvicorn.Config(
@@ -105,8 +123,7 @@ async def _until_deserted(
         await asyncio.wait({serving, deserted}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             logger.info("the last client is gone; stopping")
-            app.state.stopping.set()
-            server.should_exit = True
+            server.stop()
         deserted.cancel()
     await serving
 

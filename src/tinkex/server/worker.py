@@ -73,7 +73,7 @@ class FrameSocket:
         return pickle.loads(self._exactly(size))
 
     def _exactly(self, size: int) -> bytes:
-        data = self._reader.read(size)
+        data: bytes = self._reader.read(size)
         if len(data) < size:
             raise EOFError("the server closed the worker's socket")
         return data
@@ -126,4 +126,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # As `__main__` our classes would be pickled under a name the server cannot import.
+    from tinkex.server.worker import main as run
+
+    run()

@@ -61,28 +61,53 @@ class ProcessWorker:
                 self._supervise(), name=f"{self.name}-supervisor"
             )
 
-    async def wait_ready(self) -> None:
-        await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
-
     async def run(self, job: Job, on_event: OnEvent | None = None) -> Result:
         """Run one job; see `tinkex.engine.jobs.Worker` for what it raises."""
         if not self._ready.is_set():
-            await self._wait_for_child()
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._pending[job.job_id] = (future, on_event)
-        self._send(job)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if job.job_id in self._pending:
-                await self.cancel(job.job_id)
-            raise
-        finally:
-            self._pending.pop(job.job_id, None)
+            await self.wait_ready()
+        return await self.post(job, on_event)
 
-    async def cancel(self, job_id: str) -> None:
+    async def wait_ready(self) -> None:
+        """Wait until the child takes jobs.
+
+        Raises:
+            EngineError: It did not start in time.
+        """
+        if self._ready.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
+        except TimeoutError as exc:
+            reason = self._broken or f"{self.name} did not start in {self._start_timeout_s:g} s"
+            raise EngineError(f"{reason}; see the server's log.") from exc
+
+    def post(
+        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
+    ) -> asyncio.Future[Result]:
+        """Send a job at once, in the order of the calls. Cancelling the future cancels the job.
+
+        Args:
+            generation: The child the job is meant for; another one would not know its adapter.
+        """
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        if not self._ready.is_set() or generation not in (None, self.generation):
+            future.set_exception(WorkerLostError(f"{self.name} is not the one that was meant"))
+            return future
+        self._pending[job.job_id] = (future, on_event)
+        future.add_done_callback(lambda done: self._forget(job.job_id, done))
+        self._send(job)
+        return future
+
+    def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
+        if self._pending.pop(job_id, None) is not None and future.cancelled():
+            self._cancel_soon(job_id)
+
+    def _cancel_soon(self, job_id: str) -> None:
         if self._ready.is_set():
             self._send(Cancel(job_id))
+
+    async def cancel(self, job_id: str) -> None:
+        self._cancel_soon(job_id)
 
     async def close(self) -> None:
         self._closing = True
@@ -105,6 +130,8 @@ class ProcessWorker:
                 await self._read_events(reader)
             except (EOFError, ConnectionError, asyncio.IncompleteReadError):
                 pass
+            except Exception:
+                logger.exception("%s sent something unreadable", self.name)
             self._ready.clear()
             code = await self._stop_child()
             self._fail_pending()
@@ -154,13 +181,6 @@ class ProcessWorker:
             await asyncio.sleep(0.02)
         process.kill()
         return await asyncio.to_thread(process.wait)
-
-    async def _wait_for_child(self) -> None:
-        try:
-            await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
-        except TimeoutError as exc:
-            reason = self._broken or f"{self.name} did not start in {self._start_timeout_s:g} s"
-            raise EngineError(f"{reason}; see the server's log.") from exc
 
     # ---------------------------------------------------------------------------- jobs
 

@@ -1,0 +1,77 @@
+"""The base models a server offers: their names, aliases and facts.
+
+A name on the wire becomes the name the engine knows; facts come from the engine itself
+(`DescribeModelJob`) and are asked for once. With the toy engine and no `--model`, every name is a
+model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+
+from tinkex.engine.jobs import DescribeModelJob, ModelInfo
+from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.server.config import ServerConfig
+from tinkex.server.placement import Placement
+
+logger = logging.getLogger(__name__)
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+QUICK_S = 5.0
+
+
+class Catalog:
+    def __init__(self, config: ServerConfig, placement: Placement) -> None:
+        self._names = config.models or (DEFAULT_MODEL,)
+        self._aliases = dict(config.aliases)
+        self._takes_any = config.engine == "toy" and not config.models
+        self._placement = placement
+        self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Every name a client may ask for."""
+        return [*self._names, *self._aliases]
+
+    def resolve(self, name: str, *, path: str = "base_model") -> str:
+        """The engine's name of a base model.
+
+        Raises:
+            InvalidInputError: It is not served here; the message lists what is.
+        """
+        if name in self._aliases:
+            return self._aliases[name]
+        if name in self._names or self._takes_any:
+            return name
+        raise InvalidInputError(
+            f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. "
+            "Start the server with --model, or --alias to give a served model this name.",
+            path=path,
+        )
+
+    async def info(self, name: str, *, timeout_s: float = QUICK_S) -> ModelInfo | None:
+        """Facts about a base model; None when the engine did not say in time."""
+        model = self.resolve(name)
+        task = self._asking.get(model)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._asking[model] = asyncio.create_task(self._ask(model))
+        if task.done():
+            return task.result()
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), timeout_s)
+        except (TimeoutError, TinkerError) as exc:
+            logger.debug("no facts about %s yet: %s", model, exc)
+            return None
+
+    async def _ask(self, model: str) -> ModelInfo:
+        worker = self._placement.places[0].worker
+        job = DescribeModelJob(job_id=f"describe-{secrets.token_hex(8)}", base_model=model)
+        info = await worker.run(job)
+        assert isinstance(info, ModelInfo)
+        return info
+
+    async def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)

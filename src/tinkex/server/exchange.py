@@ -1,0 +1,97 @@
+"""Read request bodies within limits and write small answers fast.
+
+Hot routes take the raw request: bodies are read once, decompressed with a bound and decoded off the
+event loop when they are large, so that a heartbeat never waits behind a big batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import orjson
+import zstandard
+from fastapi import Request, Response
+
+from tinkex.errors import WireError
+from tinkex.server import decode
+from tinkex.server.auth import Auth, credential_of
+from tinkex.server.problems import ApiError
+from tinkex.server.service import Service
+from tinkex.store import User
+
+T = TypeVar("T")
+LARGE_BYTES = 64 * 1024
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+async def caller(request: Request) -> User:
+    auth: Auth = request.app.state.auth
+    return await auth.user_of(credential_of(request))
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, decompressed, within the configured size.
+
+    Raises:
+        ApiError: 413 for too much, 415 for a compression we do not know.
+    """
+    limit = service_of(request).config.max_body_bytes
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    body = await _receive(request, limit)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding in ("identity", ""):
+        return body
+    if encoding != "zstd":
+        raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
+    return await off_loop(len(body), _decompress, body, limit)
+
+
+async def _receive(request: Request, limit: int) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _decompress(body: bytes, limit: int) -> bytes:
+    """Bounded: a small body that unpacks into gigabytes is refused while it unpacks."""
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body)
+    try:
+        plain = bytes(reader.read(limit + 1))
+    except zstandard.ZstdError as exc:
+        raise WireError(f"the body is not valid zstd: {exc}.") from exc
+    if len(plain) > limit:
+        raise _too_large(limit)
+    return plain
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"The body exceeds {limit} bytes; send fewer datums per request.")
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    body = await read_body(request)
+    return await off_loop(len(body), decode.load_json, body)
+
+
+async def off_loop(size_bytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Run `work` here when it is small, on a thread when it would hold up others."""
+    if size_bytes < LARGE_BYTES:
+        return work(*args)
+    return await asyncio.to_thread(work, *args)
+
+
+def answer(body: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status_code=status, media_type="application/json")

@@ -1,0 +1,417 @@
+"""One lane per model: requests run in seq_id order, each exactly once, whatever dies meanwhile.
+
+A lane admits requests in any order and runs them in one: `push` puts an `Op` at its number, a
+single task drives the lane while it has something to do. A few compute jobs are sent ahead, so that
+the engine never idles between two of them, but results are published strictly in order. When the
+worker dies, or a job fails in a way that may have left the state half changed, everything not yet
+published is taken back, the state is restored (`recovery`) and the lane goes on from there.
+
+Who waits for whom: a client waits for a `Promise`; the promise is settled by the lane; the lane
+waits for a place at the worker (`queue.FairGate`) and then for the worker. What a request means is
+the business of `operations`; the lane only sees jobs and outcomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from tinkex.engine.jobs import Event, Job, Progress, Result
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.futures import Outcome, Promise
+from tinkex.server.placement import Place
+from tinkex.store import UsageCount
+
+logger = logging.getLogger(__name__)
+
+MAX_AHEAD = 8
+"""Compute jobs of one lane that the worker may hold together."""
+MAX_ATTEMPTS = 5
+"""A request that was running this many times when its worker died is to blame."""
+
+Mode = Literal["run", "replay", "skip"]
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One numbered request of a model."""
+
+    seq_id: int
+    kind: str
+    request_id: str
+    body: bytes
+    promise: Promise | None = None
+    mode: Mode = "run"
+    """`replay`: run for its effect on the state only. `skip`: only its number counts."""
+    cost: float = 1.0
+    attempts: int = 0
+    decoded: Any = None
+    """The request as decoded at its arrival, so that `prepare` need not decode it again."""
+    usage: tuple[UsageCount, ...] = ()
+    started_at: float = 0.0
+    progress: str = ""
+
+
+class Operations(Protocol):
+    """What the lane must know about the meaning of requests."""
+
+    def is_barrier(self, op: Op) -> bool:
+        """True when the op must run alone, and its outcome must be recorded before the next."""
+
+    async def prepare(self, op: Op, job_id: str) -> Job | Outcome:
+        """The job to run, or the outcome when there is nothing left to compute."""
+
+    async def conclude(self, op: Op, result: Result) -> Outcome: ...
+
+    def record(self, op: Op, outcome: Outcome) -> None:
+        """Journal the end of an op. Must not block."""
+
+
+class Recovery(Protocol):
+    async def restore(self, lane: Lane) -> None:
+        """Bring the worker's memory to the last snapshot and queue the replay of what followed."""
+
+    def note(self, lane: Lane, op: Op, compute_s: float) -> bool:
+        """Count an op that ended well; True when a snapshot is due."""
+
+    async def snapshot(self, lane: Lane) -> None:
+        """Save the state after `applied_seq`. Called with nothing under way."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    op: Op
+    task: asyncio.Task[Result]
+    sent: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    model_id: str
+    session_id: str
+    user_id: str
+    base_model: str
+    place: Place
+    operations: Operations
+    recovery: Recovery
+    gap_limit_s: float
+    next_seq: int = 0
+    applied_seq: int = -1
+    """The last number whose effect is in the worker's memory and published."""
+    generation: int = -1
+    """The worker's generation that holds this model's state; -1: none does."""
+    broken: str = ""
+    """Why the model can never run, such as a creation that failed."""
+    restoring: bool = False
+    snapshot_due: bool = False
+    """Nothing more is sent until the snapshot is made."""
+    ops: dict[int, Op] = field(default_factory=dict)
+    used_at: float = field(default_factory=time.monotonic)
+    _flights: deque[_Flight] = field(default_factory=deque)
+    _task: asyncio.Task[None] | None = None
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _gap_timer: asyncio.TimerHandle | None = None
+    _num_launched: int = 0
+    _exclusive: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    # ------------------------------------------------------------------------ for the outside
+
+    @property
+    def is_idle(self) -> bool:
+        return self._task is None and not self._exclusive.locked()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.ops)
+
+    def push(self, op: Op) -> None:
+        """Queue an op at its number. The caller has made sure that the number is free."""
+        self.ops[op.seq_id] = op
+        if op.promise is not None:
+            op.promise.reason = lambda: self.reason(op)
+        self.used_at = time.monotonic()
+        self.kick()
+
+    def kick(self) -> None:
+        """Go on, if there is something to do."""
+        self._wake.set()
+        if self._task is None and self.next_seq in self.ops:
+            self._task = asyncio.create_task(self._drive(), name=f"lane-{self.model_id}")
+        self._watch_gap()
+
+    def reason(self, op: Op) -> str:
+        """Why `op` is not done, for a person."""
+        if not self.place.worker.is_ready:
+            return "the worker is starting"
+        if self.restoring:
+            return f"restoring the model's state; {self._ahead(op)} requests ahead"
+        if op.mode == "run" and any(flight.op is op for flight in self._flights):
+            if not op.started_at:
+                waiting = self.place.training.ahead_of(self.user_id)
+                return f"waiting for a free worker; about {waiting} requests ahead"
+            return op.progress or "running"
+        if self.next_seq not in self.ops and not self._flights:
+            return (
+                f"waiting for seq_id {self.next_seq} of {self.model_id}, which has not arrived; "
+                f"{len(self.ops)} later requests wait for it"
+            )
+        head = self._flights[0].op.progress if self._flights else ""
+        return f"{self._ahead(op)} requests ahead" + (f"; {head}" if head else "")
+
+    def is_running(self, op: Op) -> bool:
+        return op.started_at > 0 and not op.progress
+
+    async def run_alone(self, action: Callable[[], Awaitable[None]]) -> bool:
+        """Run something while no op is under way. False, and nothing done, when one is."""
+        if not self.is_idle:
+            return False
+        async with self._exclusive:
+            await action()
+        self.kick()
+        return True
+
+    async def close(self) -> None:
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._land_all()
+
+    def _ahead(self, op: Op) -> int:
+        return sum(1 for seq_id in self.ops if seq_id < op.seq_id)
+
+    # ------------------------------------------------------------------------ the driver
+
+    async def _drive(self) -> None:
+        try:
+            async with self._exclusive:
+                while self.next_seq in self.ops or self.snapshot_due:
+                    await self._advance()
+        except asyncio.CancelledError:
+            raise
+        except Exception as exc:
+            logger.exception("lane %s failed", self.model_id)
+            self._fail_all(Outcome(error=f"The server failed: {exc}", category="server"))
+        finally:
+            self._task = None
+        self.kick()
+
+    async def _advance(self) -> None:
+        """Make sure the state is there, send what may go, publish the head when it is done."""
+        try:
+            await self._ensure_state()
+            if self.snapshot_due and not self._flights:
+                await self._snapshot()
+            await self._fill()
+            if self._flights:
+                await self._publish_head()
+        except WorkerLostError:
+            await self._take_back(blame=True)
+
+    async def _ensure_state(self) -> None:
+        worker = self.place.worker
+        if self.generation == worker.generation and worker.is_ready:
+            return
+        await self._take_back(blame=True)
+        await worker.wait_ready()
+        self.restoring = True
+        try:
+            await self.recovery.restore(self)
+        finally:
+            self.restoring = False
+
+    async def _fill(self) -> None:
+        """Send ops in order, up to `MAX_AHEAD`; a barrier goes alone."""
+        while len(self._flights) < MAX_AHEAD and not (self.snapshot_due and self._flights):
+            seq_id = self._flights[-1].op.seq_id + 1 if self._flights else self.next_seq
+            op = self.ops.get(seq_id)
+            if op is None:
+                return
+            alone = op.mode == "skip" or self.broken or self.operations.is_barrier(op)
+            if self._flights and (alone or self.operations.is_barrier(self._flights[-1].op)):
+                return
+            if op.mode == "skip":
+                self._retire(op)
+            elif self.broken:
+                self._settle(op, Outcome(error=self.broken, category="user"))
+            else:
+                await self._launch(op)
+
+    async def _launch(self, op: Op) -> None:
+        self._num_launched += 1
+        try:
+            job = await self.operations.prepare(op, f"{op.request_id}#{self._num_launched}")
+        except InvalidInputError as exc:
+            job = Outcome(error=str(exc), category="user")
+        if isinstance(job, Outcome):
+            self._settle(op, job)
+            return
+        after = self._flights[-1].sent if self._flights else None
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._execute(op, job, after, sent))
+        task.add_done_callback(lambda _: self._wake.set())
+        self._flights.append(_Flight(op, task, sent))
+
+    async def _execute(
+        self, op: Op, job: Job, after: asyncio.Future[None] | None, sent: asyncio.Future[None]
+    ) -> Result:
+        try:
+            if after is not None:
+                await asyncio.shield(after)
+            async with self.place.training.place(self.user_id, op.cost):
+                answer = self.place.worker.post(
+                    job, lambda event: _note(op, event), generation=self.generation
+                )
+                sent.set_result(None)
+                op.started_at = time.time()
+                return await answer
+        finally:
+            if not sent.done():
+                sent.set_result(None)
+
+    async def _publish_head(self) -> None:
+        flight = self._flights[0]
+        while not flight.task.done():
+            self._wake.clear()
+            await self._fill()
+            if not flight.task.done():
+                await self._wake.wait()
+        op = flight.op
+        try:
+            result = flight.task.result()
+        except WorkerLostError:
+            raise
+        except InvalidInputError as exc:
+            outcome = Outcome(error=str(exc), category="user")
+        except EngineError as exc:
+            await self._distrust(op, exc)
+            return
+        else:
+            await self._conclude(op, result)
+            return
+        self._flights.popleft()
+        self._settle(op, outcome)
+
+    async def _conclude(self, op: Op, result: Result) -> None:
+        compute_s = time.time() - op.started_at
+        if op.mode == "replay":
+            self._flights.popleft()
+            self._retire(op)
+            self.snapshot_due = self.recovery.note(self, op, compute_s) or self.snapshot_due
+            return
+        try:
+            outcome = await self.operations.conclude(op, result)
+        except InvalidInputError as exc:
+            outcome = Outcome(error=str(exc), category="user")
+        self._flights.popleft()
+        if outcome.ok and self.recovery.note(self, op, compute_s):
+            self.snapshot_due = True
+        if self.snapshot_due and self.operations.is_barrier(op):
+            # Loading depends on a checkpoint its owner may delete as soon as the result is out.
+            self.operations.record(op, outcome)
+            self.applied_seq = op.seq_id
+            await self._snapshot()
+        self._settle(op, outcome)
+
+    async def _snapshot(self) -> None:
+        self.snapshot_due = False
+        await self.recovery.snapshot(self)
+
+    # ------------------------------------------------------------------------ ends
+
+    def _settle(self, op: Op, outcome: Outcome) -> None:
+        """Publish an outcome and move on to the next number."""
+        self._retire(op)
+        if op.mode != "run":
+            return
+        if op.seq_id == 0 and not outcome.ok:
+            self.broken = f"{self.model_id} was never created: {outcome.error}"
+        self.operations.record(op, outcome)
+        if op.promise is not None:
+            op.promise.settle(outcome)
+
+    def _retire(self, op: Op) -> None:
+        self.ops.pop(op.seq_id, None)
+        self.next_seq = op.seq_id + 1
+        self.applied_seq = max(self.applied_seq, op.seq_id)
+        self.used_at = time.monotonic()
+
+    async def _distrust(self, op: Op, exc: EngineError) -> None:
+        """The engine failed in the middle: this op has failed, and the state is restored."""
+        self._flights.popleft()
+        self._settle(op, Outcome(error=str(exc), category="server"))
+        self.generation = -1
+        await self._take_back(blame=False)
+
+    async def _take_back(self, *, blame: bool) -> None:
+        """Give up everything sent and not published; it will be sent again."""
+        flights = list(self._flights)
+        await self._land_all()
+        for flight in flights:
+            op = flight.op
+            if blame and op.started_at and not _ended_well(flight.task):
+                op.attempts += 1
+            op.started_at, op.progress = 0.0, ""
+            if op.attempts >= MAX_ATTEMPTS:
+                self._blame(op)
+
+    def _blame(self, op: Op) -> None:
+        message = f"The worker died {op.attempts} times while it ran this request; it was given up."
+        logger.error("%s: %s", op.request_id, message)
+        outcome = Outcome(error=message, category="server")
+        if op.mode == "run":
+            self.operations.record(op, outcome)
+            if op.promise is not None:
+                op.promise.settle(outcome)
+        op.mode = "skip"
+
+    async def _land_all(self) -> None:
+        flights, self._flights = list(self._flights), deque()
+        for flight in flights:
+            flight.task.cancel()
+        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+
+    def _fail_all(self, outcome: Outcome) -> None:
+        for op in [self.ops[seq_id] for seq_id in sorted(self.ops)]:
+            self._settle(op, outcome)
+
+    # ------------------------------------------------------------------------ gaps
+
+    def _watch_gap(self) -> None:
+        has_gap = bool(self.ops) and self.next_seq not in self.ops and self._task is None
+        if not has_gap and self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
+        elif has_gap and self._gap_timer is None:
+            loop = asyncio.get_running_loop()
+            self._gap_timer = loop.call_later(self.gap_limit_s, self._fail_gap)
+
+    def _fail_gap(self) -> None:
+        self._gap_timer = None
+        if not self.ops or self.next_seq in self.ops:
+            return
+        missing = [n for n in range(self.next_seq, min(self.ops)) if n not in self.ops]
+        shown = ", ".join(str(n) for n in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        self._fail_all(
+            Outcome(
+                error=f"seq_id {shown} of {self.model_id} did not arrive within "
+                f"{self.gap_limit_s:g} s, so the requests after it were not run. "
+                "Number requests without gaps, and send this one again under a new number.",
+                category="user",
+            )
+        )
+
+
+def _note(op: Op, event: Event) -> None:
+    if isinstance(event, Progress):
+        op.progress = event.text
+
+
+def _ended_well(task: asyncio.Task[Result]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

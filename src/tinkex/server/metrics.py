@@ -1,0 +1,86 @@
+"""What operators watch: requests, latencies, queues, promises and workers, in Prometheus text.
+
+Counters are plain integers updated on the event loop; gauges are read when asked for. Nothing here
+names a user, a session or a model, so the cardinality stays small and no secret can leak.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+if TYPE_CHECKING:
+    from tinkex.server.service import Service
+
+_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class Metrics:
+    """One registry per app, so that several apps live in one process."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "tinkex_http_requests",
+            "Requests answered",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        self._latency = Histogram(
+            "tinkex_http_seconds",
+            "Time to answer, polls included",
+            ["route"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._telemetry = Counter(
+            "tinkex_client_events", "Events clients reported", ["severity"], registry=self._registry
+        )
+        self._gauges = {
+            name: Gauge(f"tinkex_{name}", text, registry=self._registry)
+            for name, text in (
+                ("promises", "Promises in memory"),
+                ("lanes", "Models with state or requests in memory"),
+                ("queued_samples", "Samples waiting for a place"),
+                ("queued_training", "Training requests waiting for a place"),
+                ("workers_ready", "Workers that take jobs"),
+                ("worker_starts", "Worker processes started since the server started"),
+                ("uptime_seconds", "Seconds since the server started"),
+            )
+        }
+        self._started = time.monotonic()
+        self._children: dict[tuple[str, int], Any] = {}
+
+    def observe(self, route: str, status: int, seconds: float) -> None:
+        found = self._children.get((route, status))
+        if found is None:
+            found = self._children[(route, status)] = (
+                self._requests.labels(route, str(status)),
+                self._latency.labels(route),
+            )
+        found[0].inc()
+        found[1].observe(seconds)
+
+    def count_telemetry(self, events: Sequence[Any]) -> None:
+        known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        for event in events:
+            severity = event.get("severity") if isinstance(event, dict) else None
+            self._telemetry.labels(severity if severity in known else "unknown").inc()
+
+    def render(self, service: Service) -> bytes:
+        places = service.placement.places
+        values = {
+            "promises": len(service.promises),
+            "lanes": service.num_lanes,
+            "queued_samples": sum(place.sampling.num_waiting for place in places),
+            "queued_training": sum(place.training.num_waiting for place in places),
+            "workers_ready": sum(worker.is_ready for worker in service.workers),
+            "worker_starts": sum(worker.generation for worker in service.workers),
+            "uptime_seconds": time.monotonic() - self._started,
+        }
+        for name, value in values.items():
+            self._gauges[name].set(value)
+        return generate_latest(self._registry)

@@ -1,0 +1,209 @@
+"""Bring a model's state back after its worker or the whole server died.
+
+State is a snapshot plus the journal since: `restore` loads the one into the worker and queues the
+other in the lane, where it runs again in order, for its effect only. `snapshot` bounds how much
+there is to replay: it is made every so many state-changing requests or seconds of compute, and
+always after a checkpoint was loaded, because that checkpoint may be deleted later. Parking is a
+snapshot followed by letting go of the memory; coming back is the same restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tinkex.engine.jobs import AdapterResult, DropAdapterJob, Job, LoadAdapterJob, SaveAdapterJob
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.lanes import Lane, Op
+from tinkex.server.operations import FORCES_SNAPSHOT, MUTATES
+from tinkex.store import Op as Row
+from tinkex.store import Snapshot, Store
+
+logger = logging.getLogger(__name__)
+
+
+class StateKeeper:
+    def __init__(
+        self,
+        store: Store,
+        data_dir: Path,
+        *,
+        every_ops: int,
+        every_s: float,
+        revive: Callable[[Lane, Row], Op],
+    ) -> None:
+        self._store = store
+        self._root = data_dir / "state"
+        self._every_ops = every_ops
+        self._every_s = every_s
+        self._revive = revive  # makes an accepted row that has no promise yet runnable again
+        self._since: dict[str, tuple[int, float]] = {}
+
+    # ------------------------------------------------------------------------ restoring
+
+    async def restore(self, lane: Lane) -> None:
+        await self._store.call(self._store.flush)
+        snapshot = await self._store.call(self._store.models.get_snapshot, lane.model_id)
+        start = snapshot.seq_id if snapshot else -1
+        rows = await self._store.call(self._store.journal.since, lane.model_id, start)
+        generation = lane.place.worker.generation
+        try:
+            await self._run(lane, self._drop_job(lane), generation)
+            if snapshot is not None:
+                await self._run(lane, _load_job(lane, snapshot), generation)
+        except WorkerLostError:
+            raise
+        except (InvalidInputError, EngineError) as exc:
+            logger.exception("cannot restore %s", lane.model_id)
+            lane.broken = f"The state of {lane.model_id} could not be restored: {exc}"
+            await self._store.call(self._store.models.mark, lane.model_id, corrupted=True)
+        self._queue(lane, rows, start)
+        lane.generation = generation
+        self._since.pop(lane.model_id, None)
+        replays = sum(1 for op in lane.ops.values() if op.mode == "replay")
+        if replays:
+            logger.info("%s: replaying %d requests after %d", lane.model_id, replays, start)
+
+    async def open(self, lane: Lane) -> None:
+        """Queue what the journal holds for a lane that was just made; runs nothing by itself.
+
+        A lane whose requests all ended needs no worker yet: it restores when the next one comes.
+        """
+        snapshot = await self._store.call(self._store.models.get_snapshot, lane.model_id)
+        start = snapshot.seq_id if snapshot else -1
+        rows = await self._store.call(self._store.journal.since, lane.model_id, start)
+        ended = [row.seq_id for row in rows if row.state in ("done", "failed")]
+        lane.applied_seq = max([start, *ended])
+        for row in rows:
+            if row.state == "accepted":
+                lane.ops[row.seq_id] = self._revive(lane, row)
+            elif row.state == "refused" and row.seq_id > lane.applied_seq:
+                lane.ops[row.seq_id] = _skip(row.seq_id)
+        lane.next_seq = min([lane.applied_seq + 1, *lane.ops])
+
+    def _queue(self, lane: Lane, rows: Iterable[Row], start: int) -> None:
+        """Put what followed the snapshot back into the lane, up to what was published."""
+        by_seq = {row.seq_id: row for row in rows}
+        for seq_id in range(start + 1, lane.applied_seq + 1):
+            if seq_id in lane.ops and lane.ops[seq_id].mode == "run":
+                continue
+            row = by_seq.get(seq_id)
+            if row is not None and row.state == "done" and row.kind in MUTATES:
+                lane.ops[seq_id] = _replay(row)
+            else:
+                lane.ops[seq_id] = _skip(seq_id)
+        lane.next_seq = start + 1
+
+    # ------------------------------------------------------------------------ snapshots
+
+    def note(self, lane: Lane, op: Op, compute_s: float) -> bool:
+        if op.kind not in MUTATES:
+            return False
+        ops, seconds = self._since.get(lane.model_id, (0, 0.0))
+        ops, seconds = ops + 1, seconds + compute_s
+        self._since[lane.model_id] = (ops, seconds)
+        if op.kind in FORCES_SNAPSHOT and op.mode == "run":
+            return True
+        due = ops >= self._every_ops or seconds >= self._every_s
+        # After a step there are no gradients to save; wait for one, but not for ever.
+        return due and (op.kind == "optim_step" or ops >= 2 * self._every_ops)
+
+    async def snapshot(self, lane: Lane) -> None:
+        name = f"{lane.applied_seq}-{secrets.token_hex(4)}"
+        folder = self._root / lane.model_id.replace(":", "-") / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        job = SaveAdapterJob(
+            job_id=f"snapshot-{secrets.token_hex(8)}",
+            adapter_id=lane.model_id,
+            folder=str(folder),
+            with_optimizer=True,
+            with_gradients=True,
+        )
+        self._since.pop(lane.model_id, None)
+        try:
+            await self._run(lane, job, lane.generation)
+        except WorkerLostError:
+            raise
+        except (EngineError, InvalidInputError):
+            logger.exception("%s: no snapshot; the journal is kept instead", lane.model_id)
+            return
+        await self._adopt(lane, folder)
+
+    async def _adopt(self, lane: Lane, folder: Path) -> None:
+        snapshot = Snapshot(
+            model_id=lane.model_id,
+            seq_id=lane.applied_seq,
+            folder=str(folder),
+            created_at=time.time(),
+        )
+        before = await self._store.call(self._store.models.save_snapshot, snapshot)
+        after = before.seq_id if before else -1
+        self._store.journal.release_bodies(lane.model_id, snapshot.seq_id, after)
+        if before is not None and before.folder != snapshot.folder:
+            await asyncio.to_thread(shutil.rmtree, before.folder, ignore_errors=True)
+
+    async def park(self, lane: Lane) -> bool:
+        """Save the state and free its memory. False when the lane is busy."""
+        if lane.generation < 0:
+            return True
+        return await lane.run_alone(lambda: self._park(lane))
+
+    async def _park(self, lane: Lane) -> None:
+        generation = lane.generation
+        if generation != lane.place.worker.generation or not lane.place.worker.is_ready:
+            lane.generation = -1
+            return
+        try:
+            if self._since.get(lane.model_id) and not lane.broken:
+                await self.snapshot(lane)
+            await self._run(lane, self._drop_job(lane), generation)
+        except WorkerLostError:
+            pass
+        lane.generation = -1
+        logger.info("%s is parked", lane.model_id)
+
+    async def discard(self, lane: Lane) -> None:
+        """Forget a model's state for good, snapshot included."""
+        if lane.generation == lane.place.worker.generation and lane.place.worker.is_ready:
+            await self._run(lane, self._drop_job(lane), lane.generation)
+        lane.generation = -1
+        await self._store.call(self._store.models.drop_snapshot, lane.model_id)
+        folder = self._root / lane.model_id.replace(":", "-")
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _drop_job(self, lane: Lane) -> DropAdapterJob:
+        return DropAdapterJob(job_id=f"drop-{secrets.token_hex(8)}", adapter_id=lane.model_id)
+
+    async def _run(self, lane: Lane, job: Job, generation: int) -> None:
+        result = await lane.place.worker.post(job, generation=generation)
+        assert isinstance(result, AdapterResult)
+
+
+def _load_job(lane: Lane, snapshot: Snapshot) -> LoadAdapterJob:
+    return LoadAdapterJob(
+        job_id=f"restore-{secrets.token_hex(8)}",
+        adapter_id=lane.model_id,
+        base_model=lane.base_model,
+        folder=snapshot.folder,
+        with_optimizer=True,
+    )
+
+
+def _replay(row: Row) -> Op:
+    assert row.body is not None, f"{row.request_id} has no body and no snapshot covers it"
+    return Op(
+        seq_id=row.seq_id,
+        kind=row.kind,
+        request_id=row.request_id,
+        body=row.body,
+        mode="replay",
+    )
+
+
+def _skip(seq_id: int) -> Op:
+    return Op(seq_id=seq_id, kind="skip", request_id="", body=b"", mode="skip")

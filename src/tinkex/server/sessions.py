@@ -1,0 +1,92 @@
+"""Who is alive: sessions, their owners and their heartbeats.
+
+Heartbeats are the most frequent call and must never wait: owners and times are kept in memory, the
+store hears of them about once a second. A session that falls silent is reported once, so that its
+models can be parked; it comes back by itself with its next call.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tinkex.server import decode
+from tinkex.server.problems import ApiError
+from tinkex.store import Session, Store, User
+
+MAX_CACHED = 100_000
+
+
+class Sessions:
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._known: OrderedDict[str, Session] = OrderedDict()
+        self._seen: dict[str, float] = {}
+
+    async def create(self, user: User, body: Mapping[str, Any]) -> Session:
+        now = time.time()
+        tags = body.get("tags")
+        session = Session(
+            session_id=str(uuid.uuid4()),
+            user_id=user.user_id,
+            created_at=now,
+            last_heartbeat=now,
+            tags=[str(tag) for tag in tags] if isinstance(tags, list) else [],
+            user_metadata=decode.mapping(body, "user_metadata") or {},
+            display_name=decode.optional_text(body, "display_name"),
+            project_id=decode.optional_text(body, "project_id"),
+            sdk_version=decode.text(body, "sdk_version", default="unknown"),
+            status={"type": "active"},
+        )
+        await self._store.call(self._store.sessions.create, session)
+        self._remember(session)
+        return session
+
+    async def owned(self, user: User, session_id: str) -> Session:
+        """A session of the caller's own; a foreign one is a 404 like an absent one."""
+        session = self._known.get(session_id)
+        if session is None:
+            session = await self._store.call(self._store.sessions.get, session_id)
+            if session is not None:
+                self._remember(session)
+        if session is None or session.user_id != user.user_id:
+            raise ApiError(404, f"No session {session_id!r} of yours; create one first.")
+        return session
+
+    async def heartbeat(self, user: User, session_id: str) -> None:
+        """Note a sign of life.
+
+        Raises:
+            ApiError: 410 when the session was finished; the client stops beating then.
+        """
+        session = await self.owned(user, session_id)
+        if session.status.get("type") != "active":
+            raise ApiError(410, f"Session {session_id!r} is finished.")
+        self.touch(session_id)
+
+    def touch(self, session_id: str) -> None:
+        if session_id:
+            self._seen[session_id] = self._clock()
+            self._store.sessions.heartbeat(session_id)
+
+    def forget(self, session_id: str) -> None:
+        """Read it from the store again: its status or project changed."""
+        self._known.pop(session_id, None)
+
+    def fell_silent(self, silence_s: float) -> list[str]:
+        """Sessions without a sign of life for that long, each reported once per silence."""
+        limit = self._clock() - silence_s
+        silent = [session_id for session_id, seen in self._seen.items() if seen < limit]
+        for session_id in silent:
+            del self._seen[session_id]
+        return silent
+
+    def _remember(self, session: Session) -> None:
+        self._known[session.session_id] = session
+        self._seen.setdefault(session.session_id, self._clock())
+        while len(self._known) > MAX_CACHED:
+            self._known.popitem(last=False)
