@@ -25,6 +25,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.checkpoints import TinkerPath, check_name, folder_size
 from tinkex.server.exchange import read_body, service_of
+from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text
 from tinkex.server.service import Service
 from tinkex.store import Checkpoint, Model, Session, User
@@ -38,8 +39,10 @@ MAX_FILES = 64
 async def import_checkpoint(
     request: Request, user: CurrentUser, name: Text = "imported", base_model: Text | None = None
 ) -> dict[str, Any]:
-    service = service_of(request)
     check_name(name)
+    if getattr(request.app.state, "service", None) is None:
+        raise ApiError(503, "No worker runs here that could check the adapter.")
+    service = service_of(request)
     body = await read_body(request)
     target = TinkerPath(f"{uuid.uuid4()}:train:0", "weights", name)
     folder = service.shelf.new_folder(target)
