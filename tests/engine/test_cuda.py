@@ -105,3 +105,95 @@ def test_shapes_the_kernels_do_not_know_are_left_to_the_plain_decoder():
     assert can_fuse(FAMILIES["qwen3"])
     assert not can_fuse(config(head_size=80))
     assert not can_fuse(config(mlp_bias=True))
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def generate(kind, dtype, prompts, *, adapters=(), max_tokens=24, **options):
+    from tinkex.engine import jobs
+    from tinkex.engine.sampler import Sampler, SamplerConfig
+
+    cfg = FAMILIES["qwen3"]
+    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
+    sampler = Sampler(decoder, SamplerConfig(kv_bytes=64 << 20, max_pass_tokens=64))
+    makers = adapters or [None] * len(prompts)
+    known = {make: make(decoder) for make in makers if make}
+    ends = {}
+    for number, (prompt, make) in enumerate(zip(prompts, makers, strict=True)):
+        lora = known.get(make)
+        job = jobs.SampleJob(
+            job_id=str(number),
+            base_model="m",
+            adapter_folder=f"f{id(lora)}" if lora else None,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_tokens=(),
+            **options,
+        )
+        sampler.add(job, lora, lambda event: ends.setdefault(event.job_id, event))
+    while sampler.has_work:
+        sampler.step()
+    return [ends[str(number)].result.sequences[0] for number in range(len(prompts))]
+
+
+def noisy_adapter(rank, seed):
+    def make(decoder):
+        adapter = fresh_adapter(
+            decoder.targets,
+            rank=rank,
+            alpha=16.0,
+            kinds=["attn", "mlp", "unembed"],
+            seed=seed,
+            device="cuda",
+        )
+        generator = torch.Generator().manual_seed(seed)
+        for _, _, b_Or in adapter.modules():
+            b_Or.data.copy_(torch.randn(b_Or.shape, generator=generator) * 0.02)
+        return adapter.frozen_copy()
+
+    return make
+
+
+def score(kind, dtype, make, prompt, sequence):
+    """Logprobs of a sampled sequence by one pass over all of it."""
+    cfg = FAMILIES["qwen3"]
+    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
+    tokens = torch.cat([torch.as_tensor(prompt), torch.as_tensor(sequence.tokens).long()]).cuda()
+    lora = LoraBatch([Span(0, len(tokens), make(decoder))]) if make else None
+    with torch.no_grad():
+        hidden = decoder.forward(
+            tokens, torch.arange(len(tokens)).cuda(), PackedCausal([0, len(tokens)]), lora
+        )
+        logprobs = decoder.head(hidden, lora).log_softmax(-1)
+    picked = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
+    return picked[len(prompt) - 1 :].cpu()
+
+
+def check_against_the_trainer(adapters, **options):
+    """Graph decoding may be as far from fp32 as the plain bf16 decoder is, and half again."""
+    sequences = generate(CudaDecoder, torch.bfloat16, PROMPTS, adapters=adapters, **options)
+    for prompt, make, sequence in zip(
+        PROMPTS, adapters or [None] * len(PROMPTS), sequences, strict=True
+    ):
+        assert len(sequence.tokens) == 24
+        truth = score(Decoder, torch.float32, make, prompt, sequence)
+        plain = score(Decoder, torch.bfloat16, make, prompt, sequence)
+        ours = (torch.as_tensor(sequence.logprobs) - truth).abs().mean().item()
+        noise = (plain - truth).abs().mean().item()
+        print(f"sampler {ours:.4f}, plain bf16 {noise:.4f}")
+        assert ours < 1.5 * noise + 0.005
+
+
+PROMPTS = [torch.arange(n).numpy() * 7 % 512 for n in (3, 100, 17, 64, 40)]
+
+
+def test_graph_decoding_agrees_with_the_trainer_for_a_mix_of_adapters():
+    """Sampler and trainer share weights and kernels: they differ by bf16's noise only."""
+    adapters = [None, noisy_adapter(8, 1), noisy_adapter(32, 2), None, noisy_adapter(4, 3)]
+    check_against_the_trainer(adapters, seed=5)
+
+
+@pytest.mark.parametrize("adapters", [(), (noisy_adapter(8, 1),) * 5], ids=["base", "one-adapter"])
+def test_greedy_graph_decoding_agrees_with_the_trainer(adapters):
+    check_against_the_trainer(adapters, temperature=0.0)

@@ -1,0 +1,325 @@
+"""Training and sampling at Qwen3-8B shape on one GPU: ours against peft + transformers.
+
+    python benchmarks/gpu.py [--no-bar] [--write] [--only train,tenants,sample]
+
+Random weights, bf16, rank 32 on every linear of the layers (the peer's users do not adapt the head,
+so neither do we here). Ours and the peer run in one process, one after the other on a freed GPU:
+two 16 GB models and their activations do not fit side by side. The rooflines are measured first, on
+the same card: bf16 matrix products and device copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import report
+
+from tinkex.engine import jobs
+from tinkex.engine.fused import CudaDecoder
+from tinkex.engine.models import ModelConfig, RopeConfig
+from tinkex.engine.sampler import Sampler, SamplerConfig
+from tinkex.engine.trainer import Trainer
+from tinkex.engine.weights import RandomWeights
+
+SHAPE = ModelConfig(
+    arch="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    mlp_size=12288,
+    norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6),
+    max_context_length=40960,
+    qk_norm=True,
+)
+BASE = "qwen3-8b-shape"
+RANK = 32
+GIB = 2**30
+
+
+def num_weights() -> int:
+    """Weights that take part in a matrix product: everything but the embedding."""
+    d, q = SHAPE.hidden_size, SHAPE.num_heads * SHAPE.head_size
+    kv = SHAPE.num_kv_heads * SHAPE.head_size
+    layer = d * (q + 2 * kv) + q * d + 3 * d * SHAPE.mlp_size
+    return SHAPE.num_layers * layer + d * SHAPE.vocab_size
+
+
+def seconds(step: Callable[[], object], repeats: int) -> float:
+    """Median wall time of a step, the device's work included, after one warm-up."""
+    step()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def rooflines() -> tuple[float, float]:
+    """(bf16 FLOP/s of a large product on random data, bytes/s of a copy, read plus written)."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    flops = 2 * 8192**3 / seconds(lambda: [a @ a for _ in range(20)], 3) * 20
+    x = torch.empty(2 << 30, device="cuda", dtype=torch.uint8)
+    bandwidth = 2 * x.numel() / seconds(lambda: [x.clone() for _ in range(10)], 3) * 10
+    free()
+    return flops, bandwidth
+
+
+# ---------------------------------------------------------------------- training
+
+
+def datums(lengths: list[int]) -> tuple[jobs.TrainDatum, ...]:
+    rng = np.random.default_rng(0)
+    made = []
+    for length in lengths:
+        tokens = rng.integers(0, SHAPE.vocab_size, length + 1)
+        weights = np.ones(length, dtype=np.float32)
+        inputs = {"target_tokens": tokens[1:], "weights": weights}
+        made.append(jobs.TrainDatum(tokens=tokens[:-1], inputs=inputs))
+    return tuple(made)
+
+
+def our_trainer(num_adapters: int) -> Trainer:
+    decoder = CudaDecoder(SHAPE, RandomWeights(SHAPE, device="cuda"), device="cuda")
+    trainer = Trainer(decoder, base_model=BASE)
+    for number in range(num_adapters):
+        lora = jobs.LoraSpec(rank=RANK, seed=number, train_unembed=False)
+        trainer.create(
+            jobs.CreateAdapterJob(job_id="", adapter_id=f"a{number}", base_model=BASE, lora=lora)
+        )
+    return trainer
+
+
+def our_step(trainer: Trainer, batches: list[tuple[jobs.TrainDatum, ...]]) -> None:
+    todo = [
+        jobs.TrainJob(job_id="", adapter_id=f"a{i}", data=data, loss_fn="cross_entropy")
+        for i, data in enumerate(batches)
+    ]
+    for result in trainer.train(todo):
+        if isinstance(result, Exception):
+            raise result
+    for job in todo:
+        params = jobs.AdamParams(learning_rate=1e-5)
+        trainer.optim(jobs.OptimJob(job_id="", adapter_id=job.adapter_id, params=params))
+
+
+def our_train_seconds(data: tuple[jobs.TrainDatum, ...]) -> float:
+    trainer = our_trainer(1)
+    torch.cuda.reset_peak_memory_stats()
+    return seconds(lambda: our_step(trainer, [data]), 5)
+
+
+def train_figures(flops: float) -> list[report.Figure]:
+    tokens, data = 8 * 2048, datums([2048] * 8)
+    ours = tokens / our_train_seconds(data)
+    peak = torch.cuda.max_memory_allocated() / GIB
+    free()
+    peer = tokens / peer_train_seconds(data)
+    free()
+    # A frozen weight costs one product forward and one backward (its input's gradient): 4 FLOP.
+    achieved = ours * 4 * num_weights()
+    return [
+        report.Figure(
+            name="gpu_train_8x2048",
+            ours=ours,
+            peer=peer,
+            unit="tokens/s",
+            bar=1.4,
+            note=f"{achieved / 1e12:.0f} TFLOP/s in matrix products, {achieved / flops:.0%} of "
+            f"the card's {flops / 1e12:.0f}",
+        ),
+        report.Figure(name="gpu_train_peak_memory", ours=peak, unit="GiB", bar=70),
+    ]
+
+
+def tenant_seconds(num: int) -> tuple[float, float]:
+    """(all tenants in one call, one tenant after the other), each with its optimizer step."""
+    trainer, data = our_trainer(num), datums([128])
+
+    def one_by_one() -> None:
+        for number in range(num):
+            job = jobs.TrainJob(
+                job_id="", adapter_id=f"a{number}", data=data, loss_fn="cross_entropy"
+            )
+            trainer.train([job])
+            params = jobs.AdamParams(learning_rate=1e-5)
+            trainer.optim(jobs.OptimJob(job_id="", adapter_id=f"a{number}", params=params))
+
+    return seconds(lambda: our_step(trainer, [data] * num), 5), seconds(one_by_one, 3)
+
+
+def tenant_figures() -> list[report.Figure]:
+    together, alone = tenant_seconds(16)
+    free()
+    return [
+        report.Figure(
+            name="gpu_16_tenants_packed", ours=16 * 128 / together, peer=16 * 128 / alone,
+            unit="tokens/s", bar=4.0, note="peer: the same work, ours too, one tenant at a time",
+        )
+    ]  # fmt: skip
+
+
+def peer_model() -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=SHAPE.vocab_size,
+        hidden_size=SHAPE.hidden_size,
+        num_hidden_layers=SHAPE.num_layers,
+        num_attention_heads=SHAPE.num_heads,
+        num_key_value_heads=SHAPE.num_kv_heads,
+        head_dim=SHAPE.head_size,
+        intermediate_size=SHAPE.mlp_size,
+        max_position_embeddings=SHAPE.max_context_length,
+        tie_word_embeddings=False,
+    )
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.to(torch.bfloat16)
+
+
+def peer_train_seconds(data: tuple[jobs.TrainDatum, ...]) -> float:
+    from peft import LoraConfig, get_peft_model
+
+    # bf16 adapters: faster for the peer than its fp32 default, which does not fit the card here.
+    model = get_peft_model(
+        peer_model(),
+        LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear"),
+        autocast_adapter_dtype=False,
+    )
+    model.train()
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-5)
+    tokens = torch.tensor(np.stack([datum.tokens for datum in data]), device="cuda")
+    targets = torch.tensor(np.stack([d.inputs["target_tokens"] for d in data]), device="cuda")
+
+    def step() -> None:
+        # Logits a row at a time: the whole batch's would need 10 GB on their own.
+        hidden = model.base_model.model.model(input_ids=tokens).last_hidden_state
+        head = model.base_model.model.lm_head
+        loss = sum(
+            torch.nn.functional.cross_entropy(head(h).float(), t, reduction="sum")
+            for h, t in zip(hidden, targets, strict=True)
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return seconds(step, 3)
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def our_sampler() -> Sampler:
+    decoder = CudaDecoder(SHAPE, RandomWeights(SHAPE, device="cuda"), device="cuda")
+    return Sampler(decoder, SamplerConfig(kv_bytes=40 * GIB, max_pass_tokens=8192))
+
+
+def our_decode(sampler: Sampler, batch: int, prompt: int, new: int) -> tuple[float, float]:
+    """(decode steps only, the whole of prefill and decode) in tokens per second."""
+    rng = np.random.default_rng(1)
+    ends: list[object] = []
+    for number in range(batch):
+        sampler.add(
+            jobs.SampleJob(
+                job_id=f"{batch}-{number}-{time.monotonic_ns()}",
+                base_model=BASE,
+                adapter_folder=None,
+                prompt=rng.integers(0, SHAPE.vocab_size, prompt),
+                max_tokens=new,
+                stop_tokens=(),
+            ),
+            None,
+            ends.append,
+        )
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    steady, steps = began, 0
+    while sampler.has_work:
+        computed = sampler.step()
+        if computed == batch and steps == 0:
+            steady = time.perf_counter()
+        steps += computed == batch
+    ended = time.perf_counter()
+    assert len(ends) == batch
+    return batch * (steps - 1) / (ended - steady), batch * new / (ended - began)
+
+
+def sample_figures(bandwidth: float) -> list[report.Figure]:
+    sampler = our_sampler()
+    our_decode(sampler, 128, 512, 8)  # record the graphs
+    decode, whole = our_decode(sampler, 128, 512, 256)
+    our_decode(sampler, 1, 512, 8)
+    single, _ = our_decode(sampler, 1, 512, 128)
+    del sampler
+    free()
+    model = peer_model().eval()
+    prompts = torch.randint(0, SHAPE.vocab_size, (128, 512), device="cuda")
+    peer = 128 * 64 / peer_generate_seconds(model, prompts, 64)
+    peer_single = 64 / peer_generate_seconds(model, prompts[:1], 64)
+    del model
+    free()
+    kv = 128 * 640 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_size * 2
+    limit = 128 / ((2 * num_weights() + kv) / bandwidth)
+    return [
+        report.Figure(
+            name="gpu_decode_batch_128", ours=decode, peer=peer, unit="tokens/s", bar=8.0,
+            note=f"{decode / limit:.0%} of what reading weights and KV once a step allows "
+            f"({limit:.0f}); prefill included: {whole:.0f}",
+        ),
+        report.Figure(name="gpu_decode_floor_128", ours=decode, unit="tokens/s", bar=8500),
+        report.Figure(
+            name="gpu_decode_batch_1", ours=single, peer=peer_single, unit="tokens/s",
+            note=f"{single / (bandwidth / 2 / num_weights()):.0%} of the roofline",
+        ),
+        report.Figure(name="gpu_decode_floor_1", ours=single, unit="tokens/s", bar=60),
+    ]  # fmt: skip
+
+
+@torch.inference_mode()
+def peer_generate_seconds(model: torch.nn.Module, prompts: torch.Tensor, new: int) -> float:
+    options = {"do_sample": True, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    mask = torch.ones_like(prompts)
+    return seconds(lambda: model.generate(prompts, attention_mask=mask, **options), 1)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--only", default="train,tenants,sample")
+    only = parser.parse_known_args()[0].only.split(",")
+    if not torch.cuda.is_available():
+        print("benchmarks/gpu.py needs a CUDA device; there is none here", file=sys.stderr)
+        return 2
+    flops, bandwidth = rooflines()
+    figures: list[report.Figure] = []
+    figures += train_figures(flops) if "train" in only else []
+    figures += tenant_figures() if "tenants" in only else []
+    figures += sample_figures(bandwidth) if "sample" in only else []
+    return report.finish("gpu", figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
