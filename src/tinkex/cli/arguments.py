@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -45,7 +45,13 @@ def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) ->
 path_argument = click.argument("path", callback=check_tinker_path)
 
 
-class IsoMoment(click.ParamType):
+if TYPE_CHECKING:
+    _Moment = click.ParamType[datetime]
+else:  # Generic only since click 8.4.
+    _Moment = click.ParamType
+
+
+class IsoMoment(_Moment):
     """An ISO date or time; without a zone it is UTC."""
 
     name = "ISO"

@@ -35,7 +35,7 @@ def login(state: State) -> None:
     state.note(f"Create a key at {_link(url)}")
     key = click.prompt("API key", hide_input=True, err=True).strip()
     me = _me("GET", _base_url(state), key)
-    entry = {name: me[name] for name in ("name", "note", "details") if name in me}
+    entry: dict[str, Any] = {k: v for k, v in me.items() if k in ("name", "note", "details")}
     credentials.store_default_key(str(me["key_id"]), {"type": "manual", "key": key, **entry})
     click.echo(f"Logged in as {me['details']['user_details']['email']}.")
 

@@ -168,7 +168,7 @@ def download(state: State, path: str, output: Path | None, force: bool) -> None:
 @click.option("--ignore-pattern", multiple=True, help="Leave out files like this; repeatable.")
 @click.option("--no-model-card", is_flag=True, help="Write no README.md.")
 @pass_state
-def push_hf(state: State, path: str, public: bool, **options: Any) -> None:
+def push_hf(state: State, /, path: str, public: bool, **options: Any) -> None:
     """Push a checkpoint to the Hugging Face hub as a PEFT adapter."""
     from tinkex.cli.fetch import push_to_hub
 

@@ -30,12 +30,13 @@ def export(
     state: State, path: str, output: Path, merged: bool, base: str | None, force: bool
 ) -> None:
     """Write checkpoint PATH as a PEFT folder, or with --merged as a Hugging Face model."""
-    from tinkex.cli.fetch import fetch_folder, make_room
+    from tinkex.cli.fetch import fetch_folder, keep_adapter_only, make_room
 
     if base and not merged:
         raise click.UsageError("--base goes with --merged.")
     if not merged:
-        num_bytes = fetch_folder(state, path, output, force=force)
+        fetch_folder(state, path, output, force=force)
+        num_bytes = keep_adapter_only(output)
         _show(state, path, output, num_bytes, {"format": "peft"})
         return
     from tinkex.recipes.merge import merge_adapter

@@ -100,7 +100,7 @@ def open_sampler(service: ServiceClient, model: str | None) -> SamplingClient:
 
 def default_model(service: ServiceClient) -> str:
     names = [
-        model.model_name
+        str(model.model_name)
         for model in service.get_server_capabilities().supported_models
         if model.model_name and model.sampleable is not False
     ]

@@ -71,7 +71,7 @@ _LENGTH: tuple[tuple[str, Any, str], ...] = (
     ("--eval-every", int, "Steps between evaluations."),
 )
 @pass_state
-def sft(state: State, data: str, **options: Any) -> None:
+def sft(state: State, /, data: str, **options: Any) -> None:
     """Learn the answers in DATA: chat `messages` or prompt/completion rows, as JSONL, JSON, CSV
     or a Hugging Face dataset id."""
     from tinkex.recipes.sft import SftConfig
@@ -87,7 +87,7 @@ def sft(state: State, data: str, **options: Any) -> None:
 @click.argument("data")
 @_options(*_LENGTH, ("--beta", float, "Hold on the reference; larger moves less."))
 @pass_state
-def dpo(state: State, data: str, **options: Any) -> None:
+def dpo(state: State, /, data: str, **options: Any) -> None:
     """Prefer `chosen` over `rejected` in the rows of DATA."""
     from tinkex.recipes.dpo import DpoConfig
     from tinkex.recipes.dpo import train as run
@@ -114,7 +114,7 @@ def dpo(state: State, data: str, **options: Any) -> None:
     ),
 )
 @pass_state
-def rl(state: State, reward: str, prompts: str | None, **options: Any) -> None:
+def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> None:
     """Raise the reward of REWARD, a Python function named FILE.py:FUNCTION.
 
     It is called as reward(completion, row) and returns a number; row is the prompt's row.

@@ -334,7 +334,7 @@ def datum(
     return item
 
 
-def _tensor(array: Any, dtype: pb.DType.ValueType) -> pb.Tensor:
+def _tensor(array: Any, dtype: pb.DType) -> pb.Tensor:
     return pb.Tensor(dense=array.tobytes(), dtype=dtype, shape=list(array.shape))
 
 

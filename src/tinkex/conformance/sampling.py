@@ -60,7 +60,7 @@ def greedy(probe: Probe) -> None:
 
 @check("6.1", "a seed repeats a sample, and samples of one request differ")
 def seeds(probe: Probe) -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "num_samples": 4,
         "sampling_params": {"seed": 7, "max_tokens": 12, "temperature": 1.0, "stop": []},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -250,7 +251,7 @@ def custom_loss(probe: Probe) -> None:
     flags = probe.ask("POST", "client/config", {"sdk_version": "0.36.0"})
     if not flags.get("custom_loss_server_side"):
         raise Unsupported("custom_loss_server_side is off")
-    node = {"kwargs": {}}
+    node: dict[str, Any] = {"kwargs": {}}
     graph = {
         "format": 1,
         "nodes": [

@@ -269,7 +269,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as text:
         reader = csv.DictReader(text, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
         for row in reader:
-            extra = row.pop(None, None)  # type: ignore[call-overload]
+            extra = row.pop(None, None)
             if extra is not None:
                 yield reader.line_num, _wrong(f"{len(extra)} more cells than the header has names")
             else:

@@ -150,7 +150,7 @@ def _style(tokenizer: Any) -> Literal["template", "chatml", "plain"]:
 
 def _special_tokens(tokenizer: Any) -> frozenset[str]:
     listed = getattr(tokenizer, "all_special_tokens", None) or ()
-    added = getattr(tokenizer, "get_added_vocab", dict)()
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     return frozenset(str(token) for token in (*listed, *added) if len(str(token)) > 2)
 
 

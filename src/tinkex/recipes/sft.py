@@ -134,4 +134,4 @@ def mean_loss(training: TrainingClient, examples: Sequence[Rendered]) -> float:
     """Loss per learned token, without training on it."""
     num_learned = sum(example.num_learned for example in examples)
     data = [example.datum(1 / num_learned) for example in examples]
-    return training.forward(data, "cross_entropy").result().metrics["loss:sum"]
+    return float(training.forward(data, "cross_entropy").result().metrics["loss:sum"])
