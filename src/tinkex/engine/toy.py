@@ -120,7 +120,9 @@ class ToyEngine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(self._something_to_do, timeout=self._idle_s())
+                if not self._something_to_do():
+                    # One wait per round: what arrives may be due later than what was waited for.
+                    self._wake.wait(timeout=self._idle_s())
                 cancelled = list(self._live if self._closed else self._cancelled)
                 self._cancelled.clear()
                 dropped = {job_id: self._live.pop(job_id) for job_id in cancelled}
