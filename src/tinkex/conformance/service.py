@@ -19,13 +19,7 @@ def error_body(probe: Probe) -> None:
 
 @check("1.6", "a 400 has a Content-Length above 0 and is not compressed")
 def whole_400(probe: Probe) -> None:
-    answer = probe.call(
-        "POST",
-        "create_sampling_session",
-        {"session_id": probe.session_id, "sampling_session_seq_id": 10**6, "base_model": "no/such"},
-    )
-    if answer.status_code != 400:
-        answer = probe.call("POST", "create_session", {"tags": 7})
+    answer = probe.call("POST", "weights_info", {"tinker_path": "not-a-tinker-path"})
     if answer.status_code != 400:
         raise Unsupported(f"no 400 could be provoked, got {answer.status_code}")
     length = int(answer.headers.get("content-length", 0))

@@ -80,7 +80,8 @@ async def detach(request: Request, user: CurrentUser) -> Response:
 @api.post("/client/config")
 async def client_config(request: Request, user: CurrentUser) -> Response:
     await read_json(request)
-    return answer(CLIENT_CONFIG)
+    traced = service_of(request).config.engine != "toy"
+    return answer({**CLIENT_CONFIG, "custom_loss_server_side": traced})
 
 
 @api.post("/client/dynamic_config")

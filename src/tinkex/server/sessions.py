@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tinkex.errors import InvalidInputError
 from tinkex.server import decode
 from tinkex.server.problems import ApiError
 from tinkex.store import Session, Store, User
@@ -29,13 +30,15 @@ class Sessions:
 
     async def create(self, user: User, body: Mapping[str, Any]) -> Session:
         now = time.time()
-        tags = body.get("tags")
+        tags = body.get("tags") or []
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            raise InvalidInputError(f"must be a list of texts, got {tags!r:.80}", path="tags")
         session = Session(
             session_id=str(uuid.uuid4()),
             user_id=user.user_id,
             created_at=now,
             last_heartbeat=now,
-            tags=[str(tag) for tag in tags] if isinstance(tags, list) else [],
+            tags=tags,
             user_metadata=decode.mapping(body, "user_metadata") or {},
             display_name=decode.optional_text(body, "display_name"),
             project_id=decode.optional_text(body, "project_id"),
