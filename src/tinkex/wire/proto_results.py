@@ -147,9 +147,7 @@ def _read_alternatives(message: Any) -> PromptAltTokens | None:
 
 
 def encode_pass(output: ForwardBackwardOutput) -> bytes:
-    message = pb.ForwardBackwardOutput(
-        loss_fn_output_type=output.loss_fn_output_type or ARRAY_RECORD
-    )
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type)
     # One record per run of datums whose tensors agree in name, dtype and trailing shape.
     for layout, group in groupby(output.loss_fn_outputs, key=_layout):
         _fill_record(message.loss_fn_outputs.add(), layout, list(group))
@@ -188,7 +186,9 @@ def decode_pass(content: bytes) -> ForwardBackwardOutput:
         message = pb.ForwardBackwardOutput.FromString(content)
     except DecodeError as exc:
         raise WireError(f"the body is not a valid ForwardBackwardOutput: {exc}") from exc
-    kind = message.loss_fn_output_type.rpartition(":")[2] or ARRAY_RECORD
+    kind = message.loss_fn_output_type.rpartition(":")[2]
+    if not kind and not message.loss_fn_outputs:
+        kind = ARRAY_RECORD
     outputs: list[LossFnOutput] = []
     names: set[str] | None = None
     for index, record in enumerate(message.loss_fn_outputs):

@@ -61,9 +61,8 @@ def _plain_pass(output: ForwardBackwardOutput) -> dict[str, Any]:
     outputs = [
         {name: tensor.to_dict() for name, tensor in item.items()} for item in output.loss_fn_outputs
     ]
-    kind = output.loss_fn_output_type or proto_results.ARRAY_RECORD
     return {
-        "loss_fn_output_type": kind,
+        "loss_fn_output_type": output.loss_fn_output_type,
         "loss_fn_outputs": outputs,
         "metrics": output.metrics,
     }
