@@ -21,6 +21,17 @@ ENV_PREFIX = "TINKEX_"
 ENGINES = ("torch", "toy")
 _SECRET_FIELDS = frozenset({"api_keys", "database"})
 
+_MAY_BE_ZERO = frozenset(
+    {
+        "port",
+        "parent_pid",
+        "until_idle_s",
+        "result_grace_s",
+        "toy_latency_s",
+        "toy_token_latency_s",
+    }
+)
+
 # Variables with our prefix that belong to the SDK or to one process, not to the server's config.
 _FOREIGN_ENV = frozenset(
     {
@@ -63,6 +74,11 @@ class ServerConfig:
     """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`; the log goes to stderr."""
+
+    toy_latency_s: float = 0.0
+    """Artificial time per job of the toy engine."""
+    toy_token_latency_s: float = 0.0
+    """Artificial time per token of the toy engine."""
 
     until_idle_s: float = 0.0
     """End the server once no client was seen for this many seconds; 0 means never."""
@@ -116,8 +132,7 @@ class ServerConfig:
             value = getattr(self, spec.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            zero_is_fine = spec.name in ("port", "parent_pid", "until_idle_s", "result_grace_s")
-            if value < 0 or (value == 0 and not zero_is_fine):
+            if value < 0 or (value == 0 and spec.name not in _MAY_BE_ZERO):
                 raise ConfigError(f"{spec.name} must be positive, got {value}.")
 
     def _check_names(self) -> None:

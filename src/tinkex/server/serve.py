@@ -144,6 +144,8 @@ def make_workers(config: ServerConfig) -> list[ProcessWorker]:
                 models=config.models,
                 data_dir=str(config.data_dir),
                 log_level=config.log_level,
+                toy_latency_s=config.toy_latency_s,
+                toy_token_latency_s=config.toy_token_latency_s,
             ),
             name=f"worker-{index}",
             start_timeout_s=config.worker_start_timeout_s,
@@ -198,6 +200,9 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     "--until-idle", "until_idle_s", type=float, help="End after SECONDS without a client."
 )
 @click.option("--parent-pid", type=int, help="A process that counts as a client while it lives.")
+@click.option("--snapshot-every", "snapshot_every_ops", type=int, help="Requests per snapshot.")
+@click.option("--toy-latency", "toy_latency_s", type=float, help="Seconds per job of the toy.")
+@click.option("--toy-token-latency", "toy_token_latency_s", type=float, help="Seconds per token.")
 @click.option("--log-level", help="debug, info, warning or error.")
 def serve(file: Path | None, **flags: Any) -> None:
     """Serve the Tinker API from this machine."""

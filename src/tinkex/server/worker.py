@@ -36,6 +36,8 @@ class WorkerSpec:
     models: tuple[str, ...] = ()
     data_dir: str = ""
     log_level: str = "info"
+    toy_latency_s: float = 0.0
+    toy_token_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,16 @@ class FrameSocket:
 
 def build_engine(spec: WorkerSpec) -> Engine:
     if spec.engine == "toy":
-        from tinkex.engine.toy import ToyEngine
+        from tinkex.engine.toy import ToyConfig, ToyEngine
 
-        return ToyEngine()
+        return ToyEngine(
+            ToyConfig(
+                models=frozenset(spec.models) or None,
+                latency_s=spec.toy_latency_s,
+                token_latency_s=spec.toy_token_latency_s,
+                deterministic=spec.deterministic,
+            )
+        )
     from tinkex.engine.engine import EngineConfig, TorchEngine
 
     return TorchEngine(EngineConfig(device=spec.device, deterministic=spec.deterministic))

@@ -105,7 +105,9 @@ async def archive(
     found = await shelf.readable(str(path), user)
     url, expires = link(request, {"archive": found.path}, f"{name}.tar")
     shelf.log(user.user_id, "checkpoint_downloaded", found.path)
-    if "application/json" in request.headers.get("accept", ""):
+    # Old clients send their usual Accept as well as this one; they know the 302 alone.
+    accepted = ", ".join(request.headers.getlist("accept"))
+    if "application/json" in accepted and "application/gzip" not in accepted:
         return JSONResponse({"url": url, "expires": rfc3339(expires)})
     return RedirectResponse(url, 302, {"Expires": _http_date(expires)})
 

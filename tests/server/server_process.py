@@ -1,0 +1,90 @@
+"""A real server process that tests may kill and start again on the same port and folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+class ServerProcess:
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        self.port = _free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self._flags = flags
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "server.log").read_text()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self, *, wait: bool = True) -> None:
+        command = [sys.executable, "-m", "tinkex.server", "--port", str(self.port)]
+        command += ["--data-dir", str(self.folder / "data"), *self._flags]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, env=env | {"OMP_NUM_THREADS": "1"}
+            )
+        if wait:
+            self.wait_started()
+
+    def wait_started(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self.log
+        assert json.loads(line)["port"] == self.port
+
+    def kill(self) -> None:
+        """`kill -9` of the server; its worker ends by itself."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> int:
+        return self._end(signal.SIGTERM)
+
+    def _end(self, sig: signal.Signals) -> int:
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.send_signal(sig)
+        code = process.wait(timeout=30)
+        assert process.stdout is not None
+        process.stdout.close()
+        return code
+
+    def worker_pids(self) -> list[int]:
+        """Child processes of the server."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+    def kill_worker(self) -> None:
+        for pid in self.worker_pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
