@@ -29,6 +29,7 @@ from typing import Any
 import orjson
 
 from tinkex.client.backends import Reply
+from tinkex.client.futures import cancel_all
 from tinkex.client.retry import BillingPause, is_retryable_status
 from tinkex.client.transport import Call, status_error
 from tinkex.errors import (
@@ -115,9 +116,9 @@ class Collector:
         if self._dead is None and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
+            await cancel_all([self._task])
 
     async def _run(self) -> None:
         try:
@@ -254,6 +255,9 @@ class BatchSubmitter:
             self._scheduled = True
             loop.call_soon(self._flush)
         return await answer
+
+    async def close(self) -> None:
+        await cancel_all(tuple(self._tasks))
 
     def _flush(self) -> None:
         self._scheduled = False

@@ -26,6 +26,7 @@ __all__ = [
     "AwaitableConcurrentFuture",
     "FutureStatus",
     "Waiting",
+    "cancel_all",
     "gather_or_cancel",
     "spawn",
     "warn_if_in_loop",
@@ -106,6 +107,8 @@ class APIFuture(concurrent.futures.Future[T]):
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Like `result`, without blocking the event loop. A timeout cancels the request."""
+        if self.cancelled():
+            raise asyncio.CancelledError
         if self.done():
             return self.result()
         wrapped = asyncio.wrap_future(self)
@@ -162,7 +165,7 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def cancel(self) -> bool:
         """Stop waiting. True when the future had not ended before."""
-        if not super().cancel():
+        if self.cancelled() or not super().cancel():
             return False
         self._ended_s = time.monotonic()
         self.set_running_or_notify_cancel()
@@ -188,7 +191,7 @@ class APIFuture(concurrent.futures.Future[T]):
         error = None if task.cancelled() else task.exception()
         try:
             if task.cancelled():
-                if super().cancel():
+                if not self.cancelled() and super().cancel():
                     self.set_running_or_notify_cancel()
             elif error is not None:
                 self.set_exception(error)
@@ -224,6 +227,14 @@ async def gather_or_cancel(works: Iterable[Awaitable[T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    ending = [task for task in tasks if task is not asyncio.current_task()]
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def warn_if_in_loop(name: str) -> None:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -25,9 +24,10 @@ from tinkex.client.backends import Backend, Reply, choose_backend
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.credentials import TokenProvider
 from tinkex.client.flags import DynamicFlags, ServerFlags
-from tinkex.client.futures import APIFuture, Waiting, spawn
+from tinkex.client.futures import APIFuture, Waiting, cancel_all, spawn
 from tinkex.client.headers import CONTRACT_VERSION
 from tinkex.client.limits import ByteSemaphore, RateLimiter, SampleGate
+from tinkex.client.loop import loop_time
 from tinkex.client.polling import Poller
 from tinkex.client.retry import BillingPause, WindowRetry
 from tinkex.client.transport import Call, Transport
@@ -86,7 +86,9 @@ class Holder:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters: dict[str, int] = {}
         self._cancels: asyncio.Queue[str] | None = None
-        self._closers: list[Callable[[], None]] = []
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._ended_by_close: set[asyncio.Task[Any]] = set()
         self._on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self.transport: Transport
         self.tokens: TokenProvider
@@ -268,7 +270,7 @@ class Holder:
         waiting: Waiting | None = None,
         passing: tuple[type[Exception], ...] = (),
     ) -> T:
-        started = time.monotonic()
+        started = loop_time()
         num_retries = 0
         while True:
             try:
@@ -285,7 +287,7 @@ class Holder:
             except Exception as exc:
                 if not self.window.wants(exc):
                     raise
-                delay = self.window.delay_s(num_retries, time.monotonic() - started)
+                delay = self.window.delay_s(num_retries, loop_time() - started)
                 if delay is None:
                     events.emit(
                         "holder.gave_up", error_type=type(exc).__name__, attempt=num_retries
@@ -339,9 +341,21 @@ class Holder:
             )
 
         async def run(waiting: Waiting) -> T:
-            if not self._ready:
-                await self.ready()
-            return await work(waiting)
+            task = asyncio.current_task()
+            assert task is not None
+            self._calls.add(task)
+            try:
+                if not self._ready:
+                    await self.ready()
+                return await work(waiting)
+            except asyncio.CancelledError:
+                if task in self._ended_by_close:
+                    raise ClientClosedError(
+                        "The client was closed while this call waited."
+                    ) from None
+                raise
+            finally:
+                self._calls.discard(task)
 
         return spawn(run)
 
@@ -363,12 +377,12 @@ class Holder:
             timeout_s=10.0,
             max_retries=0,
         )
-        last_success = time.monotonic()
+        last_success = loop_time()
         while True:
             await asyncio.sleep(self.config.heartbeat_interval_s)
             try:
                 await self.transport.call(call)
-                last_success = time.monotonic()
+                last_success = loop_time()
                 events.emit("session.heartbeat", session_id=self.session_id)
             except APIStatusError as exc:
                 if exc.status_code == 410:
@@ -379,7 +393,7 @@ class Holder:
                 self._warn_if_silent(last_success, exc)
 
     def _warn_if_silent(self, last_success: float, error: Exception) -> None:
-        silent_s = time.monotonic() - last_success
+        silent_s = loop_time() - last_success
         if silent_s > _HEARTBEAT_WARNING_S:
             logger.warning("No heartbeat reached the server for %.0f s: %s", silent_s, error)
 
@@ -423,8 +437,8 @@ class Holder:
 
     # -- ending
 
-    def close_first(self, close: Callable[[], None]) -> None:
-        """Call `close` when the holder closes, before its connections go."""
+    def close_first(self, close: Callable[[], Awaitable[None]]) -> None:
+        """Await `close()` when the holder closes, before its connections go."""
         self._closers.append(close)
 
     async def close(self, status: str | None = None, detail: str | None = None) -> None:
@@ -439,10 +453,9 @@ class Holder:
                 await self.reporter.drain()
         finally:
             for close in self._closers:
-                close()
-            for task in tuple(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+                await close()
+            self._ended_by_close.update(self._calls)
+            await cancel_all(self._calls | self._tasks)
             if hasattr(self, "transport"):
                 await self.transport.close()
             for leave in self._on_close:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
+
+from tinkex.client.loop import loop_time
 
 __all__ = ["ByteSemaphore", "RateLimiter", "SampleGate"]
 
@@ -28,7 +29,7 @@ class RateLimiter:
     def __init__(
         self,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = loop_time,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     ) -> None:
         self._clock = clock

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LoopThread", "background"]
+__all__ = ["LoopThread", "background", "loop_time"]
 
 logger = logging.getLogger("tinkex.loop")
 
@@ -60,6 +60,11 @@ class LoopThread:
                 callback(*args)
             except Exception:
                 logger.exception("A background callback failed: %r", callback)
+
+
+def loop_time() -> float:
+    """Seconds on the running loop's clock: what every wait of the SDK is measured by."""
+    return asyncio.get_running_loop().time()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

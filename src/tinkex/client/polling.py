@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,6 +21,7 @@ from tinkex.client.backends import Reply
 from tinkex.client.futures import Waiting
 from tinkex.client.headers import JSON, PROTOBUF
 from tinkex.client.limits import ByteSemaphore
+from tinkex.client.loop import loop_time
 from tinkex.client.retry import BillingPause
 from tinkex.client.transport import Call, status_error
 from tinkex.errors import (
@@ -89,7 +89,7 @@ class QueueWatch:
         name: str,
         observer: QueueObserver | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = loop_time,
     ) -> None:
         self._name = name
         self._observer = observer
@@ -134,7 +134,7 @@ class Poller:
         billing: BillingPause,
         old_generation: bool = False,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = loop_time,
     ) -> None:
         self._exchange = exchange
         self._inflight = inflight

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from tinkex.client.loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
 
 __all__ = [
@@ -116,7 +117,7 @@ class BillingPause:
 
     max_pause_s: float = 3600.0
     pause_s: float = 5.0
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = loop_time
     _first: float | None = None
     _last: float = 0.0
     _logged: float = field(default=float("-inf"))
@@ -187,7 +188,7 @@ class RetryHandler:
         *,
         max_in_flight: int | None,
         stuck_detection: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = loop_time,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         uniform: Callable[[], float] = random.random,
     ) -> None:

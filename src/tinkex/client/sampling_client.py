@@ -280,6 +280,7 @@ class SamplingClient:
         )
         if flags.tinkex_sample_batch:
             self._batch = BatchSubmitter(self.holder.submit_sample)
+            self.holder.close_first(self._batch.close)
 
     async def _join(self) -> None:
         """A clone takes a number of its own before its first sample."""

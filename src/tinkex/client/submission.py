@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tinkex import types
+from tinkex.client.futures import cancel_all
 from tinkex.client.holder import Holder, parse
 from tinkex.client.loop import background
 from tinkex.client.transport import Call
+from tinkex.errors import ClientClosedError
 
 __all__ = ["Lane", "Part", "Promise", "Submission"]
 
@@ -57,6 +59,16 @@ class Lane:
         self._next_seq_id = first_seq_id
         self._queue: deque[Submission] = deque()
         self._draining: asyncio.Task[None] | None = None
+        holder.close_first(self.close)
+
+    async def close(self) -> None:
+        """Give up what was not sent yet."""
+        if self._draining is not None:
+            await cancel_all([self._draining])
+        while self._queue:
+            promises = self._queue.popleft().promises
+            if promises is not None:
+                promises.set_exception(ClientClosedError("The client was closed before this call."))
 
     def put(self, submission: Submission) -> None:
         """Take the next place in the order, now."""

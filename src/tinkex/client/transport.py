@@ -28,6 +28,7 @@ from tinkex.client.breaker import CircuitBreaker
 from tinkex.client.config import ClientConfig
 from tinkex.client.credentials import TokenProvider
 from tinkex.client.headers import JSON, idempotency_key, standard_headers
+from tinkex.client.loop import loop_time
 from tinkex.client.retry import BaseRetry, parse_retry_after_s
 from tinkex.errors import (
     APIConnectionError,
@@ -124,7 +125,9 @@ class Transport:
         self._standard = {**standard_headers()}
         self._root = f"{config.base_url}/api/v1/"
         self._origin = urlsplit(config.base_url)[:2]
-        self._breaker = CircuitBreaker(self._origin[1]) if config.circuit_breaker else None
+        self._breaker = (
+            CircuitBreaker(self._origin[1], clock=loop_time) if config.circuit_breaker else None
+        )
         self._closed = False
         self._deprecations: set[str] = set()
 
