@@ -38,13 +38,13 @@ _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.def
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a folder held. `optimizer` and `grads` are None where it held none or none was asked."""
+    """What a folder held. `optimizer` and `grad` are None where it held none or none was asked."""
 
     adapter: Adapter
     spec: LoraSpec
     optimizer_kind: OptimizerKind | None
     optimizer: OptimizerState | None
-    grads: list[Tensor] | None
+    grad: Tensor | None
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -59,7 +59,7 @@ def write(
     base_model: str,
     optimizer: OptimizerState,
     with_optimizer: bool,
-    grads: Sequence[Tensor] | None = None,
+    grad: Tensor | None = None,
     with_gradients: bool = False,
 ) -> int:
     """Write a checkpoint folder and return its size. The folder must not exist yet."""
@@ -78,13 +78,13 @@ def write(
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        weights = {f"{_PREFIX}{name}.weight": t for name, t in _named(adapter, _flat(adapter))}
+        weights = {f"{_PREFIX}{name}.weight": t for name, t in _named(adapter, adapter.flat)}
         _save_tensors(aside / _WEIGHTS, weights)
         _save_json(aside / _CONFIG, _peft_config(adapter, targets, base_model))
         if with_optimizer:
             _save_tensors(aside / _OPTIMIZER, _named_moments(adapter, optimizer))
-        if with_gradients and grads is not None:
-            _save_tensors(aside / _GRADIENTS, dict(_named(adapter, grads)))
+        if with_gradients and grad is not None:
+            _save_tensors(aside / _GRADIENTS, dict(_named(adapter, grad)))
         _save_json(aside / _MANIFEST, manifest)
         size_bytes = sum(file.stat().st_size for file in aside.iterdir())
         aside.chmod(0o755)
@@ -97,13 +97,9 @@ def write(
     return size_bytes
 
 
-def _flat(adapter: Adapter) -> list[Tensor]:
-    return [tensor.detach() for tensor in adapter.parameters()]
-
-
-def _named(adapter: Adapter, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors parallel to the adapter's parameters, taken apart by module."""
-    at = 0
+def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A buffer of the adapter's layout, taken apart by module."""
+    tensors, at = adapter.views(flat), 0
     for group in adapter.groups.values():
         for index, part in enumerate(group.parts):
             a_RI, b_Or = tensors[at], tensors[at + 1 + index]
@@ -115,8 +111,8 @@ def _named(adapter: Adapter, tensors: Sequence[Tensor]) -> Iterator[tuple[str, T
 def _named_moments(adapter: Adapter, optimizer: OptimizerState) -> dict[str, Tensor]:
     return {
         f"{name}.{slot}": tensor
-        for slot, tensors in optimizer.moments.items()
-        for name, tensor in _named(adapter, tensors)
+        for slot, flat in optimizer.moments.items()
+        for name, tensor in _named(adapter, flat)
     }
 
 
@@ -223,10 +219,10 @@ def read(
                 "with save_state, which keeps it."
             )
         optimizer = _read_optimizer(path, adapter, kind, int(manifest["step"]))
-    grads = None
+    grad = None
     if manifest.get("has_gradients") and (path / _GRADIENTS).is_file():
-        grads = _unname(adapter, _load_tensors(path / _GRADIENTS), "")
-    return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grads)
+        grad = _unname(adapter, _load_tensors(path / _GRADIENTS), "")
+    return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grad)
 
 
 def read_adapter(
@@ -312,8 +308,8 @@ def _read_optimizer(path: Path, adapter: Adapter, kind: OptimizerKind, step: int
     return OptimizerState(kind, step, moments)
 
 
-def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> list[Tensor]:
-    """The inverse of `_named`: tensors by module, put together as the parameters are."""
+def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> Tensor:
+    """The inverse of `_named`: tensors by module, put together in a buffer."""
     tensors: list[Tensor] = []
     for group in adapter.groups.values():
         names = [part.target.module for part in group.parts]
@@ -328,8 +324,8 @@ def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> list
                     f"optimizer state of {names[0]!r} has shape {tuple(tensor.shape)}, "
                     f"the weights have {tuple(like.shape)}"
                 )
-            tensors.append(tensor.to(like.device, torch.float32).contiguous())
-    return tensors
+            tensors.append(tensor)
+    return adapter.fold(tensors)
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

@@ -76,10 +76,56 @@ class LoraGroup:
 
 
 class Adapter:
-    """The LoRA weights of one tenant, by decoder target. Leaves of autograd, always fp32."""
+    """The LoRA weights of one tenant, by decoder target, always fp32.
 
-    def __init__(self, groups: Mapping[str, LoraGroup]) -> None:
-        self.groups = dict(groups)
+    All weights lie in one buffer, `flat`, so that a step, a copy or a norm is one operation and not
+    one per module; the groups' tensors are views of it, and the leaves of autograd. Moments and
+    gradients have the same layout; `views` takes such a buffer apart.
+    """
+
+    def __init__(self, groups: Mapping[str, LoraGroup], *, trainable: bool = True) -> None:
+        given = [tensor for group in groups.values() for tensor in group.tensors()]
+        starts = [0]
+        for tensor in given:
+            starts.append(starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED)
+        self._layout = [(at, t.numel(), t.shape) for at, t in zip(starts, given, strict=False)]
+        device = given[0].device if given else torch.device("cpu")
+        self.flat = torch.zeros(starts[-1], device=device)
+        self.grad: Tensor | None = None
+        """Gradients of the passes that run now; None between jobs."""
+        self.signature = tuple((key, group.parts) for key, group in groups.items())
+        """Equal for adapters whose buffers have equal layouts and scales."""
+        views = self.views(self.flat)
+        for view, tensor in zip(views, given, strict=True):
+            view.copy_(tensor.detach())
+        leaves = iter([view.detach().requires_grad_(trainable) for view in views])
+        self.groups = {
+            key: group.map([next(leaves) for _ in group.tensors()]) for key, group in groups.items()
+        }
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A buffer of this adapter's layout, parameter by parameter."""
+        return [flat[at : at + size].view(shape) for at, size, shape in self._layout]
+
+    def fold(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of `views`: tensors parallel to the parameters, in one new buffer."""
+        flat = torch.zeros_like(self.flat)
+        for view, tensor in zip(self.views(flat), tensors, strict=True):
+            view.copy_(tensor)
+        return flat
+
+    def start_grad(self) -> None:
+        """Gather gradients from here on: every leaf's `.grad` is a view of `grad`."""
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.flat)
+            for leaf, view in zip(self.parameters(), self.views(self.grad), strict=True):
+                leaf.grad = view
+
+    def drop_grad(self) -> None:
+        if self.grad is not None:
+            self.grad = None
+            for leaf in self.parameters():
+                leaf.grad = None
 
     def parameters(self) -> Iterator[Tensor]:
         for group in self.groups.values():
@@ -96,12 +142,11 @@ class Adapter:
 
     def frozen_copy(self) -> Adapter:
         """An immutable snapshot, for sampling while training goes on."""
-        return Adapter(
-            {
-                key: group.map([tensor.detach().clone() for tensor in group.tensors()])
-                for key, group in self.groups.items()
-            }
-        )
+        return Adapter(self.groups, trainable=False)
+
+
+_ALIGNED = 8
+"""Parameters start at multiples of this, as 16-byte loads of their bf16 copies need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +182,8 @@ def build_adapter(
             parts.append(LoraPart(part, row, init.rank, init.scale))
             row += init.rank
         a_RI = torch.cat([init.a_rI for _, init in chosen])
-        groups[key] = LoraGroup(
-            _leaf(a_RI, device), [_leaf(init.b_Or, device) for _, init in chosen], parts
-        )
+        b_Or = [init.b_Or.to(device, torch.float32) for _, init in chosen]
+        groups[key] = LoraGroup(a_RI.to(device, torch.float32), b_Or, parts)
     return Adapter(groups)
 
 
@@ -150,10 +194,6 @@ def _check_shapes(part: TargetPart, in_size: int, init: ModuleInit) -> None:
             f"LoRA weights of {part.module!r} have shapes {tuple(init.a_rI.shape)} and "
             f"{tuple(init.b_Or.shape)}; this base model needs {want_a} and {want_b}"
         )
-
-
-def _leaf(tensor: Tensor, device: torch.device | str) -> Tensor:
-    return tensor.to(device, torch.float32).contiguous().clone().requires_grad_()
 
 
 def fresh_adapter(

@@ -8,7 +8,6 @@ adapter is stepped, and when, is the trainer's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,19 +28,17 @@ MOMENTS: dict[OptimizerKind, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class OptimizerState:
-    """Moments by name, each a list parallel to the adapter's parameters."""
+    """Moments by name, each a buffer of the adapter's layout."""
 
     kind: OptimizerKind
     step: int = 0
-    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def fresh(kind: OptimizerKind, parameters: Sequence[Tensor]) -> OptimizerState:
-        zeros = {
-            name: [torch.zeros_like(p, requires_grad=False) for p in parameters]
-            for name in MOMENTS[kind]
-        }
-        return OptimizerState(kind, 0, zeros)
+    def fresh(kind: OptimizerKind, adapter: Adapter) -> OptimizerState:
+        return OptimizerState(
+            kind, 0, {name: torch.zeros_like(adapter.flat) for name in MOMENTS[kind]}
+        )
 
 
 def check_params(kind: OptimizerKind, params: AdamParams | MuonParams) -> None:
@@ -70,70 +67,53 @@ def check_params(kind: OptimizerKind, params: AdamParams | MuonParams) -> None:
 
 
 def apply_step(
-    adapter: Adapter,
-    state: OptimizerState,
-    grads: Sequence[Tensor],
-    params: AdamParams | MuonParams,
+    adapter: Adapter, state: OptimizerState, grad: Tensor, params: AdamParams | MuonParams
 ) -> float:
-    """Update the adapter in place; returns the global gradient norm before clipping."""
+    """Update the adapter in place; returns the gradient norm before clipping. Consumes `grad`."""
     check_params(state.kind, params)
-    weights = [tensor.detach() for tensor in adapter.parameters()]
-    norm = global_norm(grads)
+    norm = global_norm(grad)
     if 0 < params.grad_clip_norm < norm:
-        torch._foreach_mul_(list(grads), params.grad_clip_norm / norm)
+        grad *= params.grad_clip_norm / norm
     state.step += 1
     if params.weight_decay:
-        torch._foreach_mul_(weights, 1 - params.learning_rate * params.weight_decay)
+        adapter.flat *= 1 - params.learning_rate * params.weight_decay
     if isinstance(params, MuonParams):
-        _muon(adapter, state, grads, params)
+        _muon(adapter, state, grad, params)
     else:
-        _adamw(weights, state, grads, params)
+        _adamw(adapter.flat, state, grad, params)
     return norm
 
 
-def global_norm(tensors: Sequence[Tensor]) -> float:
+def global_norm(grad: Tensor) -> float:
     """The 2-norm of all values together, as one number on the host."""
-    if not tensors:
-        return 0.0
-    norms = torch.stack(list(torch._foreach_norm(list(tensors))))
-    return float(torch.linalg.vector_norm(norms.double()))
+    return float(torch.linalg.vector_norm(grad, dtype=torch.float64))
 
 
-def _adamw(
-    weights: list[Tensor], state: OptimizerState, grads: Sequence[Tensor], params: AdamParams
-) -> None:
+def _adamw(weights: Tensor, state: OptimizerState, grad: Tensor, params: AdamParams) -> None:
     first, second = state.moments["exp_avg"], state.moments["exp_avg_sq"]
-    grads = list(grads)
-    torch._foreach_lerp_(first, grads, 1 - params.beta1)
-    torch._foreach_mul_(second, params.beta2)
-    torch._foreach_addcmul_(second, grads, grads, 1 - params.beta2)
+    first.lerp_(grad, 1 - params.beta1)
+    second.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
     correction1 = 1 - params.beta1**state.step
     correction2 = 1 - params.beta2**state.step
-    denominators = torch._foreach_sqrt(second)
-    torch._foreach_div_(denominators, math.sqrt(correction2))
-    torch._foreach_add_(denominators, params.eps)
-    torch._foreach_addcdiv_(weights, first, denominators, -params.learning_rate / correction1)
+    denominator = second.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
+    weights.addcdiv_(first, denominator, value=-params.learning_rate / correction1)
 
 
-def _muon(
-    adapter: Adapter, state: OptimizerState, grads: Sequence[Tensor], params: MuonParams
-) -> None:
+def _muon(adapter: Adapter, state: OptimizerState, grad: Tensor, params: MuonParams) -> None:
     """Momentum, then every module's matrix is replaced by its nearest orthogonal one.
 
     The stacked A of a fused linear is taken apart: each module is a matrix of its own.
     """
-    at = 0
+    momentum = state.moments["momentum"].mul_(params.momentum).add_(grad)
+    looked_ahead = adapter.views(grad + params.momentum * momentum)
+    weights, at = adapter.views(adapter.flat), 0
     for group in adapter.groups.values():
         rows = [(part.row, part.row + part.rank) for part in group.parts]
-        cuts = [rows, *([(0, tensor.shape[0])] for tensor in group.b_Or)]
-        for tensor, pieces in zip(group.tensors(), cuts, strict=True):
-            momentum, grad = state.moments["momentum"][at], grads[at]
-            momentum.mul_(params.momentum).add_(grad)
-            looked_ahead = grad + params.momentum * momentum
+        for pieces in [rows, *([(0, len(b_Or))] for b_Or in group.b_Or)]:
             for start, stop in pieces:
-                update = orthogonalize(looked_ahead[start:stop])
+                update = orthogonalize(looked_ahead[at][start:stop])
                 scale = math.sqrt(max(1.0, update.shape[0] / update.shape[1]))
-                tensor.detach()[start:stop].add_(update, alpha=-params.learning_rate * scale)
+                weights[at][start:stop].add_(update, alpha=-params.learning_rate * scale)
             at += 1
 
 

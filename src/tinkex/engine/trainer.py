@@ -99,8 +99,8 @@ class ResidentAdapter:
     spec: LoraSpec
     base_model: str
     optimizer: OptimizerState
-    grads: list[Tensor] | None = None
-    """Gathered since the last step, parallel to the adapter's parameters."""
+    grad: Tensor | None = None
+    """Gathered since the last step, in the adapter's layout."""
     version: int = 0
     """Counts changes of the weights."""
 
@@ -161,7 +161,7 @@ class Trainer:
             seed=spec.seed,
             device=self.decoder.device,
         )
-        optimizer = OptimizerState.fresh(job.optimizer, list(adapter.parameters()))
+        optimizer = OptimizerState.fresh(job.optimizer, adapter)
         self.adapters[job.adapter_id] = ResidentAdapter(adapter, spec, job.base_model, optimizer)
 
     def load(self, job: LoadAdapterJob) -> None:
@@ -173,15 +173,13 @@ class Trainer:
         kind: OptimizerKind = stored.optimizer_kind or (
             previous.optimizer.kind if previous is not None else "adamw"
         )
-        optimizer = stored.optimizer or OptimizerState.fresh(
-            kind, list(stored.adapter.parameters())
-        )
+        optimizer = stored.optimizer or OptimizerState.fresh(kind, stored.adapter)
         self.adapters[job.adapter_id] = ResidentAdapter(
             stored.adapter,
             stored.spec,
             job.base_model,
             optimizer,
-            stored.grads,
+            stored.grad,
             previous.version + 1 if previous is not None else 0,
         )
 
@@ -196,7 +194,7 @@ class Trainer:
             base_model=resident.base_model,
             optimizer=resident.optimizer,
             with_optimizer=job.with_optimizer or job.with_gradients,
-            grads=resident.grads,
+            grad=resident.grad,
             with_gradients=job.with_gradients,
         )
 
@@ -243,11 +241,11 @@ class Trainer:
         resident = self.find(job.adapter_id)
         check_params(resident.optimizer.kind, job.params)
         began = time.perf_counter()
-        grads = resident.grads
-        if grads is None:
-            grads = [torch.zeros_like(p) for p in resident.adapter.parameters()]
-        norm = apply_step(resident.adapter, resident.optimizer, grads, job.params)
-        resident.grads = None
+        grad = resident.grad
+        if grad is None:
+            grad = torch.zeros_like(resident.adapter.flat)
+        norm = apply_step(resident.adapter, resident.optimizer, grad, job.params)
+        resident.grad = None
         resident.version += 1
         metrics = {
             "grad_norm:mean": norm,
@@ -295,8 +293,6 @@ class Trainer:
             for d, datum in enumerate(task.data)
         ]
         config = self.config
-        for resident in owners:
-            _clear(resident)
         for one in pack(items, max_tokens=config.max_tokens, deterministic=config.deterministic):
             began = time.perf_counter()
             self._run_pass(one, tasks, [resident.adapter for resident in owners])
@@ -312,6 +308,9 @@ class Trainer:
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
         lora = LoraBatch(Span(a, b, adapters[owner]) for a, b, owner in one.owner_spans())
         runs = list(_runs(one, tasks, device))
+        if one.backward:
+            for span in lora.spans:
+                span.adapter.start_grad()
         with torch.set_grad_enabled(one.backward):
             hidden_TD = decoder.forward(
                 tokens_T,
@@ -350,14 +349,14 @@ class Trainer:
         for resident in {id(task.resident): task.resident for task in tasks.values()}.values():
             mine = {index: task for index, task in tasks.items() if task.resident is resident}
             good = [index for index, task in mine.items() if task.error is None]
-            if len(good) == len(mine) and _pass_grads_are_finite(resident):
+            if len(good) == len(mine) and _finite(resident.adapter.grad):
                 _commit(resident)
             elif len(mine) > 1:
                 again += good
             else:
                 for index in good:
                     mine[index].error = InvalidInputError(_DIVERGED.format(what="gradient"))
-            _clear(resident)
+            resident.adapter.drop_grad()
         return again
 
 
@@ -472,26 +471,12 @@ def _gap_summary(gaps: Sequence[Gap]) -> dict[str, float]:
 # --------------------------------------------------------------------------------------- gradients
 
 
-def _pass_grads(resident: ResidentAdapter) -> list[Tensor]:
-    return [p.grad for p in resident.adapter.parameters() if p.grad is not None]
-
-
-def _pass_grads_are_finite(resident: ResidentAdapter) -> bool:
-    return math.isfinite(global_norm(_pass_grads(resident)))
+def _finite(grad: Tensor | None) -> bool:
+    return grad is None or math.isfinite(global_norm(grad))
 
 
 def _commit(resident: ResidentAdapter) -> None:
-    """Move what the passes left in `.grad` into the adapter's gathered gradients."""
-    if not _pass_grads(resident):
-        return
-    parameters = list(resident.adapter.parameters())
-    new = [p.grad if p.grad is not None else torch.zeros_like(p).detach() for p in parameters]
-    if resident.grads is None:
-        resident.grads = new
-    else:
-        torch._foreach_add_(resident.grads, new)
-
-
-def _clear(resident: ResidentAdapter) -> None:
-    for parameter in resident.adapter.parameters():
-        parameter.grad = None
+    """Add what the passes left to the adapter's gathered gradients."""
+    new = resident.adapter.grad
+    if new is not None:
+        resident.grad = new if resident.grad is None else resident.grad.add_(new)
