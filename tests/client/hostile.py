@@ -3,8 +3,8 @@
 `Server` is a correct, tiny Tinker server in memory: idempotent by (model, seq_id), in order, every
 result a function of its request. `Network` stands between it and the client and injects, by a
 seeded schedule, every row of the contract's 4.2 and 9: resets before and after the server acted,
-stalls, half answers, 5xx bursts, 408 storms, 429 with each form of Retry-After, blank 400s, duplicated
-requests, late answers, payload announcements. Both live in virtual time.
+stalls, half answers, 5xx bursts, 408 storms, 429 with each form of Retry-After, blank 400s,
+duplicated requests, late answers, payload announcements. Both live in virtual time.
 """
 
 from __future__ import annotations
@@ -336,10 +336,8 @@ class Network:
             return None
         self.in_a_row[path] = row + 1
         self.num_faults += 1
-        kinds = ANYWHERE
-        if path.endswith("/retrieve_future"):
-            kinds = ANYWHERE + ON_POLLS
-                return self.rng.choice(kinds)
+        kinds = ANYWHERE + ON_POLLS if path.endswith("/retrieve_future") else ANYWHERE
+        return self.rng.choice(kinds)
 
     async def _deliver(
         self,
