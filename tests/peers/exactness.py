@@ -169,7 +169,10 @@ class Exactness:
             [datum(SEQUENCES[0], weights=[1.0] * 3)],
         ]
         while not stop.is_set() and self.rounds < 500:
-            self.step(client, learning_rate=10.0, weight_decay=0.5)
+            try:
+                self.step(client, learning_rate=10.0, weight_decay=0.5)
+            except tinker.RequestFailedError:
+                client = self.client(self.other)  # It diverged until the server gave up on it.
             try:
                 done(client.forward_backward(bad[self.rounds % 3], "cross_entropy"))
             except (tinker.BadRequestError, tinker.RequestFailedError):
@@ -252,6 +255,8 @@ class Exactness:
     def equal_seeds_give_equal_models(self) -> str:
         one, two = self.trajectory(self.client()), self.trajectory(self.client())
         expect(one == two, "the same seed and the same data gave two results")
+        if os.environ.get("PEER_ENGINE") == "toy":  # Its tables start at zero whatever the seed.
+            return one[1][:12]
         third = self.service.create_lora_training_client(base_model=self.base_model, rank=4, seed=6)
         expect(self.trajectory(third)[1] != one[1], "another seed gave the same weights")
         return one[1][:12]

@@ -42,9 +42,11 @@ class Row:
     log_z: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.log_z = math.log(
-            math.fsum(math.exp(x) for x in self.logits.values())
-            + (self.vocab_size - len(self.logits))
+        # Less the largest logit, so that a run that diverges gives numbers and no overflow.
+        top = max(0.0, *self.logits.values())
+        rest = (self.vocab_size - len(self.logits)) * math.exp(-top)
+        self.log_z = top + math.log(
+            math.fsum(math.exp(x - top) for x in self.logits.values()) + rest
         )
 
     def logprob(self, token: int) -> float:
