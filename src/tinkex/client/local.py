@@ -14,7 +14,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,11 @@ IDLE_S = 10.0
 _NOT_FOR_THE_SERVER = ("TINKEX_CLIENT_", "TINKEX_API_KEY", "TINKEX_BASE_URL", "TINKEX_LOCAL_")
 
 
+# Clients of this process per server: the server counts processes, not clients.
+_users: Counter[str] = Counter()
+_users_lock = threading.Lock()
+
+
 def state_folder(env: Mapping[str, str] | None = None) -> Path:
     env = os.environ if env is None else env
     return Path(env.get("TINKEX_HOME") or Path.home() / ".tinkex")
@@ -45,7 +52,14 @@ class LocalServer:
     base_url: str
 
     async def leave(self) -> None:
-        """Say that this process is done with it. Failing to say so is harmless: it notices."""
+        """Say that this process is done with it, once its last client here has left.
+
+        Failing to say so is harmless: the server notices when the process ends.
+        """
+        with _users_lock:
+            _users[self.base_url] -= 1
+            if _users[self.base_url] > 0:
+                return
         with contextlib.suppress(httpx.HTTPError):
             async with httpx.AsyncClient(timeout=5) as client:
                 await client.post(f"{self.base_url}/tinkex/v1/detach", json={"pid": os.getpid()})
@@ -67,6 +81,8 @@ def join_local_server(env: Mapping[str, str] | None = None) -> LocalServer:
         base_url = _running(record)
         if base_url is None:
             base_url = _start(folder, record, env)
+    with _users_lock:
+        _users[base_url] += 1
     return LocalServer(base_url)
 
 
@@ -130,7 +146,7 @@ def _start(folder: Path, record: Path, env: dict[str, str]) -> str:
 
 def _command(env: Mapping[str, str]) -> list[str]:
     command = [sys.executable, "-m", "tinkex.server", "--port", "0"]
-    command += ["--until-idle-s", str(IDLE_S)]
+    command += ["--until-idle", str(IDLE_S)]
     command += ["--parent-pid", str(os.getpid())]
     if env.get("TINKEX_LOCAL_ENGINE"):
         command += ["--engine", env["TINKEX_LOCAL_ENGINE"]]
@@ -167,11 +183,12 @@ def _first_line(child: subprocess.Popen[bytes], started: float, log_path: Path) 
         announced = json.loads(line)
         announced["base_url"]
     except (ValueError, KeyError, TypeError):
+        ended = child.poll() is not None
         child.kill()
         child.wait()
+        how = "ended at once" if ended else f"did not start within {START_TIMEOUT_S:.0f} s"
         raise LocalServerError(
-            f"The embedded server did not start within {START_TIMEOUT_S:.0f} s. Its last words "
-            f"({log_path}):\n{_tail(log_path)}"
+            f"The embedded server {how}. Its last words ({log_path}):\n{_tail(log_path)}"
         ) from None
     finally:
         child.stdout.close()
