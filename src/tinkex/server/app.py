@@ -52,11 +52,12 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[ProcessWork
     app.state.config = config
     app.state.metrics = Metrics()
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
+    # Routes are matched in this order: what is called most stands first.
+    for module in (routes_futures, routes_sampling, routes_training, routes_service):
+        app.include_router(module.router)
     rest.install(app, store, config.data_dir, config.api_keys, _finish_session(app))
     app.state.service = Service(config, store, app.state.shelf, workers)
     problems.install(app)
-    for module in (routes_service, routes_training, routes_futures, routes_sampling):
-        app.include_router(module.router)
     app.add_middleware(Watch, metrics=app.state.metrics, presence=app.state.presence)
     return app
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tinkex.server.checkpoints import Shelf, TinkerPath, expiry_of, parse_path
 from tinkex.server.encryption import encrypt_folder
 from tinkex.server.futures import Outcome
 from tinkex.server.lanes import Op
+from tinkex.server.write_behind import WriteBehind
 from tinkex.store import Checkpoint, CheckpointKind, Model, SamplingSession, Store, UsageCount
 
 logger = logging.getLogger(__name__)
@@ -75,9 +77,17 @@ def decode_train(kind: str, body: bytes) -> decode.TrainRequest:
 
 class ModelOperations:
     def __init__(
-        self, model: Model, base_model: str, store: Store, shelf: Shelf, project_id: str | None
+        self,
+        model: Model,
+        *,
+        base_model: str,
+        store: Store,
+        shelf: Shelf,
+        ends: WriteBehind,
+        project_id: str | None,
     ) -> None:
         self.model = model
+        self._ends = ends
         self._base_model = base_model  # the engine's name; the model's own may be an alias
         self._store = store
         self._shelf = shelf
@@ -253,9 +263,10 @@ class ModelOperations:
     def record(self, op: Op, outcome: Outcome) -> None:
         if op.kind in SAVES and isinstance(op.decoded, Path):
             self._shelf.abandon(op.decoded)  # listed by now, or never to be
-        started_at = op.started_at or None
+        journal, started_at = self._store.journal, op.started_at or None
         if outcome.ok:
-            self._store.journal.finish(
+            write = partial(
+                journal.finish,
                 op.request_id,
                 outcome.payload,
                 result_type=outcome.kind,
@@ -263,9 +274,14 @@ class ModelOperations:
                 usage=op.usage,
             )
         else:
-            self._store.journal.fail(
-                op.request_id, outcome.error, outcome.category, started_at=started_at
+            write = partial(
+                journal.fail,
+                op.request_id,
+                outcome.error,
+                outcome.category,
+                started_at=started_at,
             )
+        self._ends.put(write)
 
     def _usage(self, kind: Any, count: int) -> UsageCount:
         return UsageCount(

@@ -21,6 +21,7 @@ from tinkex.engine.jobs import AdapterResult, DropAdapterJob, Job, LoadAdapterJo
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.lanes import Lane, Op
 from tinkex.server.operations import FORCES_SNAPSHOT, MUTATES
+from tinkex.server.write_behind import WriteBehind
 from tinkex.store import Op as Row
 from tinkex.store import Snapshot, Store
 
@@ -31,6 +32,7 @@ class StateKeeper:
     def __init__(
         self,
         store: Store,
+        ends: WriteBehind,
         data_dir: Path,
         *,
         every_ops: int,
@@ -38,6 +40,7 @@ class StateKeeper:
         revive: Callable[[Lane, Row], Op],
     ) -> None:
         self._store = store
+        self._ends = ends
         self._root = data_dir / "state"
         self._every_ops = every_ops
         self._every_s = every_s
@@ -47,6 +50,7 @@ class StateKeeper:
     # ------------------------------------------------------------------------ restoring
 
     async def restore(self, lane: Lane) -> None:
+        self._ends.flush()
         await self._store.call(self._store.flush)
         snapshot = await self._store.call(self._store.models.get_snapshot, lane.model_id)
         start = snapshot.seq_id if snapshot else -1
@@ -141,6 +145,7 @@ class StateKeeper:
             folder=str(folder),
             created_at=time.time(),
         )
+        self._ends.flush()  # a request before the snapshot must have its end in the journal
         before = await self._store.call(self._store.models.save_snapshot, snapshot)
         after = before.seq_id if before else -1
         self._store.journal.release_bodies(lane.model_id, snapshot.seq_id, after)

@@ -17,6 +17,7 @@ api = APIRouter(prefix="/api/v1", tags=["service"])
 
 # Only what really works is switched on; everything left out keeps the client's default.
 CLIENT_CONFIG: dict[str, Any] = {
+    "pjwt_auth_enabled": True,
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": True,
     "create_model_via_load_weights": True,

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -31,6 +32,7 @@ from tinkex.server.recovery import StateKeeper
 from tinkex.server.samples import SampleLedger, Samples
 from tinkex.server.sessions import Sessions
 from tinkex.server.workers import ProcessWorker
+from tinkex.server.write_behind import WriteBehind
 from tinkex.store import CustomLoss, Model, NewOp, SeqConflictError, Store, User
 from tinkex.store import Op as Row
 from tinkex.store.journal import body_hash
@@ -76,8 +78,10 @@ class Service:
             max_queued=config.max_queued_samples,
             on_use=self.sessions.touch,
         )
+        self.ends = WriteBehind()
         self.keeper = StateKeeper(
             store,
+            self.ends,
             config.data_dir,
             every_ops=config.snapshot_every_ops,
             every_s=config.snapshot_every_s,
@@ -116,6 +120,7 @@ class Service:
             await asyncio.gather(self._housekeeping, return_exceptions=True)
         for lane in list(self._lanes.values()):
             await lane.close()
+        self.ends.flush()
         await self.catalog.close()
         await self.samples.close()
         for worker in self.workers:
@@ -241,7 +246,12 @@ class Service:
         session = await self.store.call(self.store.sessions.get, model.session_id)
         base_model = self.catalog.resolve(model.base_model)
         operations = ModelOperations(
-            model, base_model, self.store, self.shelf, session.project_id if session else None
+            model,
+            base_model=base_model,
+            store=self.store,
+            shelf=self.shelf,
+            ends=self.ends,
+            project_id=session.project_id if session else None,
         )
         return Lane(
             model_id=model_id,
@@ -434,8 +444,8 @@ class Service:
         if promise.request_type == "Sample":
             self.samples.handed_out([promise.request_id])
         else:
-            grace_s = self.config.result_grace_s
-            self.store.journal.retrieved(promise.request_id, grace_s)
+            mark = self.store.journal.retrieved
+            self.ends.put(partial(mark, promise.request_id, self.config.result_grace_s))
 
 
 def _loss_promise(loss: CustomLoss) -> Promise:
