@@ -214,7 +214,10 @@ def _read_record(record: Any) -> list[LossFnOutput]:
         for name, column in columns.items():
             if len(column) != num_datums:
                 raise WireError(f"expected {num_datums} tensors, got {len(column)}", path=name)
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        if len(columns) == 1:
+            return [{name: tensor} for tensor in column]
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
     if not 0 <= num_datums <= _MAX_EMPTY_DATUMS:
         raise WireError(f"{num_datums} datums without a field", path="num_datums")
     return [{} for _ in range(num_datums)]
