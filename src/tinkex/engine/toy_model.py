@@ -117,7 +117,8 @@ class ToyAdapter:
             row = self.row(context)
             for token, slope in zip(row_targets, row_slopes, strict=True):
                 if slope:
-                    self._state[self._cell(context, token), 1] += GAIN * slope
+                    cell = self._cell(context, token)  # may grow the table, so before it is indexed
+                    self._state[cell, 1] += GAIN * slope
             total = sum(row_slopes)
             for token in self._tokens_of[context]:
                 p = math.exp(row.logprob(token))
