@@ -66,28 +66,69 @@ def status(state: State) -> None:
     from tinkex import auth as credentials
 
     available = credentials.tinker_has_credentials()
-    click.echo(f"Credentials available: {'yes' if available else 'no'}")
+    needless = not available and _is_local(state)
+    said = "yes" if available else "no (a server on this machine needs none)" if needless else "no"
+    click.echo(f"Credentials available: {said}")
     reason = ""
     try:
-        with state.service() as service:
+        with state.service(patient=False) as service:
             service.get_server_capabilities()
     except TinkerError as exc:
         reason = str(exc)
     click.echo(f"Tinker accessible: {'no' if reason else 'yes'}")
     if reason:
         raise click.ClickException(reason)
+    if not available and not needless:
+        raise click.exceptions.Exit(1)
+
+
+def _is_local(state: State) -> bool:
+    from tinkex import TinkerError
+    from tinkex.client.config import ClientConfig
+
+    try:
+        return ClientConfig.from_env(base_url=state.base_url).is_local
+    except TinkerError:
+        return False
 
 
 @auth.command()
 @pass_state
 def whoami(state: State) -> None:
     """Show the user and organization the server sees."""
-    with state.rest() as rest:
-        me = rest.whoami().result()
+    claims = _claims(state)
+    me = {
+        "user_urn": claims.get("sub"),
+        "org_urn": f"tml:organization:{claims.get('org_id')}",
+        "email": claims.get("email") or None,
+    }
     state.show(
-        properties(None, {"Email": me.email, "User": me.user_urn, "Organization": me.org_urn}),
-        {"user_urn": me.user_urn, "org_urn": me.org_urn, "email": me.email},
+        properties(
+            None, {"Email": me["email"], "User": me["user_urn"], "Organization": me["org_urn"]}
+        ),
+        me,
     )
+
+
+def _claims(state: State) -> dict[str, Any]:
+    """What the server says about our key: the claims of a token exchanged for it."""
+    import httpx
+
+    from tinkex.cli.address import resolve_address
+    from tinkex.client.credentials import jwt_claims
+
+    with resolve_address(state) as (base_url, key):
+        if key.startswith("eyJ"):
+            return jwt_claims(key)
+        try:
+            answer = httpx.post(
+                f"{base_url}/api/v1/auth/token", json={}, headers={"X-API-Key": key}, timeout=30
+            )
+        except httpx.HTTPError as exc:
+            raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
+    if answer.is_error:
+        raise click.ClickException(f"The server does not say who you are: {_detail(answer)}")
+    return jwt_claims(str(answer.json().get("jwt", "")))
 
 
 def _base_url(state: State) -> str:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.option("--system", help="System message.")
 @click.option("-p", "--prompt", help="Ask this and end, instead of a conversation.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, help="Longest answer.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, help="0 is greedy.")
 @click.option("--seed", type=int, help="Same seed, same answers.")
 @pass_state
 def chat(

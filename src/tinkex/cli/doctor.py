@@ -77,7 +77,7 @@ def doctor(state: State, models: tuple[str, ...], no_models: bool, tokens: int) 
     findings = list(machine())
     try:
         began = time.monotonic()
-        with state.service() as service:
+        with state.service(patient=False) as service:
             served = service.get_server_capabilities().supported_models
             names = [m.model_name for m in served if m.model_name]
             findings.append(_reached(names, time.monotonic() - began))

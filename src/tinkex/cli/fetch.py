@@ -20,7 +20,7 @@ _STATE_FILES = ("optimizer.safetensors", "gradients.safetensors")
 
 def fetch_folder(state: State, path: str, folder: Path, *, force: bool = False) -> int:
     """Download a checkpoint into `folder`; gives its size in bytes."""
-    with state.service() as service, progress_bar("Downloading") as report:
+    with state.service(patient=False) as service, progress_bar("Downloading") as report:
         return download_checkpoint(service, path, folder, force=force, on_progress=report)
 
 

@@ -18,7 +18,7 @@ def model() -> None:
 @pass_state
 def list_(state: State, substring: str) -> None:
     """List the server's models, or those whose name contains SUBSTRING (any case)."""
-    with state.service() as service:
+    with state.service(patient=False) as service:
         models = list(service.get_server_capabilities().supported_models)
     found = [m for m in models if substring.lower() in (m.model_name or "").lower()]
     if substring and not found:

@@ -8,6 +8,7 @@ how to make clients and how to print a result, never what a command does.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from tinkex.cli.output import Table, print_json, print_table
 
 if TYPE_CHECKING:
     from tinkex import AdminClient, RestClient, ServiceClient
+    from tinkex.client.config import ClientConfig
 
 
 @dataclass
@@ -39,21 +41,37 @@ class State:
     @contextlib.contextmanager
     def rest(self) -> Iterator[RestClient]:
         from tinkex import RestClient
+        from tinkex.client.holder import shared_holder
 
-        yield RestClient(base_url=self.base_url)
+        yield RestClient(shared_holder(self.config(patient=False)))
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[AdminClient]:
         from tinkex import AdminClient
+        from tinkex.client.holder import shared_holder
 
-        yield AdminClient(base_url=self.base_url)
+        yield AdminClient(shared_holder(self.config(patient=False)))
 
     @contextlib.contextmanager
-    def service(self, **options: Any) -> Iterator[ServiceClient]:
+    def service(self, *, patient: bool = True) -> Iterator[ServiceClient]:
         from tinkex import ServiceClient
 
-        with ServiceClient(base_url=self.base_url, **options) as client:
+        with ServiceClient(config=self.config(patient=patient)) as client:
             yield client
+
+    def config(self, *, patient: bool) -> ClientConfig:
+        """The settings of a client. One that is not patient gives up after seconds.
+
+        A training run should outlive a server's restart; a person at a prompt should not wait five
+        minutes to hear that a server is down.
+        """
+        from tinkex.client.config import ClientConfig
+
+        settings = {} if patient else {"retry_window_s": 3.0, "max_retries": 2}
+        given = {
+            k: v for k, v in settings.items() if f"TINKEX_CLIENT_{k.upper()}" not in os.environ
+        }
+        return ClientConfig.from_env(base_url=self.base_url, **given)
 
 
 def _state(ctx: click.Context) -> State:

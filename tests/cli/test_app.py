@@ -1,0 +1,112 @@
+"""The root: help, exit codes, completion, and mistakes without a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from tinkex import __version__
+from tinkex.cli.app import COMMANDS, run
+from tinkex.errors import InvalidInputError
+
+
+def test_help_lists_every_command_and_ends_with_0(cli):
+    ran = cli("--help")
+    assert ran.code == 0
+    for name, (_, line) in COMMANDS.items():
+        assert name in ran.out
+        assert line in ran.out
+
+
+def test_help_imports_no_command_and_nothing_heavy():
+    code = (
+        "import sys; from tinkex.cli.app import run; run(['--help']);"
+        "bad = [m for m in ('torch', 'httpx', 'pydantic', 'fastapi', 'rich.console',"
+        " 'tinkex.cli.run', 'tinkex.server') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_loads_and_has_help(cli, name):
+    ran = cli(name, "--help")
+    assert ran.code == 0
+    assert "Usage: tinkex" in ran.out
+
+
+def test_every_option_has_a_help_line():
+    """Nouns group, verbs act, and no option is left unexplained."""
+    from tinkex.cli.app import cli as root
+
+    def leaves(command, path):
+        if isinstance(command, click.Group):
+            with click.Context(command) as ctx:
+                for name in command.list_commands(ctx):
+                    yield from leaves(command.get_command(ctx, name), [*path, name])
+        else:
+            yield path, command
+
+    for path, command in leaves(root, []):
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.hidden:
+                assert option.help, f"{' '.join(path)} {option.opts[0]}"
+
+
+def test_version_is_one_line(cli):
+    assert cli("version").out == f"tinkex {__version__}\n"
+    assert cli("version", "--json").out == f"tinkex {__version__}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(cli, shell):
+    assert "_TINKEX_COMPLETE" in cli("completion", shell).out
+
+
+def test_completion_of_an_unknown_shell_is_wrong_usage(cli):
+    assert cli("completion", "tcsh").code == 2
+
+
+def test_a_wrong_command_is_wrong_usage_and_names_the_closest(cli):
+    ran = cli("chekpoint")
+    assert ran.code == 2
+    assert "Did you mean 'checkpoint'?" in ran.err
+    assert ran.out == ""
+
+
+def test_the_format_is_accepted_before_and_after_the_command(cli):
+    assert cli("-f", "json", "model", "list").json == cli("model", "list", "--json").json
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InvalidInputError("seven is too many"), 1, "Error: seven is too many"),
+        (KeyboardInterrupt(), 130, "Aborted!"),
+        (ModuleNotFoundError("no", name="torch"), 1, "pip install 'tinkex[local]'"),
+        (RuntimeError("oops"), 1, "This looks like a bug in tinkex"),
+        (FileNotFoundError(2, "No such file", "x.json"), 1, "x.json"),
+    ],
+)
+def test_failures_end_with_their_code_and_no_traceback(monkeypatch, capsys, error, code, words):
+    def fail():
+        raise error
+
+    monkeypatch.setattr("tinkex.cli.version.version.callback", fail)
+    assert run(["version"]) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_server_that_is_not_there_is_one_clear_line(cli, monkeypatch):
+    monkeypatch.setenv("TINKEX_CLIENT_RETRY_WINDOW_S", "0")
+    monkeypatch.setenv("TINKEX_CLIENT_MAX_RETRIES", "0")
+    ran = cli("--base-url", "http://127.0.0.1:9", "run", "list")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: ")
+    assert "127.0.0.1:9" in ran.err

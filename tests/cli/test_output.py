@@ -1,0 +1,62 @@
+"""Sizes, times, JSON and tables."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tinkex.cli.output import Table, ago, plain, print_table, size
+from tinkex.cli.paging import collect
+
+NOW = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(None, "N/A"), (0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (5 * 1024**3, "5.0 GB")],
+)
+def test_sizes_go_in_steps_of_1024(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("delta", "text"),
+    [
+        (timedelta(seconds=5), "just now"),
+        (timedelta(minutes=1), "1 minute ago"),
+        (timedelta(hours=5), "5 hours ago"),
+        (timedelta(days=7), "7 days ago"),
+        (timedelta(days=15), "2 weeks ago"),
+        (timedelta(days=40), "2026-10-06"),
+        (timedelta(days=-2), "in 2 days"),
+    ],
+)
+def test_moments_read_as_distances(delta, text):
+    assert ago(NOW - delta, now=NOW) == text
+
+
+def test_json_shows_datetimes_as_python_does_and_billing_as_rfc_3339():
+    assert plain({"t": NOW}) == {"t": "2026-11-15 12:00:00+00:00"}
+    assert plain({"t": NOW}, rfc3339=True) == {"t": "2026-11-15T12:00:00Z"}
+
+
+def test_a_long_cell_is_never_cut_in_a_pipe(capsys):
+    long = "x" * 300
+    print_table(Table(columns=("A",), rows=[(long,), (None,), (True,)]))
+    out = capsys.readouterr().out
+    assert long in out
+    assert "N/A" in out
+    assert "Yes" in out
+
+
+def test_pages_are_collected_until_the_limit_or_the_end():
+    calls = []
+
+    def fetch(limit, offset):
+        calls.append((limit, offset))
+        return list(range(25))[offset : offset + limit], None
+
+    assert collect(fetch, limit=12, offset=3, page=10)[0] == list(range(3, 15))
+    assert calls == [(10, 3), (2, 13)]
+    assert collect(fetch, limit=0, offset=0, page=10)[0] == list(range(25))
