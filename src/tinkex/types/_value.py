@@ -6,11 +6,14 @@ models. They still work as fields of pydantic models. Nothing here knows how a v
 
 from __future__ import annotations
 
+from reprlib import repr as short
 from typing import Any, Self
 
 import numpy as np
 
 from tinkex.errors import InvalidInputError
+
+__all__ = ["Value", "nest", "readonly", "set_field", "short"]
 
 set_field = object.__setattr__
 """How `__init__` fills a frozen value."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
+from tinkex.types._value import short
 
 _log = logging.getLogger("tinkex.types")
 _warned: set[str] = set()
@@ -65,7 +66,7 @@ def _bad_element(values: Iterable[Any], dtype: str, path: str) -> InvalidInputEr
             struct.pack(f"<{code}", value)
         except (struct.error, OverflowError, TypeError):
             return InvalidInputError(
-                f"expected {dtype} values, got {value!r:.80} ({type(value).__name__})",
+                f"expected {dtype} values, got {short(value)} ({type(value).__name__})",
                 path=f"{path}[{index}]",
             )
     return InvalidInputError(f"expected {dtype} values", path=path)

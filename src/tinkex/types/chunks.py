@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, set_field
+from tinkex.types._value import Value, set_field, short
 from tinkex.types.arrays import token_array
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
@@ -194,7 +194,7 @@ class ImageAssetPointerChunk(_Image):
         }
         self._fill(format, type, counts)
         if not isinstance(location, str):
-            raise InvalidInputError(f"expected text, got {location!r:.80}", path="location")
+            raise InvalidInputError(f"expected text, got {short(location)}", path="location")
         set_field(self, "location", location)
 
     def _content(self) -> tuple[Any, ...]:

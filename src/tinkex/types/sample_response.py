@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, nest, readonly, set_field
+from tinkex.types._value import Value, nest, readonly, set_field, short
 from tinkex.types.arrays import pack_flat, token_array
 from tinkex.types.stop_reason import StopReason
 from tinkex.types.tensor_data import TensorData
@@ -273,7 +273,7 @@ def parse_stop_reason(value: str) -> StopReason:
     except ValueError:
         known = ", ".join(StopReason)
         raise InvalidInputError(
-            f"unknown stop reason {value!r:.80}; known: {known}", path="stop_reason"
+            f"unknown stop reason {short(value)}; known: {known}", path="stop_reason"
         ) from None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, readonly, set_field
+from tinkex.types._value import Value, readonly, set_field, short
 
 EMPTY_LOGPROB = np.float32(-99999.0)
 """With token id 0, the mark of a cell that holds nothing."""
@@ -59,7 +59,7 @@ class TopkLogprobs(Value):
                     values[index, column] = logprob
             except (TypeError, ValueError, OverflowError) as exc:
                 raise InvalidInputError(
-                    f"expected pairs of token id and logprob, got {row!r:.80}", path=f"[{index}]"
+                    f"expected pairs of token id and logprob, got {short(row)}", path=f"[{index}]"
                 ) from exc
         return cls.wrap(readonly(ids), readonly(values))
 

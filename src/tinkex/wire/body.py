@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import zstandard
 
 from tinkex.errors import WireError
+from tinkex.types._value import short
 
 DEFAULT_MAX_BYTES = 32 * 1024 * 1024
 """Most bytes a body may have after decompression, unless the caller allows more."""
@@ -46,7 +47,7 @@ def unpack(
     if encoding == "zstd":
         return _unzstd(content, max_bytes)
     if encoding != "identity":
-        raise WireError(f"content encoding {encoding!r:.40} is not known; use zstd or none")
+        raise WireError(f"content encoding {short(encoding)} is not known; use zstd or none")
     if len(content) > max_bytes:
         raise WireError(_too_large(len(content), max_bytes))
     return content

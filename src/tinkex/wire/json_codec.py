@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
 from tinkex.errors import InvalidInputError, NotSupportedError, WireError
+from tinkex.types._value import short
 from tinkex.types.chunks import (
     DmelChunk,
     EncodedTextChunk,
@@ -26,6 +27,7 @@ from tinkex.types.datum import Datum
 from tinkex.types.model_input import ModelInput
 from tinkex.types.optimizer import AdamParams, OptimStepRequest
 from tinkex.types.tensor_data import TensorData
+from tinkex.wire.budget import check_json
 from tinkex.wire.paths import from_validation, wire_error
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -118,7 +120,7 @@ def _model_v04(model: BaseModel) -> dict[str, Any]:
         value = getattr(model, name)
         if value is not None and value != type(model).model_fields[name].default:
             raise NotSupportedError(
-                f"a server of the 0.4.1 generation does not know this field (value {value!r:.80})",
+                f"a server of the 0.4.1 generation does not know this field (value {short(value)})",
                 path=f"{kind}.{name}",
             )
     plain = {
@@ -198,6 +200,7 @@ _HOT_V04: dict[type, Any] = {
 
 def loads(content: bytes) -> Any:
     """Parse JSON. NaN and Infinity are accepted, as Python peers send them."""
+    check_json(content)
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as exc:
@@ -219,6 +222,7 @@ def loads_object(content: bytes) -> dict[str, Any]:
 
 def validate(model: type[ModelT], content: bytes) -> ModelT:
     """Parse and check one model: strict about types, lenient about unknown fields."""
+    check_json(content)
     try:
         return model.model_validate_json(content, strict=True, extra="ignore")
     except ValidationError as exc:

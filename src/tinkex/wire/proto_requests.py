@@ -17,7 +17,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._value import nest
+from tinkex.types._value import nest, short
 from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
 from tinkex.types.datum import Datum
 from tinkex.types.forward_backward import (
@@ -33,6 +33,7 @@ from tinkex.types.provenance import (
     SampledProvenanceSpan,
 )
 from tinkex.types.tensor_data import TensorData
+from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.paths import at
 from tinkex.wire.tensors import decode_tensor, dtype_code, encode_tensor, int32s
@@ -94,7 +95,7 @@ def _tail(
 def _double(value: Any, *, path: str) -> bytes:
     if isinstance(value, (int, float, np.number)):
         return struct.pack("<d", value)
-    raise InvalidInputError(f"expected a number or text, got {value!r:.80}", path=path)
+    raise InvalidInputError(f"expected a number or text, got {short(value)}", path=path)
 
 
 def _datum(pieces: list[_Piece], datum: Datum) -> int:
@@ -208,11 +209,11 @@ def _blob(tag: int, raw: bytes) -> bytes:
 
 def _text(tag: int, text: str, *, keep_empty: bool = False) -> bytes:
     if not isinstance(text, str):
-        raise InvalidInputError(f"expected text, got {text!r:.80}")
+        raise InvalidInputError(f"expected text, got {short(text)}")
     try:
         raw = text.encode()
     except UnicodeEncodeError as exc:
-        raise InvalidInputError(f"{text!r:.80} is not valid unicode: {exc}") from exc
+        raise InvalidInputError(f"{short(text)} is not valid unicode: {exc}") from exc
     return _framed(tag, raw) if raw or keep_empty else b""
 
 
@@ -258,6 +259,7 @@ def _fill_datum(message: Any, datum: Datum) -> None:
 
 def decode(content: bytes) -> Pass:
     """The request in the bytes; `forward_only` gives a `ForwardRequest`."""
+    budget.check_protobuf(content, budget.REQUEST)
     try:
         message = pb.ForwardBackwardRequest.FromString(content)
     except DecodeError as exc:

@@ -17,6 +17,7 @@ from tinkex.types.sample_response import PromptAltTokens, SampledSequence, Sampl
 from tinkex.types.stop_reason import StopReason
 from tinkex.types.tensor_data import TensorData
 from tinkex.types.topk_logprobs import TopkLogprobs
+from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.paths import at
 from tinkex.wire.tensors import (
@@ -72,6 +73,7 @@ def _fill_topk(message: Any, topk: TopkLogprobs) -> None:
 
 def decode_sample(content: bytes, sequence_ids: Sequence[str] | None = None) -> SampleResponse:
     """The response in the bytes. Ids do not travel in it; they came with the promise."""
+    budget.check_protobuf(content, budget.SAMPLE)
     try:
         message = pb.SampleResponse.FromString(content)
     except DecodeError as exc:
@@ -182,6 +184,7 @@ def _dense(tensor: TensorData) -> NDArray[Any]:
 
 
 def decode_pass(content: bytes) -> ForwardBackwardOutput:
+    budget.check_protobuf(content, budget.PASS)
     try:
         message = pb.ForwardBackwardOutput.FromString(content)
     except DecodeError as exc:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._value import Value
+from tinkex.types._value import Value, short
 from tinkex.types.forward_backward import ForwardBackwardRequest, ForwardRequest
 from tinkex.wire import json_codec, proto_requests
 from tinkex.wire.body import DEFAULT_MAX_BYTES, Body, unpack
@@ -138,7 +138,7 @@ def decode(
             return proto_requests.decode(raw)
         return _decode_pass(name, json_codec.loads_object(raw))
     if is_protobuf(content_type):
-        raise WireError(f"{name} is sent as JSON, got {content_type!r:.80}")
+        raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
     return json_codec.validate(kind, raw)  # type: ignore[type-var]
 
 
@@ -164,7 +164,7 @@ def _decode_pass(name: str, body: dict[str, Any]) -> ForwardBackwardRequest | Fo
             data.append(datum)
     loss_fn = inner.get("loss_fn")
     if not isinstance(loss_fn, str):
-        raise WireError(f"expected text, got {loss_fn!r:.80}", path=f"{field}.loss_fn")
+        raise WireError(f"expected text, got {short(loss_fn)}", path=f"{field}.loss_fn")
     given = (
         types.ForwardBackwardInput(data, loss_fn, _config(inner["loss_fn_config"], field))
         if "loss_fn_config" in inner
@@ -172,7 +172,7 @@ def _decode_pass(name: str, body: dict[str, Any]) -> ForwardBackwardRequest | Fo
     )
     model_id = body.get("model_id")
     if not isinstance(model_id, str):
-        raise WireError(f"expected text, got {model_id!r:.80}", path="model_id")
+        raise WireError(f"expected text, got {short(model_id)}", path="model_id")
     if "seq_id" not in body:
         return _PASSES[name](given, model_id)
     return _PASSES[name](given, model_id, _seq_id(body["seq_id"]))
@@ -193,7 +193,7 @@ def _config(value: Any, field: str) -> dict[str, float | str] | None:
         raise WireError(f"expected an object, got {type(value).__name__}", path=path)
     for key, item in value.items():
         if isinstance(item, bool) or not isinstance(item, (int, float, str)):
-            raise WireError(f"expected a number or text, got {item!r:.80}", path=f"{path}.{key}")
+            raise WireError(f"expected a number or text, got {short(item)}", path=f"{path}.{key}")
         if isinstance(item, (int, float)) and not math.isfinite(item):
             raise WireError(f"must be finite, got {item}", path=f"{path}.{key}")
     return value
@@ -203,5 +203,5 @@ def _seq_id(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise WireError(f"expected a number from 0, got {value!r:.80}", path="seq_id")
+        raise WireError(f"expected a number from 0, got {short(value)}", path="seq_id")
     return value

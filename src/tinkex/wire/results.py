@@ -6,14 +6,18 @@ else is JSON. What a poll of a future may answer instead of a result is here too
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.errors import InvalidInputError, WireError
+from tinkex.types._value import short
 from tinkex.types.forward_backward import ForwardBackwardOutput
 from tinkex.types.sample_response import SampleResponse
 from tinkex.wire import json_codec, proto_results
@@ -35,18 +39,37 @@ def encode(value: Any, accept: str | None = None) -> Body:
     if isinstance(value, SampleResponse):
         if accepts_protobuf(accept):
             return Body(proto_results.encode_sample(value), PROTOBUF)
-        return Body(_dumps(_plain_sample(value)), JSON)
+        return Body(_dumps(_plain_sample(value), is_finite=not _has_infinity(value)), JSON)
     if isinstance(value, ForwardBackwardOutput):
         if accepts_protobuf(accept):
             return Body(proto_results.encode_pass(value), PROTOBUF)
-        return Body(_dumps(_plain_pass(value)), JSON)
+        return Body(_dumps(_plain_pass(value), is_finite=_is_finite(value)), JSON)
     if isinstance(value, BaseModel):
         return Body(value.model_dump_json(exclude_none=True).encode(), JSON)
     raise InvalidInputError(f"{type(value).__name__} is not a result")
 
 
-def _dumps(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+def _dumps(value: Any, *, is_finite: bool) -> bytes:
+    """JSON, with `NaN` and `-Infinity` spelled as Python's own reader knows them."""
+    if is_finite:
+        return orjson.dumps(value)
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _has_infinity(response: SampleResponse) -> bool:
+    """Whether a logprob is infinite; a missing one (NaN) is null in JSON."""
+    arrays = [response.prompt_logprobs_np, *(item.logprobs_np for item in response.sequences)]
+    topks = [response.topk_prompt_logprobs_np]
+    topks += [item.topk_logprobs_np for item in response.sequences]
+    arrays += [topk.logprobs for topk in topks if topk is not None]
+    return any(array is not None and bool(np.isinf(array).any()) for array in arrays)
+
+
+def _is_finite(output: ForwardBackwardOutput) -> bool:
+    tensors = (tensor for item in output.loss_fn_outputs for tensor in item.values())
+    return all(map(math.isfinite, output.metrics.values())) and all(
+        bool(np.isfinite(tensor.array).all()) for tensor in tensors
+    )
 
 
 def _plain_sample(response: SampleResponse) -> dict[str, Any]:
@@ -96,7 +119,7 @@ def decode(
     if not issubclass(kind, BaseModel):
         raise InvalidInputError(f"{kind.__name__} is not a result")
     if is_protobuf(content_type):
-        raise WireError(f"{kind.__name__} is sent as JSON, got {content_type!r:.80}")
+        raise WireError(f"{kind.__name__} is sent as JSON, got {short(content_type)}")
     return json_codec.validate(kind, content)
 
 
@@ -186,4 +209,4 @@ def _metric(name: str, value: Any) -> float:
         return value
     if value is None:
         return float("nan")
-    raise WireError(f"expected a number, got {value!r:.80}", path=f"metrics.{name}")
+    raise WireError(f"expected a number, got {short(value)}", path=f"metrics.{name}")

@@ -1,0 +1,89 @@
+"""Refuse bodies that are small on the wire and huge in memory, before anything is parsed.
+
+An empty JSON list costs two bytes to send and sixty to hold, an empty protobuf message even more.
+What is counted here is the number of parts, never their meaning; honest bodies, which are a few
+parts around long arrays, stay far below the limits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinkex.errors import WireError
+
+# Below this size no amplification is worth counting.
+_SMALL_BYTES = 128 * 1024
+_MAX_CONTAINERS = 250_000
+_MAX_STRINGS = 500_000
+_MAX_VALUES = 1_500_000
+_MAX_FIELDS = 200_000
+
+# A protobuf schema: field number -> schema of the message in it. PACKED marks a list of small
+# numbers, of which every byte may become eight.
+Schema = dict[int, Any]
+PACKED: Schema = {0: None}
+
+_TENSOR: Schema = {2: {}, 4: PACKED}
+_SPAN: Schema = {1: {}, 2: {}}
+_CHUNK: Schema = {1: {}, 2: {4: {}}, 3: {}}
+_DATUM: Schema = {1: _CHUNK, 2: {2: _TENSOR}, 3: _SPAN, 4: _SPAN}
+REQUEST: Schema = {3: _DATUM, 5: {}, 7: {2: {}}}
+SAMPLE: Schema = {1: {4: {}}, 3: {}, 5: _TENSOR, 6: {1: _TENSOR, 2: _TENSOR}}
+PASS: Schema = {2: {2: {2: {4: PACKED}}}, 3: {}}
+
+
+def check_json(content: bytes) -> None:
+    """Refuse JSON that would become too many Python objects."""
+    if len(content) <= _SMALL_BYTES:
+        return
+    _limit(content.count(b"[") + content.count(b"{"), _MAX_CONTAINERS, "lists and objects")
+    _limit(content.count(b'"') // 2, _MAX_STRINGS, "strings")
+    _limit(content.count(b","), _MAX_VALUES, "values")
+
+
+def check_protobuf(content: bytes, schema: Schema) -> None:
+    """Refuse protobuf that would become too many messages."""
+    if len(content) > _SMALL_BYTES:
+        _walk(content, 0, len(content), schema, _MAX_FIELDS)
+
+
+def _walk(raw: bytes, at: int, end: int, schema: Schema, budget: int) -> int:
+    """Count the fields of a message, and of the messages in it; returns what is left."""
+    while at < end:
+        budget -= 1
+        if budget < 0:
+            _limit(_MAX_FIELDS + 1, _MAX_FIELDS, "fields")
+        tag, at = _varint(raw, at, end)
+        kind = tag & 7
+        if kind == 2:
+            size, at = _varint(raw, at, end)
+            inner = schema.get(tag >> 3)
+            if inner is PACKED:
+                budget -= size
+            elif inner is not None:
+                budget = _walk(raw, at, min(at + size, end), inner, budget)
+            at += size
+        elif kind == 0:
+            _, at = _varint(raw, at, end)
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            return budget  # groups do not occur; the parser will say what is wrong
+    return budget
+
+
+def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return value, end
+
+
+def _limit(count: int, most: int, what: str) -> None:
+    if count > most:
+        raise WireError(f"the body has {count} {what} or more, the limit is {most}")

@@ -1,0 +1,166 @@
+"""What sampling takes and gives, and the enums that are also strings (R4)."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tinkex import types
+from tinkex.errors import InvalidInputError
+from tinkex.types import (
+    LossFnType,
+    QueueState,
+    RequestErrorCategory,
+    SampledSequence,
+    SampleResponse,
+    SamplingParams,
+    Severity,
+    StopReason,
+    TopkLogprobs,
+    is_retryable,
+)
+
+
+def test_lists_are_made_from_the_arrays():
+    sequence = SampledSequence("stop", "id", np.array([1, 2], np.int32), np.array([-1, -2.5]))
+    assert sequence.tokens == [1, 2]
+    assert sequence.logprobs == [-1.0, -2.5]
+    assert sequence.topk_logprobs is None
+
+
+def test_the_older_way_of_making_a_sequence_works():
+    """SDK 0.4.1 has `tokens` and `logprobs`, and no ids."""
+    sequence = SampledSequence(stop_reason="length", tokens=[1], logprobs=[-0.5])
+    assert sequence.sequence_id == ""
+    assert sequence.tokens_np.dtype == np.int32
+
+
+def test_a_prompt_logprob_that_is_missing_reads_as_none():
+    response = SampleResponse([], prompt_logprobs=[None, -1.0])
+    assert response.prompt_logprobs == [None, -1.0]
+    assert np.isnan(response.prompt_logprobs_np[0])
+
+
+def test_topk_lists_cut_their_empty_cells():
+    topk = TopkLogprobs.from_list([None, [(5, -1.0)], [(0, -0.5), (7, -2.0)]])
+    assert topk.token_ids.shape == (3, 2)
+    assert topk.tolist() == [None, [(5, -1.0)], [(0, -0.5), (7, -2.0)]]
+    assert TopkLogprobs(np.zeros((0, 3)), np.zeros((0, 3))).tolist() == []
+    with pytest.raises(InvalidInputError, match="2-D"):
+        TopkLogprobs([1], [1])
+    with pytest.raises(InvalidInputError, match="pairs"):
+        TopkLogprobs.from_list([[1]])
+
+
+def test_responses_compare_by_value_and_pickle():
+    response = SampleResponse([SampledSequence("stop", "a", [1], [-1.0])], [np.nan, -1.0])
+    assert pickle.loads(pickle.dumps(response)) == response
+
+
+def test_stop_reasons_are_strings_and_know_a_length():
+    assert [reason.value for reason in StopReason] == [
+        "length",
+        "stop",
+        "max_tokens",
+        "stop_sequence",
+        "eos",
+    ]
+    assert StopReason.LENGTH == "length"
+    assert json.dumps({"r": StopReason.STOP}) == '{"r": "stop"}'
+    assert StopReason("max_tokens").is_length
+    assert StopReason("LENGTH") is StopReason.LENGTH
+    assert not StopReason.EOS.is_length
+    with pytest.raises(InvalidInputError, match="known"):
+        SampledSequence("tired", "a", [1])
+
+
+def test_enums_are_lenient_in_and_strict_out():
+    assert RequestErrorCategory("User") is RequestErrorCategory.User
+    assert RequestErrorCategory("something else") is RequestErrorCategory.Unknown
+    assert RequestErrorCategory.User.value == "user"
+    assert QueueState("Paused_Capacity") is QueueState.PAUSED_CAPACITY
+    assert QueueState("new words") is QueueState.UNKNOWN
+    assert Severity("warning") is Severity.WARNING
+    assert types.EventType("generic_event") is types.EventType.GENERIC_EVENT
+    assert LossFnType.CROSS_ENTROPY == "cross_entropy"
+    assert LossFnType("kl_divergence") is LossFnType.KL_DIVERGENCE
+    with pytest.raises(ValueError, match="nonsense"):
+        LossFnType("nonsense")
+
+
+@pytest.mark.parametrize("status", [None, 400, 404, 408, 409, 422, 429, 500, 503])
+@pytest.mark.parametrize("category", ["user", "server", "unknown", "User", "odd"])
+def test_what_may_be_tried_again(category, status):
+    """R4, the truth table: a user's mistake never; else no status, 408, 409, 429 and 5xx."""
+    expected = category.lower() != "user" and status in (None, 408, 409, 429, 500, 503)
+    assert is_retryable(category, status) is expected
+
+
+def test_a_misspelt_sampling_parameter_is_refused_not_ignored():
+    with pytest.raises(ValidationError, match="max_token"):
+        SamplingParams(max_token=5)
+    with pytest.raises(ValidationError, match="finite"):
+        SamplingParams(temperature=float("nan"))
+
+
+def test_prompt_logprobs_has_three_states():
+    """R2: given True, given False, given None and not given are told apart."""
+    base = {
+        "prompt": types.ModelInput.from_ints([1]),
+        "sampling_params": SamplingParams(),
+    }
+    for value in (True, False, None):
+        request = types.SampleRequest(**base, prompt_logprobs=value)
+        assert request.prompt_logprobs is value
+        assert "prompt_logprobs" in request.model_fields_set
+    assert "prompt_logprobs" not in types.SampleRequest(**base).model_fields_set
+
+
+def test_optimizer_parameters_are_accepted_under_three_names():
+    adam = types.AdamParams(learning_rate=1e-5)
+    for name in ("optim_params", "adam_params", "optimizer_params"):
+        request = types.OptimStepRequest(**{name: adam}, model_id="m")
+        assert request.optim_params == adam
+        assert request.adam_params == adam
+    with pytest.raises(ValidationError, match="exactly one"):
+        types.OptimStepRequest(model_id="m")
+    with pytest.raises(ValidationError, match="exactly one"):
+        types.OptimStepRequest(adam_params=adam, optim_params=adam, model_id="m")
+
+
+def test_an_unknown_optimizer_keeps_its_fields():
+    request = types.CreateModelRequest(
+        session_id="s",
+        model_seq_id=0,
+        base_model="m",
+        optimizer_config={"type": "lion", "beta": 0.5},
+    )
+    assert request.model_dump()["optimizer_config"] == {"type": "lion", "beta": 0.5}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://run/weights",
+        "tinker://run/other/x",
+        "run/weights/x",
+        "tinker://run/weights/a/b",
+        "tinker:///weights/x",
+    ],
+)
+def test_a_path_that_is_not_a_checkpoint_is_refused(path):
+    with pytest.raises(InvalidInputError, match="tinker://RUN"):
+        types.ParsedCheckpointTinkerPath.from_tinker_path(path)
+
+
+def test_a_checkpoint_path_has_three_parts():
+    parsed = types.ParsedCheckpointTinkerPath.from_tinker_path("tinker://s:train:0/weights/x")
+    assert parsed.training_run_id == "s:train:0"
+    assert parsed.checkpoint_type == "training"
+    assert parsed.checkpoint_id == "weights/x"
+    saved = types.SaveWeightsResponse(path="tinker://s:train:0/weights/x")
+    assert saved.get_console_url().endswith("/checkpoints/s:train:0/weights%2Fx")
