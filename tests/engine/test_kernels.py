@@ -97,12 +97,15 @@ def test_swiglu_and_its_gradient_match_autograd():
     torch.testing.assert_close(work, gate_up.grad)
 
 
-def test_logsumexp_and_scaled_softmax_match_torch():
-    logits, scale = randn(3, 5000) * 4, randn(3)
-    lse = kernels.logsumexp(logits)
-    torch.testing.assert_close(lse, logits.logsumexp(-1))
-    expected = logits.softmax(-1) * scale[:, None]
-    torch.testing.assert_close(kernels.softmax_scaled_(logits, lse, scale), expected)
+def test_logsumexp_and_the_gradient_of_a_logprob_match_autograd():
+    logits, slopes = (randn(3, 5000) * 4).requires_grad_(), randn(3)
+    targets = torch.tensor([0, 4999, 77], device=DEVICE)
+    lse = kernels.logsumexp(logits.detach())
+    torch.testing.assert_close(lse, logits.detach().logsumexp(-1))
+    picked = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    (picked * slopes).sum().backward()
+    ours = kernels.logit_gradient(logits.detach(), lse, targets, slopes, torch.float32)
+    torch.testing.assert_close(ours, logits.grad)
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -8,8 +8,8 @@ of a frozen weight. Without autograd the same kernels serve the sampler with its
 
 The plain `Decoder` is the oracle. Losses, optimizers and caches are not known here.
 
-Letters: T tokens, D hidden size, H query heads, K key heads, d head size, h half of it, G adapters
-in the batch, R ranks of all modules of a fused linear (padded to 8), X some fused width.
+Letters: T tokens, D hidden size, H query heads, K key heads, d head size, h half of it, X some
+fused width.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from tinkex.engine import kernels
 from tinkex.engine.attention import Attend, PackedCausal
 from tinkex.engine.decoder import Decoder, _Layer
 from tinkex.engine.lora import LoraBatch
-from tinkex.engine.lora_operand import LoraOperand, operands
+from tinkex.engine.lora_operand import BatchLora, LoraOperand
 from tinkex.engine.models import ModelConfig
 
+Operands = BatchLora | Mapping[str, LoraOperand]
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
@@ -51,7 +52,7 @@ class _Saved:
     x2_TD: Tensor
     rstd2_T: Tensor
     gate_up_TX: Tensor
-    inner: dict[str, Tensor]
+    inner: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +79,19 @@ class CudaDecoder(Decoder):
     ) -> Tensor:
         packed = lora.spans if lora is not None else ()
         if torch.is_grad_enabled() and packed and isinstance(attend, PackedCausal):
-            params = [p for span in packed for p in span.adapter.parameters()]
+            leaf = next(packed[0].adapter.parameters())
             out: Tensor = _TrainingPass.apply(  # type: ignore[no-untyped-call]
-                self, tokens_T, positions_T, attend, lora, recompute, *params
+                self, tokens_T, positions_T, attend, lora, recompute, leaf
             )
             return out
         with torch.no_grad():
-            return self.infer(tokens_T, positions_T, attend, operands(lora, self, len(tokens_T)))
+            batch = BatchLora(lora, len(tokens_T), self.dtype)
+            return self.infer(tokens_T, positions_T, attend, batch)
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
             return super().head(hidden_ND, lora)
-        return self.logits(hidden_ND, operands(lora, self, len(hidden_ND), ("head",)).get("head"))
+        return self.logits(hidden_ND, BatchLora(lora, len(hidden_ND), self.dtype).get("head"))
 
     def logits(self, hidden_ND: Tensor, lora: LoraOperand | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
@@ -105,7 +107,7 @@ class CudaDecoder(Decoder):
         tokens_T: Tensor,
         positions_T: Tensor,
         attend: Attend,
-        lora: Mapping[str, LoraOperand],
+        lora: Operands,
     ) -> Tensor:
         """Hidden states without autograd, for adapters that are already in place."""
         eps = self.config.norm_eps
@@ -149,7 +151,7 @@ class CudaDecoder(Decoder):
         return _Stream(cos_Th, sin_Th, stops.to(self.device, non_blocking=True), max(lengths))
 
     def train_layer(
-        self, index: int, x: Tensor, delta: Tensor | None, stream: _Stream, lora: _Operands
+        self, index: int, x: Tensor, delta: Tensor | None, stream: _Stream, lora: Operands
     ) -> tuple[Tensor, Tensor, _Saved]:
         """One layer on (residual, what the layer below adds to it), and what its backward needs."""
         w, eps, inner = self.layers[index], self.config.norm_eps, {}
@@ -165,31 +167,30 @@ class CudaDecoder(Decoder):
         return x2, delta, _Saved(x, rstd1, qkv, attn, tuple(state), x2, rstd2, gate_up, inner)
 
     def train_layer_backward(
-        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: _Operands
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: Operands
+    ) -> None:
         """Turn dx, the gradient of the layer's output, into that of its input, in place.
 
-        Returns the adapters' (dA, dB) per fused linear. Consumes what the layer saved.
+        The adapters' gradients are gathered on the way. Consumes what the layer saved.
         """
         w, eps = self.layers[index], self.config.norm_eps
         ops = {name: lora.get(f"{index}.{name}") for name in LINEARS}
-        grads: dict[str, tuple[Tensor, Tensor]] = {}
 
-        def collect(name: str, x: Tensor, dy: Tensor, dh: Tensor | None) -> None:
-            if (op := ops[name]) is not None and dh is not None:
-                grads[f"{index}.{name}"] = op.gradients(x, s.inner[name], dy, dh)
+        def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
+            if (op := ops[name]) is not None:
+                op.gather(x, s.inner[name], dy, dh)
 
         dact, dh = _linear_backward(dx, w.down, ops["down"])
         act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
-        collect("down", act, dx, dh)
+        gather("down", act, dx, dh)
         del act, dact
         dy, dh = _linear_backward(s.gate_up_TX, w.gate_up, ops["gate_up"])
         if dh is not None:
             y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
-            collect("gate_up", y2, s.gate_up_TX, dh)
+            gather("gate_up", y2, s.gate_up_TX, dh)
         kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
         dattn, dh = _linear_backward(dx, w.out, ops["o"])
-        collect("o", s.attn_THd.flatten(1), dx, dh)
+        gather("o", s.attn_THd.flatten(1), dx, dh)
         q, k, v = self._split(s.qkv_TX, w, stream.cos_Th, stream.sin_Th)
         grads_qkv = self._attend_backward(index, dattn.view_as(s.attn_THd), q, k, v, s, stream)
         dqkv = kernels.rope_backward(
@@ -198,9 +199,8 @@ class CudaDecoder(Decoder):
         dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"])
         if dh is not None:
             y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
-            collect("qkv", y1, dqkv, dh)
+            gather("qkv", y1, dqkv, dh)
         kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
-        return grads
 
     def _attend(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, stream: _Stream
@@ -235,11 +235,12 @@ class CudaDecoder(Decoder):
         return options
 
 
-_Operands = Mapping[str, LoraOperand]
-
-
 class _TrainingPass(torch.autograd.Function):
-    """All layers as one node: tokens in, hidden states out, adapter gradients back."""
+    """All layers as one node: tokens in, hidden states out.
+
+    One leaf is an argument only so that autograd calls the backward, which adds all gradients to
+    the adapters' buffers itself.
+    """
 
     @staticmethod
     def forward(
@@ -250,10 +251,10 @@ class _TrainingPass(torch.autograd.Function):
         attend: PackedCausal,
         lora: LoraBatch,
         recompute: bool,
-        *_: Tensor,
+        leaf: Tensor,
     ) -> Tensor:
         stream = decoder.stream(positions_T, attend.lengths)
-        ops = operands(lora, decoder, len(tokens_T))
+        ops = BatchLora(lora, len(tokens_T), decoder.dtype, gather=True)
         x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
         delta: Tensor | None = None
         saved: list[Any] = []
@@ -266,9 +267,7 @@ class _TrainingPass(torch.autograd.Function):
             x, delta, decoder.final_norm_D, decoder.config.norm_eps
         )
         ctx.saved, ctx.final = saved, (x, rstd_T)
-        ctx.decoder, ctx.stream, ctx.ops, ctx.lora, ctx.recompute = (
-            decoder, stream, ops, lora, recompute,
-        )  # fmt: skip
+        ctx.decoder, ctx.stream, ctx.ops, ctx.recompute = decoder, stream, ops, recompute
         return hidden_TD
 
     @staticmethod
@@ -278,33 +277,15 @@ class _TrainingPass(torch.autograd.Function):
         dx_TD = kernels.rms_norm_backward_(
             torch.zeros_like(x_TD), dhidden_TD.contiguous(), x_TD, decoder.final_norm_D, rstd_T
         )
-        grads: dict[str, tuple[Tensor, Tensor]] = {}
         while ctx.saved:
             layer, index = ctx.saved.pop(), len(ctx.saved)
             if ctx.recompute:
                 x, delta = layer
                 layer = decoder.train_layer(index, x, delta, ctx.stream, ctx.ops)[2]
-            grads |= decoder.train_layer_backward(index, layer, dx_TD, ctx.stream, ctx.ops)
+            decoder.train_layer_backward(index, layer, dx_TD, ctx.stream, ctx.ops)
             del layer
-        return None, None, None, None, None, None, *_per_parameter(ctx.lora, ctx.ops, grads)
-
-
-def _per_parameter(
-    lora: LoraBatch, ops: _Operands, grads: Mapping[str, tuple[Tensor, Tensor]]
-) -> list[Tensor | None]:
-    """Gradients in the order of the parameters that went in: span by span, group by group."""
-    out: list[Tensor | None] = []
-    for number, span in enumerate(lora.spans):
-        for key, group in span.adapter.groups.items():
-            if key not in grads:  # the head's adapter gets its gradient where the loss is computed
-                out.extend([None] * len(group.tensors()))
-                continue
-            dA, dB = (grad[ops[key].segment(number)] for grad in grads[key])
-            out.append(dA[: len(group.a_RI)])
-            for part in group.parts:
-                rows, columns = slice(part.target.start, part.target.stop), part.row
-                out.append(dB[rows, columns : columns + part.rank] * part.scale)
-    return out
+        ctx.ops.finish()
+        return None, None, None, None, None, None, None
 
 
 def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
@@ -313,14 +294,12 @@ def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
 
 def _linear(
     x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraOperand | None
-) -> tuple[Tensor, Tensor]:
-    """(x W^T + adapters, the adapters' inner product); without adapters the second is y itself."""
+) -> tuple[Tensor, Any]:
+    """(x W^T + adapters, the adapters' inner product)."""
     y_TX = F.linear(x_TX, weight, bias)
-    return y_TX, y_TX if lora is None else lora.add_(y_TX, x_TX)
+    return y_TX, None if lora is None else lora.add_(y_TX, x_TX)
 
 
-def _linear_backward(
-    dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None
-) -> tuple[Tensor, Tensor | None]:
+def _linear_backward(dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None) -> tuple[Tensor, Any]:
     dx_TX = dy_TX @ weight
     return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)

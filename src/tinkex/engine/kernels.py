@@ -329,23 +329,27 @@ def logsumexp(logits_NV: Tensor) -> Tensor:
 
 
 @triton.jit
-def _softmax_gradient(logits, lse, scale, V, BLOCK: tl.constexpr):
+def _logit_gradient(logits, lse, targets, slopes, out, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < V
-    at = logits + row * V + cols
-    v = tl.load(at, keep, other=float("-inf")).to(tl.float32)
-    tl.store(at, tl.exp(v - tl.load(lse + row)) * tl.load(scale + row), keep)
+    v = tl.load(logits + row * V + cols, keep, other=float("-inf")).to(tl.float32)
+    hit = tl.where(cols == tl.load(targets + row), 1.0, 0.0)
+    slope = tl.load(slopes + row)
+    tl.store(out + row * V + cols, (hit - tl.exp(v - tl.load(lse + row))) * slope, keep)
 
 
-def softmax_scaled_(logits_NV: Tensor, lse_N: Tensor, scale_N: Tensor) -> Tensor:
-    """Replace each row by softmax(row) * scale, in place."""
+def logit_gradient(
+    logits_NV: Tensor, lse_N: Tensor, targets_N: Tensor, slopes_N: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """slope * (one-hot of the target - softmax) per row: the logits' share of a logprob's slope."""
     N, V = logits_NV.shape
+    out_NV = torch.empty_like(logits_NV, dtype=dtype)
     if N:
-        _softmax_gradient[(N, triton.cdiv(V, 4096))](
-            logits_NV, lse_N, scale_N, V, BLOCK=4096, num_warps=8
+        _logit_gradient[(N, triton.cdiv(V, 4096))](
+            logits_NV, lse_N, targets_N, slopes_N, out_NV, V, BLOCK=4096, num_warps=8
         )
-    return logits_NV
+    return out_NV
 
 
 # ---------------------------------------------------------------------- decode attention

@@ -1,76 +1,161 @@
-"""Adapters in the form tensor cores take: bf16, stacked over the tenants of a packed batch.
+"""Adapters in the form tensor cores take: bf16 copies, alone or stacked over a packed batch.
 
-An adapter's master weights are fp32 leaves of autograd. For a pass on CUDA each fused linear wants
-one A of [G, R, in] and one B of [G, out, R] for all G spans of the batch, so that a pass costs a
-fixed number of launches however many tenants share it. B is block-diagonal over the modules that
-share the linear (q, k and v) and carries the adapter's scale. The bf16 copies are made once per
-optimizer step and cached on the adapter.
+Master weights are fp32. A pass on CUDA uses a bf16 copy of an adapter's whole buffer, made once per
+optimizer step. Spans of a batch whose adapters have one layout are stacked, [G, parameters], and
+each product serves all of them in one launch (`Grouped`); otherwise spans take turns (`Spans`).
+Gradients go to the adapters' own gradient buffers.
 
-Letters: T tokens, G spans, R ranks of all modules of a linear padded to 8, I inputs, O outputs.
+Letters: T tokens, G adapters, R ranks of all modules of a linear, r of one, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from tinkex.engine.lora import Adapter, LoraBatch
+from tinkex.engine.lora import Adapter, LoraBatch, LoraPart, Span
 
-if TYPE_CHECKING:
-    from tinkex.engine.decoder import Decoder
 
-Pair = tuple[Tensor, Tensor]
+class LoraOperand(Protocol):
+    """All adapters of one fused linear in this batch."""
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> Any:
+        """y += lora(x); returns the inner product, which the backward needs."""
+
+    def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Any:
+        """dx += the gradient through the adapters; returns that of the inner product."""
+
+    def gather(self, x_TI: Tensor, inner: Any, dy_TO: Tensor, dinner: Any) -> None:
+        """Add the gradients of A and B to where they are gathered."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoraOperand:
-    """All adapters of one fused linear in this batch. `segments` maps span number to G."""
+class Weights:
+    """A and the Bs of one linear, of one adapter or (with a leading G) of several."""
 
-    A_GRI: Tensor
-    B_GOR: Tensor
+    A: Tensor
+    Bs: tuple[Tensor, ...]
+    parts: tuple[LoraPart, ...]
+
+    def each(self) -> Iterator[tuple[Tensor, slice, slice, float]]:
+        """(B, its rows in the inner product, its columns of the output, its scale)."""
+        for B, part in zip(self.Bs, self.parts, strict=True):
+            rows = slice(part.row, part.row + part.rank)
+            yield B, rows, slice(part.target.start, part.target.stop), part.scale
+
+
+def weights_by_key(adapter: Adapter, flat: Tensor) -> dict[str, Weights]:
+    """A buffer of the adapter's layout (or a stack of them, [G, ...]) as the linears take it."""
+    out, views = {}, iter(adapter.views(flat))
+    for key, group in adapter.groups.items():
+        A = next(views)
+        out[key] = Weights(A, tuple(next(views) for _ in group.parts), group.parts)
+    return out
+
+
+# ---------------------------------------------------------------------- spans, one by one
+
+
+@dataclass(frozen=True, slots=True)
+class SpanWeights:
+    """One adapter on its rows. `grads` is None where no gradient is wanted."""
+
+    rows: slice
+    weights: Weights
+    grads: Weights | None
+    joined_OR: Tensor | None = None
+    """All Bs in one block-diagonal matrix, scaled: one product instead of one per module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Each span's own products, in turn."""
+
+    spans: tuple[SpanWeights, ...]
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> list[Tensor]:
+        inner = []
+        for span in self.spans:
+            h_tR = x_TI[span.rows] @ span.weights.A.t()
+            inner.append(h_tR)
+            if span.joined_OR is not None:
+                y_TO[span.rows, : len(span.joined_OR)].addmm_(h_tR, span.joined_OR.t())
+                continue
+            for B, rows, columns, scale in span.weights.each():
+                y_tO = y_TO[span.rows, columns]
+                if y_TO.dtype == h_tR.dtype:
+                    y_tO.addmm_(h_tR[:, rows], B.t(), alpha=scale)
+                else:  # fp32 logits
+                    added = torch.mm(h_tR[:, rows], B.t(), out_dtype=y_TO.dtype)
+                    y_tO.add_(added, alpha=scale)
+        return inner
+
+    def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> list[Tensor]:
+        dinner = []
+        for span in self.spans:
+            dh_tR = self._dinner(span, dy_TO[span.rows])
+            dx_TI[span.rows].addmm_(dh_tR, span.weights.A)
+            dinner.append(dh_tR)
+        return dinner
+
+    @staticmethod
+    def _dinner(span: SpanWeights, dy_tO: Tensor) -> Tensor:
+        if span.joined_OR is not None:
+            return dy_tO[:, : len(span.joined_OR)] @ span.joined_OR
+        dh_tR = dy_tO.new_empty(len(dy_tO), len(span.weights.A))
+        for B, rows, columns, scale in span.weights.each():
+            dh_tr = dy_tO[:, columns] @ B
+            dh_tR[:, rows] = dh_tr if scale == 1 else dh_tr.mul_(scale)
+        return dh_tR
+
+    def gather(
+        self, x_TI: Tensor, inner: list[Tensor], dy_TO: Tensor, dinner: list[Tensor]
+    ) -> None:
+        for span, h_tR, dh_tR in zip(self.spans, inner, dinner, strict=True):
+            assert span.grads is not None
+            span.grads.A.add_(torch.mm(dh_tR.t(), x_TI[span.rows], out_dtype=torch.float32))
+            for dB, rows, columns, scale in span.grads.each():
+                dy_tO = dy_TO[span.rows, columns]
+                dB.add_(torch.mm(dy_tO.t(), h_tR[:, rows], out_dtype=torch.float32), alpha=scale)
+
+
+# ---------------------------------------------------------------------- all spans at once
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """Equal layouts, stacked: one grouped product for all spans. `stops_G` ends each span."""
+
+    weights: Weights
+    grads: Weights | None
     stops_G: Tensor
-    segments: tuple[int, ...]
-
-    def segment(self, span: int) -> int:
-        return self.segments[span]
 
     def add_(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """y += lora(x); returns the inner product h_TR, which the backward needs."""
-        if len(self.A_GRI) == 1:
-            h_TR = x_TI @ self.A_GRI[0].t()
-            if y_TO.dtype == x_TI.dtype:
-                y_TO.addmm_(h_TR, self.B_GOR[0].t())
-            else:  # fp32 logits
-                y_TO += torch.mm(h_TR, self.B_GOR[0].t(), out_dtype=y_TO.dtype)
-            return h_TR
-        h_TR = grouped_mm(x_TI, self.A_GRI.transpose(1, 2), self.stops_G)
-        y_TO += grouped_mm(h_TR, self.B_GOR.transpose(1, 2), self.stops_G)
+        h_TR = grouped_mm(x_TI, self.weights.A.transpose(1, 2), self.stops_G)
+        for B, rows, columns, scale in self.weights.each():
+            added = grouped_mm(h_TR[:, rows], B.transpose(1, 2), self.stops_G)
+            y_TO[:, columns].add_(added, alpha=scale)
         return h_TR
 
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Tensor:
-        """dx += the gradient through the adapters; returns dh_TR."""
-        if len(self.A_GRI) == 1:
-            dh_TR = dy_TO @ self.B_GOR[0]
-            dx_TI.addmm_(dh_TR, self.A_GRI[0])
-            return dh_TR
-        dh_TR = grouped_mm(dy_TO, self.B_GOR, self.stops_G)
-        dx_TI += grouped_mm(dh_TR, self.A_GRI, self.stops_G)
+        dh_TR = dy_TO.new_empty(len(dy_TO), self.weights.A.shape[1])
+        for B, rows, columns, scale in self.weights.each():
+            dh_Tr = grouped_mm(dy_TO[:, columns], B, self.stops_G)
+            dh_TR[:, rows] = dh_Tr if scale == 1 else dh_Tr.mul_(scale)
+        dx_TI += grouped_mm(dh_TR, self.weights.A, self.stops_G)
         return dh_TR
 
-    def gradients(self, x_TI: Tensor, h_TR: Tensor, dy_TO: Tensor, dh_TR: Tensor) -> Pair:
-        """(dA, dB), shaped like A and B, in fp32."""
-        if len(self.A_GRI) == 1:
-            dA_RI = torch.mm(dh_TR.t(), x_TI, out_dtype=torch.float32)
-            dB_OR = torch.mm(dy_TO.t(), h_TR, out_dtype=torch.float32)
-            return dA_RI[None], dB_OR[None]
-        dA_GRI = grouped_mm(dh_TR.t(), x_TI, self.stops_G)
-        dB_GOR = grouped_mm(dy_TO.t(), h_TR, self.stops_G)
-        return dA_GRI.float(), dB_GOR.float()
+    def gather(self, x_TI: Tensor, inner: Tensor, dy_TO: Tensor, dinner: Tensor) -> None:
+        assert self.grads is not None
+        self.grads.A.add_(grouped_mm(dinner.t(), x_TI, self.stops_G))
+        for dB, rows, columns, scale in self.grads.each():
+            dB_GOr = grouped_mm(dy_TO[:, columns].t(), inner[:, rows], self.stops_G)
+            dB.add_(dB_GOr, alpha=scale)
 
 
 def grouped_mm(a: Tensor, b: Tensor, stops_G: Tensor) -> Tensor:
@@ -78,104 +163,153 @@ def grouped_mm(a: Tensor, b: Tensor, stops_G: Tensor) -> Tensor:
     return torch._grouped_mm(a, b, offs=stops_G)
 
 
-def operands(
-    lora: LoraBatch | None, decoder: Decoder, num_rows: int, keys: Sequence[str] | None = None
-) -> Mapping[str, LoraOperand]:
-    """What each fused linear needs for this batch; linears that no adapter touches are left out.
+def can_group(adapters: Sequence[Adapter]) -> bool:
+    """Grouped products want one layout, and slices that start at 16 bytes."""
+    parts = [part for _, parts in adapters[0].signature for part in parts]
+    aligned = all(part.rank % 8 == 0 for part in parts)
+    return aligned and all(a.signature == adapters[0].signature for a in adapters[1:])
 
-    Rows outside all spans get a segment of zeros, so segments tile the whole batch.
+
+# ---------------------------------------------------------------------- a batch
+
+
+class BatchLora:
+    """The operands of every linear for one packed batch, made when a linear asks for its own.
+
+    With `gather`, the backward may add gradients; `finish` hands them to the adapters.
     """
-    if lora is None or not lora.spans:
-        return {}
-    adapters: list[Adapter | None] = []
-    stops: list[int] = []
-    segments: list[int] = []
-    for span in lora.spans:
-        if span.start > (stops[-1] if stops else 0):
-            adapters.append(None)
-            stops.append(span.start)
-        segments.append(len(stops))
-        adapters.append(span.adapter)
-        stops.append(span.stop)
-    if stops[-1] < num_rows:
-        adapters.append(None)
-        stops.append(num_rows)
-    stops_G = torch.tensor(stops, dtype=torch.int32).to(decoder.device, non_blocking=True)
-    cached = [_CACHE.of(adapter, decoder) if adapter is not None else {} for adapter in adapters]
-    out: dict[str, LoraOperand] = {}
-    for key in keys if keys is not None else decoder.targets:
-        pairs = [pairs.get(key) for pairs in cached]
-        if any(pair is not None for pair in pairs):
-            A, B = _stack(pairs)
-            out[key] = LoraOperand(A, B, stops_G, tuple(segments))
+
+    def __init__(
+        self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype, *, gather: bool = False
+    ) -> None:
+        self._spans = lora.spans if lora is not None else ()
+        self._adapters = [span.adapter for span in self._spans]
+        self._dtype, self._gather = dtype, gather
+        self._operands: dict[str, LoraOperand | None] = {}
+        tiles = len(self._spans) > 1 and _tiles(self._spans, num_rows)
+        self._stops_G: Tensor | None = None
+        if tiles and can_group(self._adapters):
+            stops = torch.tensor([span.stop for span in self._spans], dtype=torch.int32)
+            self._stops_G = stops.to(self._adapters[0].flat.device, non_blocking=True)
+        self._grads: list[Mapping[str, Weights]] = []
+        self._stacked_grad: Tensor | None = None
+        if gather and self._stops_G is not None:
+            shape = (len(self._adapters), self._adapters[0].flat.numel())
+            self._stacked_grad = self._adapters[0].flat.new_zeros(shape)
+            self._grads = [stack_by_key(self._adapters[0], self._stacked_grad)]
+        elif gather:
+            self._grads = [weights_by_key(a, _grad_of(a)) for a in self._adapters]
+
+    def get(self, key: str) -> LoraOperand | None:
+        if key not in self._operands:
+            self._operands[key] = self._make(key)
+        return self._operands[key]
+
+    def finish(self) -> None:
+        if self._stacked_grad is not None:
+            for adapter, grad in zip(self._adapters, self._stacked_grad, strict=True):
+                _grad_of(adapter).add_(grad)
+
+    def _make(self, key: str) -> LoraOperand | None:
+        known = [low_precision(adapter, self._dtype).get(key) for adapter in self._adapters]
+        if not any(known):
+            return None
+        if self._stops_G is not None:
+            grads = self._grads[0][key] if self._grads else None
+            return Grouped(_stack([w for w in known if w is not None]), grads, self._stops_G)
+        grads_by_span = [grads.get(key) for grads in self._grads] or [None] * len(known)
+        return Spans(
+            tuple(
+                SpanWeights(
+                    slice(span.start, span.stop),
+                    weights,
+                    grads,
+                    _joined(span.adapter, key, self._dtype) if self._gather else None,
+                )
+                for span, weights, grads in zip(self._spans, known, grads_by_span, strict=True)
+                if weights is not None
+            )
+        )
+
+
+def _stack(many: Sequence[Weights]) -> Weights:
+    Bs = zip(*(weights.Bs for weights in many), strict=True)
+    A = torch.stack([weights.A for weights in many])
+    return Weights(A, tuple(torch.stack(B) for B in Bs), many[0].parts)
+
+
+def stack_by_key(like: Adapter, stacked: Tensor) -> dict[str, Weights]:
+    """A stack of buffers, [G, parameters], as the linears take it: views with a leading G."""
+    out, views = {}, iter(like.views(stacked[0]))
+    step = stacked.stride(0)
+    for key, group in like.groups.items():
+        A, *Bs = (
+            stacked.as_strided((len(stacked), *v.shape), (step, *v.stride()), v.storage_offset())
+            for v in (next(views) for _ in group.tensors())
+        )
+        out[key] = Weights(A, tuple(Bs), group.parts)
     return out
 
 
-def _stack(pairs: Sequence[Pair | None]) -> Pair:
-    if len(pairs) == 1 and pairs[0] is not None:
-        return pairs[0][0][None], pairs[0][1][None]
-    known = [pair for pair in pairs if pair is not None]
-    rank = max(len(A) for A, _ in known)
-    like_A, like_B = known[0]
-    if all(pair is not None and len(pair[0]) == rank for pair in pairs):
-        return torch.stack([A for A, _ in known]), torch.stack([B for _, B in known])
-    A_GRI = like_A.new_zeros(len(pairs), rank, like_A.shape[1])
-    B_GOR = like_B.new_zeros(len(pairs), like_B.shape[0], rank)
-    for number, pair in enumerate(pairs):
-        if pair is not None:
-            A_GRI[number, : len(pair[0])] = pair[0]
-            B_GOR[number, :, : len(pair[0])] = pair[1]
-    return A_GRI, B_GOR
+def _tiles(spans: Sequence[Span], num_rows: int) -> bool:
+    edges = [0, *(span.stop for span in spans)]
+    starts = [span.start for span in spans]
+    return starts == edges[:-1] and edges[-1] == num_rows
 
 
-class _Cache:
-    """Pairs per adapter, refreshed when an optimizer step or a load has changed its weights."""
-
-    def __init__(self) -> None:
-        self._entries: WeakKeyDictionary[Adapter, tuple[int, dict[str, Pair]]] = WeakKeyDictionary()
-
-    def of(self, adapter: Adapter, decoder: Decoder) -> dict[str, Pair]:
-        version = sum(tensor._version for tensor in adapter.parameters())
-        entry = self._entries.get(adapter)
-        if entry is None or entry[0] != version:
-            pairs = entry[1] if entry is not None else _allocate(adapter, decoder)
-            _refresh(adapter, pairs)
-            self._entries[adapter] = entry = (version, pairs)
-        return entry[1]
+def _grad_of(adapter: Adapter) -> Tensor:
+    adapter.start_grad()
+    assert adapter.grad is not None
+    return adapter.grad
 
 
-_CACHE = _Cache()
+# ---------------------------------------------------------------------- low-precision copies
 
 
-def pairs_of(adapter: Adapter, decoder: Decoder) -> Mapping[str, Pair]:
-    """One adapter's (A, B) per fused linear, up to date with its master weights."""
-    return _CACHE.of(adapter, decoder)
+@dataclass(slots=True)
+class _Copy:
+    version: int
+    flat: Tensor
+    weights: Mapping[str, Weights]
+    joined: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
+    """Block-diagonal Bs with the version they were made of, for linears that have asked."""
 
 
-def _allocate(adapter: Adapter, decoder: Decoder) -> dict[str, Pair]:
-    """Zeros as wide as the whole fused linear: an adapter on q alone still adds to all of qkv."""
-    pairs = {}
-    for key, group in adapter.groups.items():
-        rank = -(-len(group.a_RI) // 8) * 8
-        width = decoder.targets[key].parts[-1].stop
-        A_RI = group.a_RI.new_zeros(rank, group.a_RI.shape[1], dtype=decoder.dtype)
-        pairs[key] = (A_RI, A_RI.new_zeros(width, rank))
-    return pairs
+_COPIES: WeakKeyDictionary[Adapter, _Copy] = WeakKeyDictionary()
 
 
-def _refresh(adapter: Adapter, pairs: Mapping[str, Pair]) -> None:
-    """Copy the master weights in, in a handful of launches for all modules together."""
-    sources: list[Tensor] = []
-    views: list[Tensor] = []
-    scales: list[float] = []
-    for key, group in adapter.groups.items():
-        A_RI, B_OR = pairs[key]
-        sources.append(group.a_RI.detach())
-        views.append(A_RI[: len(group.a_RI)])
-        scales.append(1.0)
-        for part, b_Or in zip(group.parts, group.b_Or, strict=True):
-            sources.append(b_Or.detach())
-            columns = B_OR[:, part.row : part.row + part.rank]
-            views.append(columns[part.target.start : part.target.stop])
-            scales.append(part.scale)
-    torch._foreach_copy_(views, torch._foreach_mul(sources, scales))
+def low_precision(adapter: Adapter, dtype: torch.dtype) -> Mapping[str, Weights]:
+    """The adapter in `dtype`, copied anew, in place, only when its weights have changed."""
+    return _copy_of(adapter, dtype).weights
+
+
+def low_precision_flat(adapter: Adapter, dtype: torch.dtype) -> Tensor:
+    return _copy_of(adapter, dtype).flat
+
+
+def _copy_of(adapter: Adapter, dtype: torch.dtype) -> _Copy:
+    version, copy = adapter.flat._version, _COPIES.get(adapter)
+    if copy is None or copy.flat.dtype != dtype:
+        flat = adapter.flat.to(dtype)
+        _COPIES[adapter] = copy = _Copy(version, flat, weights_by_key(adapter, flat))
+    elif copy.version != version:
+        copy.flat.copy_(adapter.flat)
+        copy.version = version
+    return copy
+
+
+def _joined(adapter: Adapter, key: str, dtype: torch.dtype) -> Tensor | None:
+    """A linear's Bs as one matrix. None for a single module: nothing to join, no copy to keep."""
+    copy = _copy_of(adapter, dtype)
+    weights = copy.weights[key]
+    if len(weights.Bs) == 1:
+        return None
+    version, joined_OR = copy.joined.get(key, (-1, None))
+    if joined_OR is None:
+        width = weights.parts[-1].target.stop
+        joined_OR = weights.A.new_zeros(width, len(weights.A))
+    if version != copy.version:
+        for B, rows, columns, scale in weights.each():
+            torch.mul(B, scale, out=joined_OR[columns, rows])
+        copy.joined[key] = (copy.version, joined_OR)
+    return joined_OR

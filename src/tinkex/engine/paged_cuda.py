@@ -16,7 +16,7 @@ X blocks of a sequence, V vocabulary, S adapter slots, R ranks of a fused linear
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,16 @@ from tinkex.engine import kernels
 from tinkex.engine.fused import CudaDecoder
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora import Adapter, LoraBatch
-from tinkex.engine.lora_operand import LoraOperand, pairs_of
+from tinkex.engine.lora_operand import (
+    Grouped,
+    LoraOperand,
+    Spans,
+    SpanWeights,
+    Weights,
+    can_group,
+    low_precision_flat,
+    stack_by_key,
+)
 from tinkex.engine.paged import PagedCache
 from tinkex.engine.scheduler import Chunk
 
@@ -181,14 +190,29 @@ def _splits(batch: int, cache: PagedCache) -> int:
 # ---------------------------------------------------------------------- graphs
 
 
-@dataclass(slots=True)
 class _Slots:
-    """Adapters in place: S of them side by side in each fused linear, padded to one rank."""
+    """Adapters of one layout in place, side by side: a graph finds them where it was recorded.
 
-    operands: dict[str, LoraOperand]
-    stops_S: Tensor
-    shape: tuple[tuple[str, int], ...]
-    held: list[tuple[Adapter, int] | None] = field(default_factory=list)
+    With one slot it serves a batch of one adapter. With more, slot 0 holds zeros for rows of the
+    base model itself, and `stops_S` says where each slot's rows end.
+    """
+
+    def __init__(self, like: Adapter, count: int, dtype: torch.dtype) -> None:
+        self.flat_SP = like.flat.new_zeros((count, like.flat.numel()), dtype=dtype)
+        self.stops_S = torch.zeros(count, dtype=torch.int32, device=like.flat.device)
+        self.held: list[tuple[Adapter, int] | None] = [None] * count
+        self.operands: dict[str, LoraOperand] = {}
+        for key, weights in stack_by_key(like, self.flat_SP).items():
+            if count == 1:
+                one = Weights(weights.A[0], tuple(B[0] for B in weights.Bs), weights.parts)
+                self.operands[key] = Spans((SpanWeights(slice(None), one, None),))
+            else:
+                self.operands[key] = Grouped(weights, None, self.stops_S)
+
+    def put(self, at: int, adapter: Adapter) -> None:
+        if self.held[at] != (adapter, adapter.flat._version):
+            self.flat_SP[at].copy_(low_precision_flat(adapter, self.flat_SP.dtype))
+            self.held[at] = (adapter, adapter.flat._version)
 
 
 class _Static:
@@ -210,8 +234,8 @@ class DecodeGraphs:
     def __init__(self, decoder: CudaDecoder, cache: PagedCache, *, max_context: int) -> None:
         self._decoder, self._cache = decoder, cache
         self._width = -(-max_context // cache.block_size)
-        self._statics: dict[tuple[int, int, int], _Static] = {}
-        self._slots: dict[int, _Slots] = {}
+        self._statics: dict[tuple[int, _Slots | None], _Static] = {}
+        self._slots: dict[tuple[Any, int], _Slots] = {}
         self._pool: Any = None
 
     def run(self, chunks: Sequence[Chunk], lora: LoraBatch | None) -> Tensor | None:
@@ -220,15 +244,19 @@ class DecodeGraphs:
         The tensor is overwritten by the next call.
         """
         batch = next((size for size in _BATCH_SIZES if size >= len(chunks)), None)
-        if batch is None or any(chunk.length != 1 for chunk in chunks):
+        if batch is None:
             return None
-        spans = lora.spans if lora is not None else ()
-        slots, order = None, list(range(len(chunks)))
-        if spans:
-            slots, order = self._place(lora, len(chunks))
-            if slots is None:
+        order = list(range(len(chunks)))
+        slots = None
+        if lora is not None and lora.spans:
+            placed = self._place(lora, len(chunks), batch)
+            if placed is None:
                 return None
-        static = self._static(batch, slots)
+            slots, order = placed
+        static = self._statics.get((batch, slots))
+        if static is None:
+            static = _Static(batch, self._width, self._decoder.device)
+            self._statics[batch, slots] = static
         self._fill(static, [chunks[row] for row in order])
         if static.graph is None:
             self._record(static, slots)
@@ -241,12 +269,6 @@ class DecodeGraphs:
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
         return logits.index_select(0, _on(self._decoder.device, back))
-
-    def _static(self, batch: int, slots: _Slots | None) -> _Static:
-        key = (batch, len(slots.held) if slots else 0, id(slots) if slots else 0)
-        if key not in self._statics:
-            self._statics[key] = _Static(batch, self._width, self._decoder.device)
-        return self._statics[key]
 
     def _fill(self, static: _Static, chunks: Sequence[Chunk]) -> None:
         """Rows beyond the batch repeat the first: they write what it writes and are not read."""
@@ -265,7 +287,7 @@ class DecodeGraphs:
         attend = CudaPagedAttend(self._cache)
         attend._slots_T = static.slots_B
         attend._singles = _Singles(static.slots_B, static.tables_BX, static.lengths_B)
-        lora = slots.operands if slots else {}
+        lora: dict[str, LoraOperand] = slots.operands if slots else {}
 
         def step() -> Tensor:
             hidden_BD = self._decoder.infer(static.tokens_B, static.positions_B, attend, lora)
@@ -286,83 +308,43 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------------ adapters in place
 
-    def _place(self, lora: LoraBatch | None, num_rows: int) -> tuple[_Slots | None, list[int]]:
+    def _place(self, lora: LoraBatch, num_rows: int, batch: int) -> tuple[_Slots, list[int]] | None:
         """Slots that hold this batch's adapters, and the rows sorted by slot.
 
-        Slot 0 of more than one is the base model's: rows that no span covers.
+        None when adapters of several layouts, or too many, meet in one step.
         """
-        assert lora is not None
-        adapters = [span.adapter for span in lora.spans]
-        covered = sum(span.stop - span.start for span in lora.spans)
-        alone = len(adapters) == 1 and covered == num_rows
-        count = 1 if alone else next((n for n in (4, 8, 16, 32) if n > len(set(adapters))), None)
-        if count is None:
-            return None, []
-        slots = self._slots_for(count, adapters)
-        if alone:
-            self._load(slots, 0, adapters[0])
+        adapters = list(dict.fromkeys(span.adapter for span in lora.spans))
+        if len(adapters) == 1 and sum(s.stop - s.start for s in lora.spans) == num_rows:
+            slots = self._slots_of(adapters[0], 1)
+            slots.put(0, adapters[0])
             return slots, list(range(num_rows))
-        slot_of = self._assign(slots, adapters)
-        slot_by_row = [0] * num_rows
+        count = next((n for n in (4, 8, 16, 32) if n > len(adapters)), None)
+        if count is None or not can_group(adapters):
+            return None
+        slots = self._slots_of(adapters[0], count)
+        slot_of = _assign(slots, adapters)
+        slot_by_row = np.zeros(num_rows, np.int64)
         for span in lora.spans:
-            for row in range(span.start, span.stop):
-                slot_by_row[row] = slot_of[span.adapter]
-        order = sorted(range(num_rows), key=lambda row: slot_by_row[row])
+            slot_by_row[span.start : span.stop] = slot_of[span.adapter]
         stops = np.cumsum(np.bincount(slot_by_row, minlength=count)).astype(np.int32)
-        # Rows that only fill the batch belong to the last slot, whatever it holds.
-        batch = next(size for size in _BATCH_SIZES if size >= num_rows)
-        stops[-1] = batch
+        stops[-1] = batch  # rows that only fill the batch: any slot will do
         slots.stops_S.copy_(_on(self._decoder.device, stops))
-        return slots, order
+        return slots, np.argsort(slot_by_row, kind="stable").tolist()
 
-    def _assign(self, slots: _Slots, adapters: Sequence[Adapter]) -> dict[Adapter, int]:
-        held = {entry[0]: at for at, entry in enumerate(slots.held) if entry is not None}
-        wanted = list(dict.fromkeys(adapters))
-        free = [at for at in range(1, len(slots.held)) if at not in {held.get(a) for a in wanted}]
-        for adapter in wanted:
-            if adapter not in held:
-                held[adapter] = free.pop()
-            self._load(slots, held[adapter], adapter)
-        return {adapter: held[adapter] for adapter in wanted}
+    def _slots_of(self, like: Adapter, count: int) -> _Slots:
+        key = (like.signature, count)
+        if key not in self._slots:
+            self._slots[key] = _Slots(like, count, self._decoder.dtype)
+        return self._slots[key]
 
-    def _slots_for(self, count: int, adapters: Sequence[Adapter]) -> _Slots:
-        """Slots wide enough for every adapter; a wider rank than any before makes new ones."""
-        ranks: dict[str, int] = {}
-        for adapter in adapters:
-            for key, (A_RI, _) in pairs_of(adapter, self._decoder).items():
-                ranks[key] = max(ranks.get(key, 0), len(A_RI))
-        known = self._slots.get(count)
-        if known is not None:
-            have = dict(known.shape)
-            if all(have.get(key, 0) >= rank for key, rank in ranks.items()):
-                return known
-            ranks = {key: max(ranks.get(key, 0), have.get(key, 0)) for key in {*ranks, *have}}
-            self._statics = {k: v for k, v in self._statics.items() if k[2] != id(known)}
-        self._slots[count] = slots = self._new_slots(count, ranks)
-        return slots
 
-    def _new_slots(self, count: int, ranks: dict[str, int]) -> _Slots:
-        decoder = self._decoder
-        stops_S = torch.zeros(count, dtype=torch.int32, device=decoder.device)
-        operands = {}
-        for key, rank in ranks.items():
-            target = decoder.targets[key]
-            shape_A, shape_B = (count, rank, target.in_size), (count, target.parts[-1].stop, rank)
-            A = torch.zeros(shape_A, dtype=decoder.dtype, device=decoder.device)
-            B = torch.zeros(shape_B, dtype=decoder.dtype, device=decoder.device)
-            operands[key] = LoraOperand(A, B, stops_S, ())
-        return _Slots(operands, stops_S, tuple(sorted(ranks.items())), [None] * count)
-
-    def _load(self, slots: _Slots, at: int, adapter: Adapter) -> None:
-        version = sum(tensor._version for tensor in adapter.parameters())
-        if slots.held[at] == (adapter, version):
-            return
-        pairs = pairs_of(adapter, self._decoder)
-        for key, operand in slots.operands.items():
-            operand.A_GRI[at].zero_()
-            operand.B_GOR[at].zero_()
-            if key in pairs:
-                A_RI, B_OR = pairs[key]
-                operand.A_GRI[at, : len(A_RI)].copy_(A_RI)
-                operand.B_GOR[at, :, : len(A_RI)].copy_(B_OR)
-        slots.held[at] = (adapter, version)
+def _assign(slots: _Slots, adapters: Sequence[Adapter]) -> dict[Adapter, int]:
+    """A slot for each adapter: the one it is in, or one that nobody of this batch needs."""
+    held = {entry[0]: at for at, entry in enumerate(slots.held) if entry is not None}
+    kept = {held[adapter] for adapter in adapters if adapter in held}
+    free = [at for at in range(1, len(slots.held)) if at not in kept]
+    chosen = {}
+    for adapter in adapters:
+        chosen[adapter] = held[adapter] if adapter in held else free.pop()
+        slots.put(chosen[adapter], adapter)
+    return chosen

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from tinkex.engine.decoder import DecoderLike
 from tinkex.engine.lora import LoraBatch
 from tinkex.errors import TinkerError
 
+_HAS_TRITON = find_spec("triton") is not None
 Rows = NDArray[np.int64]
 Evaluate = Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]]
 """(logprobs, inputs of the same rows) -> (scalar loss, metrics)."""
@@ -131,21 +134,17 @@ class _Head:
         place = _place(rows, device)
         hidden_ND = self._hidden_TD[place]
         lora = self._lora.select(rows)
-        exp_NV = self._decoder.head(hidden_ND, lora)
-        exp_NV -= exp_NV.amax(dim=-1, keepdim=True)
         pieces = [
             _Piece(run, part[0], _place(part[1], device))
             for run in runs
             if (part := run.part(rows)) is not None
         ]
-        picked = [exp_NV[piece.rows].gather(1, piece.columns()) for piece in pieces]
-        total_N1 = exp_NV.exp_().sum(dim=-1, keepdim=True)
-        log_total_N1 = total_N1.log()
-        for piece, picked_nK in zip(pieces, picked, strict=True):
-            piece.settle(picked_nK - log_total_N1[piece.rows], evaluate, backward)
+        softmax = _softmax(self._decoder.head(hidden_ND, lora), pieces)
+        for piece, logprobs_nK in zip(pieces, softmax.logprobs, strict=True):
+            piece.settle(logprobs_nK, evaluate, backward)
         if not backward or self.dhidden_TD is None:
             return
-        dlogits_NV = _logit_slopes(exp_NV, total_N1, pieces)
+        dlogits_NV = softmax.backward(pieces)
         self.dhidden_TD[place] = self._decoder.head_backward(dlogits_NV, hidden_ND, lora)
 
 
@@ -189,17 +188,72 @@ class _Piece:
             self.slopes_nK = _two_dims(torch.autograd.grad(loss, leaf)[0])
 
 
-def _logit_slopes(exp_NV: Tensor, total_N1: Tensor, pieces: Sequence[_Piece]) -> Tensor:
-    """d loss / d logits = slope * (one-hot - softmax), in the memory of the exponentials."""
-    scale_N1 = torch.zeros_like(total_N1)
-    for piece in pieces:
-        if piece.slopes_nK is not None:
-            scale_N1[piece.rows] = -piece.slopes_nK.sum(dim=1, keepdim=True)
-    exp_NV.mul_(scale_N1.div_(total_N1))
-    for piece in pieces:
-        if piece.slopes_nK is not None:
-            exp_NV[piece.rows].scatter_add_(1, piece.columns(), piece.slopes_nK)
-    return exp_NV
+class _Softmax(Protocol):
+    """The softmax of a chunk's logits, as logprobs of each piece's targets and their backward."""
+
+    logprobs: list[Tensor]
+
+    def backward(self, pieces: Sequence[_Piece]) -> Tensor:
+        """d loss / d logits = slope * (one-hot - softmax). The logits are gone afterwards."""
+
+
+def _softmax(logits_NV: Tensor, pieces: Sequence[_Piece]) -> _Softmax:
+    if logits_NV.is_cuda and _HAS_TRITON and all(p.run.targets.ndim == 1 for p in pieces):
+        return _FusedSoftmax(logits_NV, pieces)
+    return _PlainSoftmax(logits_NV, pieces)
+
+
+class _PlainSoftmax:
+    """In the memory of the logits, for any number of candidates."""
+
+    def __init__(self, logits_NV: Tensor, pieces: Sequence[_Piece]) -> None:
+        logits_NV -= logits_NV.amax(dim=-1, keepdim=True)
+        picked = [logits_NV[piece.rows].gather(1, piece.columns()) for piece in pieces]
+        self._exp_NV = logits_NV.exp_()
+        self._total_N1 = self._exp_NV.sum(dim=-1, keepdim=True)
+        log_total_N1 = self._total_N1.log()
+        self.logprobs = [
+            picked_nK - log_total_N1[piece.rows]
+            for piece, picked_nK in zip(pieces, picked, strict=True)
+        ]
+
+    def backward(self, pieces: Sequence[_Piece]) -> Tensor:
+        scale_N1 = torch.zeros_like(self._total_N1)
+        for piece in pieces:
+            if piece.slopes_nK is not None:
+                scale_N1[piece.rows] = -piece.slopes_nK.sum(dim=1, keepdim=True)
+        self._exp_NV.mul_(scale_N1.div_(self._total_N1))
+        for piece in pieces:
+            if piece.slopes_nK is not None:
+                self._exp_NV[piece.rows].scatter_add_(1, piece.columns(), piece.slopes_nK)
+        return self._exp_NV
+
+
+class _FusedSoftmax:
+    """One read of the logits each way, for one target per row."""
+
+    def __init__(self, logits_NV: Tensor, pieces: Sequence[_Piece]) -> None:
+        from tinkex.engine import kernels
+
+        self._logits_NV = logits_NV
+        self._lse_N = kernels.logsumexp(logits_NV)
+        self.logprobs = [
+            logits_NV[piece.rows].gather(1, piece.columns()) - self._lse_N[piece.rows, None]
+            for piece in pieces
+        ]
+
+    def backward(self, pieces: Sequence[_Piece]) -> Tensor:
+        from tinkex.engine import kernels
+
+        slopes_N = torch.zeros_like(self._lse_N)
+        targets_N = torch.zeros_like(self._lse_N, dtype=torch.int64)
+        for piece in pieces:
+            if piece.slopes_nK is not None:
+                slopes_N[piece.rows] = piece.slopes_nK[:, 0].float()
+                targets_N[piece.rows] = piece.columns()[:, 0]
+        return kernels.logit_gradient(
+            self._logits_NV, self._lse_N, targets_N, slopes_N, torch.bfloat16
+        )
 
 
 def _two_dims(values: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Where one training step, and one packed step of 16 tenants, spend their time on a GPU.
+
+python dev/gpu_profile.py
+"""
+
+import cProfile
+import pstats
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import gpu
+
+
+def device_time(title, step):
+    step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    wall = time.perf_counter() - began
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    busy = sum(row.self_device_time_total for row in rows) / 1e3
+    print(f"\n# {title}: wall {wall * 1e3:.0f} ms, device busy {busy:.0f} ms")
+    for row in rows[:16]:
+        print(f"{row.self_device_time_total / 1e3:9.2f} ms {row.count:6d} {row.key[:80]}")
+
+
+def host_time(title, step):
+    profiler = cProfile.Profile()
+    profiler.runcall(step)
+    torch.cuda.synchronize()
+    print(f"\n# {title}: host")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
+
+
+def main():
+    trainer, data = gpu.our_trainer(16), gpu.datums([2048] * 8)
+    device_time("8 x 2048", lambda: gpu.our_step(trainer, [data]))
+    short = [gpu.datums([128])] * 16
+    device_time("16 tenants x 128", lambda: gpu.our_step(trainer, short))
+    host_time("16 tenants x 128", lambda: gpu.our_step(trainer, short))
+    device_time("1 tenant x 128", lambda: gpu.our_step(trainer, short[:1]))
+    host_time("1 tenant x 128", lambda: gpu.our_step(trainer, short[:1]))
+
+
+if __name__ == "__main__":
+    main()
