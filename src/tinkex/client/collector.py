@@ -153,6 +153,8 @@ class Collector:
         self._bad_requests = 0
         self._retrieved.difference_update(told)
         self._take(reply)
+        # Let the samples that were waiting read and acknowledge, before the next poll is held.
+        await asyncio.sleep(0)
 
     def _call(self, told: list[str]) -> Call:
         body: dict[str, Any] = {
@@ -218,7 +220,7 @@ class Collector:
             )
         else:
             outcome = Completion(payload, entry.get("response_payload_uncompressed_size"))
-        waiter = self._waiters.get(request_id)
+        waiter = self._waiters.pop(request_id, None)
         if waiter is None:
             if request_id not in self._retrieved:
                 self._early[request_id] = outcome

@@ -62,6 +62,8 @@ class ClientConfig:
     tags: tuple[str, ...] = ()
     telemetry: bool = True
     """Report errors to the server. Off against a local server unless asked for."""
+    extensions: bool = True
+    """Use what a Tinkex server offers beyond the contract; off speaks the plain contract."""
     circuit_breaker: bool = False
     """Stop calling a host for a while after repeated failures."""
     verify_tls: bool = True
@@ -221,6 +223,7 @@ def _read_numbers(settings: dict[str, Any], env: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{variable} must be a number, got {env[variable]!r}. Unset it for the default."
             ) from None
-    if "circuit_breaker" not in settings and env.get("TINKEX_CLIENT_CIRCUIT_BREAKER"):
-        text = env["TINKEX_CLIENT_CIRCUIT_BREAKER"].strip().lower()
-        settings["circuit_breaker"] = text not in _OFF
+    for name in ("circuit_breaker", "extensions"):
+        text = env.get(f"TINKEX_CLIENT_{name.upper()}", "").strip().lower()
+        if name not in settings and text:
+            settings[name] = text not in _OFF

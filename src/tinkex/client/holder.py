@@ -14,6 +14,7 @@ import logging
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -160,6 +161,8 @@ class Holder:
             self.flags = ServerFlags.for_old_server()
             return
         self.flags = ServerFlags.from_json(reply.json())
+        if not self.config.extensions:
+            self.flags = replace(self.flags, tinkex_sample_batch=False, tinkex_sample_stream=False)
         if self.flags.credential_default_source == "credential_cmd":
             self.tokens.require_command()
         if self.flags.pjwt_auth_enabled:
