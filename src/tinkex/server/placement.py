@@ -42,8 +42,8 @@ class Placement:
         return min(self.places, key=lambda place: place.sampling.num_waiting)
 
     @property
-    def num_waiting_samples(self) -> int:
-        return sum(place.sampling.num_waiting for place in self.places)
+    def num_sample_places(self) -> int:
+        return sum(place.sampling.num_places for place in self.places)
 
     @property
     def is_ready(self) -> bool:

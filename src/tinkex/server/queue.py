@@ -30,6 +30,7 @@ class FairGate:
     """`async with gate.place(user, cost):` waits for a place and gives it back."""
 
     def __init__(self, places: int) -> None:
+        self.num_places = places
         self._free = places
         self._lines: dict[str, deque[Ticket]] = {}
         self._used: dict[str, float] = {}

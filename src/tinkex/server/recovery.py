@@ -149,8 +149,7 @@ class StateKeeper:
         before = await self._store.call(self._store.models.save_snapshot, snapshot)
         after = before.seq_id if before else -1
         self._store.journal.release_bodies(lane.model_id, snapshot.seq_id, after)
-        if before is not None and before.folder != snapshot.folder:
-            await asyncio.to_thread(shutil.rmtree, before.folder, ignore_errors=True)
+        await asyncio.to_thread(_keep_only, folder)
 
     async def park(self, lane: Lane) -> bool:
         """Save the state and free its memory. False when the lane is busy."""
@@ -187,6 +186,13 @@ class StateKeeper:
     async def _run(self, lane: Lane, job: Job, generation: int) -> None:
         result = await lane.place.worker.post(job, generation=generation)
         assert isinstance(result, AdapterResult)
+
+
+def _keep_only(folder: Path) -> None:
+    """Remove the snapshots before this one, those a crash left half adopted included."""
+    for other in folder.parent.iterdir():
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def _load_job(lane: Lane, snapshot: Snapshot) -> LoadAdapterJob:

@@ -215,7 +215,7 @@ class Samples:
             num_samples = int(body.get("num_samples") or 1)
             return Accepted(known, _sequence_ids(request_id, num_samples))
         job = await self._job(session, body)
-        if self._placement.num_waiting_samples >= self._max_queued:
+        if len(self._tasks) >= self._max_queued + self._placement.num_sample_places:
             raise ApiError(
                 429,
                 f"{self._max_queued} samples wait already; try again in a moment.",

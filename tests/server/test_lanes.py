@@ -1,0 +1,151 @@
+"""Order and idempotency: one lane per model, in seq_id order, each number once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from app_world import AppWorld, open_app
+from wire_client import PROTO, loss_of, train_body
+
+TOKENS = [1, 2, 3, 4]
+
+
+async def test_chunks_run_in_number_order_whichever_arrives_first(app_world: AppWorld) -> None:
+    """Stock clients post chunk 1 last (contract 5.3)."""
+    model = await app_world.model()
+    last = (await app_world.step(model, 4)).json()
+    third = (await app_world.train(model, 3, TOKENS)).json()
+    second = (await app_world.train(model, 2, TOKENS)).json()
+    first = (await app_world.train(model, 1, TOKENS)).json()
+    losses = [loss_of(await app_world.result(promise)) for promise in (first, second, third)]
+    assert losses[0] == losses[1] == losses[2], "the step ran before a chunk"
+    assert (await app_world.result(last))["metrics"]["step:max"] == 1.0
+    after = (await app_world.train(model, 5, TOKENS)).json()
+    assert loss_of(await app_world.result(after)) < losses[0]
+
+
+async def test_a_repeat_gets_the_same_promise_and_runs_once(app_world: AppWorld) -> None:
+    model = await app_world.model()
+    repeats = await asyncio.gather(*(app_world.train(model, 1, TOKENS) for _ in range(5)))
+    assert len({response.json()["request_id"] for response in repeats}) == 1
+    steps = await asyncio.gather(*(app_world.step(model, 2) for _ in range(5)))
+    assert (await app_world.result(steps[0].json()))["metrics"]["step:max"] == 1.0
+    again = (await app_world.step(model, 2)).json()
+    assert again == steps[0].json()
+    assert (await app_world.result(again))["metrics"]["step:max"] == 1.0
+
+
+async def test_another_body_under_a_used_number_is_refused(app_world: AppWorld) -> None:
+    model = await app_world.model()
+    await app_world.train(model, 1, TOKENS)
+    response = await app_world.train(model, 1, [9, 9])
+    assert response.status_code == 400
+    assert response.json()["code"] == "seq_conflict"
+    assert (await app_world.step(model, 1)).status_code == 400
+
+
+async def test_a_refused_request_consumes_its_number(app_world: AppWorld) -> None:
+    """R11: an error in one call leaves the client usable."""
+    model = await app_world.model()
+    refused = await app_world.train(model, 1, [10**6])
+    assert refused.status_code == 400
+    assert "outside the vocabulary" in refused.json()["detail"]
+    assert (await app_world.train(model, 1, [10**6])).json() == refused.json()
+    done = (await app_world.train(model, 2, TOKENS)).json()
+    assert loss_of(await app_world.result(done)) > 0
+
+
+async def test_a_request_the_engine_refuses_does_not_stop_the_lane(app_world: AppWorld) -> None:
+    model = await app_world.model()
+    body = {"model_id": model, "seq_id": 1, "path": "x"}
+    await app_world.result(await app_world.ok("save_weights", body))
+    again = await app_world.ok("save_weights", body | {"seq_id": 2})
+    failed = await app_world.result(again)
+    assert failed["category"] == "user"
+    assert "exists already" in failed["error"]
+    done = (await app_world.train(model, 3, TOKENS)).json()
+    assert loss_of(await app_world.result(done)) > 0
+
+
+async def test_a_gap_is_the_reason_of_waiting_and_then_an_error(tmp_path: Path) -> None:
+    async with open_app(tmp_path, gap_limit_s=1.5, hold_s=0.3) as world:
+        model = await world.model()
+        waiting = (await world.train(model, 3, TOKENS)).json()
+        poll = await world.post("retrieve_future", {"request_id": waiting["request_id"]})
+        assert poll.status_code == 408
+        assert "waiting for seq_id 1" in poll.json()["queue_state_reason"]
+        assert poll.json()["queue_state"] == "paused_capacity"
+        await asyncio.sleep(1.5)
+        failed = await world.result(waiting)
+        assert failed["category"] == "user"
+        assert "seq_id 1, 2" in failed["error"]
+        late = await world.train(model, 1, TOKENS)
+        assert late.status_code == 400
+        assert "too late" in late.json()["detail"]
+        done = (await world.train(model, 4, TOKENS)).json()
+        assert loss_of(await world.result(done)) > 0
+
+
+async def test_requests_without_a_number_run_in_order_of_arrival(app_world: AppWorld) -> None:
+    model = await app_world.model()
+    first = (await app_world.train(model, 0, TOKENS)).json()  # 0 is how protobuf says "none"
+    step = await app_world.ok("optim_step", {"model_id": model, "adam_params": {}})
+    assert loss_of(await app_world.result(first)) > 0
+    assert (await app_world.result(step))["metrics"]["step:max"] == 1.0
+
+
+async def test_creating_a_model_twice_gives_the_same_promise(app_world: AppWorld) -> None:
+    session = await app_world.session()
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
+    first, again = (
+        await app_world.ok("create_model", body),
+        await app_world.ok("create_model", body),
+    )
+    assert first == again
+    assert (await app_world.result(first))["model_id"] == f"{session}:train:0"
+
+
+async def test_a_retried_unnamed_save_may_carry_a_new_sampler_number(app_world: AppWorld) -> None:
+    """Contract 3.5: the counter is taken inside the retried function."""
+    model = await app_world.model()
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    first = await app_world.ok("save_weights_for_sampler", body)
+    again = await app_world.ok("save_weights_for_sampler", body | {"sampling_session_seq_id": 1})
+    assert first == again
+    result = await app_world.result(first)
+    assert result["sampling_session_id"].endswith(":sample:0")
+
+
+async def test_models_of_other_users_do_not_exist(tmp_path: Path) -> None:
+    keys = ("tml-ada=ada", "tml-bob=bob")
+    async with open_app(tmp_path, api_keys=keys) as world:
+        model = await world.model(key="tml-ada")
+        body = train_body(model, 1, TOKENS)
+        foreign = await world.post("forward_backward", body, key="tml-bob", headers=PROTO)
+        absent = await world.post(
+            "forward_backward",
+            train_body("nowhere:train:0", 1, TOKENS),
+            key="tml-bob",
+            headers=PROTO,
+        )
+        assert foreign.status_code == absent.status_code == 404
+        own = await world.ok("forward_backward", body, key="tml-ada", headers=PROTO)
+        poll = await world.post("retrieve_future", {"request_id": own["request_id"]}, key="tml-bob")
+        assert poll.status_code == 404
+        assert (await world.post("retrieve_future", {}, key="tml-nobody")).status_code == 401
+
+
+@pytest.mark.parametrize("kind", ["loss", "engine"])
+async def test_one_model_never_sees_the_mistakes_of_another(app_world: AppWorld, kind: str) -> None:
+    session = await app_world.session()
+    model, other = [await app_world.model(session, number) for number in range(2)]
+    before = loss_of(await app_world.result((await app_world.train(model, 1, TOKENS)).json()))
+    wrong: Any = {"loss": {"loss_fn": "nonsense"}, "engine": {"weights": [float("nan")] * 4}}[kind]
+    assert (await app_world.train(other, 1, TOKENS, **wrong)).status_code == 400
+    await app_world.result((await app_world.train(other, 2, TOKENS)).json())
+    await app_world.result((await app_world.step(other, 3)).json())
+    after = loss_of(await app_world.result((await app_world.train(model, 2, TOKENS)).json()))
+    assert after == before

@@ -1,0 +1,160 @@
+"""What a restart keeps, and how silent sessions give their memory back and return."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from app_world import AppWorld, open_app
+from wire_client import loss_of
+
+TOKENS = [3, 1, 4, 1, 5]
+
+
+async def train_steps(world: AppWorld, model: str, first: int, num_steps: int) -> float:
+    loss = 0.0
+    for number in range(first, first + 2 * num_steps, 2):
+        promise = (await world.train(model, number, TOKENS)).json()
+        step = (await world.step(model, number + 1, learning_rate=0.01)).json()
+        loss = loss_of(await world.result(promise))
+        await world.result(step)
+    return loss
+
+
+async def test_a_restart_keeps_sessions_models_samplers_and_results(tmp_path: Path) -> None:
+    async with open_app(tmp_path) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 3)
+        unfetched = (await world.train(model, 7, TOKENS)).json()
+        save = {"model_id": model, "seq_id": 8, "sampling_session_seq_id": 0}
+        saved = await world.result(await world.ok("save_weights_for_sampler", save))
+    async with open_app(tmp_path) as world:
+        again = await world.ok("get_info", {"model_id": model})
+        assert again["lora_rank"] == 4
+        assert loss_of(await world.result(unfetched)) > 0
+        beat = {"session_id": model.split(":")[0]}
+        assert (await world.post("session_heartbeat", beat)).status_code == 200
+        sample = {
+            "sampling_session_id": saved["sampling_session_id"],
+            "seq_id": 0,
+            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 2},
+        }
+        assert await world.result(await world.ok("asample", sample))
+
+
+async def test_training_goes_on_after_a_restart_as_if_nothing_happened(tmp_path: Path) -> None:
+    async with open_app(tmp_path / "calm") as world:
+        expected = await train_steps(world, await world.model(), 1, 12)
+    async with open_app(tmp_path / "restarted", snapshot_every_ops=5) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 7)
+    async with open_app(tmp_path / "restarted", snapshot_every_ops=5) as world:
+        assert await train_steps(world, model, 15, 5) == expected
+
+
+async def test_gradients_gathered_before_a_restart_are_stepped_after_it(tmp_path: Path) -> None:
+    async with open_app(tmp_path / "calm") as world:
+        model = await world.model()
+        await world.result((await world.train(model, 1, TOKENS)).json())
+        expected = (await world.result((await world.step(model, 2)).json()))["metrics"]
+    async with open_app(tmp_path / "restarted") as world:
+        model = await world.model()
+        await world.result((await world.train(model, 1, TOKENS)).json())
+    async with open_app(tmp_path / "restarted") as world:
+        assert (await world.result((await world.step(model, 2)).json()))["metrics"] == expected
+
+
+async def test_a_silent_session_is_parked_and_comes_back_by_itself(tmp_path: Path) -> None:
+    async with open_app(tmp_path / "calm") as world:
+        expected = await train_steps(world, await world.model(), 1, 6)
+    async with open_app(tmp_path / "parked") as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 4)
+        await world.service.park_session(model.split(":")[0])
+        assert world.service.num_lanes == 0
+        snapshots = list((tmp_path / "parked" / "state").glob("*/*"))
+        assert len(snapshots) == 1, "the state is saved"
+        assert await train_steps(world, model, 9, 2) == expected
+
+
+async def test_a_snapshot_bounds_the_replay_and_old_ones_go(tmp_path: Path) -> None:
+    async with open_app(tmp_path, snapshot_every_ops=4) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 10)
+        lane = world.service._lanes[model]
+        while not lane.is_idle:
+            await asyncio.sleep(0.01)
+        snapshot = world.app.state.store.models.get_snapshot(model)
+        assert snapshot is not None
+        assert snapshot.seq_id == 20
+        assert len(list((tmp_path / "state").glob("*/*"))) == 1
+        rows = world.app.state.store.journal.since(model, -1)
+        assert all(row.body is None for row in rows if row.seq_id <= snapshot.seq_id)
+
+
+async def test_loading_a_checkpoint_survives_its_deletion_and_a_crash(tmp_path: Path) -> None:
+    async with open_app(tmp_path) as world:
+        model = await world.model()
+        loss = await train_steps(world, model, 1, 3)
+        save = {"model_id": model, "seq_id": 7, "path": "a"}
+        path = (await world.result(await world.ok("save_weights", save)))["path"]
+        session = await world.session()
+        load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+        loaded = await world.result(await world.ok("load_weights", load))
+        assert loaded["model_id"] == f"{session}:train:0"
+        other = loaded["model_id"]
+        deleted = await world.http.delete(
+            f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers={"x-api-key": "tml-x"}
+        )
+        assert deleted.status_code == 204
+        world.service.workers[0]._process.kill()  # type: ignore[union-attr]
+        await asyncio.sleep(0.2)
+        after = loss_of(await world.result((await world.train(other, 1, TOKENS)).json()))
+        assert after < loss
+
+
+async def test_saved_optimizer_state_continues_bit_for_bit_and_weights_only_starts_afresh(
+    tmp_path: Path,
+) -> None:
+    async with open_app(tmp_path) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 3)
+        save = {"model_id": model, "seq_id": 7, "path": "a"}
+        path = (await world.result(await world.ok("save_weights", save)))["path"]
+        expected = await train_steps(world, model, 8, 3)
+        losses = {}
+        for optimizer in (True, False):
+            session = await world.session()
+            load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": optimizer}
+            loaded = await world.result(await world.ok("load_weights", load))
+            losses[optimizer] = await train_steps(world, loaded["model_id"], 1, 3)
+        assert losses[True] == expected
+        assert losses[False] != expected
+
+
+async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_path: Path) -> None:
+    async with open_app(tmp_path, toy_latency_s=0.15) as world:
+        model = await world.model()
+        promise = (await world.train(model, 1, TOKENS)).json()
+
+        async def killer() -> None:
+            worker = world.service.workers[0]
+            while True:
+                await worker.wait_ready()
+                if any("#" in job_id and ":1#" in job_id for job_id in worker._pending):
+                    worker._process.kill()  # type: ignore[union-attr]
+                    await asyncio.sleep(0.1)
+                await asyncio.sleep(0.02)
+
+        task = asyncio.create_task(killer())
+        body = {"request_id": promise["request_id"]}
+        for _ in range(10):
+            response = await world.post("retrieve_future", body)
+            if response.status_code == 200:
+                break
+        task.cancel()
+        assert "given up" in response.json()["error"]
+        assert response.json()["category"] == "server"
+        done = (await world.train(model, 2, TOKENS)).json()
+        assert loss_of(await world.result(done)) > 0

@@ -1,0 +1,227 @@
+"""Sampling: promises, backpressure, cancelling, batches, streams, and what a restart loses."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any
+
+import orjson
+from app_world import AppWorld, open_app
+
+from tinkex.server.samples import SampleLedger
+from tinkex.wire import tinker_public_pb2 as pb
+
+
+def body_of(sampler: str, seq_id: int, **fields: Any) -> dict[str, Any]:
+    params = {"max_tokens": 4, "seed": seq_id} | fields.pop("params", {})
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "num_samples": 1,
+        "prompt": {"chunks": [{"tokens": [1, 2, 3], "type": "encoded_text"}]},
+        "sampling_params": params,
+    } | fields
+
+
+async def open_sampler(world: AppWorld, number: int = 0) -> str:
+    session = await world.session()
+    body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "toy"}
+    return str((await world.ok("create_sampling_session", body))["sampling_session_id"])
+
+
+async def test_a_sample_names_its_sequences_and_scores_its_prompt(app_world: AppWorld) -> None:
+    sampler = await open_sampler(app_world)
+    promise = await app_world.ok(
+        "asample", body_of(sampler, 0, num_samples=2, prompt_logprobs=True)
+    )
+    assert promise["sample_sequence_ids"] == [f"{sampler}:0:0", f"{sampler}:0:1"]
+    message = pb.SampleResponse.FromString(await app_world.result(promise))
+    assert len(message.sequences) == 2
+    assert len(message.prompt_logprobs) == 4 * 3
+
+
+async def test_old_clients_get_json(app_world: AppWorld) -> None:
+    """Clients up to 0.24 read samples as JSON (contract 15)."""
+    sampler = await open_sampler(app_world)
+    promise = await app_world.ok("asample", body_of(sampler, 0, prompt_logprobs=True))
+    response = await app_world.post("retrieve_future", {"request_id": promise["request_id"]})
+    answer = response.json()
+    assert answer["sequences"][0]["stop_reason"] in ("length", "stop")
+    assert answer["prompt_logprobs"][0] is None
+    assert all(value < 0 for value in answer["prompt_logprobs"][1:])
+
+
+async def test_the_same_number_gives_the_same_promise_once(app_world: AppWorld) -> None:
+    sampler = await open_sampler(app_world)
+    first = await app_world.ok("asample", body_of(sampler, 5))
+    assert await app_world.ok("asample", body_of(sampler, 5)) == first
+    other = await app_world.post("asample", body_of(sampler, 5, params={"max_tokens": 9}))
+    assert other.status_code == 400
+
+
+async def test_a_full_queue_is_429_and_drains(tmp_path: Path) -> None:
+    async with open_app(
+        tmp_path, max_queued_samples=3, max_running_samples=1, toy_latency_s=0.1
+    ) as world:
+        sampler = await open_sampler(world)
+        answers = [await world.post("asample", body_of(sampler, n)) for n in range(8)]
+        refused = [answer for answer in answers if answer.status_code == 429]
+        assert refused
+        assert refused[0].headers["retry-after"] == "1"
+        taken = [answer.json() for answer in answers if answer.status_code == 200]
+        assert len(taken) + len(refused) == 8
+        for promise in taken:
+            await world.result(promise)
+        assert (await world.post("asample", body_of(sampler, 100))).status_code == 200
+
+
+async def test_a_cancelled_sample_frees_its_place_at_once(tmp_path: Path) -> None:
+    async with open_app(tmp_path, max_running_samples=1, toy_token_latency_s=0.5) as world:
+        sampler = await open_sampler(world)
+        slow = await world.ok(
+            "asample", body_of(sampler, 0, params={"max_tokens": 100, "stop": []})
+        )
+        await asyncio.sleep(0.2)
+        quick = await world.ok("asample", body_of(sampler, 1, params={"max_tokens": 1}))
+        assert (await world.ok("cancel_future", slow))["status"] == "cancelled"
+        await asyncio.wait_for(world.result(quick), 3)
+        assert "cancelled" in (await world.result(slow))["error"]
+
+
+async def test_one_poll_collects_many_samples(app_world: AppWorld) -> None:
+    sampler = await open_sampler(app_world)
+    for n in range(6):
+        await app_world.ok("asample", body_of(sampler, n))
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+    cursor, found = 0, set()
+    while len(found) < 6:
+        answer = await app_world.ok("retrieve_futures", {"target": target, "prev_cursor": cursor})
+        assert answer["cursor"] > cursor
+        cursor = answer["cursor"]
+        found |= {entry["request_id"] for entry in answer["completions"]}
+    assert found == {f"{sampler}:{n}" for n in range(6)}
+    await app_world.ok(
+        "retrieve_futures",
+        {"target": target, "prev_cursor": cursor, "timeout": 0, "retrieved_request_ids": [*found]},
+    )
+    gone = await app_world.post("retrieve_future", {"request_id": f"{sampler}:0"})
+    assert gone.status_code == 410, "an acknowledged payload is dropped"
+
+
+async def test_a_clone_has_a_log_of_its_own(app_world: AppWorld) -> None:
+    sampler = await open_sampler(app_world)
+    joined = await app_world.ok("join_sampling_session", {"sampling_session_id": sampler})
+    clone = joined["client_counter"]
+    assert clone == 1
+    await app_world.ok("asample", body_of(sampler, clone * 10**9 + 3))
+    target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
+    answer = await app_world.ok("retrieve_futures", {"target": target, "prev_cursor": 0})
+    assert [entry["request_id"] for entry in answer["completions"]] == [f"{sampler}:1000000003"]
+    other = await app_world.ok(
+        "retrieve_futures",
+        {"target": target | {"cloned_sampler_id": 0}, "prev_cursor": 0, "timeout": 0},
+    )
+    assert other["completions"] == []
+
+
+async def test_a_batch_is_answered_one_by_one_and_collected_inline(app_world: AppWorld) -> None:
+    sampler = await open_sampler(app_world)
+    requests = [body_of(sampler, n) for n in range(3)]
+    requests[1]["prompt"] = {"chunks": []}
+    promises = (await app_world.ok("asample_batch", {"requests": requests}))["promises"]
+    assert promises[1]["status"] == 400
+    assert "at least one token" in promises[1]["error"]
+    wanted, cursor = {promises[0]["request_id"], promises[2]["request_id"]}, 0
+    while wanted:
+        target = {"sampling_session_id": sampler, "cloned_sampler_id": 0}
+        response = await app_world.post(
+            "retrieve_futures", {"target": target, "prev_cursor": cursor, "inline_results": True}
+        )
+        assert response.headers["content-type"] == "application/x-tinkex-frames"
+        (length,) = struct.unpack_from("<I", response.content)
+        header, offset = orjson.loads(response.content[4 : 4 + length]), 4 + length
+        for entry in header["completions"]:
+            payload = response.content[offset : offset + entry["size"]]
+            offset += entry["size"]
+            assert len(pb.SampleResponse.FromString(payload).sequences) == 1
+            wanted.remove(entry["request_id"])
+        cursor = header["cursor"]
+
+
+async def test_tokens_stream_while_they_are_made(tmp_path: Path) -> None:
+    """R27."""
+    async with open_app(tmp_path, toy_token_latency_s=0.02) as world:
+        sampler = await open_sampler(world)
+        body = body_of(sampler, 0, num_samples=2, params={"max_tokens": 5, "stop": []})
+        response = await world.post("sample_stream", body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [block.split("\n") for block in response.text.strip().split("\n\n")]
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        for event in events[:-1]:
+            assert event[0] == "event: tokens"
+            data = orjson.loads(event[1].removeprefix("data: "))
+            tokens[data["sample_index"]] += data["tokens"]
+        assert events[-1][0] == "event: done"
+        result = orjson.loads(events[-1][1].removeprefix("data: "))
+        assert [item["tokens"] for item in result["sequences"]] == [tokens[0], tokens[1]]
+        assert result["sequences"][0]["sequence_id"].endswith(":0")
+
+
+async def test_a_snapshot_samples_the_same_after_further_training(app_world: AppWorld) -> None:
+    model = await app_world.model()
+    save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    saved = await app_world.result(await app_world.ok("save_weights_for_sampler", save))
+    sampler = saved["sampling_session_id"]
+    before = await app_world.result(await app_world.ok("asample", body_of(sampler, 0)))
+    await app_world.result((await app_world.train(model, 2, [1, 2, 3, 4])).json())
+    await app_world.result((await app_world.step(model, 3)).json())
+    again = body_of(sampler, 1, params={"seed": 0})
+    assert await app_world.result(await app_world.ok("asample", again)) == before
+
+
+async def test_a_training_checkpoint_can_be_sampled(app_world: AppWorld) -> None:
+    model = await app_world.model()
+    saved = await app_world.result(
+        await app_world.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    )
+    body = body_of("", 0)
+    del body["sampling_session_id"], body["seq_id"]
+    promise = await app_world.ok("asample", body | {"model_path": saved["path"]})
+    assert pb.SampleResponse.FromString(await app_world.result(promise)).sequences
+
+
+async def test_samples_lost_by_a_restart_are_reported_and_gone(tmp_path: Path) -> None:
+    """A waiting client is told at once, and asks again (contract 4.2, 410)."""
+    async with open_app(tmp_path, toy_token_latency_s=5) as world:
+        sampler = await open_sampler(world)
+        promise = await world.ok("asample", body_of(sampler, 7))
+    async with open_app(tmp_path) as world:
+        target = {"sampling_session_id": sampler, "cloned_sampler_id": 0}
+        answer = await world.ok("retrieve_futures", {"target": target, "prev_cursor": 0})
+        assert [entry["request_id"] for entry in answer["completions"]] == [promise["request_id"]]
+        assert (await world.post("retrieve_future", promise)).status_code == 410
+        assert await world.result(await world.ok("asample", body_of(sampler, 8)))
+
+
+def test_the_ledger_forgets_what_was_handed_out(tmp_path: Path) -> None:
+    ledger = SampleLedger(tmp_path / "samples.log")
+    ledger.MAX_BYTES = 200
+    for n in range(50):
+        ledger.promised(f"s:{n}")
+        if n % 2:
+            ledger.handed_out(f"s:{n}")
+    ledger.close()
+    again = SampleLedger(tmp_path / "samples.log")
+    again.close()
+    assert again.lost == [f"s:{n}" for n in range(0, 50, 2)]
+
+
+async def test_worker_death_does_not_lose_a_sample(tmp_path: Path) -> None:
+    async with open_app(tmp_path, toy_token_latency_s=0.2) as world:
+        sampler = await open_sampler(world)
+        promise = await world.ok("asample", body_of(sampler, 0))
+        await asyncio.sleep(0.3)
+        world.service.workers[0]._process.kill()  # type: ignore[union-attr]
+        assert pb.SampleResponse.FromString(await world.result(promise)).sequences
