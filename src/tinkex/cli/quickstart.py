@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     help="Where the plot, the adapter and the log go.",
 )
 @click.option("--fresh", is_flag=True, help="Start over, forgetting an earlier run.")
-@click.option("--epochs", type=click.FloatRange(min=0, min_open=True), default=3.0, hidden=True)
+@click.option("--epochs", type=click.FloatRange(min=0, min_open=True), default=2.0, hidden=True)
 @click.option("--model", help="Another base model than the default one.")
 @pass_state
 def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: str | None) -> None:

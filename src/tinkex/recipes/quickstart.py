@@ -38,7 +38,7 @@ class Outcome:
     exchanges: tuple[Exchange, ...] = ()
 
 
-def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 3.0) -> SftConfig:
+def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 2.0) -> SftConfig:
     """The quickstart's settings: small enough for two CPU cores, large enough to see."""
     return SftConfig(
         data=str(folder / "data.jsonl"),
@@ -60,7 +60,7 @@ def run(
     on_step: OnStep,
     *,
     model: str = DEFAULT_MODEL,
-    epochs: float = 3.0,
+    epochs: float = 2.0,
 ) -> Outcome:
     """Train, or go on where an earlier call in this folder was interrupted."""
     folder.mkdir(parents=True, exist_ok=True)

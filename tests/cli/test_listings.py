@@ -1,0 +1,275 @@
+"""run, checkpoint, session, model, billing, auth: table, JSON and a failure of each (R30)."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+
+import pytest
+
+
+def test_model_list(cli):
+    table = cli("model", "list", "SMOL")
+    assert table.code == 0
+    assert "Max Context" in table.out
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in table.out
+    models = cli("model", "list", "--json").json["models"]
+    assert models[0]["model_name"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert set(models[0]) >= {"max_context_length", "trainable", "sampleable"}
+
+
+def test_model_list_without_a_match_names_what_is_there(cli):
+    ran = cli("model", "list", "gpt-99")
+    assert (ran.code, ran.out) == (1, "")
+    assert "No model matches 'gpt-99'; this server has: HuggingFaceTB" in ran.err
+
+
+def test_run_list(cli, saved):
+    table = cli("run", "list", "--limit", "0")
+    assert f"{saved.run_id}" in table.out
+    assert "Rank 4" in table.out
+    runs = cli("run", "list", "--json", "--limit", "2").json["runs"]
+    assert 1 <= len(runs) <= 2
+    assert runs[0]["training_run_id"] == saved.run_id
+
+
+def test_run_list_shows_the_columns_asked_for(cli, saved):
+    out = cli("run", "list", "-c", "id,owner,checkpoint", "--limit", "1").out
+    assert out.split("\n")[2].split() == ["Run", "ID", "Owner", "Last", "Checkpoint"]
+    assert "weights/one" in out
+    bad = cli("run", "list", "-c", "id,colour")
+    assert bad.code == 2
+    assert "no column 'colour'" in bad.err
+
+
+def test_run_list_skips_and_counts(cli, saved):
+    everything = cli("run", "list", "--json", "--limit", "0").json["runs"]
+    rest = cli("run", "list", "--json", "--limit", "0", "--offset", "1").json["runs"]
+    assert rest == everything[1:]
+
+
+def test_run_info(cli, saved):
+    table = cli("run", "info", saved.run_id)
+    assert saved.state_path in table.out
+    assert saved.sampler_path in table.out
+    assert cli("run", "info", saved.run_id, "--json").json["lora_rank"] == 4
+    by_path = cli("run", "info", saved.state_path, "--json").json
+    assert by_path["training_run_id"] == saved.run_id
+
+
+def test_run_info_of_an_unknown_run_fails(cli):
+    ran = cli("run", "info", "nobody:train:0")
+    assert (ran.code, ran.out) == (1, "")
+    assert "nobody:train:0" in ran.err
+
+
+def test_checkpoint_list(cli, saved):
+    table = cli("checkpoint", "list", "--run-id", saved.run_id)
+    assert "weights/one" in table.out
+    assert saved.sampler_path in table.out
+    listed = cli("checkpoint", "list", "--run-id", saved.run_id, "--json").json
+    assert listed["run_id"] == saved.run_id
+    assert {c["tinker_path"] for c in listed["checkpoints"]} == {
+        saved.state_path,
+        saved.sampler_path,
+    }
+    mine = cli("checkpoint", "list", "--json", "--limit", "1").json
+    assert len(mine["checkpoints"]) == 1
+    assert "run_id" not in mine
+
+
+def test_checkpoint_list_of_an_unknown_run_fails(cli):
+    ran = cli("checkpoint", "list", "--run-id", "nobody:train:0")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: ")
+
+
+def test_checkpoint_info(cli, saved):
+    table = cli("checkpoint", "info", saved.state_path)
+    assert "Rank 4" in table.out
+    assert "Metadata: note" in table.out
+    shown = cli("checkpoint", "info", saved.state_path, "--json").json
+    assert (shown["is_lora"], shown["lora_rank"]) == (True, 4)
+    assert shown["tinker_path"] == saved.state_path
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "words"),
+    [
+        ("weights/one", 2, "is not a checkpoint; one looks like tinker://RUN/weights/NAME"),
+        ("tinker://nobody:train:0/weights/x", 1, "nobody:train:0"),
+    ],
+)
+def test_checkpoint_info_of_something_else_fails(cli, path, code, words):
+    ran = cli("checkpoint", "info", path)
+    assert ran.code == code
+    assert words in ran.err
+
+
+def test_publish_and_unpublish_are_silent_and_change_the_listing(cli, saved):
+    def public():
+        return cli("checkpoint", "info", saved.state_path, "--json").json["public"]
+
+    assert cli("checkpoint", "publish", saved.state_path).out == ""
+    assert public() is True
+    assert cli("checkpoint", "unpublish", saved.state_path, "--json").out == ""
+    assert public() is False
+    assert cli("checkpoint", "publish", "tinker://nobody:train:0/weights/x").code == 1
+    assert cli("checkpoint", "unpublish", "tinker://nobody:train:0/weights/x").code == 1
+
+
+def test_set_ttl_sets_and_removes(cli, saved):
+    def expires():
+        return cli("checkpoint", "info", saved.state_path, "--json").json["expires_at"]
+
+    assert cli("checkpoint", "set-ttl", saved.state_path, "--ttl", "7200").code == 0
+    assert expires() is not None
+    assert cli("checkpoint", "set-ttl", saved.state_path, "--remove", "--json").out == ""
+    assert expires() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [((), 2), (("--ttl", "7200", "--remove"), 2), (("--ttl", "5"), 1)]
+)
+def test_set_ttl_refuses_none_both_and_too_little(cli, saved, options, code):
+    assert cli("checkpoint", "set-ttl", saved.state_path, *options).code == code
+
+
+def test_delete_by_path(cli, saved):
+    ran = cli("checkpoint", "delete", saved.sampler_path, "-y")
+    assert ran.out == "Deleted 1 checkpoint(s)\n"
+    left = cli("checkpoint", "list", "--run-id", saved.run_id, "--json").json["checkpoints"]
+    assert [c["tinker_path"] for c in left] == [saved.state_path]
+
+
+def test_delete_by_run_with_filters(cli, saved):
+    tomorrow = (dt.datetime.now(dt.UTC) + dt.timedelta(days=1)).date().isoformat()
+    ran = cli("checkpoint", "delete", "--run-id", saved.run_id, "--after", tomorrow, "-y", "--json")
+    assert ran.json == {"deleted_count": 0, "failed": []}
+    options = ("--type", "sampler", "--before", tomorrow, "-y", "--json")
+    ran = cli("checkpoint", "delete", "--run-id", saved.run_id, *options)
+    assert ran.out == '{"deleted_count": 1, "failed": []}\n'
+
+
+def test_delete_reports_what_it_could_not_delete(cli, saved):
+    missing = "tinker://nobody:train:0/weights/x"
+    ran = cli("checkpoint", "delete", missing, saved.state_path, "-y", "--json")
+    assert ran.code == 0
+    assert ran.json["deleted_count"] == 1
+    assert ran.json["failed"][0]["tinker_path"] == missing
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(), ("--run-id", "r", "tinker://r/weights/x"), ("tinker://r/weights/x", "--type", "training")],
+)
+def test_delete_needs_paths_or_a_run(cli, args):
+    assert cli("checkpoint", "delete", *args).code == 2
+
+
+def test_delete_asks_first_and_no_means_130(cli, saved, monkeypatch):
+    monkeypatch.setattr("click.confirm", _refuse)
+    ran = cli("checkpoint", "delete", saved.state_path)
+    assert ran.code == 130
+    assert cli("checkpoint", "info", saved.state_path).code == 0
+
+
+def _refuse(*args, **kwargs):
+    import click
+
+    raise click.Abort
+
+
+def test_session_list_and_info(cli, saved):
+    assert saved.session_id in cli("session", "list", "--limit", "0").out
+    assert saved.session_id in cli("session", "list", "--limit", "0", "--json").json["sessions"]
+    table = cli("session", "info", saved.session_id)
+    assert saved.run_id in table.out
+    assert "by-a-test" in table.out
+    shown = cli("session", "info", saved.session_id, "--json").json
+    assert shown["training_run_ids"] == [saved.run_id]
+    assert cli("session", "info", "no-such-session").code == 1
+
+
+def test_session_export_trace(cli, saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = cli("session", "export-trace", saved.session_id, "--json").json
+    assert shown["destination"] == f"{saved.session_id}.pftrace"
+    assert (tmp_path / shown["destination"]).stat().st_size == shown["file_size_bytes"]
+    target = tmp_path / "there.pftrace"
+    table = cli("session", "export-trace", saved.session_id, "-o", target)
+    assert "there.pftrace" in table.out
+    assert cli("session", "export-trace", saved.session_id, "--url-only").out.startswith("http")
+    assert cli("session", "export-trace", "no-such-session").code == 1
+
+
+def hours():
+    now = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0)
+    return [
+        (now + dt.timedelta(hours=delta)).isoformat().replace("+00:00", "Z") for delta in (-1, 1)
+    ]
+
+
+def test_billing_usage(cli, saved, tmp_path):
+    start, end = hours()
+    table = cli("billing", "usage", start, end)
+    assert "event_info.type" in table.out
+    assert "training" in table.out
+    shown = cli("billing", "usage", start, end, "--json").json
+    assert set(shown) == {"data", "sessions", "cost_data_through"}
+    assert shown["data"][0]["bucket_start"].endswith("Z")
+    csv = cli("billing", "usage", start, end, "--csv", "-").out
+    assert csv.startswith("bucket_start,")
+    sessions = tmp_path / "sessions.csv"
+    assert cli("billing", "usage", start, end, "--sessions-csv", sessions).code == 0
+    assert sessions.read_text().startswith("session_id")
+
+
+def test_billing_usage_of_a_wrong_range_fails(cli):
+    ran = cli("billing", "usage", "yesterday", "today")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: ")
+
+
+def test_billing_checkpoint_storage(cli, saved):
+    assert "checkpoint_count" in cli("billing", "checkpoint-storage").out
+    shown = cli("billing", "checkpoint-storage", "--json").json
+    assert shown["data"][0]["checkpoint_count"] >= 1
+    assert cli("billing", "checkpoint-storage", "--csv", "-").out.count("\n") >= 2
+    assert cli("billing", "checkpoint-storage", "--project-id").code == 2
+
+
+def test_auth_whoami_and_status(cli):
+    assert "local" in cli("auth", "whoami").out
+    assert set(cli("auth", "whoami", "--json").json) == {"user_urn", "org_urn", "email"}
+    status = cli("auth", "status")
+    assert status.code == 0
+    assert "Tinker accessible: yes" in status.out
+
+
+def test_auth_status_of_a_dead_server_is_1(cli, monkeypatch):
+    monkeypatch.setenv("TINKEX_CLIENT_RETRY_WINDOW_S", "0")
+    monkeypatch.setenv("TINKEX_CLIENT_MAX_RETRIES", "0")
+    ran = cli("--base-url", "http://127.0.0.1:9", "auth", "status")
+    assert ran.code == 1
+    assert "Tinker accessible: no" in ran.out
+    assert cli("--base-url", "http://127.0.0.1:9", "auth", "whoami").code == 1
+
+
+def test_auth_login_stores_a_key_the_server_accepts_and_logout_forgets_it(
+    cli, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("click.prompt", lambda *args, **kwargs: "tml-secret-key")
+    ran = cli("auth", "login")
+    assert ran.code == 0, ran.err
+    assert "tml-secret-key" not in ran.out + ran.err
+    file = tmp_path / ".tinker" / "credentials.json"
+    assert file.stat().st_mode & 0o777 == 0o600
+    stored = json.loads(file.read_text())
+    assert stored["keys"][stored["default"]]["key"] == "tml-secret-key"
+    again = cli("auth", "login")
+    assert again.code == 1
+    assert "Already logged in" in again.err
+    assert cli("auth", "logout").out == "Logged out.\n"
+    assert "default" not in json.loads(file.read_text())
+    assert cli("auth", "logout").code == 1
