@@ -307,6 +307,12 @@ def status_error_class(status_code: int) -> type[APIStatusError]:
     return STATUS_ERRORS.get(status_code, APIStatusError)
 
 
+class RecoveryFailedError(TinkerError, RuntimeError):
+    """A training run was lost and every attempt to rebuild it failed; the last one is the cause."""
+
+    code = "recovery_failed"
+
+
 # ------------------------------------------------------------------------------- regularizers
 
 

@@ -29,6 +29,8 @@ from tinkex.wire import requests
 from tinkex.wire.chunking import combine
 
 if TYPE_CHECKING:
+    from tinkex.client.recovering_client import RecoveringTrainingClient
+    from tinkex.client.recovery import RecoveryPolicy
     from tinkex.client.regularized import RegularizedOutput
     from tinkex.client.retry import RetryConfig
     from tinkex.client.sampling_client import SamplingClient
@@ -514,6 +516,15 @@ class TrainingClient:
     async def unload_model_async(self) -> APIFuture[types.UnloadModelResponse]:
         """Submit like `unload_model`; await the returned future for the result."""
         return self.unload_model()
+
+    def with_recovery(self, policy: RecoveryPolicy | None = None) -> RecoveringTrainingClient:
+        """A client with the same methods that outlives this run; see `docs/recovery.md`.
+
+        Make all further calls on it: it repeats its own calls on a new run, not those made here.
+        """
+        from tinkex.client.recovering_client import RecoveringTrainingClient
+
+        return RecoveringTrainingClient(self, policy)
 
     def get_console_url(self) -> str:
         """Where a browser shows this run."""

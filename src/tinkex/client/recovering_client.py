@@ -1,0 +1,503 @@
+"""Train on through the loss of a run.
+
+`training_client.with_recovery(policy)` gives a client with the same methods. It saves a checkpoint
+every so many steps and remembers the calls made since. When the run is lost, or the server was away
+for longer than the SDK's own retries, it makes a new run from a checkpoint, repeats the remembered
+calls in their order and answers the waiting futures from them: the loop around it sees a pause.
+
+Who waits: the first to ask for a result rebuilds, on its own thread and under the lock; all others
+wait for that. The background loop never takes the lock, so it goes on meanwhile. Errors that the
+caller can fix pass through, and results that were delivered are not changed by a repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tinkex.client import events
+from tinkex.client.loss_tracing import LossHandle
+from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
+from tinkex.client.run_monitor import RunMonitor
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    NotFoundError,
+    RecoveryFailedError,
+    RequestFailedError,
+    ResultTimeoutError,
+    RetryableException,
+    TinkerError,
+)
+
+if TYPE_CHECKING:
+    from tinkex.client.service_client import ServiceClient
+    from tinkex.client.training_client import TrainingClient
+
+__all__ = ["RecoveringFuture", "RecoveringTrainingClient"]
+
+logger = logging.getLogger("tinkex.recovery")
+
+_SLICE_S = 0.5
+"""How long a wait goes before it looks whether the monitor found the run lost."""
+_CHANGES_STATE = frozenset(
+    """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
+    load_state_with_optimizer""".split()
+)
+_RECORDED = _CHANGES_STATE | frozenset(
+    "forward save_state save_weights_for_sampler save_weights_external".split()
+)
+_WAITING = frozenset(
+    """save_weights_and_get_sampling_client save_weights_and_get_sampling_client_sync
+    create_sampling_client get_info get_tokenizer""".split()
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of the user's: where in the order it stands, and on which run it was made last."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    position: int
+    run: Any = None
+    future: Any = None
+    has_result: bool = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Its result was delivered, or is here to be."""
+        if self.has_result:
+            return True
+        return self.future.done() and not self.future.cancelled() and not self.future.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A checkpoint that exists, and where in the order of calls it stands."""
+
+    path: str
+    position: int
+    metric: float | None = None
+    is_ours: bool = False
+
+
+class _HopelessError(TinkerError):
+    """Trying again will not help."""
+
+
+class RecoveringFuture:
+    """A result that survives the loss of the run it was asked of. Wait, or await."""
+
+    def __init__(self, wait: Callable[[float | None], Any], is_done: Callable[[], bool]) -> None:
+        self._wait = wait
+        self.done = is_done
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The result; rebuilds the run first when it was lost.
+
+        Raises:
+            RecoveryFailedError: Every attempt failed.
+        """
+        return self._wait(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> Any:
+        """Like `result`, without blocking the event loop."""
+        return await asyncio.to_thread(self._wait, timeout)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self.result_async().__await__()
+
+
+class RecoveringTrainingClient:
+    """A TrainingClient that outlives its run; what is not defined here is the current client's."""
+
+    def __init__(
+        self,
+        client: TrainingClient,
+        policy: RecoveryPolicy | None = None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.policy = policy or RecoveryPolicy()
+        self.client = client
+        """The client of the current run; another one after a recovery."""
+        self.run_ids = [client.model_id]
+        """Every run so far, the current one last."""
+        self._config = client.holder.config
+        self._sleep = sleep
+        self._lock = threading.RLock()
+        self._calls: list[_Call] = []
+        self._saved: list[_Saved] = []
+        self._saves_done: deque[_Saved] = deque()  # filled on the background loop, without the lock
+        self._position = 0
+        self._step_began = 0
+        self._num_steps = 0
+        self._num_in_vain = 0
+        self._metric: float | None = None
+        self._lost: str | None = None
+        self._service: ServiceClient | None = None
+        self._monitor = RunMonitor(self._on_lost, interval_s=self.policy.monitor_interval_s or 1e9)
+        self._monitor.watch(client)
+        if self.policy.save_every_steps:
+            self._save()
+
+    @property
+    def num_recoveries(self) -> int:
+        return len(self.run_ids) - 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _RECORDED:
+            return lambda *args, **kwargs: self._make(name, args, kwargs)
+        if name in _WAITING:
+            return lambda *args, **kwargs: self._on_a_live_run(
+                lambda run: getattr(run, name)(*args, **kwargs)
+            )
+        plain = name.removesuffix("_async")
+        if plain != name and plain in _RECORDED | _WAITING | {"train_step"}:
+            return lambda *args, **kwargs: asyncio.to_thread(getattr(self, plain), *args, **kwargs)
+        return getattr(self.client, name)
+
+    def train_step(
+        self, data: Any, loss_fn: str, optim_params: Any, loss_fn_config: Any = None
+    ) -> RecoveringFuture:
+        """`forward_backward` and `optim_step` together, as `TrainingClient.train_step`."""
+        from tinkex.client.training_client import TrainStepResult
+
+        with self._lock:
+            loss = self._make("forward_backward", (data, loss_fn, loss_fn_config), {})
+            step = self._make("optim_step", (optim_params,), {})
+
+        def both(timeout: float | None) -> TrainStepResult:
+            return TrainStepResult(loss.result(timeout), step.result(timeout))
+
+        return RecoveringFuture(both, lambda: loss.done() and step.done())
+
+    def close(self) -> None:
+        """Stop watching, and close what a recovery opened."""
+        self._monitor.stop()
+        if self._service is not None:
+            self._service.close().result(self.policy.attempt_timeout_s)
+
+    # -- calls
+
+    def _make(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecoveringFuture:
+        with self._lock:
+            self._take_saves()
+            call = self._record(method, args, kwargs)
+            if method == "optim_step":
+                self._num_steps += 1
+                self._step_began = self._position
+                every = self.policy.save_every_steps
+                if every and self._num_steps % every == 0:
+                    self._save()
+        return RecoveringFuture(
+            lambda timeout: self._wait(call, timeout), lambda: bool(call.future.done())
+        )
+
+    def _record(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        call = _Call(method, args, kwargs, self._position)
+        self._on_a_live_run(lambda run: self._submit(call, run))
+        self._position += 1
+        self._calls.append(call)
+        return call
+
+    def _submit(self, call: _Call, run: TrainingClient) -> None:
+        args = [_rebound(arg, run) for arg in call.args]
+        kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
+        call.future, call.run = getattr(run, call.method)(*args, **kwargs), run
+        if call.method == "save_state":
+            self._watch_save(call)
+
+    def _on_a_live_run(self, act: Callable[[TrainingClient], Any]) -> Any:
+        """Do something that may itself find the run lost: rebuild and do it again."""
+        while True:
+            run = self.client
+            try:
+                return act(run)
+            except TinkerError as exc:
+                if not self._is_loss(exc, run):
+                    raise
+                self._recover(run, exc)
+
+    def _wait(self, call: _Call, timeout: float | None) -> Any:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            future, run = call.future, call.run
+            try:
+                answer = self._poll(future, run, deadline)
+            except ResultTimeoutError:
+                raise
+            except TinkerError as exc:
+                if call.future is not future:
+                    continue  # Another thread has rebuilt the run and made the call again.
+                if run is not self.client or not self._is_loss(exc, run):
+                    raise
+                self._recover(run, exc)
+                continue
+            with self._lock:
+                call.has_result = True
+                self._num_in_vain = 0
+                self._note(call, answer)
+            return answer
+
+    def _poll(self, future: Any, run: TrainingClient, deadline: float | None) -> Any:
+        while True:
+            left_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
+            try:
+                return future.result(max(left_s, 0.0))
+            except ResultTimeoutError:
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise
+                if self._lost is not None and run is self.client:
+                    raise RetryableException(self._lost) from None
+
+    def _is_loss(self, error: TinkerError, run: TrainingClient) -> bool:
+        """True when the error means that this run cannot go on."""
+        if isinstance(error, APIConnectionError | RetryableException):
+            return True
+        if isinstance(error, APIStatusError) and error.category == "server":
+            return True
+        if isinstance(error, APIStatusError) and error.status_code == 410:
+            return True
+        if isinstance(error, APIStatusError | RequestFailedError):
+            # The request may be wrong, or the run may be gone: the server knows which.
+            return self._monitor.check(run).state == "lost"
+        return False
+
+    def _on_lost(self, run: TrainingClient, reason: str) -> None:
+        if run is self.client:
+            self._lost = reason
+
+    def _note(self, call: _Call, answer: Any) -> None:
+        if call.method.startswith("forward_backward"):
+            metrics = getattr(answer, "forward_backward", answer).metrics
+            self._metric = metrics.get(self.policy.metric, self._metric)
+
+    # -- checkpoints
+
+    def _save(self) -> None:
+        metadata = {} if self._metric is None else {self.policy.metric: repr(self._metric)}
+        name = f"recovery-{self._num_steps:06d}"
+        self._record("save_state", (name,), {"user_metadata": metadata})
+
+    def _watch_save(self, call: _Call) -> None:
+        metadata = call.kwargs.get("user_metadata") or {}
+        is_ours = str(call.args[:1]).startswith("('recovery-")
+        metric = _number(metadata.get(self.policy.metric))
+
+        def saved(done: Any) -> None:
+            if not done.cancelled() and done.exception() is None:
+                path = done.result().path
+                self._saves_done.append(_Saved(path, call.position, metric, is_ours))
+
+        call.future.add_done_callback(saved)
+
+    def _take_saves(self) -> None:
+        """Count in the checkpoints that were finished meanwhile; forget what they make needless."""
+        if not self._saves_done:
+            return
+        while self._saves_done:
+            self._saved.append(self._saves_done.popleft())
+        self._saved.sort(key=lambda saved: saved.position)
+        # A checkpoint holds all that came before it; the one before it stays a second chance.
+        needed = self._saved[-2].position if len(self._saved) > 1 else -1
+        if not self._is_exact:
+            needed = self._step_began - 1
+        self._calls = [c for c in self._calls if c.position > needed or not c.is_settled]
+        ours = [saved for saved in self._saved if saved.is_ours]
+        best = self._best(ours)
+        for old in ours[: -self.policy.keep]:
+            if old is not best:
+                self._saved.remove(old)
+                _delete(self.client, old.path)
+
+    def _best(self, saved: list[_Saved]) -> _Saved | None:
+        scored = [(one.metric, one) for one in saved if one.metric is not None]
+        if self.policy.checkpoint != "best" or not scored:
+            return None
+        pick = min if self.policy.metric_mode == "min" else max
+        return pick(scored, key=lambda pair: pair[0])[1]
+
+    def _candidates(self, service: ServiceClient) -> list[_Saved]:
+        """Checkpoints to try, the wanted one first."""
+        if self.policy.checkpoint.startswith("tinker://"):
+            return [_Saved(self.policy.checkpoint, self._position)]
+        known = list(reversed(self._saved)) or _listed(service, self.run_ids, self.policy.metric)
+        first = [one for one in known if one is self._best(known)]
+        if self._is_exact:
+            # A checkpoint past a call whose answer never came could not give that answer any more.
+            open_calls = [c.position for c in self._calls if _is_open(c)]
+            first = [one for one in known if one.position < min(open_calls, default=self._position)]
+        return first + [one for one in known if one not in first]
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.policy.checkpoint == "latest" and self.policy.repeat_calls
+
+    # -- rebuilding
+
+    def _recover(self, lost: TrainingClient, error: TinkerError) -> None:
+        """Replace `lost` by a new run. Whoever comes second finds it done."""
+        with self._lock:
+            if self.client is not lost:
+                return
+            reason = str(error) or type(error).__name__
+            event = RecoveryEvent(lost.model_id, reason)
+            logger.warning("Run %s is lost (%s); rebuilding it.", lost.model_id, reason)
+            events.emit("recovery.start", run_id=lost.model_id, error_type=type(error).__name__)
+            _tell(self.policy.on_lost, event)
+            self._num_in_vain += 1
+            try:
+                if self._num_in_vain > self.policy.max_attempts:
+                    raise _HopelessError(
+                        f"{self._num_in_vain - 1} new runs were lost at once"
+                    ) from error
+                done = self._try(event)
+            except TinkerError as exc:
+                events.emit("recovery.exception", run_id=lost.model_id)
+                _tell(self.policy.on_failed, replace(event, reason=str(exc)))
+                raise RecoveryFailedError(
+                    f"Run {lost.model_id} was lost ({reason}) and could not be rebuilt: {exc}"
+                ) from exc
+            logger.warning("It goes on as %s from %s.", done.new_run_id, done.checkpoint)
+            events.emit(
+                "recovery.stop",
+                run_id=done.new_run_id,
+                attempt=done.attempt,
+                checkpoint=done.checkpoint,
+            )
+            _tell(self.policy.on_recovered, done)
+
+    def _try(self, event: RecoveryEvent) -> RecoveryEvent:
+        for attempt in range(1, self.policy.max_attempts + 1):
+            self._sleep(self.policy.delay_s(attempt, random.random()))
+            try:
+                return self._attempt(replace(event, attempt=attempt))
+            except _HopelessError:
+                raise
+            except TinkerError as exc:
+                logger.warning("Attempt %d to rebuild it failed: %s", attempt, exc)
+                if attempt == self.policy.max_attempts:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _attempt(self, event: RecoveryEvent) -> RecoveryEvent:
+        service = self._connect()
+        try:
+            self._take_saves()
+            saved, run = self._load_first(service, event.run_id)
+            calls = self._calls_to_repeat(saved)
+            for call in calls:
+                self._submit(call, run)
+        except BaseException:
+            service.close("errored", "an attempt to rebuild a run failed")
+            raise
+        old, self._service = self._service, service
+        if old is not None:
+            old.close("errored", "its run was lost")
+        self.client, self._lost = run, None
+        self.run_ids.append(run.model_id)
+        self._monitor.watch(run)
+        return replace(
+            event, new_run_id=run.model_id, checkpoint=saved.path, num_repeated=len(calls)
+        )
+
+    def _connect(self) -> ServiceClient:
+        from tinkex.client.service_client import ServiceClient
+
+        if self.policy.connect is not None:
+            return self.policy.connect()
+        window_s = min(self._config.retry_window_s, self.policy.attempt_timeout_s)
+        return ServiceClient(config=self._config.replace(retry_window_s=window_s))
+
+    def _load_first(self, service: ServiceClient, lost: str) -> tuple[_Saved, TrainingClient]:
+        """A new run from the first checkpoint that can still be loaded."""
+        create: Callable[..., TrainingClient] = service.create_training_client_from_state
+        if self.policy.restore_optimizer:
+            create = service.create_training_client_from_state_with_optimizer
+        refusals = []
+        for saved in self._candidates(service):
+            try:
+                return saved, create(saved.path, user_metadata={"recovered_from": lost})
+            except (NotFoundError, RequestFailedError) as exc:
+                if exc.category != "user":
+                    raise
+                logger.warning("Checkpoint %s cannot be loaded: %s", saved.path, exc)
+                refusals.append(f"{saved.path}: {exc}")
+        raise _HopelessError(
+            "no checkpoint can be loaded. "
+            + ("; ".join(refusals) or "None was saved: set save_every_steps, or call save_state.")
+        )
+
+    def _calls_to_repeat(self, saved: _Saved) -> list[_Call]:
+        """What the checkpoint does not hold, and whatever has not been answered yet."""
+        if self._is_exact:
+            return [
+                call
+                for call in self._calls
+                if (call.position > saved.position and call.method in _CHANGES_STATE)
+                or (call.method not in _CHANGES_STATE and not call.is_settled)
+            ]
+        return [c for c in self._calls if c.position >= self._step_began or not c.is_settled]
+
+
+# ------------------------------------------------------------------------------------- small things
+
+
+def _is_open(call: _Call) -> bool:
+    return call.method in _CHANGES_STATE and not call.is_settled
+
+
+def _rebound(value: Any, run: TrainingClient) -> Any:
+    """A traced loss belongs to a session; in another one its graph runs on this side."""
+    if isinstance(value, LossHandle) and value.session_id != run.holder.session_id:
+        return replace(value, session_id=run.holder.session_id or "", loss_id=None)
+    return value
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _listed(service: ServiceClient, run_ids: list[str], metric: str) -> list[_Saved]:
+    """What the server has of these runs, newest first."""
+    rest = service.create_rest_client()
+    found = []
+    for run_id in run_ids:
+        try:
+            found += rest.list_checkpoints(run_id).result().checkpoints
+        except NotFoundError:
+            continue
+    found = [one for one in found if one.checkpoint_type == "training"]
+    found.sort(key=lambda one: one.time, reverse=True)
+    return [
+        _Saved(one.tinker_path, -1, _number((one.user_metadata or {}).get(metric))) for one in found
+    ]
+
+
+def _delete(client: TrainingClient, path: str) -> None:
+    """Ask for it and do not wait: a checkpoint too many does no harm."""
+    from tinkex.client.rest_client import RestClient
+
+    RestClient(client.holder).delete_checkpoint_from_tinker_path(path)
+
+
+def _tell(callback: Callback | None, event: RecoveryEvent) -> None:
+    if callback is None:
+        return
+    try:
+        callback(event)
+    except Exception:
+        logger.exception("A recovery callback failed; going on.")
