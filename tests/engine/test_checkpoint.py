@@ -1,0 +1,288 @@
+"""A checkpoint is a PEFT folder, training goes on from it to the bit, and bad ones are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tinkex.engine import checkpoint
+from tinkex.engine.jobs import (
+    AdamParams,
+    CreateAdapterJob,
+    LoadAdapterJob,
+    LoraSpec,
+    MuonParams,
+    OptimJob,
+    SaveAdapterJob,
+    TrainDatum,
+    TrainJob,
+    TrainResult,
+)
+from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
+
+
+def create(trainer, optimizer="adamw", **spec) -> None:
+    lora = LoraSpec(**({"rank": 4, "seed": 1} | spec))
+    trainer.create(
+        CreateAdapterJob(
+            job_id="", adapter_id="a", base_model="tiny", lora=lora, optimizer=optimizer
+        )
+    )
+
+
+def train(trainer, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    inputs = {"target_tokens": rng.integers(0, 97, 9), "weights": np.ones(9, np.float32)}
+    data = (TrainDatum(tokens=rng.integers(0, 97, 9), inputs=inputs),)
+    job = TrainJob(job_id="", adapter_id="a", data=data, loss_fn="cross_entropy")
+    assert isinstance(trainer.train([job])[0], TrainResult)
+
+
+def step(trainer, optimizer="adamw") -> None:
+    params = (
+        AdamParams(learning_rate=0.01) if optimizer == "adamw" else MuonParams(learning_rate=0.01)
+    )
+    trainer.optim(OptimJob(job_id="", adapter_id="a", params=params))
+
+
+def save(trainer, folder: Path, **options) -> Path:
+    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(folder), **options))
+    return folder
+
+
+def load(trainer, folder: Path, *, with_optimizer: bool) -> None:
+    trainer.load(
+        LoadAdapterJob(
+            job_id="",
+            adapter_id="a",
+            base_model="tiny",
+            folder=str(folder),
+            with_optimizer=with_optimizer,
+        )
+    )
+
+
+def state(trainer) -> torch.Tensor:
+    return trainer.adapters["a"].adapter.flat.clone()
+
+
+# ---------------------------------------------------------------------------------------- resume
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_training_goes_on_to_the_bit(tiny, tmp_path, optimizer):
+    """users.md 5: optimizer state restored, bit for bit."""
+    straight = tiny().trainer()
+    create(straight, optimizer)
+    for seed in range(2):
+        train(straight, seed), step(straight, optimizer)
+    folder = save(straight, tmp_path / "ck", with_optimizer=True)
+    resumed = tiny().trainer()
+    load(resumed, folder, with_optimizer=True)
+    for trainer in (straight, resumed):
+        for seed in (7, 8):
+            train(trainer, seed), step(trainer, optimizer)
+    assert torch.equal(state(straight), state(resumed))
+    assert resumed.adapters["a"].optimizer.step == 4
+
+
+def test_without_the_optimizer_the_next_step_is_a_first_step(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer), train(trainer, 0), step(trainer)
+    folder = save(trainer, tmp_path / "ck", with_optimizer=True)
+    fresh = tiny().trainer()
+    load(fresh, folder, with_optimizer=False)
+    assert fresh.adapters["a"].optimizer.step == 0
+    assert torch.equal(state(fresh), state(trainer))
+    for one in (trainer, fresh):
+        train(one, 1), step(one)
+    assert not torch.equal(state(fresh), state(trainer))
+
+
+def test_a_recovery_snapshot_holds_gathered_gradients(tiny, tmp_path):
+    """A worker that dies between forward_backward and optim_step loses nothing."""
+    straight = tiny().trainer()
+    create(straight), train(straight, 0), step(straight), train(straight, 1)
+    folder = save(straight, tmp_path / "snapshot", with_gradients=True)
+    resumed = tiny().trainer()
+    load(resumed, folder, with_optimizer=True)
+    for trainer in (straight, resumed):
+        train(trainer, 2), step(trainer)
+    assert torch.equal(state(straight), state(resumed))
+
+
+def test_a_load_drops_gradients_that_belong_to_other_weights(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck", with_optimizer=True)
+    train(trainer, 0)
+    load(trainer, folder, with_optimizer=True)
+    assert trainer.adapters["a"].grad is None
+
+
+def test_asking_for_an_optimizer_that_was_not_saved_is_an_error(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer), train(trainer, 0), step(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    before = state(trainer)
+    with pytest.raises(InvalidInputError, match="without optimizer state"):
+        load(trainer, folder, with_optimizer=True)
+    assert torch.equal(state(trainer), before)
+
+
+# ------------------------------------------------------------------------------------------ peft
+
+
+def peft_logits(base, folder: Path) -> torch.Tensor:
+    import copy
+
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(copy.deepcopy(base), folder).double().eval()
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits[0]
+
+
+def our_logits(trainer) -> torch.Tensor:
+    from tinkex.engine.attention import PackedCausal
+    from tinkex.engine.lora import LoraBatch, Span
+
+    decoder = trainer.decoder
+    lora = LoraBatch([Span(0, 20, trainer.adapters["a"].adapter)])
+    with torch.no_grad():
+        attend = PackedCausal([0, 20], decoder.config.windows)
+        hidden_TD = decoder.forward(torch.arange(20), torch.arange(20), attend, lora)
+        return decoder.head(hidden_TD, lora)
+
+
+@pytest.mark.parametrize("family", ["llama-biased-linear-rope", "qwen3"])
+@pytest.mark.parametrize(
+    "spec", [{}, {"train_mlp": False, "train_unembed": False}], ids=["all", "attn"]
+)
+def test_what_we_write_loads_in_peft(tiny, tmp_path, family, spec):
+    """users.md 3: weights must get out unchanged."""
+    model = tiny(family)
+    trainer = model.trainer()
+    create(trainer, alpha=11.0, **spec)
+    for seed in range(3):
+        train(trainer, seed), step(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    torch.testing.assert_close(
+        our_logits(trainer), peft_logits(model.truth, folder).float(), rtol=1e-4, atol=1e-4
+    )
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert "q_proj" in config["target_modules"]
+    assert ("down_proj" in config["target_modules"]) == (not spec)
+
+
+def test_what_peft_writes_trains_on_here(tiny, tmp_path):
+    """Different ranks and alphas per module, rank-stabilised scaling, only some modules."""
+    import copy
+
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny("qwen3")
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"layers.1.self_attn.q_proj": 7},
+        alpha_pattern={"down_proj": 9},
+        init_lora_weights=False,
+    )
+    torch.manual_seed(3)
+    peer = get_peft_model(copy.deepcopy(model.truth).float(), config)
+    peer.save_pretrained(tmp_path / "peft")
+    trainer = model.trainer()
+    load(trainer, tmp_path / "peft", with_optimizer=False)
+    with torch.no_grad():
+        expected = peer.double()(torch.arange(20)[None]).logits[0]
+    torch.testing.assert_close(our_logits(trainer), expected.float(), rtol=1e-4, atol=1e-4)
+    train(trainer, 0), step(trainer)
+    folder = save(trainer, tmp_path / "ours")
+    torch.testing.assert_close(
+        our_logits(trainer), peft_logits(model.truth, folder).float(), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "peft_type"),
+    ],
+)
+def test_arithmetic_that_is_not_ours_is_refused_by_name(tiny, tmp_path, change, message):
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(NotSupportedError, match=message):
+        load(trainer, folder, with_optimizer=False)
+
+
+def test_an_adapter_of_another_model_is_refused(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    other = tiny("mistral-window").trainer()  # wider heads: other shapes
+    with pytest.raises(InvalidInputError, match=r"q_proj.*this base model needs"):
+        load(other, folder, with_optimizer=False)
+    assert other.adapters == {}
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def test_a_checkpoint_is_never_overwritten(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    with pytest.raises(InvalidInputError, match="never overwritten"):
+        save(trainer, folder)
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tiny, tmp_path, monkeypatch):
+    trainer = tiny().trainer()
+    create(trainer)
+
+    def full_disk(path, value):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_save_json", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        save(trainer, tmp_path / "ck")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_or_damaged_folder_is_refused(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer)
+    with pytest.raises(ModelNotFoundError, match="no checkpoint"):
+        load(trainer, tmp_path / "nowhere", with_optimizer=False)
+    folder = save(trainer, tmp_path / "ck")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    weights = damaged / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        load(trainer, damaged, with_optimizer=False)
+
+
+def test_the_size_reported_is_the_size_on_disk(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer)
+    job = SaveAdapterJob(
+        job_id="", adapter_id="a", folder=str(tmp_path / "ck"), with_optimizer=True
+    )
+    size_bytes = trainer.save(job)
+    assert size_bytes == sum(file.stat().st_size for file in (tmp_path / "ck").iterdir())
