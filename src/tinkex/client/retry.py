@@ -200,7 +200,7 @@ class RetryHandler:
         self._uniform = uniform
         self._running: set[asyncio.Task[Any]] = set()
         self._last_progress = clock()
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
         self._stuck: set[asyncio.Task[Any]] = set()
 
     async def execute(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -247,18 +247,22 @@ class RetryHandler:
             await self._sleep(delay)
 
     def _watch_if_needed(self) -> None:
-        if self._detect and (self._watch is None or self._watch.done()):
-            self._watch = asyncio.get_running_loop().create_task(self._watch_progress())
+        if self._detect and self._watch is None:
+            self._watch_in(self.config.progress_timeout)
 
-    async def _watch_progress(self) -> None:
-        while self._running:
-            left = self._last_progress + self.config.progress_timeout - self._clock()
-            if left < 0:
-                for task in tuple(self._running):
-                    self._stuck.add(task)
-                    task.cancel()
-                return
-            await self._sleep(min(max(left, 0.01), 5.0))
+    def _watch_in(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(max(delay_s, 0.01), self._look_at_progress)
+
+    def _look_at_progress(self) -> None:
+        self._watch = None
+        left = self._last_progress + self.config.progress_timeout - self._clock()
+        if left > 0:
+            self._watch_in(left)
+            return
+        for task in tuple(self._running):
+            self._stuck.add(task)
+            task.cancel()
 
     def close(self) -> None:
         if self._watch is not None:

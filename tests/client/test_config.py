@@ -1,0 +1,219 @@
+"""A config is a frozen value read from the environment once, and never shows a secret (R7, R9)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from tinkex.client.config import HOSTED_BASE_URL, ClientConfig
+from tinkex.client.credentials import (
+    TokenProvider,
+    delete_default_key,
+    load_default_key,
+    run_credential_command,
+    store_default_key,
+)
+from tinkex.errors import ConfigError
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    return {"HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "expected"),
+    [
+        ({"base_url": "http://a/x/"}, {"TINKER_BASE_URL": "http://b"}, "http://a/x"),
+        ({}, {"TINKER_BASE_URL": "http://127.0.0.1:1/"}, "http://127.0.0.1:1"),
+        ({}, {"TINKER_BASE_URL": "", "TINKER_API_KEY": "tml-k"}, HOSTED_BASE_URL),
+        ({"api_key": "tml-k"}, {}, HOSTED_BASE_URL),
+        ({}, {"TINKER_CREDENTIAL_CMD": "echo tml-k"}, HOSTED_BASE_URL),
+        ({}, {}, "local"),
+        ({"base_url": "local"}, {"TINKER_API_KEY": "tml-k"}, "local"),
+    ],
+)
+def test_the_base_url_comes_from_argument_environment_key_or_is_local(
+    given: dict[str, str], env: dict[str, str], expected: str, home: dict[str, str]
+) -> None:
+    if given.get("base_url", "").startswith("http://a"):
+        given = {**given, "api_key": "tml-k"}
+    assert ClientConfig.from_env(env={**home, **env}, **given).base_url == expected
+
+
+def test_a_stored_key_selects_the_hosted_service(home: dict[str, str]) -> None:
+    store_default_key("7", {"type": "manual", "key": "tml-stored", "name": "n"}, home)
+    config = ClientConfig.from_env(env=home)
+    assert (config.base_url, config.api_key) == (HOSTED_BASE_URL, "tml-stored")
+
+
+def test_the_stored_file_is_private_and_keeps_other_keys(home: dict[str, str]) -> None:
+    first = store_default_key("1", {"type": "manual", "key": "tml-1", "name": "a"}, home)
+    store_default_key("2", {"type": "generated", "key": "tml-2", "name": "b"}, home)
+    assert stat.S_IMODE(first.stat().st_mode) == 0o600
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+    stored = json.loads(first.read_text())
+    assert stored["version"] == 1
+    assert set(stored["keys"]) == {"1", "2"}
+    assert load_default_key(home) == "tml-2"
+    assert delete_default_key(home) == {"type": "generated", "key": "tml-2", "name": "b"}
+    assert load_default_key(home) is None
+
+
+def test_a_broken_credentials_file_is_named(home: dict[str, str]) -> None:
+    folder = Path(home["HOME"]) / ".tinker"
+    folder.mkdir()
+    (folder / "credentials.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"credentials\.json cannot be read"):
+        ClientConfig.from_env(env=home)
+
+
+def test_the_hosted_service_refuses_a_key_of_another_kind(home: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="start with 'tml-'") as caught:
+        ClientConfig.from_env(api_key="sk-secret-value", env=home)
+    assert "secret-value" not in str(caught.value)
+
+
+def test_a_remote_server_without_any_credential_is_an_error_that_says_what_to_do(
+    home: dict[str, str],
+) -> None:
+    with pytest.raises(ConfigError, match="TINKER_API_KEY"):
+        ClientConfig.from_env(base_url="https://elsewhere.test", env=home)
+
+
+def test_printing_masks_secrets(home: dict[str, str]) -> None:
+    config = ClientConfig.from_env(
+        api_key="tml-verysecret",
+        headers={"Authorization": "hunter2"},
+        credential_cmd="echo hunter3",
+        env={**home, "CLOUDFLARE_ACCESS_CLIENT_ID": "i", "CLOUDFLARE_ACCESS_CLIENT_SECRET": "h4"},
+    )
+    for text in (repr(config), str(config), f"{config}"):
+        assert not any(secret in text for secret in ("verysecret", "hunter", "h4"))
+    assert config.headers["CF-Access-Client-Secret"] == "h4"
+
+
+def test_a_config_is_frozen_compares_by_content_and_pickles(home: dict[str, str]) -> None:
+    config = ClientConfig.from_env(api_key="tml-k", headers={"a": "b"}, env=home)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.timeout_s = 1.0  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.headers["x"] = "y"  # type: ignore[index]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert config.replace(timeout_s=5.0).timeout_s == 5.0
+
+
+def test_the_environment_is_read_once(home: dict[str, str]) -> None:
+    env = {**home, "TINKER_API_KEY": "tml-a", "TINKER_TAGS": "x, y,x", "TINKER_PROJECT_ID": "p"}
+    config = ClientConfig.from_env(env=env)
+    env["TINKER_API_KEY"] = "tml-b"
+    assert (config.api_key, config.tags, config.project_id) == ("tml-a", ("x", "y"), "p")
+
+
+@pytest.mark.parametrize(
+    ("env", "on"),
+    [
+        ({"TINKER_API_KEY": "tml-k"}, True),
+        ({"TINKER_API_KEY": "tml-k", "TINKER_TELEMETRY": "0"}, False),
+        ({"TINKER_API_KEY": "tml-k", "TINKEX_TELEMETRY": "off"}, False),
+        ({"TINKER_API_KEY": "tml-k", "TINKER_TELEMETRY": "1", "TINKEX_TELEMETRY": "0"}, False),
+        ({}, False),
+        ({"TINKEX_TELEMETRY": "1"}, True),
+    ],
+)
+def test_telemetry_is_off_when_told_and_against_a_local_server(
+    env: dict[str, str], on: bool, home: dict[str, str]
+) -> None:
+    assert ClientConfig.from_env(env={**home, **env}).telemetry is on
+
+
+def test_numbers_from_the_environment_are_checked(home: dict[str, str]) -> None:
+    env = {**home, "TINKEX_CLIENT_TIMEOUT_S": "7.5", "TINKEX_CLIENT_MAX_RETRIES": "0"}
+    config = ClientConfig.from_env(env=env)
+    assert (config.timeout_s, config.max_retries) == (7.5, 0)
+    with pytest.raises(ConfigError, match="TINKEX_CLIENT_TIMEOUT_S must be a number"):
+        ClientConfig.from_env(env={**home, "TINKEX_CLIENT_TIMEOUT_S": "soon"})
+    with pytest.raises(ConfigError, match="timeout_s must be above 0"):
+        ClientConfig.from_env(env={**home, "TINKEX_CLIENT_TIMEOUT_S": "0"})
+    with pytest.raises(ConfigError, match="base_url must start with"):
+        ClientConfig.from_env(base_url="ftp://x", env=home, api_key="tml-k")
+
+
+def test_making_a_client_touches_nothing(home: dict[str, str]) -> None:
+    """Nothing runs before the first call: no thread, no connection."""
+    import threading
+
+    before = threading.active_count()
+    for number in range(3):  # several configs live side by side
+        config = ClientConfig(base_url=f"http://127.0.0.1:{number + 1}", api_key=f"tml-{number}")
+        tinkex.ServiceClient(config=config)
+    assert threading.active_count() == before
+
+
+def test_an_unknown_argument_is_ignored_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="nonsense"):
+        tinkex.ServiceClient(base_url="http://127.0.0.1:1", nonsense=1)
+
+
+def test_the_credential_command_supplies_the_key_and_its_failure_is_named() -> None:
+    assert run_credential_command("echo ' tml-cmd '") == "tml-cmd"
+    with pytest.raises(ConfigError, match="status 3"):
+        run_credential_command("exit 3")
+    with pytest.raises(ConfigError, match="no output"):
+        run_credential_command("true")
+
+
+def _token(expiry: float) -> str:
+    import base64
+
+    claims = base64.urlsafe_b64encode(json.dumps({"exp": expiry}).encode()).decode().rstrip("=")
+    return f"eyJh.{claims}.sig"
+
+
+async def test_a_token_is_exchanged_once_and_renewed_a_minute_before_its_end() -> None:
+    now, exchanged = [0.0], []
+
+    async def exchange(credential: str) -> str:
+        exchanged.append(credential)
+        return _token(now[0] + 1000)
+
+    provider = TokenProvider("tml-raw", clock=lambda: now[0])
+    assert await provider.token() == "tml-raw"
+    provider.use_exchange(exchange)
+    first = await provider.token()
+    now[0] = 939.0
+    assert await provider.token() == first
+    now[0] = 941.0
+    assert await provider.token() != first
+    assert exchanged == ["tml-raw", "tml-raw"]
+
+
+async def test_a_failed_renewal_keeps_the_old_token() -> None:
+    now, answers = [0.0], [_token(100.0)]
+
+    async def exchange(credential: str) -> str:
+        if not answers:
+            raise tinkex.APIConnectionError("down")
+        return answers.pop()
+
+    provider = TokenProvider("tml-raw", clock=lambda: now[0])
+    provider.use_exchange(exchange)
+    first = await provider.token()
+    now[0] = 99.0
+    assert await provider.token() == first
+
+
+async def test_a_jwt_given_directly_is_used_as_it_is() -> None:
+    async def exchange(credential: str) -> str:
+        raise AssertionError("not exchanged")
+
+    provider = TokenProvider("eyJ.direct")
+    provider.use_exchange(exchange)
+    provider.require_command()
+    assert await provider.token() == "eyJ.direct"

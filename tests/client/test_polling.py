@@ -1,0 +1,246 @@
+"""Every row of the contract's table 4.2: what the server says, what the client does (R17, R18)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+import pytest
+from hostile import json_reply
+from virtual_time import run_virtual
+
+from tinkex import types
+from tinkex.client.backends import Reply
+from tinkex.client.futures import Waiting
+from tinkex.client.limits import ByteSemaphore
+from tinkex.client.polling import Expect, Poller, QueueWatch
+from tinkex.client.retry import BillingPause
+from tinkex.client.transport import Call
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    APITimeoutError,
+    PromiseLostError,
+    RequestFailedError,
+    RetrieveError,
+)
+
+EXPECT = Expect("OptimStep", types.OptimStepResponse)
+DONE = json_reply({"metrics": {"a:sum": 1.0}})
+PENDING = json_reply({"queue_state": "paused_capacity", "queue_state_reason": "3 ahead"}, 408)
+
+
+class Polled:
+    """Answers in order; remembers what was asked and how long it took."""
+
+    def __init__(self, answers: Sequence[Reply | Exception], **options: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[Call] = []
+        self.seconds = 0.0
+        self.inflight = ByteSemaphore(1000)
+        self.waiting = Waiting()
+        self.options = options
+
+    async def exchange(self, call: Call) -> Reply:
+        self.calls.append(call)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def run(self, expect: Any = EXPECT) -> Any:
+        async def main() -> Any:
+            billing = BillingPause(self.options.get("billing_s", 3600.0))
+            poller = Poller(self.exchange, inflight=self.inflight, billing=billing)
+            started = asyncio.get_running_loop().time()
+            try:
+                return await poller.wait(
+                    "r1",
+                    expect,
+                    waiting=self.waiting,
+                    watch=self.options.get("watch"),
+                    roundtrip_s=0.25,
+                )
+            finally:
+                self.seconds = asyncio.get_running_loop().time() - started
+
+        return run_virtual(main())
+
+
+def test_a_json_result_is_final() -> None:
+    polled = Polled([DONE])
+    assert polled.run().metrics == {"a:sum": 1.0}
+    assert polled.seconds == 0.0
+
+
+def test_a_protobuf_result_is_decoded_by_its_expected_type() -> None:
+    from tinkex.wire import results
+
+    answer = types.SampleResponse([types.SampledSequence("stop", tokens=[1, 2])])
+    body = results.encode(answer, "application/x-protobuf")
+    polled = Polled([Reply(200, body.headers | {"content-type": body.content_type}, body.content)])
+    expect = Expect("Sample", types.SampleResponse, in_protobuf=True)
+    assert polled.run(expect).sequences[0].tokens == [1, 2]
+    assert polled.calls[0].headers["Accept"] == "application/x-protobuf"
+
+
+def test_the_headers_tell_number_type_and_roundtrip_of_a_poll() -> None:
+    polled = Polled([PENDING, DONE])
+    polled.run()
+    first, second = (call.headers for call in polled.calls)
+    assert first["X-Tinker-Request-Iteration"] == "0"
+    assert first["X-Tinker-Request-Type"] == "OptimStep"
+    assert first["X-Tinker-Create-Promise-Roundtrip-Time"] == "0.250000"
+    assert second["X-Tinker-Request-Iteration"] == "1"
+    assert "X-Tinker-Create-Promise-Roundtrip-Time" not in second
+
+
+@pytest.mark.parametrize("answer", [PENDING, json_reply({"type": "try_again", "request_id": "x"})])
+def test_a_pending_answer_is_polled_again_at_once(answer: Reply) -> None:
+    polled = Polled([answer, answer, DONE])
+    polled.run()
+    assert polled.seconds == 0.0
+
+
+def test_a_server_that_does_not_hold_its_polls_is_not_hammered() -> None:
+    """R17: backoff up to 30 s, only where the server does not long-poll."""
+    polled = Polled([PENDING] * 20 + [DONE])
+    polled.run()
+    assert 150 < polled.seconds < 400
+
+
+def test_payload_metadata_reserves_bytes_and_asks_for_the_payload() -> None:
+    announced = json_reply({"status": "complete_metadata", "response_payload_size": 600})
+    polled = Polled([announced, DONE])
+    polled.run()
+    bodies = [orjson.loads(call.body or b"") for call in polled.calls]
+    assert [body["allow_metadata_only"] for body in bodies] == [True, False]
+    assert polled.inflight.balance == 1000
+
+
+def test_announcing_a_payload_twice_is_an_error_and_frees_the_bytes() -> None:
+    announced = json_reply({"status": "complete_metadata", "response_payload_size": 600})
+    polled = Polled([announced, announced])
+    with pytest.raises(APIResponseValidationError, match="twice"):
+        polled.run()
+    assert polled.inflight.balance == 1000
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"), [("user", "user"), ("Server", "server"), ("odd", "unknown")]
+)
+def test_an_error_in_the_answer_is_final_and_keeps_its_category(sent: str, read: str) -> None:
+    polled = Polled([json_reply({"error": "no such token", "category": sent})])
+    with pytest.raises(RequestFailedError, match="no such token") as caught:
+        polled.run()
+    assert (caught.value.category, caught.value.request_id) == (read, "r1")
+
+
+def test_a_result_of_the_wrong_shape_is_a_validation_error() -> None:
+    with pytest.raises(APIResponseValidationError, match="OptimStep result cannot be read"):
+        Polled([json_reply({"metrics": "none"})]).run()
+
+
+def test_410_means_that_the_promise_is_lost() -> None:
+    with pytest.raises(PromiseLostError) as caught:
+        Polled([json_reply({}, 410)]).run()
+    assert caught.value.request_id == "r1"
+
+
+def test_5xx_is_polled_again_at_once() -> None:
+    polled = Polled([json_reply({}, 502), json_reply({}, 500), DONE])
+    polled.run()
+    assert polled.seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer", [json_reply({}, 429), APIConnectionError("reset"), APITimeoutError("slow")]
+)
+def test_429_and_connection_trouble_back_off_up_to_thirty_seconds(answer: Any) -> None:
+    polled = Polled([answer] * 7 + [DONE])
+    polled.run()
+    assert polled.seconds == 1 + 2 + 4 + 8 + 16 + 30 + 30
+
+
+def test_another_answer_resets_the_backoff() -> None:
+    polled = Polled([json_reply({}, 429), PENDING, json_reply({}, 429), DONE])
+    polled.run()
+    assert polled.seconds == 2.0
+
+
+def test_400_is_forgiven_three_times_and_a_queued_408_resets_the_count() -> None:
+    bad = json_reply({"detail": "flaky"}, 400)
+    polled = Polled([bad, bad, bad, PENDING, bad, bad, bad, DONE])
+    polled.run()
+    with pytest.raises(RetrieveError, match="flaky"):
+        Polled([bad] * 4).run()
+
+
+def test_402_pauses_until_the_patience_is_over() -> None:
+    unpaid = json_reply({"detail": "no credit"}, 402)
+    polled = Polled([unpaid, unpaid, DONE])
+    polled.run()
+    assert polled.seconds == 10.0
+    with pytest.raises(RetrieveError, match="no credit"):
+        Polled([unpaid] * 50, billing_s=60.0).run()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 409, 422])
+def test_any_other_status_is_final_and_also_a_value_error(status: int) -> None:
+    with pytest.raises(ValueError, match="refuses to answer") as caught:
+        Polled([json_reply({"detail": "no"}, status)]).run()
+    assert isinstance(caught.value, RetrieveError)
+    assert caught.value.status_code == status
+    assert caught.value.__cause__ is not None
+
+
+def test_a_pending_future_says_why_it_waits() -> None:
+    polled = Polled([PENDING, DONE])
+    polled.run()
+    assert (polled.waiting.reason, polled.waiting.num_polls) == ("3 ahead", 2)
+    assert polled.waiting.request_id == "r1"
+
+
+def test_observers_hear_each_change_once_and_the_log_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """R18."""
+    heard: list[tuple[Any, str | None]] = []
+
+    class Observer:
+        def on_queue_state_change(self, state: Any, reason: str | None) -> None:
+            heard.append((state, reason))
+
+    now = [0.0]
+    watch = QueueWatch("training", Observer(), clock=lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for now[0], state in [
+            (0.0, "paused_capacity"),
+            (10.0, "paused_capacity"),
+            (20.0, "active"),
+            (30.0, "paused_rate_limit"),
+            (61.0, "paused_rate_limit"),
+        ]:
+            watch.saw("r", state, None)
+    assert [state for state, _ in heard] == [
+        types.QueueState.PAUSED_CAPACITY,
+        types.QueueState.ACTIVE,
+        types.QueueState.PAUSED_RATE_LIMIT,
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        "training waits: the server is short on capacity",
+        "training waits: the account's rate limit is reached",
+    ]
+
+
+def test_an_observer_that_fails_does_not_break_the_poll(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def on_queue_state_change(self, state: Any, reason: str | None) -> None:
+            raise RuntimeError("mine")
+
+    watch = QueueWatch("sampling", Broken())
+    assert Polled([PENDING, DONE], watch=watch).run().metrics == {"a:sum": 1.0}
+    assert "A queue observer failed" in caplog.text
