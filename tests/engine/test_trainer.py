@@ -239,8 +239,8 @@ def test_the_default_model_trains_as_peft_trains_it(default_model_dir, rng, tmp_
         if "lora_" in name
     }
     for part, a_rI, b_Or in resident.adapter.modules():
-        assert_close(a_rI.detach(), theirs[f"{part.target.module}.lora_A"], "A")
-        assert_close(b_Or.detach(), theirs[f"{part.target.module}.lora_B"], "B")
+        assert_close(a_rI.detach(), theirs[f"{part.target.module}.lora_A"], "A", 3e-5)
+        assert_close(b_Or.detach(), theirs[f"{part.target.module}.lora_B"], "B", 3e-5)
 
 
 def test_one_adamw_step_matches_torch_through_the_model(tiny, rng, tmp_path):
