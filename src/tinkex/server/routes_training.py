@@ -148,14 +148,14 @@ async def load_weights(request: Request, user: CurrentUser) -> Response:
     """Load into an existing model, or create one from a checkpoint (0.24 and later)."""
     service = service_of(request)
     body = await read_json(request)
-    path = decode.text(body, "path")
     if body.get("model_id") is None:
-        return await _create_via_load(request, service, user, body, path)
+        return await _create_via_load(request, service, user, body, decode.text(body, "path"))
     lane = await service.lane(user, decode.text(body, "model_id"))
-    optimizer = decode.boolean(body, "optimizer", default=False)
-    asked = {"path": path, "optimizer": optimizer}
+    asked = {"path": body.get("path"), "optimizer": body.get("optimizer") is True}
 
     async def check() -> None:
+        path = decode.text(body, "path")
+        optimizer = decode.boolean(body, "optimizer", default=False)
         model = await service.model(user, lane.model_id)
         found = await _readable(request, user, body, path)
         _check_fit(service, found, model.base_model, optimizer)
