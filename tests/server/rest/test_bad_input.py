@@ -18,7 +18,7 @@ from schemathesis import Case, GenerationMode
 from store_rows import model, session
 
 MANY = 60
-FEW = 5
+FEW = 2
 
 
 def operations(app: FastAPI) -> list[tuple[str, object]]:

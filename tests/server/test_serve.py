@@ -1,0 +1,112 @@
+"""The server as a process: its first line, its signals, its last client, its operators."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from click.testing import CliRunner
+from server_process import ServerProcess
+from wire_client import WireClient
+
+from tinkex.server.serve import serve
+
+
+def test_it_says_no_in_one_shape(client: WireClient) -> None:
+    for path, status in (("nowhere", 404), ("optim_step", 400)):
+        response = client.post(path, {"model_id": 3})
+        assert response.status_code == status
+        body = response.json()
+        assert body["detail"]
+        assert body["category"] == "user"
+        assert int(response.headers["content-length"]) > 0
+
+
+def test_operators_see_health_and_metrics(toy_process: ServerProcess, client: WireClient) -> None:
+    client.session()
+    base = toy_process.base_url
+    assert httpx.get(f"{base}/healthz").json() == {"status": "ok"}
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{base}/readyz").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    text = httpx.get(f"{base}/metrics").text
+    assert 'tinkex_http_requests_total{route="/api/v1/create_session",status="200"}' in text
+    assert "tinkex_workers_ready 1.0" in text
+
+
+def test_sigterm_ends_it_gracefully_while_a_poll_waits(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--engine", "toy") as server:
+        client = WireClient(server.base_url)
+        model = client.model(client.session())
+        promise = client.train(model, 9, [1])
+        answers: list[int] = []
+
+        def poll() -> None:
+            answers.append(client.post("retrieve_future", promise).status_code)
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        time.sleep(0.3)
+        workers = server.worker_pids()
+        assert server.stop() == 0
+        thread.join(timeout=5)
+        client.close()
+        assert answers == [408]
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--engine", "toy") as server:
+        workers = server.worker_pids()
+        assert workers
+        server.kill()
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}").exists() for pid in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_private_server_ends_with_its_last_client(tmp_path: Path) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with ServerProcess(tmp_path, "--engine", "toy", "--until-idle", "0.3") as server:
+        process = server._process
+        assert process is not None
+        attached = httpx.post(f"{server.base_url}/tinkex/v1/attach", json={"pid": sleeper.pid})
+        assert attached.status_code == 200
+        time.sleep(1.5)
+        assert process.poll() is None, "its client lives, however quiet"
+        sleeper.communicate(b"\n")
+        assert process.wait(timeout=10) == 0
+
+
+def test_it_refuses_to_start_on_a_busy_port_or_with_wrong_settings(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--engine", "toy") as server:
+        busy = _fails("--port", str(server.port), "--data-dir", str(tmp_path / "b"))
+        assert "cannot listen" in busy
+    assert "no api key" in _fails("--host", "0.0.0.0")
+    assert "expected NAME=MODEL" in _fails("--alias", "x")
+
+
+def _fails(*flags: str) -> str:
+    done = CliRunner().invoke(serve, flags)
+    assert done.exit_code != 0
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.output
+
+
+def test_ctrl_c_reaches_the_worker_only_through_the_server(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--engine", "toy") as server:
+        client = WireClient(server.base_url)
+        client.model(client.session())
+        (worker,) = server.worker_pids()
+        os.kill(worker, signal.SIGINT)
+        client.model(client.session())
+        assert server.worker_pids() == [worker]
+        client.close()
