@@ -119,6 +119,7 @@ class APIFuture(concurrent.futures.Future[T]):
             return wrapped.result()
         status = self.status()
         wrapped.cancel()
+        self.cancel()
         raise ResultTimeoutError(f"No result within {timeout} s; the request was {status}.")
 
     def __await__(self) -> Generator[Any, None, T]:

@@ -1,0 +1,187 @@
+"""A future can be awaited, waited for, gathered, cancelled and asked, from anywhere (R17)."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+import time
+
+import pytest
+
+from tinkex.client.futures import APIFuture, Waiting, spawn
+from tinkex.errors import ResultTimeoutError, TinkerError
+
+
+async def _value(value: int, delay_s: float = 0.01) -> int:
+    await asyncio.sleep(delay_s)
+    return value
+
+
+def make(value: int, delay_s: float = 0.01) -> APIFuture[int]:
+    return spawn(lambda waiting: _value(value, delay_s))
+
+
+def test_a_result_is_waited_for_and_then_kept() -> None:
+    future = make(7)
+    assert future.result(5) == 7
+    assert future.result(0) == 7
+    assert future.status().state == "done"
+
+
+async def test_it_can_be_awaited_more_than_once_and_gathered() -> None:
+    future = make(7)
+    assert await future == 7
+    assert await future == 7
+    assert await asyncio.gather(make(1), make(2), future) == [1, 2, 7]
+    assert await asyncio.wrap_future(make(3)) == 3
+    assert await asyncio.create_task(make(4).result_async()) == 4
+
+
+def test_it_can_be_awaited_from_several_loops_at_once() -> None:
+    future = make(5, 0.1)
+    results: list[int] = []
+
+    async def wait() -> int:
+        return await future
+
+    threads = [threading.Thread(target=lambda: results.append(asyncio.run(wait()))) for _ in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert results == [5, 5, 5]
+
+
+def test_it_works_with_the_standard_library_of_futures() -> None:
+    futures = [make(n, 0.01 * n) for n in range(5)]
+    done = list(concurrent.futures.as_completed(futures, timeout=5))
+    assert sorted(future.result() for future in done) == list(range(5))
+
+
+def test_a_timeout_says_what_the_request_is_doing_and_leaves_it_alone() -> None:
+    def start(waiting: Waiting):  # type: ignore[no-untyped-def]
+        waiting.state, waiting.reason, waiting.request_id = "queued", "3 requests ahead", "r9"
+        return _value(1, 0.3)
+
+    future = spawn(start)
+    with pytest.raises(ResultTimeoutError, match="queued: 3 requests ahead"):
+        future.result(0.05)
+    status = future.status()
+    assert (status.state, status.reason, status.request_id) == ("queued", "3 requests ahead", "r9")
+    assert future.result(5) == 1
+    assert isinstance(ResultTimeoutError("x"), TimeoutError)
+
+
+async def test_an_async_timeout_cancels_the_request() -> None:
+    future = make(1, 5)
+    with pytest.raises(ResultTimeoutError):
+        await future.result_async(0.05)
+    assert future.cancelled()
+
+
+def test_cancelling_stops_the_work_once() -> None:
+    stopped = threading.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            stopped.set()
+
+    future = spawn(lambda waiting: work())
+    time.sleep(0.05)
+    assert future.cancel() is True
+    assert future.cancel() is False
+    assert stopped.wait(5)
+    assert future.status().state == "cancelled"
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(1)
+
+
+async def test_cancelling_the_waiter_cancels_the_request() -> None:
+    future = make(1, 60)
+    waiter = asyncio.create_task(future.result_async())
+    await asyncio.sleep(0.05)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert future.cancelled()
+    with pytest.raises(asyncio.CancelledError):
+        await future
+
+
+def test_a_crash_in_the_machinery_reaches_the_caller() -> None:
+    async def crash() -> None:
+        raise ZeroDivisionError("in the machinery")
+
+    future = spawn(lambda waiting: crash())
+    with pytest.raises(ZeroDivisionError, match="in the machinery"):
+        future.result(5)
+    assert future.status().state == "failed"
+    assert isinstance(future.exception(0), ZeroDivisionError)
+
+
+async def test_a_result_that_is_itself_a_timeout_error_is_not_mistaken_for_ours() -> None:
+    async def fail() -> None:
+        raise TimeoutError("the server's")
+
+    with pytest.raises(TimeoutError, match="the server's"):
+        spawn(lambda waiting: fail()).result(5)
+
+
+def test_blocking_in_a_callback_is_refused_instead_of_hanging() -> None:
+    caught: list[BaseException] = []
+    slow = make(1, 0.2)
+
+    def callback(_: object) -> None:
+        try:
+            slow.result()
+        except BaseException as exc:
+            caught.append(exc)
+
+    first = make(0)
+    first.add_done_callback(callback)
+    first.result(5)
+    assert slow.result(5) == 1
+    assert isinstance(caught[0], TinkerError)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_starts_its_own_loop_and_cannot_wait_for_the_parents_futures() -> None:
+    pending = make(1, 2)
+    child = os.fork()
+    if child == 0:  # pragma: no cover - another process
+        try:
+            try:
+                pending.result(1)
+                os._exit(1)
+            except TinkerError:
+                pass
+            os._exit(0 if make(5).result(5) == 5 else 2)
+        except BaseException:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert pending.result(5) == 1
+
+
+def test_calls_from_many_threads_keep_their_own_order() -> None:
+    from tinkex.client.loop import background
+
+    seen: list[tuple[int, int]] = []
+
+    def submit(thread: int) -> None:
+        for number in range(200):
+            background().submit(seen.append, (thread, number))
+
+    threads = [threading.Thread(target=submit, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    make(0).result(5)
+    for n in range(4):
+        assert [number for thread, number in seen if thread == n] == list(range(200))

@@ -1,0 +1,230 @@
+"""One call: headers, base retries, redirects, torn connections, the breaker (R7, R8, R24)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hostile import json_reply
+from virtual_time import run_virtual
+
+from tinkex import errors
+from tinkex.client.backends import Reply
+from tinkex.client.config import ClientConfig
+from tinkex.client.credentials import TokenProvider
+from tinkex.client.http1 import ProtocolError
+from tinkex.client.retry import BaseRetry
+from tinkex.client.transport import Call, Transport
+
+
+class Recorded:
+    """A backend that answers from a list and remembers what was sent."""
+
+    def __init__(self, *answers: Reply | Exception) -> None:
+        self.answers = list(answers)
+        self.sent: list[tuple[str, str, Mapping[str, str], bytes | None]] = []
+        self.closed = 0
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout_s: float,
+    ) -> Reply:
+        self.sent.append((method, url, dict(headers), body))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+def call_through(
+    backend: Recorded, call: Call, then: Callable[[Transport], Any] | None = None, **settings: Any
+) -> tuple[Reply, float]:
+    async def main() -> tuple[Reply, float]:
+        config = ClientConfig(base_url="http://api.test/pre", api_key="tml-key", **settings)
+        transport = Transport(
+            config,
+            TokenProvider("tml-key"),
+            retry=BaseRetry(max_retries=config.max_retries, uniform=lambda: 0.0),
+            make_backend=lambda _: backend,
+        )
+        reply = await transport.call(call)
+        return reply, asyncio.get_running_loop().time()
+
+    return run_virtual(main())
+
+
+POST = Call(method="POST", path="optim_step", body=b"{}")
+OK = json_reply({})
+
+
+def test_every_header_of_the_contract_is_sent() -> None:
+    backend = Recorded(OK)
+    call_through(backend, POST)
+    method, url, headers, body = backend.sent[0]
+    assert (method, url, body) == ("POST", "http://api.test/pre/api/v1/optim_step", b"{}")
+    assert headers["X-API-Key"] == "tml-key"
+    assert headers["Accept"] == headers["Content-Type"] == "application/json"
+    assert headers["User-Agent"] == "AsyncTinker/Python 0.36.0"
+    assert headers["X-Stainless-Async"] == "async:asyncio"
+    assert headers["x-stainless-retry-count"] == "0"
+    assert headers["x-stainless-read-timeout"] == "60"
+    assert headers["X-Idempotency-Key"].startswith("stainless-python-retry-")
+    assert {"X-Stainless-OS", "X-Stainless-Arch", "X-Stainless-Runtime"} <= set(headers)
+
+
+def test_a_get_has_neither_content_type_nor_idempotency_key() -> None:
+    backend = Recorded(OK)
+    query = {"limit": 20, "flag": True, "ids": ["a", "b"], "none": None, "empty": ""}
+    call_through(backend, Call(method="GET", path="sessions", query=query))
+    _, url, headers, _ = backend.sent[0]
+    assert url.endswith("/sessions?limit=20&flag=true&ids=a%2Cb")
+    assert not {"Content-Type", "X-Idempotency-Key"} & set(headers)
+
+
+def test_the_users_headers_win() -> None:
+    backend = Recorded(OK)
+    call_through(backend, POST, headers={"User-Agent": "mine", "X-New": "1"})
+    assert backend.sent[0][2]["User-Agent"] == "mine"
+    assert backend.sent[0][2]["X-New"] == "1"
+
+
+def test_retries_keep_the_idempotency_key_and_count_up() -> None:
+    """R7, R8: 0.5 s, 1 s, then what the server asked for."""
+    busy = json_reply({}, 429, **{"retry-after-ms": "3000"})
+    backend = Recorded(ProtocolError("reset"), json_reply({}, 503), busy, OK)
+    _, seconds = call_through(backend, POST)
+    headers = [sent[2] for sent in backend.sent]
+    assert len({h["X-Idempotency-Key"] for h in headers}) == 1
+    assert [h["x-stainless-retry-count"] for h in headers] == ["0", "1", "2", "3"]
+    assert seconds == 0.5 + 1.0 + 3.0
+
+
+def test_retries_end_and_the_last_answer_is_the_error() -> None:
+    backend = Recorded(*[json_reply({"detail": "down"}, 503)] * 3)
+    with pytest.raises(errors.InternalServerError, match="503 on POST /api/v1/optim_step - down"):
+        call_through(backend, POST, max_retries=2)
+    backend = Recorded(TimeoutError(), TimeoutError())
+    with pytest.raises(errors.APITimeoutError, match="did not answer POST optim_step within 60 s"):
+        call_through(backend, POST, max_retries=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "builtin"),
+    [
+        (400, errors.BadRequestError, ValueError),
+        (401, errors.AuthenticationError, PermissionError),
+        (402, errors.BillingError, RuntimeError),
+        (403, errors.PermissionDeniedError, PermissionError),
+        (404, errors.NotFoundError, LookupError),
+        (410, errors.APIStatusError, Exception),
+        (422, errors.UnprocessableEntityError, ValueError),
+    ],
+)
+def test_each_status_has_its_class_and_is_not_retried(
+    status: int, kind: type[Exception], builtin: type[Exception]
+) -> None:
+    backend = Recorded(json_reply({"detail": "what is wrong"}, status, **{"x-request-id": "q7"}))
+    with pytest.raises(kind, match="what is wrong") as caught:
+        call_through(backend, POST)
+    error: Any = caught.value
+    assert isinstance(error, builtin)
+    assert (error.status_code, error.request_id) == (status, "q7")
+    assert error.body == {"detail": "what is wrong"}
+    assert error.category == "user"
+
+
+def test_an_error_tells_how_long_to_wait() -> None:
+    backend = Recorded(json_reply({}, 429, **{"retry-after": "7"}))
+    with pytest.raises(errors.RateLimitError) as caught:
+        call_through(backend, POST, max_retries=0)
+    assert caught.value.retry_after_ms == 7000
+
+
+def test_a_blank_400_is_a_torn_connection_until_the_budget_is_spent() -> None:
+    """Contract 1.6."""
+    blank = Reply(400, {"content-length": "0"}, b"")
+    backend = Recorded(blank, OK)
+    assert call_through(backend, POST)[0].ok
+    backend = Recorded(*[blank] * 17)
+    with pytest.raises(errors.BadRequestError):
+        call_through(backend, POST, max_retries=16)
+
+
+def test_a_redirect_to_another_host_never_carries_the_credential() -> None:
+    away = Reply(302, {"location": "https://storage.test/signed?x=1"}, b"")
+    backend = Recorded(away, OK)
+    call_through(backend, Call(method="GET", path="audit"))
+    _, url, headers, _ = backend.sent[1]
+    assert url == "https://storage.test/signed?x=1"
+    assert set(headers) == {"Accept", "User-Agent"}
+
+
+def test_a_redirect_on_the_same_host_keeps_method_body_and_key() -> None:
+    moved = Reply(307, {"location": "/pre/api/v1/moved"}, b"")
+    backend = Recorded(moved, OK)
+    call_through(backend, POST)
+    method, url, headers, body = backend.sent[1]
+    assert (method, url, body) == ("POST", "http://api.test/pre/api/v1/moved", b"{}")
+    assert headers["X-API-Key"] == "tml-key"
+
+
+def test_endless_redirects_end() -> None:
+    around = [Reply(302, {"location": "/again"}, b"") for _ in range(20)]
+    with pytest.raises(errors.APIConnectionError, match="redirects"):
+        call_through(Recorded(*around), Call(method="GET", path="x"), max_retries=0)
+
+
+def test_names_with_odd_characters_are_encoded_and_colons_are_not() -> None:
+    backend = Recorded(OK)
+    call_through(
+        backend, Call(method="GET", path="training_runs/s:train:0/checkpoints/weights/a b")
+    )
+    assert backend.sent[0][1].endswith("/training_runs/s:train:0/checkpoints/weights/a%20b")
+
+
+def test_the_breaker_is_really_used_when_enabled() -> None:
+    """R24."""
+    down = [ProtocolError("reset")] * 5
+    backend = Recorded(*down, OK)
+    with pytest.raises(errors.CircuitOpenError):
+        call_through(backend, POST, circuit_breaker=True, max_retries=5)
+    assert len(backend.sent) == 5
+
+
+def test_a_deprecation_note_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    note = {"x-deprecation-note": "use v2", "x-deprecation-level": "error"}
+    backend = Recorded(json_reply({}, 503, **note), json_reply({}, 200, **note))
+    call_through(backend, POST)
+    assert [r.levelname for r in caplog.records if r.getMessage() == "use v2"] == ["ERROR"]
+
+
+def test_every_error_survives_pickling() -> None:
+    import pickle
+
+    made = [
+        errors.APIError("m", "POST x", body={"a": 1}),
+        errors.APITimeoutError("slow", "POST x"),
+        errors.APIConnectionError("gone"),
+        errors.RequestFailedError("m", "r1", "user"),
+        errors.PromiseLostError("m", request_id="r1"),
+        errors.InvalidInputError("m", path="p"),
+        errors.ResultTimeoutError("m"),
+        *(
+            kind("m", status_code=status, body={"d": 1}, retry_after_ms=5, request_id="q")
+            for status, kind in errors.STATUS_ERRORS.items()
+        ),
+    ]
+    for error in made:
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error)
+        assert copy.args == error.args
+        assert copy.__dict__ == error.__dict__
