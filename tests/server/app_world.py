@@ -45,12 +45,13 @@ class AppWorld:
         return dict(response.json())
 
     async def result(self, promise: dict[str, Any], **kwargs: Any) -> Any:
-        response = await self.post(
-            "retrieve_future",
-            {"request_id": promise["request_id"]},
-            headers={"accept": "application/x-protobuf"},
-            **kwargs,
-        )
+        """Poll until the promise is settled: JSON as a dict, protobuf as its bytes."""
+        headers = {"accept": "application/x-protobuf"}
+        body = {"request_id": promise["request_id"]}
+        for _ in range(1000):
+            response = await self.post("retrieve_future", body, headers=headers, **kwargs)
+            if response.status_code != 408:
+                break
         assert response.status_code == 200, response.text
         is_proto = "protobuf" in response.headers["content-type"]
         return response.content if is_proto else response.json()

@@ -7,7 +7,6 @@ A plain run tries every third wrong value per field, a slow run all of them.
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +16,10 @@ import numpy as np
 import pytest
 from app_world import AppWorld
 from wire_client import PROTO, train_body
+from wrong_values import wrong_versions
 
 from tinkex.wire import tinker_public_pb2 as pb
 
-MISSING = object()
-WRONG: tuple[Any, ...] = (MISSING, None, "", "\x00", -1, 2**70, True, 1.5, [], {}, [{}], "x" * 300)
 both = pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.slow)])
 CHUNK = {"type": "encoded_text", "tokens": [1, 2, 3]}
 TENSOR = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
@@ -74,31 +72,6 @@ SAMPLE = {
     "record_stability_info": False,
     "type": "sample",
 }
-
-
-def wrong_versions(
-    body: dict[str, Any], thorough: bool = True
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The body with one value replaced or left out, for every value at every depth."""
-    for index, path in enumerate(_paths(body)):
-        for wrong in WRONG if thorough else WRONG[index % 3 :: 3]:
-            changed = copy.deepcopy(body)
-            inside: Any = changed
-            for part in path[:-1]:
-                inside = inside[part]
-            if wrong is MISSING:
-                del inside[path[-1]]
-            else:
-                inside[path[-1]] = wrong
-            yield f"{'.'.join(map(str, path))} = {str(wrong)[:12]!r}", changed
-
-
-def _paths(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value[:1])
-    for key, inner in items:
-        yield (*prefix, key)
-        if isinstance(inner, dict | list):
-            yield from _paths(inner, (*prefix, key))
 
 
 def check(answer: httpx.Response, what: str) -> None:

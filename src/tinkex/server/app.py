@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tinkex
 from tinkex.server import (
+    openapi,
     problems,
     rest,
     routes_futures,
@@ -58,6 +59,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[ProcessWork
     rest.install(app, store, config.data_dir, config.api_keys, _finish_session(app))
     app.state.service = Service(config, store, app.state.shelf, workers)
     problems.install(app)
+    openapi.install(app)
     app.add_middleware(Watch, metrics=app.state.metrics, presence=app.state.presence)
     return app
 

@@ -7,18 +7,47 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
-from rest_world import KEYS, World, open_world
+from rest_world import KEYS, World, check_error, open_world
 from schemathesis import Case, GenerationMode
 from store_rows import model, session
+from wrong_values import wrong_versions
 
 MANY = 60
-FEW = 2
+FEW = 8
+PATH = "tinker://s:train:0/weights/first"
+ONE = "/training_runs/s:train:0/checkpoints/weights/first"
+BODIES: list[tuple[str, str, dict[str, Any]]] = [
+    ("POST", "/weights_info", {"tinker_path": PATH}),
+    ("PUT", f"{ONE}/ttl", {"ttl_seconds": 7200}),
+    ("PUT", "/sessions/s/project", {"project_id": "p"}),
+    ("POST", "/sessions/s/finish", {"reason": {"type": "success"}, "detail": "x"}),
+    (
+        "POST",
+        "/copy_weights",
+        {"source_path": PATH, "destination_project_id": "p", "weights_access_token": "x"},
+    ),
+    (
+        "POST",
+        "/sessions/search",
+        {
+            "session_id": "s",
+            "project_ids": ["p"],
+            "user_metadata": {"k": "v"},
+            "display_name": "x",
+            "owner": {"type": "user", "owner_urns": ["u"]},
+            "statuses": [{"type": "client_finished", "reasons": ["success"]}],
+            "limit": 5,
+            "cursor": {"last_created_at": "2026-01-01T00:00:00Z", "last_session_id": "a"},
+        },
+    ),
+]
 
 
 def operations(app: FastAPI) -> list[tuple[str, object]]:
@@ -28,8 +57,26 @@ def operations(app: FastAPI) -> list[tuple[str, object]]:
     return [(found.ok().label, found.ok()) for found in schema.get_all_operations()]
 
 
-@pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize("num_cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+async def test_each_field_of_each_body_made_wrong_is_refused(world: World) -> None:
+    await world.save()
+    for method, path, body in BODIES:
+        for what, wrong in wrong_versions(body):
+            answer = await world.http.request(
+                method, f"/api/v1{path}", json=wrong, headers={"x-api-key": "tml-ann"}
+            )
+            assert answer.status_code < 500, f"{path} {what}: {answer.text}"
+            if answer.status_code >= 400:
+                check_error(answer)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_cases"),
+    [
+        (GenerationMode.POSITIVE, FEW),
+        pytest.param(GenerationMode.POSITIVE, MANY, marks=pytest.mark.slow),
+        pytest.param(GenerationMode.NEGATIVE, MANY, marks=pytest.mark.slow),
+    ],
+)
 def test_no_request_makes_the_server_fail(
     tmp_path: Path, mode: GenerationMode, num_cases: int
 ) -> None:
