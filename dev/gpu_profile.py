@@ -1,4 +1,4 @@
-"""Where one training step, and one packed step of 16 tenants, spend their time on a GPU.
+"""Where a training step, a packed step of 16 tenants and a decode step spend their time on a GPU.
 
 python dev/gpu_profile.py
 """
@@ -41,14 +41,24 @@ def host_time(title, step):
     pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
 
 
-def main():
+def profile_training():
     trainer, data = gpu.our_trainer(16), gpu.datums([2048] * 8)
-    device_time("8 x 2048", lambda: gpu.our_step(trainer, [data]))
     short = [gpu.datums([128])] * 16
+    device_time("8 x 2048", lambda: gpu.our_step(trainer, [data]))
     device_time("16 tenants x 128", lambda: gpu.our_step(trainer, short))
     host_time("16 tenants x 128", lambda: gpu.our_step(trainer, short))
-    device_time("1 tenant x 128", lambda: gpu.our_step(trainer, short[:1]))
-    host_time("1 tenant x 128", lambda: gpu.our_step(trainer, short[:1]))
+
+
+def profile_decoding():
+    sampler = gpu.our_sampler()
+    gpu.our_decode(sampler, 128, 512, 8)
+    host_time("decode 128", lambda: gpu.our_decode(sampler, 128, 16, 64))
+
+
+def main():
+    profile_training()
+    gpu.free()
+    profile_decoding()
 
 
 if __name__ == "__main__":

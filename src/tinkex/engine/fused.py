@@ -167,7 +167,7 @@ class CudaDecoder(Decoder):
         return x2, delta, _Saved(x, rstd1, qkv, attn, tuple(state), x2, rstd2, gate_up, inner)
 
     def train_layer_backward(
-        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: Operands
+        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: BatchLora
     ) -> None:
         """Turn dx, the gradient of the layer's output, into that of its input, in place.
 
@@ -178,7 +178,7 @@ class CudaDecoder(Decoder):
 
         def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
             if (op := ops[name]) is not None:
-                op.gather(x, s.inner[name], dy, dh)
+                op.gather(x, s.inner[name], dy, dh, lora.grads(f"{index}.{name}"))
 
         dact, dh = _linear_backward(dx, w.down, ops["down"])
         act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
@@ -254,7 +254,7 @@ class _TrainingPass(torch.autograd.Function):
         leaf: Tensor,
     ) -> Tensor:
         stream = decoder.stream(positions_T, attend.lengths)
-        ops = BatchLora(lora, len(tokens_T), decoder.dtype, gather=True)
+        ops = BatchLora(lora, len(tokens_T), decoder.dtype, trained=True)
         x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
         delta: Tensor | None = None
         saved: list[Any] = []

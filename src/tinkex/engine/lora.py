@@ -88,7 +88,9 @@ class Adapter:
         starts = [0]
         for tensor in given:
             starts.append(starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED)
-        self._layout = [(at, t.numel(), t.shape) for at, t in zip(starts, given, strict=False)]
+        self._layout = [
+            (at, tuple(t.shape), (t.shape[1], 1)) for at, t in zip(starts, given, strict=False)
+        ]
         device = given[0].device if given else torch.device("cpu")
         self.flat = torch.zeros(starts[-1], device=device)
         self.grad: Tensor | None = None
@@ -105,7 +107,8 @@ class Adapter:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A buffer of this adapter's layout, parameter by parameter."""
-        return [flat[at : at + size].view(shape) for at, size, shape in self._layout]
+        start = flat.storage_offset()
+        return [flat.as_strided(shape, step, start + at) for at, shape, step in self._layout]
 
     def fold(self, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of `views`: tensors parallel to the parameters, in one new buffer."""

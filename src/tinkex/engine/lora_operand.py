@@ -30,8 +30,10 @@ class LoraOperand(Protocol):
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Any:
         """dx += the gradient through the adapters; returns that of the inner product."""
 
-    def gather(self, x_TI: Tensor, inner: Any, dy_TO: Tensor, dinner: Any) -> None:
-        """Add the gradients of A and B to where they are gathered."""
+    def gather(
+        self, x_TI: Tensor, inner: Any, dy_TO: Tensor, dinner: Any, grads: Sequence[Weights]
+    ) -> None:
+        """Add the gradients of A and B to `grads`, which are `BatchLora.grads` of the linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +65,10 @@ def weights_by_key(adapter: Adapter, flat: Tensor) -> dict[str, Weights]:
 
 @dataclass(frozen=True, slots=True)
 class SpanWeights:
-    """One adapter on its rows. `grads` is None where no gradient is wanted."""
+    """One adapter on its rows."""
 
     rows: slice
     weights: Weights
-    grads: Weights | None
     joined_OR: Tensor | None = None
     """All Bs in one block-diagonal matrix, scaled: one product instead of one per module."""
 
@@ -114,12 +115,16 @@ class Spans:
         return dh_tR
 
     def gather(
-        self, x_TI: Tensor, inner: list[Tensor], dy_TO: Tensor, dinner: list[Tensor]
+        self,
+        x_TI: Tensor,
+        inner: list[Tensor],
+        dy_TO: Tensor,
+        dinner: list[Tensor],
+        grads: Sequence[Weights],
     ) -> None:
-        for span, h_tR, dh_tR in zip(self.spans, inner, dinner, strict=True):
-            assert span.grads is not None
-            span.grads.A.add_(torch.mm(dh_tR.t(), x_TI[span.rows], out_dtype=torch.float32))
-            for dB, rows, columns, scale in span.grads.each():
+        for span, h_tR, dh_tR, grad in zip(self.spans, inner, dinner, grads, strict=True):
+            grad.A.add_(torch.mm(dh_tR.t(), x_TI[span.rows], out_dtype=torch.float32))
+            for dB, rows, columns, scale in grad.each():
                 dy_tO = dy_TO[span.rows, columns]
                 dB.add_(torch.mm(dy_tO.t(), h_tR[:, rows], out_dtype=torch.float32), alpha=scale)
 
@@ -132,7 +137,6 @@ class Grouped:
     """Equal layouts, stacked: one grouped product for all spans. `stops_G` ends each span."""
 
     weights: Weights
-    grads: Weights | None
     stops_G: Tensor
 
     def add_(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
@@ -150,10 +154,17 @@ class Grouped:
         dx_TI += grouped_mm(dh_TR, self.weights.A, self.stops_G)
         return dh_TR
 
-    def gather(self, x_TI: Tensor, inner: Tensor, dy_TO: Tensor, dinner: Tensor) -> None:
-        assert self.grads is not None
-        self.grads.A.add_(grouped_mm(dinner.t(), x_TI, self.stops_G))
-        for dB, rows, columns, scale in self.grads.each():
+    def gather(
+        self,
+        x_TI: Tensor,
+        inner: Tensor,
+        dy_TO: Tensor,
+        dinner: Tensor,
+        grads: Sequence[Weights],
+    ) -> None:
+        (grad,) = grads
+        grad.A.add_(grouped_mm(dinner.t(), x_TI, self.stops_G))
+        for dB, rows, columns, scale in grad.each():
             dB_GOr = grouped_mm(dy_TO[:, columns].t(), inner[:, rows], self.stops_G)
             dB.add_(dB_GOr, alpha=scale)
 
@@ -176,57 +187,62 @@ def can_group(adapters: Sequence[Adapter]) -> bool:
 class BatchLora:
     """The operands of every linear for one packed batch, made when a linear asks for its own.
 
-    With `gather`, the backward may add gradients; `finish` hands them to the adapters.
+    `trained` batches gather gradients: `grads` says where a linear's go, `finish` hands them to
+    the adapters. Views of gradients are made in the backward pass, when the device is busy.
     """
 
     def __init__(
-        self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype, *, gather: bool = False
+        self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype, *, trained: bool = False
     ) -> None:
         self._spans = lora.spans if lora is not None else ()
         self._adapters = [span.adapter for span in self._spans]
-        self._dtype, self._gather = dtype, gather
+        self._dtype, self._trained = dtype, trained
         self._operands: dict[str, LoraOperand | None] = {}
-        tiles = len(self._spans) > 1 and _tiles(self._spans, num_rows)
         self._stops_G: Tensor | None = None
-        if tiles and can_group(self._adapters):
+        if len(self._spans) > 1 and _tiles(self._spans, num_rows) and can_group(self._adapters):
             stops = torch.tensor([span.stop for span in self._spans], dtype=torch.int32)
             self._stops_G = stops.to(self._adapters[0].flat.device, non_blocking=True)
         self._grads: list[Mapping[str, Weights]] = []
         self._stacked_grad: Tensor | None = None
-        if gather and self._stops_G is not None:
-            shape = (len(self._adapters), self._adapters[0].flat.numel())
-            self._stacked_grad = self._adapters[0].flat.new_zeros(shape)
-            self._grads = [stack_by_key(self._adapters[0], self._stacked_grad)]
-        elif gather:
-            self._grads = [weights_by_key(a, _grad_of(a)) for a in self._adapters]
 
     def get(self, key: str) -> LoraOperand | None:
         if key not in self._operands:
             self._operands[key] = self._make(key)
         return self._operands[key]
 
+    def grads(self, key: str) -> list[Weights]:
+        """Where the gradients of one linear's adapters are gathered."""
+        if not self._grads:
+            self._start()
+        return [by_key[key] for by_key in self._grads if key in by_key]
+
     def finish(self) -> None:
         if self._stacked_grad is not None:
             for adapter, grad in zip(self._adapters, self._stacked_grad, strict=True):
                 _grad_of(adapter).add_(grad)
+
+    def _start(self) -> None:
+        if self._stops_G is None:
+            self._grads = [weights_by_key(a, _grad_of(a)) for a in self._adapters]
+            return
+        first = self._adapters[0]
+        self._stacked_grad = first.flat.new_zeros((len(self._adapters), first.flat.numel()))
+        self._grads = [stack_by_key(first, self._stacked_grad)]
 
     def _make(self, key: str) -> LoraOperand | None:
         known = [low_precision(adapter, self._dtype).get(key) for adapter in self._adapters]
         if not any(known):
             return None
         if self._stops_G is not None:
-            grads = self._grads[0][key] if self._grads else None
-            return Grouped(_stack([w for w in known if w is not None]), grads, self._stops_G)
-        grads_by_span = [grads.get(key) for grads in self._grads] or [None] * len(known)
+            return Grouped(_stack([w for w in known if w is not None]), self._stops_G)
         return Spans(
             tuple(
                 SpanWeights(
                     slice(span.start, span.stop),
                     weights,
-                    grads,
-                    _joined(span.adapter, key, self._dtype) if self._gather else None,
+                    _joined(span.adapter, key, self._dtype) if self._trained else None,
                 )
-                for span, weights, grads in zip(self._spans, known, grads_by_span, strict=True)
+                for span, weights in zip(self._spans, known, strict=True)
                 if weights is not None
             )
         )

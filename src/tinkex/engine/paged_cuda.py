@@ -59,13 +59,21 @@ class CudaPagedAttend:
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
         device = self.cache.k.device
-        self._slots_T = _on(device, _slots(chunks, self.cache.block_size))
+        size = self.cache.block_size
+        slots_T = _on(device, _slots(chunks, size))
         starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
         rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
         singles = [(row, chunk) for row, chunk in rows if chunk.length == 1]
         longs = [(row, chunk) for row, chunk in rows if chunk.length > 1]
-        self._singles = _Singles.of(singles, self.cache.block_size, device) if singles else None
-        self._longs = _Longs.of(longs, self.cache.block_size, device) if longs else None
+        self.prepare(
+            slots_T,
+            _Singles.of(singles, size, device) if singles else None,
+            _Longs.of(longs, size, device) if longs else None,
+        )
+
+    def prepare(self, slots_T: Tensor, singles: _Singles | None, longs: _Longs | None) -> None:
+        """The same from tensors: where keys and values go, and who looks where."""
+        self._slots_T, self._singles, self._longs = slots_T, singles, longs
 
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         self._flat_k[layer_index].index_copy_(0, self._slots_T, k_TKd)
@@ -205,9 +213,9 @@ class _Slots:
         for key, weights in stack_by_key(like, self.flat_SP).items():
             if count == 1:
                 one = Weights(weights.A[0], tuple(B[0] for B in weights.Bs), weights.parts)
-                self.operands[key] = Spans((SpanWeights(slice(None), one, None),))
+                self.operands[key] = Spans((SpanWeights(slice(None), one),))
             else:
-                self.operands[key] = Grouped(weights, None, self.stops_S)
+                self.operands[key] = Grouped(weights, self.stops_S)
 
     def put(self, at: int, adapter: Adapter) -> None:
         if self.held[at] != (adapter, adapter.flat._version):
@@ -216,16 +224,34 @@ class _Slots:
 
 
 class _Static:
-    """The inputs and the output of the graph of one batch size and one set of adapter slots."""
+    """The inputs and the output of the graph of one batch size and one set of adapter slots.
+
+    A step sends two numbers per sequence; block tables travel only when one has changed.
+    """
 
     def __init__(self, batch: int, width: int, device: torch.device) -> None:
-        self.tokens_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.positions_B = torch.zeros(batch, dtype=torch.long, device=device)
-        self.slots_B = torch.zeros(batch, dtype=torch.long, device=device)
+        self.batch = batch
+        self.inputs_2B = torch.zeros(2, batch, dtype=torch.long, device=device)
         self.tables_BX = torch.zeros(batch, width, dtype=torch.int32, device=device)
-        self.lengths_B = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._host_tables = np.zeros((batch, width), np.int32)
+        self._known: list[list[int]] = [[] for _ in range(batch)]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits_BV: Tensor | None = None
+
+    def fill(self, chunks: Sequence[Chunk]) -> None:
+        """Rows beyond the batch repeat the first: they write what it writes and are not read."""
+        rows = [*chunks, *[chunks[0]] * (self.batch - len(chunks))]
+        tokens = [chunk.seq.tokens[chunk.start] for chunk in rows]
+        host_2B = torch.tensor((tokens, [chunk.start for chunk in rows]), pin_memory=True)
+        self.inputs_2B.copy_(host_2B, non_blocking=True)
+        changed = [at for at, c in enumerate(rows) if self._known[at] != c.seq.blocks]
+        if changed:
+            for at in changed:
+                blocks = self._known[at] = list(rows[at].seq.blocks)
+                self._host_tables[at, : len(blocks)] = blocks
+            width = max(len(blocks) for blocks in self._known)
+            tables = np.ascontiguousarray(self._host_tables[:, :width])
+            self.tables_BX[:, :width].copy_(_on(self.tables_BX.device, tables))
 
 
 class DecodeGraphs:
@@ -257,7 +283,7 @@ class DecodeGraphs:
         if static is None:
             static = _Static(batch, self._width, self._decoder.device)
             self._statics[batch, slots] = static
-        self._fill(static, [chunks[row] for row in order])
+        static.fill([chunks[row] for row in order])
         if static.graph is None:
             self._record(static, slots)
         assert static.graph is not None
@@ -270,27 +296,17 @@ class DecodeGraphs:
         back[order] = np.arange(len(order))
         return logits.index_select(0, _on(self._decoder.device, back))
 
-    def _fill(self, static: _Static, chunks: Sequence[Chunk]) -> None:
-        """Rows beyond the batch repeat the first: they write what it writes and are not read."""
-        size, batch = self._cache.block_size, len(static.tokens_B)
-        rows = [*chunks, *[chunks[0]] * (batch - len(chunks))]
-        device = self._decoder.device
-        starts = np.array([chunk.start for chunk in rows])
-        static.tokens_B.copy_(_on(device, np.array([c.seq.tokens[c.start] for c in rows])))
-        static.positions_B.copy_(_on(device, starts))
-        static.slots_B.copy_(_on(device, _slots(rows, size)))
-        static.lengths_B.copy_(_on(device, (starts + 1).astype(np.int32)))
-        width = int(starts.max()) // size + 1
-        static.tables_BX[:, :width].copy_(_on(device, _tables(rows, size, width)))
-
     def _record(self, static: _Static, slots: _Slots | None) -> None:
-        attend = CudaPagedAttend(self._cache)
-        attend._slots_T = static.slots_B
-        attend._singles = _Singles(static.slots_B, static.tables_BX, static.lengths_B)
+        attend, size = CudaPagedAttend(self._cache), self._cache.block_size
         lora: dict[str, LoraOperand] = slots.operands if slots else {}
 
         def step() -> Tensor:
-            hidden_BD = self._decoder.infer(static.tokens_B, static.positions_B, attend, lora)
+            tokens_B, positions_B = static.inputs_2B
+            blocks_B1 = static.tables_BX.gather(1, (positions_B // size)[:, None])
+            rows_B = blocks_B1[:, 0].long() * size + positions_B % size
+            lengths_B = (positions_B + 1).to(torch.int32)
+            attend.prepare(rows_B, _Singles(rows_B, static.tables_BX, lengths_B), None)
+            hidden_BD = self._decoder.infer(tokens_B, positions_B, attend, lora)
             return self._decoder.logits(hidden_BD, lora.get("head"))
 
         with torch.no_grad():

@@ -308,9 +308,6 @@ class Trainer:
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
         lora = LoraBatch(Span(a, b, adapters[owner]) for a, b, owner in one.owner_spans())
         runs = list(_runs(one, tasks, device))
-        if one.backward:
-            for span in lora.spans:
-                span.adapter.start_grad()
         with torch.set_grad_enabled(one.backward):
             hidden_TD = decoder.forward(
                 tokens_T,
@@ -319,6 +316,9 @@ class Trainer:
                 lora,
                 recompute=one.backward and self._must_recompute(one.num_tokens),
             )
+        if one.backward:
+            for span in lora.spans:
+                span.adapter.start_grad()
         dhidden_TD = score(
             decoder,
             hidden_TD,
