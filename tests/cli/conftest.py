@@ -27,7 +27,10 @@ class Ran:
 def cli(toy_server, monkeypatch, capsys, tmp_path) -> Callable[..., Ran]:
     """`cli("run", "list", "--json")` -> exit code, stdout, stderr."""
     from tinkex.cli.app import run
+    from tinkex.engine.default_model import cache_dir
 
+    # A home of its own for keys and settings, but the machine's store of models.
+    monkeypatch.setenv("TINKEX_CACHE", str(cache_dir()))
     monkeypatch.setenv("TINKER_BASE_URL", toy_server)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TINKER_API_KEY", raising=False)

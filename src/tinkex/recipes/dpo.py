@@ -172,7 +172,7 @@ def dpo_loss(
         margin = beta * (gain[0::2] - gain[1::2])
         return -F.logsigmoid(margin).mean(), {
             "accuracy:mean": float((margin > 0).float().mean()),
-            "margin:mean": float(margin.mean()),
+            "margin:mean": float(margin.detach().mean()),
         }
 
     return loss_fn

@@ -1,0 +1,260 @@
+"""sample, chat, train, export, import, download, push, doctor: table, JSON and a failure (R30)."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("default_model_dir")  # The toy model speaks its tokens.
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_sample_prints_the_text_and_nothing_else_on_stdout(cli):
+    ran = cli("sample", "Hello", "--max-tokens", "8", "--seed", "1")
+    assert ran.code == 0, ran.err
+    again = cli("sample", "Hello", "--max-tokens", "8", "--seed", "1")
+    assert again.out == ran.out
+
+
+def test_sample_as_table_and_json(cli, saved):
+    options = ("Hello", "-n", "2", "--max-tokens", "4", "--raw", "-m", saved.sampler_path)
+    table = cli("sample", *options)
+    assert "Stop" in table.out
+    shown = cli("sample", *options, "--json").json
+    assert shown["model"] == saved.sampler_path
+    assert [s["num_tokens"] for s in shown["sequences"]] == [
+        min(4, s["num_tokens"]) for s in shown["sequences"]
+    ]
+
+
+def test_sample_reads_the_prompt_from_stdin(cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    from_stdin = cli("sample", "-", "--seed", "3", "--max-tokens", "6")
+    assert from_stdin.out == cli("sample", "Hello", "--seed", "3", "--max-tokens", "6").out
+
+
+def test_sample_from_an_unknown_checkpoint_fails(cli):
+    ran = cli("sample", "Hello", "-m", "tinker://nobody:train:0/sampler_weights/x")
+    assert (ran.code, ran.out) == (1, "")
+    assert "nobody:train:0" in ran.err
+
+
+def test_chat_streams_an_answer(cli, saved):
+    ran = cli("chat", saved.sampler_path, "-p", "Hello", "--max-tokens", "6", "--seed", "2")
+    assert ran.code == 0, ran.err
+    shown = cli("chat", "-p", "Hello", "--max-tokens", "6", "--json").json
+    assert [m["role"] for m in shown["messages"]] == ["user", "assistant"]
+
+
+def test_chat_goes_on_until_an_empty_line(cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAgain\n\nnever asked\n"))
+    shown = cli("chat", "--system", "Be brief.", "--max-tokens", "4", "--json").json
+    said = [m["content"] for m in shown["messages"] if m["role"] != "assistant"]
+    assert said == ["Be brief.", "Hello", "Again"]
+
+
+def test_chat_with_an_unknown_checkpoint_fails(cli):
+    assert cli("chat", "tinker://nobody:train:0/weights/x", "-p", "Hello").code == 1
+
+
+@pytest.fixture
+def data(tmp_path):
+    rows = [{"prompt": f"Say {i}", "completion": f"{i} it is"} for i in range(12)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": 3}\n')
+    return path
+
+
+SFT = ("--batch-size", "4", "--epochs", "2", "--rank", "4", "--learning-rate", "0.01")
+
+
+def test_train_sft_reports_bad_rows_and_where_the_weights_are(cli, data):
+    ran = cli("train", "sft", data, *SFT, "--log-dir", "log")
+    assert ran.code == 0, ran.err
+    assert "line 13: needs 'messages', or 'prompt' and 'completion'; has 'prompt'" in ran.err
+    assert "tinker://" in ran.out
+    shown = cli("train", "sft", data, *SFT, "--json", "--log-dir", "log2").json
+    assert shown["steps"] == 6
+    assert shown["interrupted"] is False
+    assert (data.parent / "log2" / "metrics.jsonl").read_text().count("\n") == 7
+
+
+def test_train_sft_without_data_fails(cli):
+    ran = cli("train", "sft", "nowhere.jsonl")
+    assert ran.code == 1
+    assert "There is no file nowhere.jsonl" in ran.err
+
+
+def test_ctrl_c_ends_training_with_130_and_a_checkpoint(cli, data, monkeypatch):
+    from tinkex.recipes.run_log import RunLog
+
+    real = RunLog.metrics
+
+    def press_after_two(self, step, values):
+        real(self, step, values)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunLog, "metrics", press_after_two)
+    ran = cli("train", "sft", data, *SFT, "--log-dir", "log", "--json")
+    assert ran.code == 130
+    assert ran.json["steps"] == 3
+    assert "Resume with the same command" in ran.err
+    monkeypatch.setattr(RunLog, "metrics", real)
+    resumed = cli("train", "sft", data, *SFT, "--log-dir", "log", "--json")
+    assert resumed.json["steps"] == 6
+
+
+def test_train_dpo(cli, tmp_path):
+    rows = [{"prompt": f"Q{i}", "chosen": "yes sir", "rejected": "no way"} for i in range(4)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--batch-size", "2", "--epochs", "1", "--rank", "4")
+    assert "accuracy" in cli("train", "dpo", path, *options, "--log-dir", "a").out
+    shown = cli("train", "dpo", path, *options, "--log-dir", "b", "--json").json
+    assert shown["metrics"]["accuracy"] in (0.0, 0.5, 1.0)
+    failed = cli("train", "dpo", path, "--beta", "-1")
+    assert failed.code == 1
+    assert "beta must be above 0" in failed.err
+
+
+REWARDS = """
+def prompts():
+    return [{"prompt": f"Count to {i}", "n": i} for i in range(4)]
+
+def reward(completion, row):
+    return float(len(completion) % 2)
+
+def broken(completion, row):
+    return 1 / 0
+"""
+RL = ("--steps", "2", "--prompts-per-step", "2", "--group-size", "4", "--max-tokens", "6")
+
+
+def test_train_rl(cli, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    table = cli("train", "rl", "rewards.py:reward", *RL, "--log-dir", "a")
+    assert table.code == 0, table.err
+    assert "reward" in table.out
+    shown = cli("train", "rl", "rewards.py:reward", *RL, "--log-dir", "b", "--json").json
+    assert 0 <= shown["metrics"]["reward"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "words"),
+    [
+        ("rewards.py", 2, "write FILE.py:FUNCTION"),
+        ("rewards.py:nothing", 2, "has no function 'nothing'"),
+        ("missing.py:reward", 2, "There is no file missing.py"),
+        ("rewards.py:broken", 1, "the reward function failed on prompt"),
+        ("syntax.py:reward", 1, "does not load: SyntaxError"),
+    ],
+)
+def test_train_rl_with_a_wrong_reward_says_what_is_wrong(cli, tmp_path, function, code, words):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "syntax.py").write_text("def reward(:")
+    ran = cli("train", "rl", function, *RL, "--log-dir", "a")
+    assert ran.code == code
+    assert words in ran.err
+
+
+def test_checkpoint_download(cli, saved, tmp_path):
+    shown = cli("checkpoint", "download", saved.state_path, "-o", "there", "--json").json
+    folder = tmp_path / shown["destination"]
+    assert (folder / "adapter_config.json").is_file()
+    assert shown["file_size_bytes"] > 0
+    again = cli("checkpoint", "download", saved.state_path, "-o", "there")
+    assert again.code == 1
+    assert "exists" in again.err
+    forced = cli("checkpoint", "download", saved.state_path, "-o", "there", "--force")
+    assert "Destination" in forced.out
+
+
+def test_checkpoint_push_hf_of_something_that_is_no_adapter_fails(cli, saved):
+    """The toy engine's checkpoints are no PEFT adapters, and the hub must never see one."""
+    ran = cli("checkpoint", "push-hf", saved.state_path, "-r", "me/x")
+    assert ran.code == 1
+    assert "is not a PEFT adapter" in ran.err
+
+
+def test_checkpoint_push_hf(cli, saved, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(
+        "tinkex.client.downloads.push_to_hub",
+        lambda folder, repo_id, **options: pushed.append((repo_id, options)),
+    )
+    shown = cli("checkpoint", "push-hf", saved.state_path, "-r", "me/x", "--public", "--json").json
+    assert shown == {"checkpoint_path": saved.state_path, "repo_id": "me/x", "public": True}
+    options = ("--revision", "dev", "--ignore-pattern", "*.md", "--no-model-card")
+    table = cli("checkpoint", "push-hf", saved.state_path, "-r", "me/x", *options)
+    assert "dev" in table.out
+    assert pushed[1][1]["ignore_patterns"] == ["*.md"]
+    assert pushed[1][1]["model_card"] is False
+
+
+def test_export_and_import_bring_the_same_weights_back(cli, saved):
+    exported = cli("export", saved.state_path, "-o", "adapter", "--json").json
+    assert exported["format"] == "peft"
+    imported = cli("import", "adapter", "--name", "home", "--json").json
+    assert imported["tinker_path"].endswith("/weights/home")
+    samples = [
+        cli("sample", "Hello", "-m", path, "--seed", "5", "--max-tokens", "8").out
+        for path in (saved.state_path, imported["tinker_path"])
+    ]
+    assert samples[0] == samples[1]
+    assert "Destination" in cli("export", saved.state_path, "-o", "again").out
+    assert "Checkpoint" in cli("import", "again").out
+
+
+def test_export_into_a_folder_in_use_fails(cli, saved, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("x")
+    ran = cli("export", saved.state_path, "-o", "mine")
+    assert ran.code == 1
+    assert (tmp_path / "mine" / "precious.txt").exists()
+    assert cli("export", saved.state_path, "-o", "mine", "--merged").code == 1
+    assert cli("export", saved.state_path, "-o", "x", "--base", "y").code == 2
+
+
+def test_import_of_something_that_is_no_adapter_fails(cli, saved, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "holds no adapter_config.json" in cli("import", "empty").err
+    (tmp_path / "empty" / "adapter_config.json").write_text('{"r": 4}')
+    ran = cli("import", "empty", "--base-model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: ")
+
+
+def test_doctor(cli):
+    table = cli("doctor", "--tokens", "8")
+    assert table.code == 0, table.out + table.err
+    assert "logprobs HuggingFaceTB/SmolLM2-135M-Instruct" in table.out
+    shown = cli("doctor", "--no-models", "--json").json
+    assert shown["ok"] is True
+    assert {"python", "server", "disk", "gpu"} <= {f["check"] for f in shown["findings"]}
+
+
+def test_doctor_of_a_dead_server_is_1_and_still_shows_the_machine(cli, monkeypatch):
+    monkeypatch.setenv("TINKEX_CLIENT_RETRY_WINDOW_S", "0")
+    monkeypatch.setenv("TINKEX_CLIENT_MAX_RETRIES", "0")
+    ran = cli("--base-url", "http://127.0.0.1:9", "doctor", "--json")
+    assert ran.code == 1
+    findings = {f["check"]: f for f in ran.json["findings"]}
+    assert findings["server"]["verdict"] == "fail"
+    assert findings["python"]["verdict"] == "ok"
+
+
+def test_the_gap_between_sampler_and_trainer_has_a_verdict():
+    from tinkex.cli.doctor import compare
+
+    assert compare([-1.0, -2.0], [-1.0, -2.0]).verdict == "ok"
+    apart = compare([-1.0, -2.0], [-1.5, -1.0])
+    assert (apart.mean, apart.max, apart.verdict) == (0.75, 1.0, "fail")
+    assert compare([-1.0], [-1.05]).verdict == "warn"
