@@ -52,7 +52,7 @@ def _clean_env() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("TINKE")}
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start_server() -> Callable[..., AbstractContextManager[str]]:
     """`with start_server(folder, "--engine", "toy") as base_url:` for a server of one's own."""
     return serving
