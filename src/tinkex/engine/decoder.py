@@ -36,7 +36,6 @@ from tinkex.engine.lora import (
 )
 from tinkex.engine.models import ModelConfig, ModelSource, RopeConfig, resolve
 from tinkex.engine.weights import WeightReader, open_weights
-from tinkex.errors import NotSupportedError
 
 
 class DecoderLike(Protocol):
@@ -279,7 +278,9 @@ def load_decoder(
     source = resolve(model) if isinstance(model, str) else model
     config = source.config()
     if not config.native:
-        raise NotSupportedError(f"model type {config.arch!r} of {source.name!r} is not supported")
+        from tinkex.engine.foreign import ForeignDecoder
+
+        return ForeignDecoder(source, config, device=device, dtype=dtype)
     return _decoder_class(config, device)(config, open_weights(source), device=device, dtype=dtype)
 
 

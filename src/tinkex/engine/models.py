@@ -17,7 +17,7 @@ from typing import Any
 
 from tinkex.engine import default_model
 from tinkex.engine.gguf import GgufFile
-from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
+from tinkex.errors import ModelNotFoundError, NotSupportedError
 
 NATIVE_ARCHS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types that our packed decoder computes itself; SmolLM2 is a `llama`."""
@@ -85,8 +85,9 @@ def config_from_hf(
     hidden_size = int(raw.get("hidden_size") or raw.get("n_embd") or 0)
     num_layers = int(raw.get("num_hidden_layers") or raw.get("n_layer") or 0)
     if not (num_heads and hidden_size and num_layers and raw.get("vocab_size")):
-        raise InvalidInputError(
-            f"config.json of model type {arch!r} names no hidden size, layers, heads or vocabulary"
+        raise NotSupportedError(
+            f"model type {arch!r} is not supported: its config.json names no hidden size, layers, "
+            "attention heads or vocabulary"
         )
     attention_bias = bool(raw.get("attention_bias", False))
     native = arch in NATIVE_ARCHS and _is_plain(raw)
