@@ -20,7 +20,7 @@ from store_rows import model, session
 from wrong_values import wrong_versions
 
 MANY = 60
-FEW = 8
+FEW = 3
 PATH = "tinker://s:train:0/weights/first"
 ONE = "/training_runs/s:train:0/checkpoints/weights/first"
 BODIES: list[tuple[str, str, dict[str, Any]]] = [
