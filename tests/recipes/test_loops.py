@@ -1,0 +1,217 @@
+"""The recipes on the toy engine: they learn, and a resumed run repeats the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tinkex import ServiceClient
+from tinkex.errors import ConfigError
+from tinkex.recipes import dpo, rl, sft
+from tinkex.recipes.loop import batch_at, learning_rate_at
+from tinkex.recipes.run_log import RunLog
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+pytestmark = pytest.mark.usefixtures("default_model_dir")
+
+
+@pytest.fixture
+def service(toy_server):
+    with ServiceClient(base_url=toy_server) as client:
+        yield client
+
+
+def quiet(*args):
+    """Neither progress nor notes."""
+
+
+@pytest.fixture
+def sft_config(tmp_path):
+    rows = [{"prompt": f"Say {i}", "completion": "aye aye captain"} for i in range(10)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return sft.SftConfig(
+        data=str(path),
+        log_dir=str(tmp_path / "log"),
+        rank=4,
+        learning_rate=0.02,
+        batch_size=3,
+        epochs=2,
+        eval_every=2,
+        save_every=2,
+    )
+
+
+def curve(folder):
+    return [
+        {k: v for k, v in record.items() if k not in ("time", "tokens_per_s")}
+        for record in map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    ]
+
+
+def test_sft_learns_and_leaves_a_complete_log(service, sft_config):
+    result = sft.train(sft_config, service, quiet, quiet)
+    losses = [record["loss"] for record in curve(sft_config.log_dir) if "loss" in record]
+    assert losses[-1] < losses[0]
+    log = RunLog(sft_config.log_dir, asdict(sft_config))
+    assert log.last.state_path == result.state_path
+    assert (log.folder / "loss.png").exists()
+
+
+class KilledError(Exception):
+    """Stands for a crash: nothing is saved on the way out."""
+
+
+def test_a_crashed_sft_run_resumes_exactly(service, sft_config, tmp_path):
+    undisturbed = replace(sft_config, log_dir=str(tmp_path / "other"))
+    sft.train(undisturbed, service, quiet, quiet)
+
+    def crash(step, num_steps, metrics):
+        if step == 4:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        sft.train(sft_config, service, crash, quiet)
+    sft.train(sft_config, service, quiet, quiet)
+    assert curve(sft_config.log_dir) == curve(undisturbed.log_dir)
+
+
+def test_a_finished_run_started_again_trains_no_further(service, sft_config):
+    first = sft.train(sft_config, service, quiet, quiet)
+    before = curve(sft_config.log_dir)
+    assert sft.train(sft_config, service, quiet, quiet).state_path == first.state_path
+    assert curve(sft_config.log_dir) == before
+
+
+def test_other_settings_in_the_same_folder_are_refused(service, sft_config):
+    sft.train(sft_config, service, quiet, quiet)
+    with pytest.raises(ConfigError, match="rank=4, now it is 8"):
+        sft.train(replace(sft_config, rank=8), service, quiet, quiet)
+
+
+def test_rows_that_are_too_long_are_reported(service, sft_config):
+    notes = []
+    with open(sft_config.data, "a") as file:
+        file.write(json.dumps({"prompt": "long", "completion": "word " * 200}) + "\n")
+    sft.train(replace(sft_config, max_length=100), service, quiet, notes.append)
+    assert "line 11" in notes[0]
+    assert "more than max_length 100" in notes[0]
+
+
+def parity(text, row):
+    return float(len(text) % 2)
+
+
+PROMPTS = [{"prompt": f"Count to {i}"} for i in range(5)]
+
+
+def rl_config(folder, **changes):
+    return rl.RlConfig(
+        log_dir=str(folder),
+        rank=4,
+        learning_rate=0.02,
+        steps=4,
+        prompts_per_step=2,
+        group_size=4,
+        max_tokens=6,
+        save_every=2,
+        **changes,
+    )
+
+
+def test_a_crashed_rl_run_resumes_exactly(service, tmp_path):
+    rl.train(rl_config(tmp_path / "a"), service, parity, PROMPTS, quiet, quiet)
+
+    def crash(step, num_steps, metrics):
+        if step == 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        rl.train(rl_config(tmp_path / "b"), service, parity, PROMPTS, crash, quiet)
+    rl.train(rl_config(tmp_path / "b"), service, parity, PROMPTS, quiet, quiet)
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+
+
+def test_rl_raises_the_reward_of_what_it_can_do(service, tmp_path):
+    """One token is worth a point; the toy model learns to say it."""
+
+    def reward(text, row):
+        return float("a" in text)
+
+    config = replace(rl_config(tmp_path), steps=25, group_size=8, learning_rate=0.05)
+    rl.train(config, service, reward, PROMPTS, quiet, quiet)
+    rewards = [record["reward"] for record in curve(tmp_path)]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+
+
+def test_answers_of_equal_reward_teach_nothing():
+    question = rl.Question(tokens=[1, 2], row={}, line=1)
+    group = [rl.Answer(question=question, tokens=[3], logprobs=[-1.0], reward=1.0)] * 3
+    assert rl.group_data(group) == []
+
+
+def test_an_answers_advantage_is_its_reward_above_the_groups_mean():
+    question = rl.Question(tokens=[1, 2], row={}, line=1)
+    group = [
+        rl.Answer(question=question, tokens=[3, 4], logprobs=[-1.0, -2.0], reward=reward)
+        for reward in (1.0, 0.0)
+    ]
+    first, second = rl.group_data(group)
+    assert first.model_input.to_ints() == [1, 2, 3]
+    assert first.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 4]
+    assert first.loss_fn_inputs["advantages"].tolist() == [0.0, 0.5, 0.5]
+    assert second.loss_fn_inputs["advantages"].tolist() == [0.0, -0.5, -0.5]
+    assert first.loss_fn_inputs["logprobs"].tolist() == [0.0, -1.0, -2.0]
+
+
+def test_a_group_of_one_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="group_size must be at least 2"):
+        replace(rl_config(tmp_path), group_size=1)
+
+
+def test_dpo_prefers_the_chosen_answers_and_resumes_exactly(service, tmp_path):
+    rows = [{"prompt": f"Q{i}", "chosen": "aye sir", "rejected": "no way"} for i in range(6)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def config(name):
+        return dpo.DpoConfig(
+            data=str(path),
+            log_dir=str(tmp_path / name),
+            rank=4,
+            learning_rate=0.02,
+            batch_size=2,
+            epochs=2,
+            save_every=2,
+        )
+
+    dpo.train(config("a"), service, quiet, quiet)
+    assert curve(tmp_path / "a")[0]["margin"] == pytest.approx(0, abs=1e-5)
+    assert curve(tmp_path / "a")[-1]["accuracy"] == 1.0
+
+    def crash(step, num_steps, metrics):
+        if step == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        dpo.train(config("b"), service, crash, quiet)
+    dpo.train(config("b"), service, quiet, quiet)
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+
+
+def test_every_row_comes_once_per_epoch_in_an_order_that_the_seed_decides():
+    rows = list(range(10))
+    seen = [row for step in range(5) for row in batch_at(rows, 4, step, seed=1)]
+    assert sorted(seen[:10]) == rows
+    assert sorted(seen[10:]) == rows
+    assert seen[:10] != seen[10:]
+    assert batch_at(rows, 4, 3, seed=1) == batch_at(rows, 4, 3, seed=1)
+
+
+def test_the_linear_schedule_ends_at_a_tenth():
+    assert learning_rate_at(0, 10, 1.0, "linear") == 1.0
+    assert learning_rate_at(9, 10, 1.0, "linear") == pytest.approx(0.1)
+    assert learning_rate_at(9, 10, 1.0, "constant") == 1.0
