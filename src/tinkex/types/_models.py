@@ -35,6 +35,18 @@ Listing: TypeAlias = Annotated[list[T], _FirstErrorOnly()]
 """A list whose first wrong element ends the check: a hostile body must not buy a million errors."""
 
 
+def _texts(value: object) -> object:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(item, str):
+                raise ValueError(f"{key!r} must be text, got {type(item).__name__}")
+    return value
+
+
+Texts: TypeAlias = Annotated[dict[str, str], BeforeValidator(_texts)]
+"""Text by name, with the same care as `Listing`."""
+
+
 def _number(value: object) -> object:
     """The three floats JSON has no form for, from their names."""
     return _NAMED_FLOATS.get(value, value) if isinstance(value, str) else value

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["Value", "nest", "readonly", "set_field", "short"]
+__all__ = ["Value", "comparable", "nest", "readonly", "set_field", "short"]
 
 set_field = object.__setattr__
 """How `__init__` fills a frozen value."""
@@ -65,7 +65,9 @@ class Value:
             return value
         if isinstance(value, dict):
             return cls._from_dict(value)
-        raise ValueError(f"expected a {cls.__name__} or an object, got {type(value).__name__}")
+        raise InvalidInputError(
+            f"expected a {cls.__name__} or an object, got {type(value).__name__}"
+        )
 
     @classmethod
     def _validate_object(cls, value: object) -> Self:
@@ -90,6 +92,15 @@ def readonly(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The same array, protected from writes."""
     array.setflags(write=False)
     return array
+
+
+def comparable(array: np.ndarray[Any, Any] | None) -> bytes | None:
+    """Bytes that are equal when the values are: NaN is NaN, and zero has no sign."""
+    if array is None or array.dtype.kind != "f":
+        return None if array is None else array.tobytes()
+    plain = array + np.float32(0)
+    plain[np.isnan(plain)] = np.nan
+    return plain.tobytes()
 
 
 def nest(error: InvalidInputError, prefix: str) -> InvalidInputError:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, Texts
 
 
 class GetBillingUsageRequest(Request):
@@ -76,7 +76,7 @@ class BillingUsageEvent(Response):
 
 
 class BillingUsageSession(Response):
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
 
 
 class BillingUsageResponse(Response):

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, Texts
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 
@@ -27,7 +27,7 @@ class Checkpoint(Response):
     tinker_path: str
     size_bytes: int | None = None
     public: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     expires_at: datetime | None = None
 
 
@@ -100,7 +100,7 @@ class TrainingRun(Response):
     last_request_time: datetime
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
 
 
 class TrainingRunsResponse(Response):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, nest, readonly, set_field, short
+from tinkex.types._value import Value, comparable, nest, readonly, set_field, short
 from tinkex.types.arrays import pack_flat, token_array
 from tinkex.types.stop_reason import StopReason
 from tinkex.types.tensor_data import TensorData
@@ -112,7 +112,7 @@ class SampledSequence(Value):
         return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
 
     def _content(self) -> tuple[Any, ...]:
-        logprobs = None if self.logprobs_np is None else self.logprobs_np.tobytes()
+        logprobs = comparable(self.logprobs_np)
         tokens = self.tokens_np.tobytes()
         return (self.stop_reason, self.sequence_id, tokens, logprobs, self.topk_logprobs_np)
 
@@ -215,7 +215,7 @@ class SampleResponse(Value):
         return None if topk is None else topk.tolist()
 
     def _content(self) -> tuple[Any, ...]:
-        logprobs = None if self.prompt_logprobs_np is None else self.prompt_logprobs_np.tobytes()
+        logprobs = comparable(self.prompt_logprobs_np)
         targets, alternatives = self.target_prompt_logprobs, self.prompt_alt_tokens
         hits = self.prompt_cache_hit_tokens
         return (

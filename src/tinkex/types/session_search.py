@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AwareDatetime, Field
 
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, Texts
 from tinkex.types.session_status import ClientSessionFinishReasonType, SessionStatus
 
 
@@ -71,7 +71,7 @@ class SessionSearchRequest(Request):
 
     session_id: str | None = None
     project_ids: Listing[str] | None = None
-    user_metadata: dict[str, str] = {}
+    user_metadata: Texts = {}
     display_name: str | None = Field(default=None, min_length=1)
     owner: SearchOwner = OwnSearchOwner()
     statuses: Listing[SessionStatusQuery] | None = Field(default=None, min_length=1)
@@ -87,7 +87,7 @@ class SessionSummary(Response):
     status: SessionStatus | None = None
     checkpoints_count: int
     display_name: str | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     checkpoint_storage_bytes: int | None = None
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, Texts
 from tinkex.types.session_status import ClientSessionFinishReason
 
 
 class CreateSessionRequest(Request):
-    """Open a session. `user_metadata` is sent even when it is None."""
+    """Open a session."""
 
     tags: Listing[str]
-    user_metadata: dict[str, Any] | None
+    user_metadata: dict[str, Any] | None = None
     sdk_version: str
     project_id: str | None = None
     display_name: str | None = None
@@ -52,7 +52,7 @@ class AssignSessionProjectRequest(Request):
 class GetSessionResponse(Response):
     training_run_ids: Listing[str]
     sampler_ids: Listing[str]
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     display_name: str | None = None
 
 

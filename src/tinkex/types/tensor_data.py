@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, set_field
+from tinkex.types._value import Value, comparable, set_field
 from tinkex.types.arrays import as_numpy, pack_flat, wire_array
 
 if TYPE_CHECKING:
@@ -213,9 +213,8 @@ class TensorData(_Fields, Value):
     # -------------------------------------------------------------------------------- value
 
     def _content(self) -> tuple[Any, ...]:
-        crow = None if self._crow is None else self._crow.tobytes()
-        col = None if self._col is None else self._col.tobytes()
-        return (self.dtype, self._shape, self.array.tobytes(), crow, col)
+        indices = (comparable(self._crow), comparable(self._col))
+        return (self.dtype, self._shape, comparable(self.array), *indices)
 
     def __repr__(self) -> str:
         text = f"TensorData(data={self.data!r}, dtype={str(self.dtype)!r}, shape={self.shape!r}"

@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, readonly, set_field, short
+from tinkex.types._value import Value, comparable, readonly, set_field, short
 
 EMPTY_LOGPROB = np.float32(-99999.0)
 """With token id 0, the mark of a cell that holds nothing."""
+
+_MAX_CELLS = 2**22
 
 TopkList: TypeAlias = list[list[tuple[int, float]] | None]
 
@@ -49,7 +51,12 @@ class TopkLogprobs(Value):
     @classmethod
     def from_list(cls, rows: Sequence[Sequence[Sequence[Any]] | None]) -> Self:
         """From one list of (token id, logprob) per position; None where a position has none."""
+        for index, row in enumerate(rows):
+            if not isinstance(row, (list, tuple, type(None))):
+                raise InvalidInputError(f"expected a list, got {short(row)}", path=f"[{index}]")
         width = max((len(row) for row in rows if row is not None), default=0)
+        if len(rows) * width > _MAX_CELLS:
+            raise InvalidInputError(f"{len(rows)} rows of {width} are too many to hold densely")
         ids = np.zeros((len(rows), width), "<i4")
         values = np.full((len(rows), width), EMPTY_LOGPROB, "<f4")
         for index, row in enumerate(rows):
@@ -81,7 +88,7 @@ class TopkLogprobs(Value):
         ]
 
     def _content(self) -> tuple[Any, ...]:
-        return (self.token_ids.shape, self.token_ids.tobytes(), self.logprobs.tobytes())
+        return (self.token_ids.shape, self.token_ids.tobytes(), comparable(self.logprobs))
 
     def __repr__(self) -> str:
         return f"TopkLogprobs({self.tolist()!r})"

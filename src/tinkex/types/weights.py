@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, Texts
 from tinkex.types.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.console_urls import checkpoint_url, playground_url
 from tinkex.types.identifiers import ModelID
@@ -22,7 +22,7 @@ class SaveWeightsRequest(Request):
     seq_id: int | None = None
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     type: Literal["save_weights"] = "save_weights"
 
 
@@ -44,7 +44,7 @@ class SaveWeightsForSamplerRequest(Request):
     sampling_session_seq_id: int | None = None
     seq_id: int | None = None
     ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Texts | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -148,7 +148,7 @@ class CopyWeightsResponse(Response):
 class ExternalWeightsUrlsResponse(Response):
     """Signed addresses by file name, good until `expires`."""
 
-    urls: dict[str, str]
+    urls: Texts
     expires: datetime
 
 

@@ -13,6 +13,7 @@ from tinkex.errors import WireError
 
 # Below this size no amplification is worth counting.
 _SMALL_BYTES = 128 * 1024
+_MAX_JSON_BYTES = 24 * 1024 * 1024
 _MAX_CONTAINERS = 250_000
 _MAX_STRINGS = 500_000
 _MAX_VALUES = 1_500_000
@@ -36,6 +37,7 @@ def check_json(content: bytes) -> None:
     """Refuse JSON that would become too many Python objects."""
     if len(content) <= _SMALL_BYTES:
         return
+    _limit(len(content), _MAX_JSON_BYTES, "bytes of JSON")
     _limit(content.count(b"[") + content.count(b"{"), _MAX_CONTAINERS, "lists and objects")
     _limit(content.count(b'"') // 2, _MAX_STRINGS, "strings")
     _limit(content.count(b","), _MAX_VALUES, "values")
@@ -50,16 +52,14 @@ def check_protobuf(content: bytes, schema: Schema) -> None:
 def _walk(raw: bytes, at: int, end: int, schema: Schema, budget: int) -> int:
     """Count the fields of a message, and of the messages in it; returns what is left."""
     while at < end:
-        budget -= 1
-        if budget < 0:
-            _limit(_MAX_FIELDS + 1, _MAX_FIELDS, "fields")
+        budget = _spend(budget, 1)
         tag, at = _varint(raw, at, end)
         kind = tag & 7
         if kind == 2:
             size, at = _varint(raw, at, end)
             inner = schema.get(tag >> 3)
             if inner is PACKED:
-                budget -= size
+                budget = _spend(budget, size)
             elif inner is not None:
                 budget = _walk(raw, at, min(at + size, end), inner, budget)
             at += size
@@ -70,6 +70,12 @@ def _walk(raw: bytes, at: int, end: int, schema: Schema, budget: int) -> int:
         else:
             return budget  # groups do not occur; the parser will say what is wrong
     return budget
+
+
+def _spend(budget: int, parts: int) -> int:
+    if parts > budget:
+        _limit(_MAX_FIELDS + 1, _MAX_FIELDS, "fields")
+    return budget - parts
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:

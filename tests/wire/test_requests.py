@@ -1,0 +1,256 @@
+"""What decoding forgives and what it refuses, and where it says so."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tinkex import types
+from tinkex.errors import InvalidInputError, NotSupportedError, WireError
+from tinkex.wire import Body, Generation, requests, results
+from tinkex.wire import tinker_public_pb2 as pb
+from tinkex.wire.body import unpack
+from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf
+
+DATUM = {
+    "model_input": {"chunks": [{"tokens": [1, 2]}]},
+    "loss_fn_inputs": {"weights": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2]}},
+}
+
+
+def old_pass(**changes: object) -> bytes:
+    inner = {"data": [DATUM, DATUM | changes], "loss_fn": "cross_entropy"}
+    return json.dumps({"forward_backward_input": inner, "model_id": "m", "seq_id": 1}).encode()
+
+
+def weights(**changes: object) -> dict:
+    tensor = DATUM["loss_fn_inputs"]["weights"] | changes
+    return {"loss_fn_inputs": {"weights": tensor}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        (weights(shape=[128]), "data[1].loss_fn_inputs.weights", "expected 128 values, got 2"),
+        (weights(dtype="int32"), "data[1].loss_fn_inputs.weights.dtype", "int32"),
+        (weights(dtype=None), "data[1].loss_fn_inputs.weights.dtype", "float32"),
+        (weights(data=[1, "a"]), "data[1].loss_fn_inputs.weights[1]", "'a'"),
+        (weights(data=[[1], [2, 3]]), "data[1].loss_fn_inputs.weights", "rectangular"),
+        (weights(data=7), "data[1].loss_fn_inputs.weights", "list"),
+        (weights(data=[1, float("nan")]), "data[1].loss_fn_inputs.weights[1]", "finite"),
+        (weights(data=[float("inf"), 1]), "data[1].loss_fn_inputs.weights[0]", "finite"),
+        (weights(shape=[-1, -2]), "data[1].loss_fn_inputs.weights.shape", "0 or more"),
+        ({"model_input": None}, "data[1].model_input", "object"),
+        ({"model_input": {"chunks": [{"tokens": ["a"]}]}},
+         "data[1].model_input.chunks[0].tokens[0]", "'a'"),
+        ({"model_input": {"chunks": [{}]}}, "data[1].model_input.chunks[0].type", "unknown"),
+        ({"loss_fn_inputs": []}, "data[1].loss_fn_inputs", "object"),
+    ],
+)  # fmt: skip
+def test_a_wrong_datum_is_named_by_its_path(changes, path, words):
+    with pytest.raises(WireError) as caught:
+        requests.decode("forward_backward", old_pass(**changes))
+    assert caught.value.path == path
+    assert words in str(caught.value)
+
+
+def test_a_wrong_tensor_in_protobuf_is_named_by_its_path():
+    message = pb.ForwardBackwardRequest(model_id="m", loss_fn="ppo")
+    message.data.add()
+    tensor = message.data.add().loss_fn_inputs["weights"]
+    tensor.dense, tensor.dtype = np.zeros(127, np.float32).tobytes(), pb.DTYPE_FLOAT32
+    tensor.shape.append(128)
+    with pytest.raises(WireError, match="^data.1..loss_fn_inputs.weights: expected 128 values"):
+        requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        (lambda m: m.data[0].model_input.add(), "data[0].model_input.chunks[0]"),
+        (lambda m: m.data[0].model_input_spans.add(), "data[0].model_input_spans[0]"),
+        (lambda m: m.loss_fn_config_v2["x"], "loss_fn_config.x"),
+        (lambda m: m.loss_fn_config.update({"x": float("nan")}), "loss_fn_config.x"),
+        (lambda m: setattr(m.data[0].loss_fn_inputs["w"], "dense", b"abc"),
+         "data[0].loss_fn_inputs.w"),
+    ],
+)  # fmt: skip
+def test_a_hollow_protobuf_message_is_refused(change, path):
+    message = pb.ForwardBackwardRequest(model_id="m")
+    message.data.add()
+    change(message)
+    with pytest.raises(WireError) as caught:
+        requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
+    assert caught.value.path == path
+
+
+def test_unknown_fields_are_ignored_at_every_depth():
+    """A newer SDK must not break an older server."""
+    body = {"model_id": "m", "new": 1, "adam_params": {"learning_rate": 1, "nesterov": True}}
+    request = requests.decode("optim_step", json.dumps(body).encode())
+    assert request.adam_params == types.AdamParams(learning_rate=1.0)
+    request = requests.decode("forward_backward", old_pass(new={"deep": [1]}))
+    assert len(request.input.data) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "path"),
+    [
+        ("create_model", {"session_id": "s", "model_seq_id": "0", "base_model": "m"},
+         "model_seq_id"),
+        ("create_model", {"session_id": "s", "model_seq_id": 0}, "base_model"),
+        ("optim_step", {"model_id": "m", "adam_params": {"beta1": "x"}}, "optim_params.beta1"),
+        ("optim_step", {"model_id": "m"}, ""),
+        ("asample", {"prompt": {"chunks": []}, "sampling_params": {"top_k": 1.5}},
+         "sampling_params.top_k"),
+        ("asample", {"prompt": {"chunks": [5]}, "sampling_params": {}}, "prompt.chunks[0]"),
+        ("retrieve_future", {"request_id": 5}, "request_id"),
+        ("search_sessions", {"limit": 1000}, "limit"),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_is_named_by_its_path(name, body, path):
+    with pytest.raises(WireError) as caught:
+        requests.decode(name, json.dumps(body).encode())
+    assert caught.value.path == path
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a":1}x'])
+@pytest.mark.parametrize("name", ["optim_step", "asample", "forward_backward"])
+def test_what_is_not_an_object_is_refused(name, raw):
+    with pytest.raises(WireError):
+        requests.decode(name, raw)
+
+
+def test_a_field_the_older_server_does_not_know_is_refused_not_dropped():
+    """Dropping `weight_decay` silently would train another model."""
+    adam = types.AdamParams(weight_decay=0.1)
+    step = types.OptimStepRequest(adam_params=adam, model_id="m")
+    with pytest.raises(NotSupportedError, match="weight_decay"):
+        requests.encode("optim_step", step, Generation.V0_4)
+    harmless = types.OptimStepRequest(adam_params=types.AdamParams(weight_decay=0.0), model_id="m")
+    assert b"weight_decay" not in requests.encode("optim_step", harmless, Generation.V0_4).content
+    load = types.LoadWeightsRequest(model_id="m", path="p", optimizer=True)
+    with pytest.raises(NotSupportedError, match="optimizer"):
+        requests.encode("load_weights", load, Generation.V0_4)
+
+
+def test_the_two_explicit_nulls_are_sent():
+    ttl = types.SetCheckpointTtlRequest(ttl_seconds=None)
+    assert requests.encode("set_checkpoint_ttl", ttl).content == b'{"ttl_seconds":null}'
+    end = types.FinishSessionRequest(reason=types.ClientSessionFinishSuccess())
+    assert requests.encode("finish_session", end).content.endswith(b'"detail":null}')
+
+
+def test_cancelling_sends_the_request_id_alone():
+    body = requests.encode("cancel_future", types.CancelFutureRequest(request_id="r"))
+    assert body.content == b'{"request_id":"r"}'
+
+
+def test_an_image_pointer_cannot_be_trained_on():
+    chunk = types.ImageAssetPointerChunk("png", "s3://x", 5)
+    datum = types.Datum(types.ModelInput([chunk]))
+    request = types.ForwardBackwardRequest(types.ForwardBackwardInput([datum], "ppo"), "m", 1)
+    with pytest.raises(InvalidInputError, match="ImageAssetPointerChunk") as caught:
+        requests.encode("forward_backward", request)
+    assert caught.value.path == "data[0].model_input.chunks[0]"
+
+
+def test_an_unknown_endpoint_and_a_wrong_type_are_refused():
+    with pytest.raises(InvalidInputError, match="known: "):
+        requests.decode("teleport", b"{}")
+    with pytest.raises(InvalidInputError, match="OptimStepRequest"):
+        requests.encode("optim_step", types.GetInfoRequest(model_id="m"))
+    with pytest.raises(WireError, match="sent as JSON"):
+        requests.decode("optim_step", b"", PROTOBUF)
+
+
+# ------------------------------------------------------------------------------------ bodies
+
+
+def test_zstd_is_undone_up_to_the_limit():
+    body = Body(b"x" * 1000, JSON).compressed()
+    assert body.headers == {"Content-Type": JSON, "Content-Encoding": "zstd"}
+    assert unpack(body.content, "zstd", max_bytes=1000) == b"x" * 1000
+    with pytest.raises(WireError, match="limit is 999"):
+        unpack(body.content, "zstd", max_bytes=999)
+    with pytest.raises(WireError, match="limit is 5"):
+        unpack(b"123456", None, max_bytes=5)
+    with pytest.raises(WireError, match="gzip"):
+        unpack(b"", "gzip")
+    with pytest.raises(WireError, match="zstd"):
+        unpack(body.content[:-3], "zstd")
+
+
+@pytest.mark.parametrize(
+    ("version", "generation"),
+    [
+        ("0.4.1", Generation.V0_4),
+        ("0.18.2", Generation.V0_4),
+        ("0.19.0", Generation.V0_36),
+        ("0.36.0", Generation.V0_36),
+        ("1.0", Generation.V0_36),
+        ("dev", Generation.V0_36),
+        (None, Generation.V0_36),
+    ],
+)
+def test_the_generation_follows_the_sdk_version(version, generation):
+    assert Generation.of_sdk(version) is generation
+
+
+def test_the_generation_follows_the_headers_and_the_server():
+    assert is_protobuf("application/x-protobuf; charset=x")
+    assert not is_protobuf(None)
+    assert accepts_protobuf("application/x-protobuf, application/json")
+    assert not accepts_protobuf("application/json")
+    assert Generation.of_server(has_client_config=False) is Generation.V0_4
+    assert Generation.of_server(has_client_config=True) is Generation.V0_36
+
+
+# ------------------------------------------------------------------------------------ polls
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"},
+         types.TryAgainResponse(request_id="r", queue_state="paused_capacity")),
+        ({"status": "complete_metadata", "response_payload_size": 5},
+         types.CompleteMetadataResponse(response_payload_size=5)),
+        ({"error": "bad", "category": "user"},
+         types.RequestFailedResponse(error="bad", category="user")),
+        ({"error": "bad"}, types.RequestFailedResponse(error="bad", category="unknown")),
+        ({"error": {"code": 1}, "category": "SERVER"},
+         types.RequestFailedResponse(error='{"code":1}', category="server")),
+        ({"metrics": {"a": 1.0}}, types.OptimStepResponse(metrics={"a": 1.0})),
+    ],
+)  # fmt: skip
+def test_a_poll_is_read_in_the_order_of_the_contract(body, expected):
+    """R17."""
+    assert results.decode_poll(types.OptimStepResponse, json.dumps(body).encode()) == expected
+
+
+def test_a_loss_output_type_that_is_left_out_reads_as_empty():
+    """The settled contradiction: the field exists, and may be missing."""
+    output = results.decode(types.ForwardBackwardOutput, b'{"loss_fn_outputs":[],"metrics":{}}')
+    assert output.loss_fn_output_type == ""
+
+
+def test_the_number_of_sequences_must_match_the_promise():
+    response = types.SampleResponse([types.SampledSequence("stop", "", [1])])
+    for accept in (None, PROTOBUF):
+        body = results.encode(response, accept)
+        with pytest.raises(WireError, match="expected 2 sequences, got 1"):
+            results.decode(
+                types.SampleResponse, body.content, body.content_type, sequence_ids=["a", "b"]
+            )
+
+
+def test_older_clients_see_two_stop_reasons_only():
+    response = types.SampleResponse([types.SampledSequence("max_tokens", "", [1])])
+    assert json.loads(results.encode(response).content)["sequences"][0]["stop_reason"] == "length"
+    arrived = results.decode(
+        types.SampleResponse, b'{"sequences":[{"stop_reason":"eos","tokens":[1]}]}'
+    )
+    assert arrived.sequences[0].stop_reason is types.StopReason.EOS
