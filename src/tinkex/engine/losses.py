@@ -175,6 +175,10 @@ def loss_values(loss: Loss, logp: Tensor, inputs: Inputs, settings: Settings) ->
     return values
 
 
+GAP_INPUTS = frozenset({"logprobs", "advantages"})
+"""What `gap_metrics` reads of a datum."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gap:
     """How far trainer and sampler disagree over some tokens; gap = logp - q."""

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from tinkex.engine.attention import PackedCausal
 from tinkex.engine.decoder import DecoderLike
 from tinkex.engine.graph import build_loss, reduce_metrics
 from tinkex.engine.jobs import (
+    Array,
     CreateAdapterJob,
     LoadAdapterJob,
     LoraSpec,
@@ -36,6 +38,7 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.lora import Adapter, Kind, LoraBatch, Span, fresh_adapter
 from tinkex.engine.losses import (
+    GAP_INPUTS,
     Gap,
     Loss,
     Prepared,
@@ -115,7 +118,7 @@ class _Task:
     evaluate: Evaluate
     loss: Loss | None
     """None: a custom loss."""
-    logprobs: list[Tensor | None]
+    logprobs: list[Array | None]
     losses: list[Tensor]
     metrics: list[Mapping[str, float]]
     gaps: list[Gap]
@@ -420,20 +423,23 @@ def _runs(
 def _collect(run: Run, items: Sequence[Item], tasks: Sequence[_Task]) -> None:
     """Hand a run's logprobs and loss back to the job it came from."""
     task = tasks[items[0].job]
-    pieces = run.logprobs.split([item.length for item in items])
-    for item, logprobs in zip(items, pieces, strict=True):
-        task.logprobs[item.datum] = logprobs
+    logprobs = run.logprobs.cpu()  # one copy for all datums of the run
+    pieces = logprobs.split([item.length for item in items])
+    for item, piece in zip(items, pieces, strict=True):
+        task.logprobs[item.datum] = piece.numpy()
     task.losses += run.losses
     task.error = task.error or run.error
     if run.metrics:
         task.metrics.append({name: float(value) for name, value in run.metrics.items()})
-    if task.loss is not None and (gap := gap_metrics(run.logprobs, run.inputs)) is not None:
-        task.gaps.append(gap)
+    if task.loss is not None:
+        inputs = {name: value.cpu() for name, value in run.inputs.items() if name in GAP_INPUTS}
+        if (gap := gap_metrics(logprobs, inputs)) is not None:
+            task.gaps.append(gap)
 
 
 def _non_finite_loss(task: _Task) -> TinkerError | None:
     for index, logprobs in enumerate(task.logprobs):
-        if logprobs is None or not bool(torch.isfinite(logprobs).all()):
+        if logprobs is None or not np.isfinite(logprobs).all():
             what = f"logprobs of data[{index}]"
             return InvalidInputError(_DIVERGED.format(what=what).replace("is not", "are not", 1))
     if not math.isfinite(task.total_loss()):
@@ -442,9 +448,7 @@ def _non_finite_loss(task: _Task) -> TinkerError | None:
 
 
 def _result(task: _Task) -> TrainResult:
-    outputs = tuple(
-        {"logprobs": logprobs.cpu().numpy()} for logprobs in task.logprobs if logprobs is not None
-    )
+    outputs = tuple({"logprobs": logprobs} for logprobs in task.logprobs if logprobs is not None)
     metrics = {
         "loss:sum": task.total_loss(),
         "num_tokens:sum": float(task.num_tokens),
