@@ -197,3 +197,98 @@ def test_graph_decoding_agrees_with_the_trainer_for_a_mix_of_adapters():
 @pytest.mark.parametrize("adapters", [(), (noisy_adapter(8, 1),) * 5], ids=["base", "one-adapter"])
 def test_greedy_graph_decoding_agrees_with_the_trainer(adapters):
     check_against_the_trainer(adapters, temperature=0.0)
+
+
+# ---------------------------------------------------------------------- the whole engine
+
+ENGINE_SCRIPT = """
+import sys, json, hashlib, queue
+import numpy as np
+from tinkex.engine import jobs
+from tinkex.engine.engine import EngineConfig, TorchEngine
+
+model, out = sys.argv[1:]
+engine = TorchEngine(EngineConfig(deterministic=True))
+answers = queue.Queue()
+
+def run(job):
+    engine.submit(job, lambda e: answers.put(e) if isinstance(e, (jobs.Done, jobs.Failed)) else None)
+    event = answers.get(timeout=120)
+    assert isinstance(event, jobs.Done), event
+    return event.result
+
+lora = jobs.LoraSpec(rank=8, seed=1)
+run(jobs.CreateAdapterJob(job_id="c", adapter_id="a", base_model=model, lora=lora))
+rng = np.random.default_rng(0)
+rows = [rng.integers(0, 512, n) for n in (50, 9, 120)]
+data = tuple(
+    jobs.TrainDatum(
+        tokens=r[:-1],
+        inputs={"target_tokens": r[1:], "weights": np.ones(len(r) - 1, np.float32)},
+    )
+    for r in rows
+)
+losses = []
+for step in range(6):
+    train = jobs.TrainJob(job_id="t", adapter_id="a", data=data, loss_fn="cross_entropy")
+    losses.append(run(train).metrics["loss:sum"])
+    run(jobs.OptimJob(job_id="o", adapter_id="a", params=jobs.AdamParams(learning_rate=5e-3)))
+run(jobs.SaveAdapterJob(job_id="s", adapter_id="a", folder=out, for_sampling=True))
+sample = jobs.SampleJob(
+    job_id="g", base_model=model, adapter_folder=out, prompt=rows[0][:20], num_samples=3,
+    max_tokens=20, seed=7, stop_tokens=(),
+)
+result = run(sample)
+weights = open(out + "/adapter_model.safetensors", "rb").read()
+print(json.dumps({
+    "losses": losses,
+    "tokens": [s.tokens.tolist() for s in result.sequences],
+    "sha": hashlib.sha256(weights).hexdigest(),
+}))
+engine.close()
+"""
+
+
+def saved_model(folder):
+    """A tiny random Qwen3 as a Hugging Face folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    hf = AutoConfig.for_model(
+        "qwen3",
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=384,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
+    return folder
+
+
+def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path):
+    """Two fresh processes: equal losses, weights and samples; and the loss falls."""
+    import json
+    import subprocess
+    import sys
+
+    model = saved_model(tmp_path / "model")
+    script = tmp_path / "run.py"
+    script.write_text(ENGINE_SCRIPT)
+    runs = []
+    for number in range(2):
+        out = str(tmp_path / f"adapter{number}")
+        done = subprocess.run(
+            [sys.executable, str(script), str(model), out],
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    assert runs[0] == runs[1]
+    assert runs[0]["losses"][-1] < 0.8 * runs[0]["losses"][0]

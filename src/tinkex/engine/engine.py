@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import OrderedDict, deque
@@ -145,6 +146,8 @@ class TorchEngine:
         self.device = self.config.torch_device()
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
+        if self.config.deterministic and self.device.type == "cuda":
+            _make_cuda_deterministic()
         self.stats = EngineStats()
         self._bases: OrderedDict[str, _Base] = OrderedDict()
         self._base_of: dict[str, str] = {}
@@ -447,6 +450,13 @@ class TorchEngine:
 
 
 # ------------------------------------------------------------------------------------ functions
+
+
+def _make_cuda_deterministic() -> None:
+    """Choose kernels that add in one order. Costs speed; must run before CUDA's first product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
 
 
 def _describe(name: str) -> jobs.ModelInfo:
