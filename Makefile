@@ -35,6 +35,14 @@ test-slow: $(STAMP)
 test-peers: $(STAMP)
 	$(BIN)/python tests/peers/run.py
 
+# Every table of docs/benchmarks.md, except the GPU's where there is none. Exits 1 below a bar.
+bench: $(STAMP)
+	status=0; for name in wire client server train sample; do \
+	  $(BIN)/python benchmarks/$$name.py --write || status=1; done; \
+	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	  $(BIN)/python benchmarks/gpu.py --write || status=1; \
+	else echo "no CUDA device: benchmarks/gpu.py was not run" >&2; fi; exit $$status
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 

@@ -212,8 +212,9 @@ engine = TorchEngine(EngineConfig(deterministic=True))
 answers = queue.Queue()
 
 def run(job):
-    engine.submit(job, lambda e: answers.put(e) if isinstance(e, (jobs.Done, jobs.Failed)) else None)
-    event = answers.get(timeout=120)
+    engine.submit(job, answers.put)
+    while isinstance(event := answers.get(timeout=120), jobs.Progress):
+        pass
     assert isinstance(event, jobs.Done), event
     return event.result
 

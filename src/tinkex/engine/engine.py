@@ -455,7 +455,7 @@ class TorchEngine:
 def _make_cuda_deterministic() -> None:
     """Choose kernels that add in one order. Costs speed; must run before CUDA's first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
 
 
