@@ -1,0 +1,166 @@
+"""What is wrong with a call is said before anything travels, with path, value and fix (R29)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hostile import Network, Server
+from virtual_time import run_virtual
+
+import tinkex
+from tinkex import types
+from tinkex.client.config import ClientConfig
+from tinkex.client.holder import Holder
+from tinkex.client.rest_client import RestClient
+from tinkex.client.sampling_client import SamplingClient
+from tinkex.client.training_client import TrainingClient
+
+DATUM = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})
+RL = types.Datum(
+    types.ModelInput.from_ints([1, 2]),
+    {"target_tokens": [2, 3], "logprobs": [-1.0], "advantages": [1.0, 1.0]},
+)
+PARAMS = types.SamplingParams(max_tokens=1)
+PROMPT = types.ModelInput.from_ints([1])
+
+
+def holder() -> Holder:
+    class Untouched:
+        async def send(self, *args: Any) -> Any:
+            raise AssertionError("something was sent")
+
+        async def close(self) -> None: ...
+
+    config = ClientConfig(base_url="http://nowhere.test", api_key="tml-k")
+    return Holder(config, make_backend=lambda _: Untouched())
+
+
+def training() -> TrainingClient:
+    return TrainingClient(holder(), 0, "S:train:0")
+
+
+def sampling() -> SamplingClient:
+    return SamplingClient(holder(), "S:sample:0")
+
+
+def rest() -> RestClient:
+    return RestClient(holder())
+
+
+def adam(**numbers: float) -> types.AdamParams:
+    return types.AdamParams(**numbers)
+
+
+MISTAKES: list[tuple[Any, str]] = [
+    (
+        lambda: training().forward([DATUM], "crossentropy"),
+        "loss_fn: unknown loss 'crossentropy'; known: cross_entropy",
+    ),
+    (lambda: training().forward([], "cross_entropy"), "data: a batch needs at least one datum"),
+    (lambda: training().forward(["x"], "cross_entropy"), r"data\[0\]: expected a Datum, got str"),
+    (
+        lambda: training().forward([DATUM], "ppo"),
+        r"data\[0\].loss_fn_inputs: loss 'ppo' needs logprobs, advantages; given: target_tokens",
+    ),
+    (lambda: training().forward([DATUM, RL], "cispo"), r"data\[0\].loss_fn_inputs"),
+    (
+        lambda: training().forward([RL], "ppo"),
+        r"data\[0\].loss_fn_inputs.logprobs: expected as many numbers as target_tokens \(2\)",
+    ),
+    (
+        lambda: training().forward([DATUM], "cross_entropy", {"a": None}),
+        "loss_fn_config.a: expected a number or text",
+    ),
+    (lambda: training().forward([DATUM], "cross_entropy", {"a": float("nan")}), "finite"),
+    (lambda: training().forward([DATUM], "custom"), "loss_id"),
+    (lambda: training().optim_step(), "exactly one of optim_params and adam_params"),
+    (lambda: training().optim_step(adam(), adam_params=adam()), "exactly one"),
+    (
+        lambda: training().optim_step(adam(learning_rate=-1e-4)),
+        "optim_params.learning_rate: must be at least 0, got -0.0001",
+    ),
+    (
+        lambda: training().optim_step(adam(beta2=1.0)),
+        "optim_params.beta2: must be at least 0 and below 1",
+    ),
+    (lambda: training().optim_step(adam(eps=0.0)), "optim_params.eps: must be above 0"),
+    (
+        lambda: training().train_step([DATUM], "cross_entropy", adam(beta1=-0.1)),
+        "optim_params.beta1",
+    ),
+    (lambda: training().save_state("a/b"), "name: expected a name without slashes"),
+    (lambda: training().save_state("a", ttl_seconds=60), "ttl_seconds: must be between 3600"),
+    (lambda: training().save_state("a", ttl_seconds=10**10), "ten years"),
+    (
+        lambda: training().load_state("tinker://run/nowhere/x"),
+        r"path: expected tinker://RUN_ID/weights\|sampler_weights",
+    ),
+    (lambda: training().load_state("run/weights/x"), "expected a path such as tinker://"),
+    (lambda: sampling().sample([1], 1, PARAMS), "prompt: expected a ModelInput, got list"),
+    (lambda: sampling().sample(PROMPT, 0, PARAMS), "num_samples: must be at least 1, got 0"),
+    (lambda: sampling().sample(PROMPT, 1, None), "sampling_params: expected SamplingParams"),
+    (
+        lambda: sampling().sample(PROMPT, 1, PARAMS, prompt_logprobs_last_n=2),
+        "needs include_prompt_logprobs",
+    ),
+    (lambda: SamplingClient.create(holder()), "give model_path or base_model"),
+    (lambda: SamplingClient.create(holder(), model_path="/tmp/x"), "starts with tinker://"),
+    (
+        lambda: rest().list_training_runs(access_scope="all"),
+        "access_scope: must be 'owned' or 'accessible'",
+    ),
+    (lambda: rest().list_training_runs(limit=-1), "limit: must be a whole number from 0"),
+    (lambda: rest().get_training_run("a/../b"), "training_run_id: expected an id"),
+    (lambda: rest().delete_checkpoint("run", "../../etc"), "checkpoint_id: expected"),
+    (lambda: rest().get_external_weights_urls("tinker://run/weights/x"), "external_weights"),
+    (lambda: rest().set_checkpoint_ttl_from_tinker_path("tinker://r/weights/x", 5), "ttl_seconds"),
+    (lambda: tinkex.AdminClient(holder()).get_audit_log("everything"), "event_type"),
+    (lambda: tinkex.AdminClient(holder()).get_billing_usage("then", "now"), "starting_on"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"), MISTAKES, ids=lambda x: x if isinstance(x, str) else ""
+)
+def test_a_mistake_is_named_before_anything_is_sent(call: Any, message: str) -> None:
+    with pytest.raises(tinkex.InvalidInputError) as caught:
+        call()
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_refused_call_takes_no_number() -> None:
+    """The call after a refused one is the model's next request, without a gap."""
+
+    async def main() -> list[tuple[str, int]]:
+        server = Server()
+        config = ClientConfig(base_url="http://gap.test", api_key="tml-k", telemetry=False)
+        service = tinkex.ServiceClient(config=config)
+        import random
+
+        service._holder = Holder(
+            config, make_backend=Network(server, random.Random(0), rate=0.0).make_backend
+        )
+        client = await service.create_lora_training_client_async("m", rank=4)
+        client.forward([DATUM], "cross_entropy")
+        with pytest.raises(tinkex.InvalidInputError):
+            client.optim_step(adam(learning_rate=-1.0))
+        await client.optim_step(adam())
+        await service.close("success")
+        return server.arrivals
+
+    assert run_virtual(main()) == [("S:train:0", 1), ("S:train:0", 2)]
+
+
+def test_a_model_without_any_trained_layer_is_refused() -> None:
+    service = tinkex.ServiceClient(base_url="http://127.0.0.1:1", api_key="tml-k")
+    with pytest.raises(tinkex.InvalidInputError, match="at least one of train_mlp"):
+        service.create_lora_training_client(
+            "m", train_mlp=False, train_attn=False, train_unembed=False
+        )
+    with pytest.raises(tinkex.InvalidInputError, match="rank: must be at least 1, got 0"):
+        service.create_lora_training_client("m", rank=0)
+    with pytest.raises(tinkex.ConfigError, match="TINKER_PROJECT_ID"):
+        service.copy_weights("tinker://r/weights/x")
