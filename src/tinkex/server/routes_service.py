@@ -135,6 +135,3 @@ async def telemetry(request: Request, user: CurrentUser) -> Response:
         raise ApiError(400, "events: must be a list", path="events")
     request.app.state.metrics.count_telemetry(events)
     return answer({"status": "accepted"})
-
-
-router.include_router(api)

@@ -129,8 +129,18 @@ async def _until_deserted(
 
 
 def open_store(config: ServerConfig) -> Store:
-    """The database a config names; SQLite in the data folder unless it says otherwise."""
-    return Store(config.database) if config.database else Store.in_folder(config.data_dir)
+    """The database a config names, for this server alone; SQLite in the data folder by default."""
+    ttl_s = config.result_ttl_s
+    if config.database:
+        store = Store(config.database, result_ttl_s=ttl_s)
+    else:
+        store = Store.in_folder(config.data_dir, result_ttl_s=ttl_s)
+    try:
+        store.claim()
+    except ConfigError:
+        store.close()
+        raise
+    return store
 
 
 def make_workers(config: ServerConfig) -> list[ProcessWorker]:
