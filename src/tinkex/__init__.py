@@ -45,6 +45,7 @@ _EXPORTS: dict[str, str] = {
     "RegularizerTimeoutError": "tinkex.errors",
     "RunMonitor": "tinkex.client.run_monitor",
     "RequestFailedError": "tinkex.errors",
+    "RequestOptions": "tinkex.client.transport",
     "RestClient": "tinkex.client.rest_client",
     "ResultTimeoutError": "tinkex.errors",
     "RetrieveError": "tinkex.errors",

@@ -38,6 +38,8 @@ _NOT_FOR_THE_SERVER = ("TINKEX_CLIENT_", "TINKEX_API_KEY", "TINKEX_BASE_URL", "T
 # Clients of this process per server: the server counts processes, not clients.
 _users: Counter[str] = Counter()
 _users_lock = threading.Lock()
+# Servers this process started: kept so that an ended one is reaped, not left as a zombie.
+_children: list[subprocess.Popen[bytes]] = []
 
 
 def state_folder(env: Mapping[str, str] | None = None) -> Path:
@@ -124,7 +126,9 @@ def _start(folder: Path, record: Path, env: dict[str, str]) -> str:
     log_path = folder / "local-server.log"
     command = _command(env)
     logger.warning(
-        "No key and no base URL: starting a Tinkex server on this machine (log: %s).", log_path
+        "Starting a Tinkex server on this machine, since no other is named (log: %s). For the "
+        "hosted service set TINKER_API_KEY.",
+        log_path,
     )
     started = time.monotonic()
     with log_path.open("ab") as log:
@@ -137,6 +141,7 @@ def _start(folder: Path, record: Path, env: dict[str, str]) -> str:
             start_new_session=True,  # Ctrl-C in a notebook must not stop a shared server
         )
     announced = _first_line(child, started, log_path)
+    _children[:] = [*(other for other in _children if other.poll() is None), child]
     base_url = str(announced["base_url"])
     _write_record(record, {"base_url": base_url, "pid": child.pid})
     _attach(base_url)

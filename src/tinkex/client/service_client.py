@@ -17,7 +17,7 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn, warn_if_in_loop
-from tinkex.client.holder import Holder, shared_holder
+from tinkex.client.holder import Holder
 from tinkex.client.polling import Expect
 from tinkex.client.rest_client import RestClient
 from tinkex.client.retry import RetryConfig
@@ -68,6 +68,7 @@ class ServiceClient:
         )
         self._lock = threading.Lock()
         self._holder: Holder | None = None
+        self._plain_holder: Holder | None = None
         self._closing: APIFuture[None] | None = None
 
     @property
@@ -97,8 +98,13 @@ class ServiceClient:
         )
 
     def _sessionless(self) -> Holder:
-        """The session's own holder when there is one, so that a local server is not left early."""
-        return self._holder or shared_holder(self.config)
+        """The session's own holder when there is one, else one that needs no session."""
+        with self._lock:
+            if self._holder is not None:
+                return self._holder
+            if self._plain_holder is None:
+                self._plain_holder = Holder(self.config, with_session=False)
+            return self._plain_holder
 
     # -- training
 
@@ -419,11 +425,12 @@ class ServiceClient:
         """Tell the server how the program ended and let the connections go. Returns at once."""
         with self._lock:
             if self._closing is None:
-                holder = self._holder
+                holders = [self._holder, self._plain_holder]
 
                 async def close(waiting: Waiting) -> None:
-                    if holder is not None:
-                        await holder.close(status, detail)
+                    for holder in holders:
+                        if holder is not None:
+                            await holder.close(status, detail)
 
                 self._closing = spawn(close)
             return self._closing

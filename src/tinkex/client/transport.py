@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 import httpx
@@ -38,7 +38,7 @@ from tinkex.errors import (
     status_error_class,
 )
 
-__all__ = ["Call", "Transport", "status_error"]
+__all__ = ["Call", "RequestOptions", "Transport", "status_error"]
 
 logger = logging.getLogger("tinkex.http")
 
@@ -50,6 +50,16 @@ _PLAIN_PATH = re.compile(r"[A-Za-z0-9/:@!$&'()*+,;=._~%\-]*")
 _ARCHIVE_TRIES = 7
 _ARCHIVE_PAUSE_S = 30.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a single low-level request, by the names other SDKs of this family use."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float
+    params: Mapping[str, Any]
+    idempotency_key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,78 @@
+"""No key, no URL: a server of one's own starts, is shared, and ends with its last client."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tinkex
+from tinkex.client import local
+from tinkex.errors import LocalServerError
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.startswith(("TINKER_", "TINKEX_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
+    monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "toy")
+    monkeypatch.setattr(local, "IDLE_S", 0.5)
+    return tmp_path
+
+
+def _ended(pid: int, within_s: float) -> bool:
+    """Whether the server that we started as `pid` ends by itself."""
+    child = next(child for child in local._children if child.pid == pid)
+    try:
+        return child.wait(within_s) is not None
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "tinkex.local"), tinkex.ServiceClient() as service:
+        sampler = service.create_sampling_client(base_model=MODEL)
+        prompt, params = tinkex.ModelInput.from_ints([1, 2]), tinkex.SamplingParams(max_tokens=3)
+        assert len(sampler.sample(prompt, 1, params).result(30).sequences[0].tokens) == 3
+        started = [r for r in caplog.records if "Starting a Tinkex server" in r.getMessage()]
+        assert len(started) == 1
+        record = json.loads((home / "local-toy.json").read_text())
+        seen = subprocess.run(
+            [sys.executable, "-c", "import tinkex; s = tinkex.ServiceClient();"
+             "s.get_server_capabilities(); print(s._sessionless().config.base_url)"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        assert seen.stdout.strip() == record["base_url"]
+    assert _ended(record["pid"], within_s=20)
+
+
+def test_a_dead_record_is_replaced_and_a_broken_server_shows_its_last_words(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "local-nonsense.json").write_text('{"base_url": "http://127.0.0.1:1"}')
+    monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "nonsense")
+    with pytest.raises(LocalServerError, match="(?s)ended at once.*nonsense"):
+        tinkex.ServiceClient().get_server_capabilities()
+
+
+def test_the_server_does_not_inherit_the_clients_settings(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server refuses variables it does not know, and a client's timeout is none of its own."""
+    monkeypatch.setenv("TINKEX_CLIENT_TIMEOUT_S", "20")
+    with tinkex.ServiceClient(base_url="local") as service:
+        models = service.get_server_capabilities().supported_models
+        assert [model.model_name for model in models] == [MODEL]
+    assert _ended(local._children[-1].pid, within_s=20)
