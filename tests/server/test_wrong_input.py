@@ -1,21 +1,17 @@
 """Each field of each request is made wrong in turn: a 4xx with the one error body, never a 5xx.
 
 After every wrong training request the same model takes a good one: a refused request consumes its
-number and changes nothing else. `tests/server/rest` does the same for the routes with a schema.
+number and changes nothing else. The protobuf body has its own tests.
 A plain run tries every third wrong value per field, a slow run all of them.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from app_world import AppWorld
-from wire_client import PROTO, train_body
 from wrong_values import wrong_versions
 
 from tinkex.wire import tinker_public_pb2 as pb
@@ -227,102 +223,3 @@ async def test_a_body_that_is_no_json_object_is_refused(app_world: AppWorld) -> 
             answer = await app_world.post(route, raw, headers=headers)
             check(answer, f"{route} {raw[:10]!r}")
             assert answer.status_code == 400, f"{route} {raw[:10]!r}: {answer.text}"
-
-
-# ------------------------------------------------------------------------------------ protobuf
-
-
-def wrong_messages(model_id: str) -> Iterator[tuple[str, pb.ForwardBackwardRequest]]:
-    """A good message with one thing wrong."""
-
-    def good() -> Any:
-        return pb.ForwardBackwardRequest.FromString(train_body(model_id, 1, [1, 2, 3, 4]))
-
-    def tensor(message: Any, name: str = "weights") -> Any:
-        return message.data[0].loss_fn_inputs[name]
-
-    def changed(what: str, change: Any) -> tuple[str, Any]:
-        message = good()
-        change(message)
-        return what, message
-
-    nan = np.full(4, np.nan, "<f4").tobytes()
-    inf = np.full(4, np.inf, "<f4").tobytes()
-    far = np.array([1, 2, 3, 10**9], "<i4").tobytes()
-    minus = np.array([1, -2, 3, 4], "<i4").tobytes()
-    yield changed("no data", lambda m: m.ClearField("data"))
-    yield changed("no loss", lambda m: m.ClearField("loss_fn"))
-    yield changed("unknown loss", lambda m: setattr(m, "loss_fn", "magic"))
-    yield changed("refused loss", lambda m: setattr(m, "loss_fn", "stable_reinforce"))
-    yield changed("no input", lambda m: m.data[0].ClearField("model_input"))
-    yield changed("no targets", lambda m: m.data[0].loss_fn_inputs.pop("target_tokens"))
-    yield changed("no weights", lambda m: m.data[0].loss_fn_inputs.pop("weights"))
-    yield changed("NaN", lambda m: setattr(tensor(m), "dense", nan))
-    yield changed("infinite", lambda m: setattr(tensor(m), "dense", inf))
-    yield changed("short", lambda m: setattr(tensor(m), "dense", nan[:8]))
-    yield changed("odd bytes", lambda m: setattr(tensor(m), "dense", nan[:7]))
-    yield changed("no dtype", lambda m: setattr(tensor(m), "dtype", 0))
-    yield changed("odd dtype", lambda m: setattr(tensor(m), "dtype", 77))
-    yield changed("bfloat16", lambda m: setattr(tensor(m), "dtype", pb.DTYPE_BFLOAT16))
-    yield changed("shape", lambda m: tensor(m).shape.append(7))
-    yield changed("negative shape", lambda m: tensor(m).shape.append(-1))
-    yield changed("huge shape", lambda m: tensor(m).shape.extend([2**40, 2**40]))
-    yield changed("far token", lambda m: _tokens(m, far))
-    yield changed("negative token", lambda m: _tokens(m, minus))
-    yield changed("odd tokens", lambda m: _tokens(m, far[:-1]))
-    yield changed("image", lambda m: setattr(m.data[0].model_input.add().image, "data", b"x"))
-    yield changed("audio", lambda m: setattr(m.data[0].model_input.add().dmel, "dmel", b"x"))
-    yield changed("empty chunk", lambda m: m.data[0].model_input.add())
-    yield changed("empty datum", lambda m: m.data.add())
-    yield changed("bad CSR", lambda m: setattr(tensor(m).sparse_csr, "values", b"x"))
-    yield changed("custom, no id", lambda m: setattr(m, "loss_fn", "custom"))
-    yield changed("config", lambda m: setattr(m.loss_fn_config_v2["x"], "number", float("nan")))
-
-
-def _tokens(message: Any, raw: bytes) -> None:
-    message.data[0].model_input[0].encoded_text.tokens = raw
-
-
-async def test_a_wrong_protobuf_field_is_refused_and_the_model_goes_on(app_world: AppWorld) -> None:
-    session = await app_world.session()
-    for number in range(sum(1 for _ in wrong_messages("m"))):
-        model = await app_world.model(session, number)
-        what, message = list(wrong_messages(model))[number]
-        answer = await app_world.post(
-            "forward_backward", message.SerializeToString(), headers=PROTO
-        )
-        await check_promise(app_world, answer, what)
-        after = await app_world.result((await app_world.step(model, 2)).json())
-        assert "error" not in after, f"{what}: the model is stuck: {after}"
-
-
-async def test_damaged_protobuf_never_breaks_the_server(app_world: AppWorld) -> None:
-    """400 seeded mutations of good bytes: flipped, cut, doubled, replaced."""
-    chance = random.Random(4)
-    session = await app_world.session()
-    model = await app_world.model(session)
-    good = train_body(model, 1, [1, 2, 3, 4])
-    for _ in range(400):
-        raw = bytearray(good)
-        for _ in range(chance.randint(1, 4)):
-            at = chance.randrange(len(raw))
-            action = chance.randrange(4)
-            if action == 0:
-                raw[at] ^= 1 << chance.randrange(8)
-            elif action == 1:
-                del raw[at : at + chance.randint(1, 9)]
-            elif action == 2:
-                raw[at:at] = raw[at : at + 9]
-            else:
-                raw[at] = chance.randrange(256)
-        check(await app_world.post("forward_backward", bytes(raw), headers=PROTO), raw.hex())
-    fresh = await app_world.model(session, 1)
-    assert "error" not in await app_world.result((await app_world.step(fresh, 1)).json())
-
-
-async def test_a_body_that_does_not_decompress_is_refused(app_world: AppWorld) -> None:
-    for encoding in ("zstd", "gzip", "nonsense"):
-        headers = {**PROTO, "content-encoding": encoding}
-        answer = await app_world.post("forward_backward", b"not compressed", headers=headers)
-        check(answer, encoding)
-        assert answer.status_code in (400, 415)

@@ -62,3 +62,14 @@ def test_a_failed_write_does_not_stop_the_writer(store: Store) -> None:
     with pytest.raises(ValueError, match="no"):
         futures[0].result(timeout=10)
     assert futures[1].result(timeout=10).created
+
+
+def test_a_second_server_on_the_same_database_is_refused_until_the_first_is_gone(url: str) -> None:
+    """Two servers would replay one journal; the claim goes with its holder, however it ends."""
+    first, second = Store(url), Store(url)
+    first.claim()
+    with pytest.raises(ConfigError, match="Another server"):
+        second.claim(timeout_s=0.2)
+    first.close()
+    second.claim(timeout_s=5)
+    second.close()

@@ -19,7 +19,9 @@ from tinkex.store import Store, UsageCount
 log = logging.getLogger(__name__)
 ROUND_S = 60.0
 EPHEMERAL_GRACE_S = 3600.0
-"""How long an unnamed sampler snapshot outlives its session's last sign of life."""
+"""How long an unnamed sampler snapshot outlives a session that was finished."""
+EPHEMERAL_SILENT_S = 14 * 24 * 3600.0
+"""How long it outlives the last sign of life of a session that nobody finished."""
 
 
 class Sweeper:
@@ -64,7 +66,9 @@ class Sweeper:
 
     async def _drop_ephemeral(self, now: float) -> None:
         ended = await self._store.call(
-            self._store.sampling.ephemeral_of_ended, now - EPHEMERAL_GRACE_S
+            self._store.sampling.ephemeral_of_ended,
+            now - EPHEMERAL_GRACE_S,
+            now - EPHEMERAL_SILENT_S,
         )
         for sampler in ended:
             folder = Path(sampler.folder or "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select, update
+from sqlalchemy import Connection, Engine, and_, or_, select, update
 
 from tinkex.store import schema
 from tinkex.store.records import CustomLoss, SamplingSession
@@ -57,14 +57,24 @@ class Sampling:
         with self._reader.connect() as connection:
             return [_sampling(row) for row in connection.execute(query).mappings()]
 
-    def ephemeral_of_ended(self, before: float) -> list[SamplingSession]:
-        """Those with a folder of their own whose session gave no sign of life since `before`."""
+    def ephemeral_of_ended(
+        self, ended_before: float, silent_before: float
+    ) -> list[SamplingSession]:
+        """Those with a folder of their own whose session is over, or silent for very long."""
         sessions = schema.sessions
         query = (
             select(_table)
             .join(sessions, sessions.c.session_id == _table.c.session_id)
             .where(_table.c.ephemeral.is_(True), _table.c.folder.is_not(None))
-            .where(sessions.c.status_type != "active", sessions.c.last_heartbeat < before)
+            .where(
+                or_(
+                    and_(
+                        sessions.c.status_type != "active",
+                        sessions.c.last_heartbeat < ended_before,
+                    ),
+                    sessions.c.last_heartbeat < silent_before,
+                )
+            )
         )
         with self._reader.connect() as connection:
             return [_sampling(row) for row in connection.execute(query).mappings()]

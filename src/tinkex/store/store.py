@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tinkex.store.accounts import Accounts
 from tinkex.store.checkpoints import Audit, Checkpoints
+from tinkex.store.claim import Claim
 from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.journal import RESULT_TTL_S, Journal
 from tinkex.store.ledger import Ledger
@@ -42,6 +43,7 @@ class Store:
         self._database = open_database(url, full_sync=full_sync)
         self._writer = GroupWriter(self._database.writer)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tinkex-store")
+        self._claim = Claim(self._database.writer)
         reader = self._database.reader
         self.accounts = Accounts(reader, self._writer)
         self.sessions = Sessions(reader, self._writer)
@@ -60,6 +62,14 @@ class Store:
         data_dir.mkdir(parents=True, exist_ok=True)
         return cls(sqlite_url(data_dir), full_sync=full_sync, result_ttl_s=result_ttl_s)
 
+    def claim(self, timeout_s: float = 10.0) -> None:
+        """Make sure that no other server uses this database, until `close`. Blocks.
+
+        Raises:
+            ConfigError: Another one does.
+        """
+        self._claim.take(timeout_s)
+
     async def call(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a blocking method of a noun on the store's own threads."""
         loop = asyncio.get_running_loop()
@@ -73,4 +83,5 @@ class Store:
         """Commit everything that was handed in, then let go of the database."""
         self._pool.shutdown(wait=True)
         self._writer.close()
+        self._claim.release()
         self._database.dispose()

@@ -10,6 +10,7 @@ import pytest
 import store_rows as rows
 from rest_world import World
 
+from tinkex.server.sweeper import Sweeper
 from tinkex.store import UsageCount
 
 
@@ -198,3 +199,30 @@ async def test_current_storage_is_summed_per_project(world: World) -> None:
 
 def _rfc(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+async def test_an_unnamed_snapshot_goes_with_its_session(world: World) -> None:
+    """It stays while the session lives, an hour after its end, and two weeks after its silence."""
+    folder = world.shelf.new_ephemeral_folder("s:sample:0")
+    folder.mkdir()
+    world.store.sampling.create(rows.sampling(folder=str(folder), ephemeral=True))
+    sweeper = Sweeper(world.store, world.shelf)
+    await sweeper.sweep(time.time() + 13 * 24 * 3600)
+    assert folder.exists()
+    done = {"reason": {"type": "success"}, "detail": None}
+    await world.call("POST", "/sessions/s/finish", 204, json=done)
+    await sweeper.sweep(time.time() + 3000)
+    assert folder.exists()
+    await sweeper.sweep(time.time() + 4000)
+    assert not folder.exists()
+    found = world.store.sampling.get("s:sample:0")
+    assert found is not None
+    assert found.folder is None
+
+
+async def test_an_unnamed_snapshot_of_a_silent_session_goes_after_two_weeks(world: World) -> None:
+    folder = world.shelf.new_ephemeral_folder("s:sample:0")
+    folder.mkdir()
+    world.store.sampling.create(rows.sampling(folder=str(folder), ephemeral=True))
+    await Sweeper(world.store, world.shelf).sweep(time.time() + 15 * 24 * 3600)
+    assert not folder.exists()

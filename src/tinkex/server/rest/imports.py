@@ -63,7 +63,8 @@ def _unpack(body: bytes, folder: Path) -> dict[str, Any]:
     aside = folder.with_name(f"{folder.name}.tmp")
     aside.mkdir()
     try:
-        with tarfile.open(fileobj=io.BytesIO(body)) as archive:
+        # Plain tar only: a compressed one could unpack to any size.
+        with tarfile.open(fileobj=io.BytesIO(body), mode="r:") as archive:
             for index, member in enumerate(archive):
                 _check_member(index, member)
                 source = archive.extractfile(member)
