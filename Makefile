@@ -25,6 +25,9 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+quickstart: $(STAMP)
+	$(BIN)/tinkex quickstart
+
 test: $(STAMP)
 	sh tests/store/install_postgres.sh
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
