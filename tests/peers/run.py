@@ -1,7 +1,8 @@
 """Run the scenario with official SDKs against `tinkex serve` and print a table of the results.
 
-`python tests/peers/run.py [VERSION ...]` runs all six on the toy engine, and the newest one once
-more on the torch engine; exits 1 when a step failed. `--engine toy|torch` chooses one engine.
+`python tests/peers/run.py [VERSION ...]` runs all six on the toy engine and the newest one on the
+torch engine, then the exactness steps on both; exits 1 when a step failed. `--engine toy|torch`
+chooses one engine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,21 +129,25 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", default=list(SDK_VERSIONS))
     parser.add_argument("--engine", choices=("toy", "torch", "both"), default="both")
     options = parser.parse_args()
-    plan = []
-    if options.engine in ("toy", "both"):
-        plan += [(version, "toy") for version in options.versions]
-    if options.engine in ("torch", "both"):
-        plan += [(version, "torch") for version in options.versions[-1:]]
-    reports = []
-    for version, engine in plan:
-        with tempfile.TemporaryDirectory() as folder:
-            report = run_peer(version, engine, Path(folder))
-        print(f"{version} on {engine}: {'ok' if report.ok else 'FAILED'}", flush=True)
-        if not report.ok:
-            print(report.failures, flush=True)
-        reports.append(report)
-    print("\n" + table(reports))
-    return 0 if all(report.ok for report in reports) else 1
+    engines = ("toy", "torch") if options.engine == "both" else (options.engine,)
+    scenarios, exactness = [], []
+    for engine in engines:
+        for version in options.versions if engine == "toy" else options.versions[-1:]:
+            scenarios.append(_reported("scenario", run_peer, version, engine))
+    if SDK_VERSIONS[-1] in options.versions:
+        exactness = [_reported("exactness", run_exactness, engine) for engine in engines]
+    for title, reports in (("Scenario", scenarios), ("Exactness", exactness)):
+        if reports:
+            print(f"\n{title}\n\n{table(reports)}")
+    return 0 if all(report.ok for report in scenarios + exactness) else 1
+
+
+def _reported(what: str, run: Callable[..., Report], *arguments: str) -> Report:
+    with tempfile.TemporaryDirectory() as folder:
+        report = run(*arguments, Path(folder))
+    outcome = "ok" if report.ok else f"FAILED\n{report.failures}"
+    print(f"{what} with {report.version} on {report.engine}: {outcome}", flush=True)
+    return report
 
 
 if __name__ == "__main__":

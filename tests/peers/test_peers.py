@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
+from postgres_cluster import NoPostgresError, start_cluster
 from run import run_exactness, run_peer
 from venvs import SDK_VERSIONS
 
@@ -41,3 +43,27 @@ def test_what_users_rely_on_to_the_bit_holds_on_the_toy_engine(exact: bool, tmp_
     """Snapshots, tenants, weights, resume: with the newest official SDK (see exactness.py)."""
     report = run_exactness("toy", tmp_path, exact=exact)
     assert report.ok, report.failures
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_users_rely_on_to_the_bit_holds_on_a_real_model(exact: bool, tmp_path: Path) -> None:
+    report = run_exactness("torch", tmp_path, exact=exact)
+    assert report.ok, report.failures
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_newest_official_sdk_works_with_postgresql(tmp_path: Path) -> None:
+    try:
+        cluster = start_cluster()
+    except NoPostgresError as exc:
+        pytest.skip(str(exc))
+    try:
+        report = run_peer("0.36.0", "toy", tmp_path, "--database", cluster.url("postgres"))
+        assert report.ok, report.failures
+    finally:
+        cluster.stop()
