@@ -26,7 +26,13 @@ from tinkex.engine.jobs import (
     TrainResult,
 )
 from tinkex.engine.losses import check_settings, find_loss, loss_values
-from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError, TinkerError
+from tinkex.errors import (
+    EngineError,
+    InvalidInputError,
+    ModelNotFoundError,
+    NotSupportedError,
+    TinkerError,
+)
 
 FAMILIES = [
     "llama-tied-llama3-rope",
@@ -537,6 +543,7 @@ def test_a_custom_loss_that_fails_on_one_datum_spares_the_others(tiny, rng):
         ]
     )
     assert isinstance(failed, InvalidInputError)
+    assert failed.path == "data[1]"
     assert isinstance(fine, TrainResult)
     assert trainer.adapters["a"].grad is None
     assert trainer.adapters["b"].grad is not None
@@ -587,12 +594,37 @@ def test_a_diverged_loss_is_an_error_and_keeps_earlier_gradients(tiny, rng):
     good = make_data(rng, lengths=[4])
     failed, fine = trainer.train([job(extreme, "importance_sampling"), job(good)])
     assert isinstance(failed, InvalidInputError)
-    assert "not finite" in str(failed)
+    assert str(failed).startswith("data[0]: the loss is not finite")
     assert isinstance(fine, TrainResult)
     alone = tiny().trainer()
     make(alone)
     train(alone, job(good))
     torch.testing.assert_close(trainer.adapters["a"].grad, before + alone.adapters["a"].grad)
+
+
+@pytest.mark.parametrize("shortage", [1, 99], ids=["once", "always"])
+def test_a_pass_that_does_not_fit_is_tried_in_smaller_pieces(tiny, rng, monkeypatch, shortage):
+    """Gradients of the passes that were under way when memory ran out are dropped, not doubled."""
+    data = make_data(rng)
+    trainer, plenty = tiny().trainer(max_tokens=40), tiny().trainer()
+    make(trainer), make(plenty)
+    forward, sizes = trainer.decoder.forward, []
+
+    def short_of_memory(tokens_T, *args, **kwargs):
+        sizes.append(len(tokens_T))
+        if 2 <= len(sizes) < 2 + shortage:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(tokens_T, *args, **kwargs)
+
+    monkeypatch.setattr(trainer.decoder, "forward", short_of_memory)
+    (result,) = trainer.train([job(data)])
+    if shortage > 1:
+        assert isinstance(result, EngineError)
+        assert trainer.adapters["a"].grad is None
+        return
+    train(plenty, job(data))
+    for name, grad in named_grads(plenty).items():
+        assert_close(named_grads(trainer)[name], grad, name)
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,10 @@ from tinkex.engine import checkpoint, jobs
 from tinkex.engine.decoder import DecoderLike, load_decoder
 from tinkex.engine.lora import Adapter
 from tinkex.engine.models import ModelSource, resolve
-from tinkex.engine.packing import Pass
 from tinkex.engine.sampler import Sampler, SamplerConfig
 from tinkex.engine.scheduler import FairShare
 from tinkex.engine.stopping import load_detokenizer
-from tinkex.engine.trainer import Trainer, TrainerConfig, _Task
+from tinkex.engine.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError, EngineError, InvalidInputError, TinkerError
 
 log = logging.getLogger(__name__)
@@ -91,23 +90,13 @@ class EngineConfig:
         return device
 
 
-class _PassingTrainer(Trainer):
-    """A trainer that lets others use the device between two passes."""
-
-    between: Callable[[], None] = staticmethod(lambda: None)
-
-    def _run_pass(self, one: Pass, tasks: list[_Task], adapters: list[Adapter]) -> None:  # type: ignore[override]
-        super()._run_pass(one, tasks, adapters)
-        self.between()
-
-
 @dataclass(slots=True)
 class _Base:
     """A resident base model and what runs over it."""
 
     source: ModelSource
     decoder: DecoderLike
-    trainer: _PassingTrainer
+    trainer: Trainer
     sampler: Sampler | None = None
 
 
@@ -308,8 +297,9 @@ class TorchEngine:
             config = self.config.trainer or TrainerConfig.for_device(
                 self.device, deterministic=self.config.deterministic
             )
-            trainer = _PassingTrainer(decoder, base_model=name, config=config)
-            trainer.between = self._between_passes
+            trainer = Trainer(
+                decoder, base_model=name, config=config, after_pass=self._between_passes
+            )
             base = self._bases[name] = _Base(source, decoder, trainer)
         self._bases.move_to_end(name)
         return base
@@ -325,7 +315,7 @@ class TorchEngine:
                 for key in [key for key in self._snapshots if key[0] == name]:
                     del self._snapshots[key]
 
-    def _trainer(self, adapter_id: str) -> _PassingTrainer:
+    def _trainer(self, adapter_id: str) -> Trainer:
         if (name := self._base_of.get(adapter_id)) is not None:
             return self._bases[name].trainer
         loaded = ", ".join(map(repr, sorted(self._base_of))) or "none"
