@@ -113,6 +113,7 @@ def inside(version: str, target: Path) -> None:
     recorded["results"] = _results(version)
     recorded["proto_results"] = {} if version == "0.4.1" else _proto_results()
     recorded["names"] = _names()
+    recorded["members"] = _members()
     lines = json.dumps(recorded, indent=0, ensure_ascii=False, sort_keys=True)
     target.write_text(lines + "\n")
 
@@ -436,6 +437,30 @@ def _names() -> dict[str, list[str]]:
         if client is not None:
             names[name] = sorted(n for n in dir(client) if not n.startswith("_"))
     return names
+
+
+def _members() -> dict[str, list[str]]:
+    """The fields and own methods of every public type."""
+    import inspect
+
+    import pydantic
+    from tinker import types
+
+    inherited = {*dir(pydantic.BaseModel), *dir(str)}
+    members = {}
+    for name in _names()["tinker.types"]:
+        value = getattr(types, name)
+        if not inspect.isclass(value) or value is str:
+            continue
+        found = {n for n in dir(value) if not n.startswith("_") and n not in inherited}
+        found |= set(getattr(value, "model_fields", ()))
+        if not issubclass(value, pydantic.BaseModel):
+            parameters = inspect.signature(value).parameters
+            found |= {n for n in parameters if not n.startswith("_")} - {"value", "names"}
+        members[name] = sorted(
+            found - {"module", "qualname", "type", "start", "boundary", "model_computed_fields"}
+        )
+    return members
 
 
 if __name__ == "__main__":

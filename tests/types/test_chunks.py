@@ -204,6 +204,8 @@ def test_provenance_spans_must_tile_the_tokens():
         Datum(ModelInput.from_ints([1]), {}, [prompt])
     with pytest.raises(InvalidInputError, match="0 or more"):
         PromptProvenanceSpan(sequence_id="a", length=-1)
+    with pytest.raises(InvalidInputError, match="dict"):
+        Datum(ModelInput.from_ints([1]), {}, [{"length": 1}], [prompt])
 
 
 def test_a_thousand_datums_from_arrays_never_become_lists():

@@ -11,7 +11,12 @@ from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, nest, set_field
 from tinkex.types.loss import LossFnInputs
 from tinkex.types.model_input import ModelInput
-from tinkex.types.provenance import ProvenanceSpan, ProvenanceSpans, check_tiling
+from tinkex.types.provenance import (
+    ProvenanceSpan,
+    ProvenanceSpans,
+    check_tiling,
+    checked_spans,
+)
 from tinkex.types.tensor_data import TensorData, TensorDtype, from_list
 
 # A list carries no dtype of its own, so its key decides.
@@ -59,8 +64,11 @@ class Datum(Value):
             )
         set_field(self, "model_input", model_input)
         set_field(self, "loss_fn_inputs", inputs)
-        set_field(self, "model_input_spans", model_input_spans and list(model_input_spans))
-        set_field(self, "loss_fn_input_spans", loss_fn_input_spans and list(loss_fn_input_spans))
+        for name, spans in (
+            ("model_input_spans", model_input_spans),
+            ("loss_fn_input_spans", loss_fn_input_spans),
+        ):
+            set_field(self, name, None if spans is None else checked_spans(spans, path=name))
 
     @classmethod
     def wrap(cls, model_input: ModelInput, loss_fn_inputs: LossFnInputs) -> Self:

@@ -40,13 +40,18 @@ ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
 ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
 
 
-def check_tiling(spans: Sequence[ProvenanceSpan], num_tokens: int, *, path: str) -> None:
-    """Refuse spans that do not cover `num_tokens` exactly."""
+def checked_spans(spans: Sequence[ProvenanceSpan], *, path: str) -> ProvenanceSpans:
+    """The spans as a list, refusing anything else in it."""
     for index, span in enumerate(spans):
         if not isinstance(span, _Span):
             raise InvalidInputError(
                 f"expected a provenance span, got {type(span).__name__}", path=f"{path}[{index}]"
             )
-    covered = sum(span.length for span in spans)
+    return list(spans)
+
+
+def check_tiling(spans: Sequence[ProvenanceSpan], num_tokens: int, *, path: str) -> None:
+    """Refuse spans that do not cover `num_tokens` exactly."""
+    covered = sum(span.length for span in checked_spans(spans, path=path))
     if covered != num_tokens:
         raise InvalidInputError(f"spans cover {covered} tokens of {num_tokens}", path=path)
