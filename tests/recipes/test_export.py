@@ -1,0 +1,158 @@
+"""Weights leave and enter: what we export computes the same in peft + transformers, and back.
+
+On a tiny random model with a tied head in the fast suite, on the default model in the slow one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from tinkex import AdamParams, Datum, ModelInput, ServiceClient  # noqa: E402
+from tinkex.cli.app import run as run_cli  # noqa: E402
+
+TOKENS = [1, 17, 42, 9, 101, 77, 12, 3, 60, 5]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The folder of a tiny Llama with random weights and a head tied to its embedding."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny, start_server, tmp_path_factory):
+    with start_server(tmp_path_factory.mktemp("server"), "--model", str(tiny)) as base_url:
+        yield base_url
+
+
+def train(service, model, tokens=TOKENS, steps=3):
+    training = service.create_lora_training_client(base_model=model, rank=4, seed=1)
+    _step(training, tokens, steps)
+    return training
+
+
+def _step(training, tokens, steps):
+    datum = Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    losses = []
+    for _ in range(steps):
+        result = training.forward_backward([datum], "cross_entropy")
+        training.optim_step(AdamParams(learning_rate=1e-2)).result()
+        losses.append(result.result().metrics["loss:sum"])
+    return losses
+
+
+def scores(model, tokens=TOKENS):
+    """Log-probability of each token after the first, by transformers, in float32."""
+    with torch.no_grad():
+        logits = model.float()(torch.tensor([tokens])).logits[0, :-1]
+    picked = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens[1:])[:, None])
+    return picked[:, 0]
+
+
+def our_scores(service, path, tokens=TOKENS):
+    sampler = service.create_sampling_client(model_path=path)
+    return torch.tensor(sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()[1:])
+
+
+def check_round_trip(service, base_url, model, base, tmp_path, tokens=TOKENS):
+    """Train, export both ways, compare; then an adapter of peft's own, imported and trained on."""
+    training = train(service, model, tokens)
+    path = training.save_weights_for_sampler("trained").result().path
+    expected = our_scores(service, path, tokens)
+    untrained = scores(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tokens)
+    assert (expected - untrained).abs().max() > 0.1, "training changed nothing"
+
+    assert run_cli(["--base-url", base_url, "export", path, "-o", str(tmp_path / "adapter")]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
+    torch.testing.assert_close(scores(adapted, tokens), expected, atol=1e-4, rtol=0)
+
+    options = ["-o", str(tmp_path / "merged"), "--merged", "--base", str(base)]
+    assert run_cli(["--base-url", base_url, "export", path, *options]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(scores(merged, tokens), expected, atol=1e-4, rtol=0)
+    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
+
+
+def check_import(service, base_url, model, base, tmp_path, tokens=TOKENS):
+    torch.manual_seed(3)
+    loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "up_proj", "lm_head"])
+    foreign = peft.get_peft_model(loaded, config)
+    for name, parameter in foreign.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    foreign.save_pretrained(tmp_path / "foreign", save_embedding_layers=False)
+    names = ["--name", "foreign", "--base-model", str(model)]
+    assert run_cli(["--base-url", base_url, "import", str(tmp_path / "foreign"), *names]) == 0
+    listed = service.create_rest_client().list_user_checkpoints().result().checkpoints
+    path = next(c.tinker_path for c in listed if c.tinker_path.endswith("/weights/foreign"))
+    torch.testing.assert_close(
+        our_scores(service, path, tokens), scores(foreign, tokens), atol=1e-4, rtol=0
+    )
+    losses = _step(service.create_training_client_from_state(path), tokens, 3)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:create_rest_client")
+def test_a_tiny_model_leaves_and_enters_with_the_same_logprobs(tiny, tiny_server, tmp_path):
+    with ServiceClient(base_url=tiny_server) as service:
+        check_round_trip(service, tiny_server, str(tiny), tiny, tmp_path)
+        check_import(service, tiny_server, str(tiny), tiny, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:create_rest_client")
+def test_an_adapter_that_does_not_fit_is_refused_and_not_listed(tiny, tiny_server, tmp_path):
+    wider = LlamaForCausalLM(
+        LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=1, num_attention_heads=4)
+    )
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(wider, config).save_pretrained(tmp_path / "wide")
+    names = ["--name", "wide", "--base-model", str(tiny)]
+    assert run_cli(["--base-url", tiny_server, "import", str(tmp_path / "wide"), *names]) == 1
+    with ServiceClient(base_url=tiny_server) as service:
+        listed = service.create_rest_client().list_user_checkpoints().result().checkpoints
+    assert not any(c.tinker_path.endswith("/weights/wide") for c in listed)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:create_rest_client")
+def test_the_default_model_leaves_and_enters_with_the_same_logprobs(
+    start_server, default_model_dir, tmp_path
+):
+    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    (tmp_path / "data").mkdir()
+    with (
+        start_server(tmp_path / "data") as base_url,
+        ServiceClient(base_url=base_url) as service,
+    ):
+        check_round_trip(service, base_url, model, default_model_dir, tmp_path)
+        check_import(service, base_url, model, default_model_dir, tmp_path)
