@@ -227,7 +227,10 @@ def _json_array(value: Any, dtype: np.dtype[Any], where: str) -> Array:
     try:
         array = np.array(value)
         if array.ndim == 1 and array.dtype.kind in ("i" if dtype.kind == "i" else "if"):
-            return array.astype(dtype)
+            with np.errstate(over="ignore"):
+                cast: Array = array.astype(dtype)
+            if np.isfinite(cast).all() or not np.isfinite(array).all():
+                return cast
     except (OverflowError, ValueError):
         pass
     raise InvalidInputError(_first_misfit(value, dtype), path=where)

@@ -31,6 +31,8 @@ from tinkex.store import Store
 
 logger = logging.getLogger("tinkex.server")
 GRACE_S = 5
+SWITCH_S = 0.001
+"""How long a store or decoding thread may hold up the event loop (Python's default is 5 ms)."""
 
 
 class _Server(uvicorn.Server):
@@ -74,6 +76,7 @@ def run(config: ServerConfig) -> None:
     )
     for noisy in ("alembic", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    sys.setswitchinterval(SWITCH_S)
     logger.info("effective config: %s", json.dumps(config.describe()))
     sock = _bind(config)
     try:
@@ -103,6 +106,8 @@ async def _serve(config: ServerConfig, sock: socket.socket) -> None:
             http="httptools",
             ws="none",
             access_log=False,
+            proxy_headers=False,
+            server_header=False,
             log_config=None,
             backlog=4096,
             timeout_keep_alive=75,

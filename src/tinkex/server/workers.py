@@ -9,6 +9,7 @@ still the one it knew. This module does not know what an adapter is and restores
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import pickle
@@ -26,6 +27,8 @@ from tinkex.server.worker import HEADER, Cancel, Ready, WorkerSpec
 logger = logging.getLogger(__name__)
 
 OnEvent = Callable[[Event], None]
+BURST = 16
+"""Events handled before others get a turn: a burst of results must not delay a heartbeat."""
 
 
 class ProcessWorker:
@@ -160,7 +163,9 @@ class ProcessWorker:
         return reader, writer
 
     async def _read_events(self, reader: asyncio.StreamReader) -> None:
-        while True:
+        for count in itertools.count():
+            if count % BURST == 0:
+                await asyncio.sleep(0)  # reading buffered frames never yields by itself
             (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
             message = pickle.loads(await reader.readexactly(size))
             if isinstance(message, Ready):
