@@ -148,6 +148,19 @@ def test_cancelling_sends_the_request_id_alone():
     assert body.content == b'{"request_id":"r"}'
 
 
+def test_an_older_image_is_sent_in_the_newer_form():
+    """Settled: image fields follow the server's generation."""
+    chunk = types.ImageChunk(b"x", "png", height=10, width=20, tokens=5)
+    request = types.SampleRequest(
+        prompt=types.ModelInput([chunk]), sampling_params=types.SamplingParams()
+    )
+    body = json.loads(requests.encode("asample", request).content)
+    sent = {"data": "eA==", "format": "png", "expected_tokens": 5, "type": "image"}
+    assert body["prompt"]["chunks"] == [sent]
+    old = json.loads(requests.encode("asample", request, Generation.V0_4).content)
+    assert old["prompt"]["chunks"][0]["width"] == 20
+
+
 def test_an_image_pointer_cannot_be_trained_on():
     chunk = types.ImageAssetPointerChunk("png", "s3://x", 5)
     datum = types.Datum(types.ModelInput([chunk]))

@@ -1,7 +1,8 @@
 """JSON in both dialects.
 
 The official SDKs write JSON with Python's own encoder, whose spelling of floats (`1e-05`) differs
-from faster ones, so requests do too: their bytes are a promise. Reading and results use orjson.
+from faster ones, so requests do too: their bytes are a promise. Prompts, which hold no floats,
+reading and results use orjson.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from tinkex.types.chunks import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
     ImageChunk,
+    ModelInputChunk,
 )
 from tinkex.types.datum import Datum
 from tinkex.types.model_input import ModelInput
 from tinkex.types.optimizer import AdamParams, OptimStepRequest
+from tinkex.types.sampling import SampleRequest
 from tinkex.types.tensor_data import TensorData
 from tinkex.wire.budget import check_json
 from tinkex.wire.paths import from_validation, wire_error
@@ -83,11 +86,38 @@ def dumps_v04(request: Any) -> bytes:
 
 def dumps_v36(request: BaseModel, *, keep_none: bool = False) -> bytes:
     """A request as SDK 0.36 writes it: defaults included, None left out unless `keep_none`."""
+    if isinstance(request, SampleRequest):
+        return _sample_v36(request)
     fields = request.model_dump(mode="json", exclude_none=not keep_none)
     if isinstance(request, OptimStepRequest):
         name = "adam_params" if isinstance(request.optim_params, AdamParams) else "optimizer_params"
         fields[name] = fields.pop("optim_params")
     return _dumps(fields)
+
+
+def _sample_v36(request: SampleRequest) -> bytes:
+    """A sample request, its prompt written from the arrays: long ones are most of the work."""
+    fields = request.model_dump(mode="json", exclude_none=True, exclude={"num_samples", "prompt"})
+    prompt = {"chunks": [_chunk_v36(chunk) for chunk in request.prompt.chunks]}
+    raw = orjson.dumps(prompt, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b'{"num_samples":%d,"prompt":%b,%b' % (request.num_samples, raw, _dumps(fields)[1:])
+
+
+def _chunk_v36(chunk: ModelInputChunk) -> dict[str, Any]:
+    if isinstance(chunk, EncodedTextChunk):
+        return {"tokens": chunk.tokens_np, "type": chunk.type}
+    fields = chunk.to_dict()
+    if isinstance(chunk, (ImageChunk, ImageAssetPointerChunk)):
+        # The pixel fields of 0.4.1 are gone; their token count lives on under another name.
+        for name in ("height", "width", "tokens", "expected_tokens", "type"):
+            fields.pop(name, None)
+        count = chunk.tokens if chunk.expected_tokens is None else chunk.expected_tokens
+        fields |= (
+            {"type": chunk.type}
+            if count is None
+            else {"expected_tokens": count, "type": chunk.type}
+        )
+    return fields
 
 
 def _dumps(value: Any) -> bytes:
