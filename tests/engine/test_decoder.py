@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tinkex.engine.attention import PackedCausal
 from tinkex.engine.decoder import load_decoder
+from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 
 LENGTHS = [7, 12, 12, 1, 20]
 
@@ -57,6 +63,38 @@ def test_logits_of_the_default_model_match_transformers(default_model_dir):
     assert float((ours_TV - peer_TV).abs().max()) < 1e-5 * scale
 
 
+def test_a_sharded_bf16_checkpoint_is_widened_on_a_cpu(tiny, tmp_path):
+    """A bf16 product ends the process on some CPUs, without an exception."""
+    from transformers import AutoModelForCausalLM
+
+    half = copy.deepcopy(tiny("qwen3").truth).to(torch.bfloat16)
+    half.save_pretrained(tmp_path, max_shard_size="20KB")
+    truth = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    decoder = load_decoder(str(tmp_path))
+    assert decoder.dtype == torch.float32
+    tokens = torch.arange(20)
+    with torch.no_grad():
+        truth_TV = truth(tokens[None]).logits[0].float()
+        torch.testing.assert_close(packed(decoder, [tokens]), truth_TV, rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision_is_refused_on_a_cpu(tiny):
+    with pytest.raises(ConfigError, match="bf16"):
+        load_decoder(str(tiny().folder), dtype=torch.bfloat16)
+
+
+def test_missing_weights_are_named(tiny, tmp_path):
+    shutil.copy(tiny().folder / "config.json", tmp_path)
+    with pytest.raises(InvalidInputError, match=r"no model\.safetensors"):
+        load_decoder(str(tmp_path))
+    weights = load_file(tiny().folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidInputError, match=r"layers\.1\.mlp\.up_proj"):
+        load_decoder(str(tmp_path))
+
+
 def test_recomputing_layers_changes_no_bit(tiny):
     decoder = tiny("qwen3").decoder()
     tokens = [torch.arange(20)]
@@ -64,10 +102,6 @@ def test_recomputing_layers_changes_no_bit(tiny):
 
 
 def test_unknown_rope_scaling_is_refused_by_name(tiny, tmp_path):
-    import json
-
-    from tinkex.errors import NotSupportedError
-
     config = json.loads((tiny().folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, d head size, V voc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,7 @@ from tinkex.engine.lora import (
 )
 from tinkex.engine.models import ModelConfig, ModelSource, RopeConfig, resolve
 from tinkex.engine.weights import WeightReader, open_weights
+from tinkex.errors import ConfigError
 
 
 class DecoderLike(Protocol):
@@ -92,7 +93,7 @@ class Decoder:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
-        self.dtype = dtype or default_dtype(self.device)
+        self.dtype = compute_dtype(self.device, dtype)
         read = _Reader(weights, self.device, self.dtype)
         self.embed_VD = read.one("model.embed_tokens.weight")
         self.layers = [_read_layer(read, config, index) for index in range(config.num_layers)]
@@ -141,6 +142,12 @@ class Decoder:
             accumulate(slots, grads)
         return dhidden_ND
 
+    def matrices(self) -> Iterator[Tensor]:
+        """Every weight matrix that a token is multiplied with."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+        yield self.head_VD
+
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
         return angles_Th.cos().to(self.dtype), angles_Th.sin().to(self.dtype)
@@ -185,8 +192,16 @@ def _slots(lora: LoraBatch | None, key: str) -> tuple[Slot, ...]:
     return NO_SLOTS if lora is None else lora.slots(key)
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def compute_dtype(device: torch.device, wanted: torch.dtype | None = None) -> torch.dtype:
+    """fp32 on a CPU, whatever the checkpoint's type; bf16 on CUDA unless another is asked for."""
+    if device.type == "cuda":
+        return wanted or torch.bfloat16
+    if wanted not in (None, torch.float32, torch.float64):
+        raise ConfigError(
+            f"dtype {wanted} is not computed on {device.type}: some CPUs end the process at the "
+            "first bf16 product. Leave it out; the weights are widened to float32."
+        )
+    return wanted or torch.float32
 
 
 def rope_frequencies(rope: RopeConfig, head_size: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinkex.engine.attention import Attend, PackedCausal
+from tinkex.engine.decoder import compute_dtype
 from tinkex.engine.layers import linear
 from tinkex.engine.lora import Kind, LoraBatch, Target, TargetPart
 from tinkex.engine.models import ModelConfig, ModelSource
@@ -39,7 +40,7 @@ class ForeignDecoder:
     ) -> None:
         self.config = config
         self.device = torch.device(device)
-        self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+        self.dtype = compute_dtype(self.device, dtype)
         self._name = source.name
         model = _load(source, config, self.dtype)
         self._model = model.to(self.device).eval().requires_grad_(False)
