@@ -137,3 +137,14 @@ def test_without_permission_to_fetch_the_default_model_says_where_it_would_be(
     monkeypatch.setenv("TINKEX_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFoundError, match=str(tmp_path)):
         default_model.folder(allow_fetch=False)
+
+
+def test_a_folder_with_a_tokenizer_alone_does_not_hide_the_model(
+    default_model_dir, no_network, tmp_path, monkeypatch
+):
+    """Programs put a tokenizer into `./org/name` so that no hub is asked for it."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / default_model.NAMES[0]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert resolve(default_model.NAMES[0]).path == default_model_dir

@@ -228,7 +228,9 @@ def resolve(name: str, *, allow_fetch: bool = True) -> ModelSource:
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return ModelSource(name, path)
-    if (path / "config.json").is_file():
+    # A folder called like a hub name may be there for its tokenizer alone.
+    explicit = path.is_absolute() or name.startswith((".", "~"))
+    if (path / "config.json").is_file() and (explicit or any(path.glob("*.safetensors"))):
         return ModelSource(name, path)
     if (snapshot := _in_hf_cache(name)) is not None:
         return ModelSource(name, snapshot)
