@@ -17,7 +17,7 @@ from importlib import import_module
 
 import click
 
-from tinkex.cli.state import Leaf, State, shared_options
+from tinkex.cli.state import State, shared_options
 from tinkex.errors import TinkerError
 
 # name -> (module:attribute, the line `tinkex --help` shows)
@@ -162,4 +162,4 @@ def _set_up_logging() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-__all__ = ["COMMANDS", "Leaf", "cli", "main", "run"]
+__all__ = ["COMMANDS", "cli", "main", "run"]

@@ -67,7 +67,7 @@ class State:
         """
         from tinkex.client.config import ClientConfig
 
-        settings = {} if patient else {"retry_window_s": 3.0, "max_retries": 2}
+        settings: dict[str, Any] = {} if patient else {"retry_window_s": 3.0, "max_retries": 2}
         given = {
             k: v for k, v in settings.items() if f"TINKEX_CLIENT_{k.upper()}" not in os.environ
         }

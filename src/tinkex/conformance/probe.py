@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -244,7 +244,6 @@ class Run:
     probe: Probe
     model_id: str
     seq: int = 0
-    sent: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def next_seq(self) -> int:
         self.seq += 1

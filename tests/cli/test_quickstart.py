@@ -1,0 +1,91 @@
+"""`tinkex quickstart` and `tinkex serve`: what a newcomer sees, on the toy engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
+from tinkex.recipes.run_log import RunLog
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("default_model_dir")
+def test_quickstart_shows_answers_loss_and_the_next_command(cli, tmp_path):
+    ran = cli("quickstart", "--epochs", "0.4")
+    assert ran.code == 0, ran.err
+    for question in QUESTIONS_TO_SHOW:
+        assert question in ran.out
+    assert "Held-out loss" in ran.out
+    assert "Next: tinkex chat tinker://" in ran.err
+    folder = tmp_path / "quickstart"
+    assert (folder / "loss.png").exists()
+    assert (folder / "adapter" / "adapter_config.json").exists()
+    shown = cli("quickstart", "--epochs", "0.4", "--json").json
+    assert shown["steps"] == 6
+    assert [a["question"] for a in shown["answers"]] == list(QUESTIONS_TO_SHOW)
+
+
+@pytest.mark.usefixtures("default_model_dir")
+def test_ctrl_c_saves_and_the_same_command_goes_on(cli, tmp_path, monkeypatch):
+    real = RunLog.metrics
+
+    def press(self, step, values):
+        real(self, step, values)
+        if step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunLog, "metrics", press)
+    stopped = cli("quickstart", "--epochs", "0.4", "--folder", "mine")
+    assert stopped.code == 130
+    assert "Resume: tinkex quickstart --folder mine" in stopped.err
+    monkeypatch.setattr(RunLog, "metrics", real)
+    assert cli("quickstart", "--epochs", "0.4", "--folder", "mine", "--json").json["steps"] == 6
+    lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == list(range(7))
+
+
+def test_fresh_never_deletes_a_folder_that_is_not_its_own(cli, tmp_path):
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart" / "thesis.txt").write_text("years of work")
+    ran = cli("quickstart", "--fresh")
+    assert ran.code == 1
+    assert (tmp_path / "quickstart" / "thesis.txt").exists()
+
+
+def test_the_shown_fact_is_held_out():
+    """The capital the quickstart asks for is not one it trains on."""
+    from tinkex.recipes.data import split_off
+
+    trained, held = split_off(rows(), 0.15)
+    asked = QUESTIONS_TO_SHOW[0]
+    assert asked in {row["messages"][0]["content"] for row in held}
+    assert asked not in {row["messages"][0]["content"] for row in trained}
+
+
+def test_serve_says_where_it_listens_on_the_first_line_of_stdout(tmp_path):
+    command = [sys.executable, "-m", "tinkex.cli", "serve", "--engine", "toy", "--port", "0"]
+    child = subprocess.Popen(
+        [*command, "--data-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert json.loads(child.stdout.readline())["base_url"].startswith("http://127.0.0.1:")
+    finally:
+        child.terminate()
+        child.wait(timeout=30)
+        child.stdout.close()
+
+
+def test_serve_refuses_to_be_open_to_the_world(cli, tmp_path):
+    ran = cli("serve", "--host", "0.0.0.0", "--data-dir", tmp_path)
+    assert ran.code == 1
+    assert "no api key is set" in ran.err
