@@ -6,6 +6,7 @@ raise `TimeoutError` or `OSError` when there is no answer; neither follows redir
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from tinkex.client.config import ClientConfig
 from tinkex.client.http1 import Http1Pool, ProtocolError
 
 __all__ = ["Backend", "Reply", "choose_backend"]
+
+# httpx logs every request at INFO; ours are on the event bus.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +80,34 @@ def _has_proxy(url: str) -> bool:
 def make_httpx(config: ClientConfig) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         http2=config.base_url.startswith("https"),
-        verify=config.verify_tls,
+        # Without TLS there is nothing to verify, and loading certificates takes 20 ms.
+        verify=config.verify_tls and config.base_url.startswith("https"),
         timeout=config.timeout_s,
         limits=httpx.Limits(max_connections=config.max_connections, max_keepalive_connections=200),
     )
 
 
 class HttpxBackend:
-    """TLS, HTTP/2 and proxies."""
+    """TLS, HTTP/2 and proxies.
+
+    One HTTP/2 connection carries only so many requests at once, so a further client is opened when
+    all present ones are busy (contract 1.3).
+    """
+
+    MAX_PER_CLIENT = 50
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
-        self._client = make_httpx(config)
+        self._clients: list[httpx.AsyncClient] = []
+        self._busy: list[int] = []
+
+    def _least_busy(self) -> int:
+        for index, busy in enumerate(self._busy):
+            if busy < self.MAX_PER_CLIENT:
+                return index
+        self._clients.append(make_httpx(self._config))
+        self._busy.append(0)
+        return len(self._clients) - 1
 
     async def send(
         self,
@@ -98,18 +118,23 @@ class HttpxBackend:
         timeout_s: float,
     ) -> Reply:
         timeout = httpx.Timeout(timeout_s, connect=min(self._config.connect_timeout_s, timeout_s))
+        index = self._least_busy()
+        self._busy[index] += 1
         try:
-            answer = await self._client.request(
+            answer = await self._clients[index].request(
                 method, url, headers=dict(headers), content=body, timeout=timeout
             )
         except httpx.TimeoutException as exc:
             raise TimeoutError(f"{type(exc).__name__} {exc}".strip()) from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             raise ProtocolError(f"{type(exc).__name__} {exc}".strip()) from exc
+        finally:
+            self._busy[index] -= 1
         return Reply(answer.status_code, answer.headers, answer.content)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
 
 class PlainBackend:

@@ -35,6 +35,7 @@ from tinkex.client.transport import Call, status_error
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
+    ClientClosedError,
     RequestFailedError,
     TinkerError,
 )
@@ -125,7 +126,7 @@ class Collector:
             while self._waiters or self._retrieved:
                 await self._poll()
         except asyncio.CancelledError:
-            self._fail_all(APIConnectionError("The client was closed while samples waited."))
+            self._fail_all(ClientClosedError("The client was closed while samples waited."))
             raise
         except TinkerError as exc:
             self._dead = exc

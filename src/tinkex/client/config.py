@@ -7,6 +7,7 @@ the settings is everyone else's business.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ LOCAL = "local"
 
 _OFF = frozenset({"0", "false", "no", "off"})
 _ON = frozenset({"1", "true", "yes", "on"})
+_LEVELS = frozenset({"debug", "info", "warning", "error"})
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 LOCAL_KEY = "tml-local"
 
@@ -67,7 +69,9 @@ class ClientConfig:
     circuit_breaker: bool = False
     """Stop calling a host for a while after repeated failures."""
     verify_tls: bool = True
+    """Check the server's certificate. Off only for tests with a certificate of one's own."""
     log_level: str | None = None
+    """`debug`, `info`, `warning` or `error`: shows our log on stderr. None leaves logging alone."""
 
     def __post_init__(self) -> None:
         if self.base_url != LOCAL and urlsplit(self.base_url).scheme not in ("http", "https"):
@@ -82,6 +86,11 @@ class ClientConfig:
             raise ConfigError(
                 "max_retries and retry_window_s must be at least 0 and max_connections at least "
                 f"1, got {self.max_retries}, {self.retry_window_s} and {self.max_connections}."
+            )
+        if self.log_level is not None and self.log_level.lower() not in _LEVELS:
+            raise ConfigError(
+                f"log_level must be one of {', '.join(sorted(_LEVELS))}, got {self.log_level!r}. "
+                "Check TINKER_LOG and TINKEX_LOG."
             )
         for name in ("headers", "user_metadata"):
             object.__setattr__(self, name, _frozen(getattr(self, name)))
@@ -140,6 +149,15 @@ class ClientConfig:
     def is_local(self) -> bool:
         """True for the embedded server and for any server on this machine."""
         return _is_local(self.base_url)
+
+    def set_up_logging(self) -> None:
+        """Honour TINKER_LOG: our log at that level, on stderr unless the program has handlers."""
+        if self.log_level is None:
+            return
+        logger = logging.getLogger("tinkex")
+        logger.setLevel(self.log_level.upper())
+        if not logging.getLogger().handlers and not logger.handlers:
+            logger.addHandler(logging.StreamHandler())
 
     def replace(self, **changes: Any) -> ClientConfig:
         return replace(self, **changes)

@@ -52,6 +52,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _HEARTBEAT_WARNING_S = 120.0
 _MIN_REFRESH_S = 10.0
+_FINISH_TIMEOUT_S = 20.0
 
 
 class Holder:
@@ -120,6 +121,14 @@ class Holder:
             raise
 
     async def _start(self) -> None:
+        try:
+            await self._prepare()
+        except BaseException:
+            if hasattr(self, "transport"):
+                await self.transport.close()
+            raise
+
+    async def _prepare(self) -> None:
         await self._connect()
         if not self.is_shadow:
             await self._fetch_flags()
@@ -146,8 +155,10 @@ class Holder:
             self._on_close.append(server.leave)
         config = self.config
         self.tokens = TokenProvider(config.api_key, config.credential_cmd)
-        self.transport = Transport(config, self.tokens, make_backend=self._make_backend)
         self.limiter = RateLimiter.of(config.base_url, config.api_key)
+        self.transport = Transport(
+            config, self.tokens, limiter=self.limiter, make_backend=self._make_backend
+        )
 
     async def _fetch_flags(self) -> None:
         body = orjson.dumps({"sdk_version": CONTRACT_VERSION})
@@ -469,8 +480,9 @@ class Holder:
         body = orjson.dumps({"reason": {"type": status}, "detail": detail})
         call = Call(method="POST", path=f"sessions/{self.session_id}/finish", body=body)
         try:
-            await self.execute(call, window=not self.config.is_local)
-        except (APIStatusError, APIConnectionError) as exc:
+            async with asyncio.timeout(_FINISH_TIMEOUT_S):
+                await self.execute(call)
+        except (APIStatusError, APIConnectionError, TimeoutError) as exc:
             logger.info("The session could not be finished on the server: %s", exc)
 
 

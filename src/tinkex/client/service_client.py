@@ -66,6 +66,7 @@ class ServiceClient:
             display_name=display_name,
             headers=dict(default_headers_overrides or {}),
         )
+        self.config.set_up_logging()
         self._lock = threading.Lock()
         self._holder: Holder | None = None
         self._plain_holder: Holder | None = None

@@ -27,6 +27,7 @@ __all__ = ["Lane", "Part", "Promise", "Submission"]
 logger = logging.getLogger("tinkex.training")
 
 _ENCODE_ON_LOOP_BYTES = 65_536
+_CLOSED = "The client was closed before this call was sent. Make a new ServiceClient."
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Lane:
         while self._queue:
             promises = self._queue.popleft().promises
             if promises is not None:
-                promises.set_exception(ClientClosedError("The client was closed before this call."))
+                promises.set_exception(ClientClosedError(_CLOSED))
 
     def put(self, submission: Submission) -> None:
         """Take the next place in the order, now."""
@@ -89,10 +90,11 @@ class Lane:
             assert submission.promises is not None
             try:
                 promises = await self._post_all(submission.parts)
-            except BaseException as exc:
+            except asyncio.CancelledError:
+                submission.promises.set_exception(ClientClosedError(_CLOSED))
+                raise
+            except Exception as exc:
                 submission.promises.set_exception(exc)
-                if not isinstance(exc, Exception):
-                    raise
             else:
                 submission.promises.set_result(promises)
 

@@ -28,6 +28,7 @@ from tinkex.client.breaker import CircuitBreaker
 from tinkex.client.config import ClientConfig
 from tinkex.client.credentials import TokenProvider
 from tinkex.client.headers import JSON, idempotency_key, standard_headers
+from tinkex.client.limits import RateLimiter
 from tinkex.client.loop import loop_time
 from tinkex.client.retry import BaseRetry, parse_retry_after_s
 from tinkex.errors import (
@@ -43,6 +44,8 @@ __all__ = ["Call", "RequestOptions", "Transport", "status_error"]
 logger = logging.getLogger("tinkex.http")
 
 _EMPTY_400_BUDGET = 16
+# What a rate limit holds back. Heartbeats and polls make nobody's queue longer.
+_HELD_POOLS = frozenset({"train", "sample"})
 _MAX_REDIRECTS = 5
 # Ids and names go into paths as they are; only what a request line cannot hold is encoded.
 _SAFE = "/:@!$&'()*+,;=-._~%"
@@ -87,6 +90,7 @@ class _Pool:
     def __init__(self, make_backend: Callable[[], Backend]) -> None:
         self._make_backend = make_backend
         self._backend: Backend | None = None
+        self._torn: list[Backend] = []
         self._budget = _EMPTY_400_BUDGET
 
     async def send(
@@ -102,15 +106,17 @@ class _Pool:
             self._budget = min(self._budget + 1, _EMPTY_400_BUDGET)
         elif reply.status == 400 and not reply.content and self._budget > 0:
             self._budget -= 1
-            # Not closed here: other calls may still wait on its connections.
+            # Not closed yet: other calls may still wait on its connections.
+            self._torn += [self._backend] if self._backend is not None else []
             self._backend = None
             raise APIConnectionError(
                 "The server sent a 400 without a body, the sign of a torn connection."
             )
 
     async def close(self) -> None:
-        backend, self._backend = self._backend, None
-        if backend is not None:
+        backends = [*self._torn, *([self._backend] if self._backend is not None else [])]
+        self._torn, self._backend = [], None
+        for backend in backends:
             await backend.close()
 
 
@@ -123,11 +129,13 @@ class Transport:
         tokens: TokenProvider,
         *,
         retry: BaseRetry | None = None,
+        limiter: RateLimiter | None = None,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         make_backend: Callable[[ClientConfig], Backend] = choose_backend,
     ) -> None:
         self.config = config
         self._make_backend = make_backend
+        self._limiter = limiter
         self.tokens = tokens
         self._retry = retry or BaseRetry(max_retries=config.max_retries)
         self._sleep = sleep
@@ -166,6 +174,8 @@ class Transport:
                 if attempt == most or not self._retry.wants(reply.status, reply.headers):
                     raise status_error(call, reply)
                 delay_s, why = self._retry.delay_s(attempt, reply.headers), f"{reply.status}"
+                if reply.status == 429:
+                    self._hold_back(delay_s)
             logger.debug("%s %s: %s; again in %.2f s", call.method, call.path, why, delay_s)
             events.emit(
                 "http.retry",
@@ -178,10 +188,17 @@ class Transport:
             await self._sleep(delay_s)
         raise AssertionError("unreachable")
 
+    def _hold_back(self, delay_s: float) -> None:
+        """The account is over its limit: all clients of this process that share it wait (R14)."""
+        if self._limiter is not None:
+            self._limiter.hold(delay_s)
+
     async def exchange(self, call: Call, *, attempt: int = 0, key: str | None = None) -> Reply:
         """One try. Any status is an answer; no answer is an APIConnectionError."""
         if self._closed and call.pool != "telemetry":
             raise ClientClosedError("The client is closed. Make a new ServiceClient.")
+        if self._limiter is not None and call.pool in _HELD_POOLS:
+            await self._limiter.wait()
         timeout_s = call.timeout_s or self.config.timeout_s
         headers = await self._headers(call, attempt, key, timeout_s)
         if self._breaker is not None:
