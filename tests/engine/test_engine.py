@@ -194,6 +194,7 @@ def test_deterministic_mode_gives_equal_bits_whatever_the_company(start, tmp_pat
         if crowded:
             client.create("b")
             client.create("c", rank=3)
+            client.sample(max_tokens=40)
         tickets = []
         for i in range(4):
             if crowded:

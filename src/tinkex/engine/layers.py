@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine import packed_weights
 from tinkex.engine.lora import Slot, add_low_rank, low_rank_backward
 
 
@@ -72,6 +73,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    if (y_TO := packed_weights.product(x_TI, weight_OI, bias_O, None)) is not None:
+        return y_TO
     return x_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, x_TI, weight_OI.t())
 
 
@@ -156,6 +159,8 @@ def _plain_linear(
 ) -> tuple[Tensor, list[Tensor]]:
     if residual_TO is None:
         y_TO = _affine(x_TI, weight_OI, bias_O)
+    elif (fast_TO := packed_weights.product(x_TI, weight_OI, bias_O, residual_TO)) is not None:
+        y_TO = fast_TO
     else:
         y_TO = torch.addmm(residual_TO, x_TI, weight_OI.t())
         if bias_O is not None:

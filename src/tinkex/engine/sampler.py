@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine import jobs
-from tinkex.engine.decoder import DecoderLike
+from tinkex.engine import jobs, packed_weights
+from tinkex.engine.decoder import Decoder, DecoderLike
 from tinkex.engine.kv_cache import BlockPool
 from tinkex.engine.lora import Adapter, LoraBatch, Span
 from tinkex.engine.paged import PagedAttend, PagedCache, kv_bytes_per_token
@@ -51,6 +51,8 @@ class SamplerConfig:
     """Most samples in one pass; the others wait."""
     max_pass_tokens: int = 512
     """Most tokens of one pass; longer prompts are prefilled in several passes."""
+    packed_weights: bool = True
+    """On a CPU, keep a second copy of the weights that makes decoding faster, if memory allows."""
 
     def __post_init__(self) -> None:
         if self.kv_bytes < 1 or self.block_size < 1:
@@ -118,6 +120,8 @@ class Sampler:
             BlockPool(num_blocks, size),
         )
         self._attend, self._graphs = _attention(decoder, self.cache)
+        if self.config.packed_weights and isinstance(decoder, Decoder):
+            packed_weights.pack(decoder.matrices())
         self._load_detokenizer = detokenizer
         self._detokenize: Detokenize | None = None
         self._requests: dict[str, _Request] = {}
@@ -272,7 +276,7 @@ class Sampler:
         """Logits of a pass in which every sequence decodes one token, from a recorded graph."""
         if self._graphs is None or not all(_sample_of(chunk).num_sampled for chunk in chunks):
             return None
-        if not all(chunk.completes for chunk in chunks):
+        if not all(chunk.length == 1 and chunk.completes for chunk in chunks):
             return None  # a preempted sequence is being prefilled again
         return self._graphs.run(chunks, _lora([(chunk.seq, 1) for chunk in chunks]))
 
