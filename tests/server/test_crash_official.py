@@ -1,0 +1,100 @@
+"""The crash promise with everything real: official client, torch engine, twenty kills."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+from venvs import sdk_python
+
+NUM_KILLS, NUM_STEPS = 20, 30
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=2,
+    )
+    transformers.set_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def run_loop(server: ServerProcess, model: Path, disturb: Any = None) -> tuple[list[float], bytes]:
+    """Run the official client's loop to its end, calling `disturb` until it has nothing to do."""
+    command = [str(sdk_python("0.36.0")), str(Path(__file__).parent / "official_loop.py")]
+    with (server.folder / "client.log").open("wb") as log:
+        child = subprocess.Popen(
+            [*command, server.base_url, str(model)], stdout=subprocess.PIPE, stderr=log
+        )
+    try:
+        while child.poll() is None:
+            if disturb is None or not disturb():
+                time.sleep(0.1)
+        output, _ = child.communicate(timeout=10)
+    finally:
+        child.kill()
+        child.wait()
+    log_text = (server.folder / "client.log").read_text()
+    assert child.returncode == 0, f"{log_text[-3000:]}\n--- server\n{server.log[-3000:]}"
+    losses = json.loads(output)["losses"]
+    (folder,) = (server.folder / "data" / "checkpoints").glob("*/weights/final-*")
+    weights = b"".join(file.read_bytes() for file in sorted(folder.rglob("*.safetensors")))
+    assert weights
+    return losses, weights
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.timeout(1500)
+def test_twenty_kills_cost_an_official_client_nothing_but_time(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    flags = ("--engine", "torch", "--device", "cpu", "--deterministic", "--model", str(tiny_model))
+    flags += ("--snapshot-every", "9")
+    with ServerProcess(tmp_path / "calm", *flags) as server:
+        expected = run_loop(server, tiny_model)
+    chance = random.Random(0)
+    moments = sorted(chance.sample(range(NUM_STEPS), NUM_KILLS))
+    with ServerProcess(tmp_path / "killed", *flags) as server:
+
+        def disturb() -> bool:
+            """Kill worker and server in turn, at some moment of each chosen step."""
+            steps = (server.folder / "client.log").read_text().count("step ")
+            if not moments or steps < moments[0]:
+                return False
+            del moments[0]
+            time.sleep(chance.uniform(0.0, 0.6))
+            if len(moments) % 2:
+                server.kill()
+                server.start()
+            else:
+                server.kill_worker()
+            return True
+
+        losses, weights = run_loop(server, tiny_model, disturb)
+        num_replays = server.log.count("replaying")
+        print(f"{NUM_KILLS} kills, {num_replays} replays")
+    assert losses == expected[0]
+    assert weights == expected[1]
+    assert not moments, "the run ended before every kill was made"
+    assert num_replays > 5
