@@ -33,7 +33,7 @@ ERRORS = {
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("tinkex").setLevel(logging.CRITICAL)
+    caplog.set_level(logging.CRITICAL, "tinkex")  # thousands of warnings are expected
 
 
 @pytest.mark.parametrize("block", range(20))
@@ -84,7 +84,8 @@ class Schedule:
         self.check_order(client.model_id)
         assert self.server.violations == []
         await service.close("success")
-        assert self.server.finished[:1] == ["success"]
+        # Saying goodbye is bounded in time, so a bad network may swallow it.
+        assert self.server.finished[:1] == ["success"] or self.network.rate > 0
         assert self.network.open <= 0 or self.network.kinds.get("blank_400", 0) > 0
         gc.collect(0)
 

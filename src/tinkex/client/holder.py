@@ -478,7 +478,8 @@ class Holder:
     async def _finish(self, status: str, detail: str | None) -> None:
         # The null is sent: the server tells "no detail" from "not given".
         body = orjson.dumps({"reason": {"type": status}, "detail": detail})
-        call = Call(method="POST", path=f"sessions/{self.session_id}/finish", body=body)
+        path = f"sessions/{self.session_id}/finish"
+        call = Call(method="POST", path=path, body=body, timeout_s=_FINISH_TIMEOUT_S / 2)
         try:
             async with asyncio.timeout(_FINISH_TIMEOUT_S):
                 await self.execute(call)
