@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tinkex.engine.jobs import Array, CsrArray, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError, WireError
+from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
 
 _DTYPES: dict[int, Any] = {
@@ -47,6 +48,7 @@ class TrainRequest:
 
 def parse_train_proto(body: bytes) -> Any:
     """The message as it arrived, its arrays not yet looked at."""
+    budget.check_protobuf(body, budget.REQUEST)
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -123,6 +125,7 @@ def _from_bytes(data: bytes, dtype: np.dtype[Any], where: str) -> Array:
 
 
 def load_json(body: bytes) -> dict[str, Any]:
+    budget.check_json(body, max_bytes=None)
     try:
         value = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError as exc:

@@ -13,7 +13,7 @@ from tinkex.errors import WireError
 
 # Below this size no amplification is worth counting.
 _SMALL_BYTES = 128 * 1024
-_MAX_JSON_BYTES = 24 * 1024 * 1024
+MAX_JSON_BYTES = 24 * 1024 * 1024
 _MAX_CONTAINERS = 250_000
 _MAX_STRINGS = 500_000
 _MAX_VALUES = 1_500_000
@@ -33,11 +33,12 @@ SAMPLE: Schema = {1: {4: {}}, 3: {}, 5: _TENSOR, 6: {1: _TENSOR, 2: _TENSOR}}
 PASS: Schema = {2: {2: {2: {4: PACKED}}}, 3: {}}
 
 
-def check_json(content: bytes) -> None:
-    """Refuse JSON that would become too many Python objects."""
+def check_json(content: bytes, *, max_bytes: int | None = MAX_JSON_BYTES) -> None:
+    """Refuse JSON that would become too many Python objects; None leaves its size to the caller."""
     if len(content) <= _SMALL_BYTES:
         return
-    _limit(len(content), _MAX_JSON_BYTES, "bytes of JSON")
+    if max_bytes is not None:
+        _limit(len(content), max_bytes, "bytes of JSON")
     _limit(content.count(b"[") + content.count(b"{"), _MAX_CONTAINERS, "lists and objects")
     _limit(content.count(b'"') // 2, _MAX_STRINGS, "strings")
     _limit(content.count(b","), _MAX_VALUES, "values")
