@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tinkex.engine import checkpoint
 from tinkex.engine.jobs import (
@@ -276,6 +277,49 @@ def test_a_missing_or_damaged_folder_is_refused(tiny, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(InvalidInputError, match="cannot be read"):
         load(trainer, damaged, with_optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "JSON object"),
+        ({"lora_alpha": "big"}, "lora_alpha must be a number"),
+        ({"alpha_pattern": {"((a+)+)+": 1}}, "too elaborate"),
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern"),
+    ],
+)
+def test_a_hostile_config_is_refused(tiny, tmp_path, config, message):
+    """Folders come from strangers: a config may neither crash nor stall the engine."""
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    file = folder / "adapter_config.json"
+    if isinstance(config, dict):
+        config = json.dumps(json.loads(file.read_text()) | config)
+    file.write_text(config)
+    with pytest.raises(InvalidInputError, match=message):
+        load(trainer, folder, with_optimizer=False)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, "no LoRA matrix"),
+        ({"lora_A": torch.zeros(0, 32), "lora_B": torch.zeros(32, 0)}, "rank of 1 to 512"),
+        ({"lora_A": torch.zeros(4, 32)}, "only half"),
+        ({"lora_magnitude_vector": torch.zeros(4)}, "no LoRA matrix"),
+    ],
+)
+def test_weights_that_are_no_adapter_are_refused(tiny, tmp_path, tensors, message):
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    named = {f"{prefix}.{name}.weight": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    with pytest.raises(InvalidInputError, match=message):
+        load(trainer, folder, with_optimizer=False)
 
 
 def test_the_size_reported_is_the_size_on_disk(tiny, tmp_path):

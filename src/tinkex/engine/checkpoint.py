@@ -13,6 +13,7 @@ modules) is refused by name. Which adapter a folder belongs to, and who may read
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.jobs import LoraSpec
-from tinkex.engine.lora import Adapter, LoraPart, ModuleInit, Target, build_adapter
+from tinkex.engine.lora import MAX_RANK, Adapter, LoraPart, ModuleInit, Target, build_adapter
 from tinkex.engine.optim import MOMENTS, OptimizerKind, OptimizerState
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
@@ -207,7 +208,7 @@ def read(
         raise ModelNotFoundError(
             f"{path} is no checkpoint: it lacks {_CONFIG} or {_WEIGHTS} (safetensors)."
         )
-    config = json.loads((path / _CONFIG).read_text())
+    config = _load_json(path / _CONFIG)
     manifest = _read_manifest(path)
     adapter = build_adapter(targets, _read_modules(path, config), device)
     kind: OptimizerKind | None = manifest.get("optimizer")
@@ -236,7 +237,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / _MANIFEST
     if not file.is_file():
         return {}
-    manifest: dict[str, Any] = json.loads(file.read_text())
+    manifest = _load_json(file)
     if manifest.get("format") != 1:
         raise NotSupportedError(
             f"{file} has format {manifest.get('format')!r}; this version reads format 1"
@@ -265,17 +266,26 @@ def _read_modules(path: Path, config: Mapping[str, Any]) -> dict[str, ModuleInit
         if (match := _KEY.fullmatch(key)) is None:
             raise NotSupportedError(f"{path / _WEIGHTS} holds {key!r}, which is no LoRA matrix")
         sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
+    if not sides:
+        raise InvalidInputError(f"{path / _WEIGHTS} holds no LoRA matrix")
     modules: dict[str, ModuleInit] = {}
     for module, pair in sides.items():
         if set(pair) != {"A", "B"}:
             raise InvalidInputError(f"{path / _WEIGHTS} holds only half of {module!r}")
-        rank = pair["A"].shape[0]
+        rank = pair["A"].shape[0] if pair["A"].ndim == 2 else 0
+        if not 1 <= rank <= MAX_RANK:
+            raise InvalidInputError(
+                f"LoRA A of {module!r} has shape {tuple(pair['A'].shape)}; it must be 2-D with a "
+                f"rank of 1 to {MAX_RANK}"
+            )
         modules[module] = ModuleInit(rank, _scale(config, module, rank), pair["A"], pair["B"])
     return modules
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = float(_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
+    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise InvalidInputError(f"lora_alpha must be a number, got {alpha!r}", path=_CONFIG)
     root = rank**0.5 if config.get("use_rslora") else rank
     return alpha / root
 
@@ -283,7 +293,14 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
 def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The first pattern that matches the end of the module's name, as `peft` resolves it."""
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        # Folders come from strangers: repetition other than a few `.*` could run for years.
+        if pattern.count(".*") > 3 or re.search(r"[*+?{]", pattern.replace(".*", "")):
+            raise NotSupportedError(f"alpha_pattern {pattern!r} is too elaborate", path=_CONFIG)
+        try:
+            found = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as exc:
+            raise InvalidInputError(f"alpha_pattern {pattern!r}: {exc}", path=_CONFIG) from exc
+        if found:
             return value
     return default
 
@@ -326,6 +343,16 @@ def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> Tens
                 )
             tensors.append(tensor)
     return adapter.fold(tensors)
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, OSError) as exc:
+        raise InvalidInputError(f"{path} cannot be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"{path} must hold a JSON object")
+    return value
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
