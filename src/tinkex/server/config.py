@@ -66,6 +66,8 @@ class ServerConfig:
     """`KEY` or `KEY=USER`. Empty: every caller is the user `local`."""
     database: str = ""
     """SQLAlchemy URL; empty means SQLite in `data_dir`."""
+    power_safe: bool = True
+    """Promises survive a power cut, for an fsync each. Off: they survive every crash but that."""
     engine: str = "torch"
     """`torch` computes; `toy` is a deterministic stand-in for tests."""
     deterministic: bool = False

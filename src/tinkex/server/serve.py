@@ -135,11 +135,11 @@ async def _until_deserted(
 
 def open_store(config: ServerConfig) -> Store:
     """The database a config names, for this server alone; SQLite in the data folder by default."""
-    ttl_s = config.result_ttl_s
+    ttl_s, sync = config.result_ttl_s, config.power_safe
     if config.database:
-        store = Store(config.database, result_ttl_s=ttl_s)
+        store = Store(config.database, full_sync=sync, result_ttl_s=ttl_s)
     else:
-        store = Store.in_folder(config.data_dir, result_ttl_s=ttl_s)
+        store = Store.in_folder(config.data_dir, full_sync=sync, result_ttl_s=ttl_s)
     try:
         store.claim()
     except ConfigError:
@@ -208,6 +208,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Database, checkpoints, state.")
 @click.option("--api-key", "api_keys", multiple=True, help="KEY or KEY=USER, repeatable.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
+@click.option("--power-safe/--no-power-safe", default=None, help="One fsync per promise, or none.")
 @click.option("--engine", type=click.Choice(ENGINES), help="torch computes; toy is for tests.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
