@@ -26,7 +26,7 @@ def section() -> str:
 
 
 def arguments(function: object) -> str:
-    """`(path, ttl_seconds=None, *, ...)` without types: names, order and defaults are the promise."""
+    """`(path, ttl_seconds=None)` without types: names, order and defaults are the promise."""
     given = inspect.signature(function)  # type: ignore[arg-type]
     bare = [
         parameter.replace(annotation=inspect.Parameter.empty)
