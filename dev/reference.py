@@ -1,0 +1,117 @@
+"""Write docs/cli.md and docs/settings.md from the code, so that they cannot drift.
+
+Run `python dev/reference.py` after changing a command or a setting; `--check` only compares, and is
+what the tests call.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).parents[1]
+HEAD = "<!-- Written by dev/reference.py; change the code, not this page. -->\n"
+
+
+def leaves(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Every command with its help text, groups before their verbs."""
+    with click.Context(
+        command,
+        info_name=" ".join(path),
+        max_content_width=100,
+        terminal_width=100,
+        help_option_names=["-h", "--help"],
+    ) as context:
+        if not isinstance(command, click.Group):
+            yield " ".join(path), command.get_help(context)
+            return
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from leaves(found, (*path, name))
+
+
+def cli_page() -> str:
+    from tinkex.cli.app import cli
+
+    parts = [HEAD, "# Command line\n"]
+    parts.append(
+        "Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong "
+        "usage, 130 interrupted.\nTab completion: `tinkex completion bash|zsh|fish`.\n"
+    )
+    for name, text in leaves(cli, ("tinkex",)):
+        lines = "\n".join(line.rstrip() for line in text.splitlines())
+        parts.append(f"## {name}\n\n```text\n{lines}\n```\n")
+    return "\n".join(parts)
+
+
+def settings_page() -> str:
+    server = fields(ROOT / "src/tinkex/server/config.py", "ServerConfig")
+    client = fields(ROOT / "src/tinkex/client/config.py", "ClientConfig")
+    return "\n".join(
+        [
+            HEAD,
+            "# Settings\n",
+            "## Server\n",
+            "Keys of the TOML file (`tinkex serve --config`), environment variables (such as\n"
+            "`TINKEX_SERVER_PORT`) and, where there is one, a flag. The later wins.\n",
+            table(server),
+            "## Client\n",
+            "Fields of `tinkex.ClientConfig`. `ClientConfig.from_env(...)` reads the environment,\n"
+            "numbers as `TINKEX_CLIENT_TIMEOUT_S` and so on; `ServiceClient(config=...)` takes it.\n",
+            table(client),
+        ]
+    )
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    lines = ["| name | default | meaning |", "|---|---|---|"]
+    lines += [f"| `{name}` | {default} | {text} |" for name, default, text in rows]
+    return "\n".join(lines) + "\n"
+
+
+def fields(file: Path, name: str) -> list[tuple[str, str, str]]:
+    """(name, default, docstring) of each field of a config class, read from its source."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    found = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    rows = []
+    for node, after in zip(found.body, [*found.body[1:], None], strict=True):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            rows.append((node.target.id, _default(node.value), _docstring(after)))
+    return rows
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return "required"
+    if isinstance(value, ast.Constant | ast.Tuple | ast.BinOp):
+        return f"`{ast.unparse(value)}`"
+    return "-"
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split()).replace("|", "\\|")
+    return ""
+
+
+def main() -> int:
+    pages = {"cli.md": cli_page(), "settings.md": settings_page()}
+    stale = []
+    for name, text in pages.items():
+        file = ROOT / "docs" / name
+        if "--check" not in sys.argv:
+            file.write_text(text, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            stale.append(name)
+    if stale:
+        print(f"stale: {', '.join(stale)}; run python dev/reference.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
