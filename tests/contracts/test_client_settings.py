@@ -9,7 +9,7 @@ from pathlib import Path
 from tinkex.client.config import _NUMBERS, ClientConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "client-settings.md"
-ROW = re.compile(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \|", re.M)
+ROW = re.compile(r"^\| `(\w+)` \|([^|]*)\|([^|]*)\|", re.M)
 
 
 def test_every_setting_has_a_row_and_every_row_a_setting() -> None:
