@@ -62,7 +62,7 @@ def settings_page() -> str:
             table(server),
             "## Client\n",
             "Fields of `tinkex.ClientConfig`. `ClientConfig.from_env(...)` reads the environment,\n"
-            "numbers as `TINKEX_CLIENT_TIMEOUT_S` and so on; `ServiceClient(config=...)` takes it.\n",
+            "numbers as `TINKEX_CLIENT_TIMEOUT_S` and so on, for `ServiceClient(config=...)`.\n",
             table(client),
         ]
     )

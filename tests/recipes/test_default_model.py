@@ -74,14 +74,17 @@ def test_rl_raises_an_arithmetic_reward_by_0_3_within_60_steps(service, tmp_path
     spec = importlib.util.spec_from_file_location("arithmetic", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    config = rl.RlConfig(log_dir=str(tmp_path / "log"), rank=16, steps=60, max_tokens=8)
-
-    def enough(step, num_steps, values):
-        rewards.append(values["reward"])
-
-    rewards: list[float] = []
-    rl.train(config, service, example.reward, example.prompts(), enough, quiet)
-    first, last = statistics.fmean(rewards[:5]), statistics.fmean(rewards[-5:])
+    config = rl.RlConfig(
+        log_dir=str(tmp_path / "log"),
+        rank=16,
+        learning_rate=1e-3,
+        steps=30,
+        prompts_per_step=4,
+        max_tokens=6,
+    )
+    rl.train(config, service, example.reward, example.prompts(), quiet, quiet)
+    rewards = [m["reward"] for m in metrics(tmp_path / "log")]
+    first, last = rewards[0], statistics.fmean(rewards[-5:])
     with capsys.disabled():
         print(f"\nrl: mean reward {first:.3f} -> {last:.3f}")
     assert last - first >= 0.3
