@@ -17,7 +17,6 @@ from tinkex.engine.losses import (
     loss_values,
     prepare,
 )
-from tinkex.engine.toy_losses import LOSSES as TOY_LOSSES
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 N = 12
@@ -92,18 +91,6 @@ def test_soft_targets_of_kl_divergence_agree_with_finite_differences(rng):
     assert torch.autograd.gradcheck(
         lambda p: run("kl_divergence", p, {"logprobs": q}).sum(), logp.requires_grad_()
     )
-
-
-@pytest.mark.parametrize("name", sorted(TOY_LOSSES))
-def test_the_toy_engine_computes_the_same_losses(name, rng):
-    """R31: fast tests on the toy engine see the losses of the real one."""
-    logp, x = tensors(rng)
-    _, toy = TOY_LOSSES[name]
-    total, slope = toy(logp.numpy(), {k: v.numpy() for k, v in x.items()}, {})
-    ours = run(name, logp.requires_grad_(), x).sum()
-    assert total == pytest.approx(float(ours.detach()), rel=1e-12)
-    (our_slope,) = torch.autograd.grad(ours, logp)
-    np.testing.assert_allclose(slope, our_slope.numpy(), rtol=1e-9, atol=1e-12)
 
 
 def test_per_token_clip_limits_override_the_settings(rng):
