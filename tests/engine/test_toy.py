@@ -220,11 +220,12 @@ def test_a_repeated_prompt_reports_cache_hits(client):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loss_fn": "nonsense"}, "unknown loss 'nonsense'"),
+        ({"loss_fn": "nonsense"}, "no loss 'nonsense'"),
+        ({"loss_fn_config": {"beta": 1.0}}, "has no such setting"),
         ({"data": ()}, "at least one datum"),
         ({"data": (datum([1, 99999]),)}, "token 99999 is outside"),
         ({"adapter_id": "ghost"}, "no adapter 'ghost'"),
-        ({"loss_fn": "ppo"}, "data[0].logprobs: ppo needs it"),
+        ({"loss_fn": "ppo"}, "data[0].loss_fn_inputs: lacks logprobs, advantages"),
     ],
 )
 def test_bad_training_input_is_a_user_error_and_changes_nothing(client, change, message):
@@ -235,6 +236,38 @@ def test_bad_training_input_is_a_user_error_and_changes_nothing(client, change, 
     assert message in failed.message
     metrics = client.run(jobs.OptimJob, adapter_id="a", params=jobs.AdamParams()).metrics
     assert metrics["grad_norm:mean"] == 0
+
+
+def test_a_traced_loss_trains_like_the_loss_it_spells(client):
+    def node(op, name, target, *args):
+        return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": {}}
+
+    answer = {"tuple": [{"ref": "neg"}, {"dict": {"custom/n:sum": {"ref": "sum_1"}}}]}
+    nodes = [
+        node("placeholder", "logprobs", "logprobs"),
+        node("placeholder", "weights", "weights"),
+        node("call_function", "mul", "operator.mul", {"ref": "logprobs"}, {"ref": "weights"}),
+        node("call_method", "sum_1", "sum", {"ref": "mul"}),
+        node("call_function", "neg", "operator.neg", {"ref": "sum_1"}),
+        node("output", "output", "output", answer),
+    ]
+    graph = {"format": 1, "nodes": nodes}
+    custom = jobs.CustomLoss(inputs=(("logprobs", 1), ("weights", 1)), graph=graph)
+    for name in ("a", "b"):
+        client.create(name)
+    data = (datum([5, 6, 7]), datum([7, 8, 9, 10]))
+    plain = client.run(jobs.TrainJob, adapter_id="a", data=data, loss_fn="cross_entropy")
+    traced = client.run(
+        jobs.TrainJob, adapter_id="b", data=data, loss_fn="custom", custom_loss=custom
+    )
+    assert not isinstance(traced, jobs.Failed), traced
+    assert traced.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"])
+    assert traced.metrics["custom/n:sum"] == pytest.approx(-plain.metrics["loss:sum"])
+    norms = [
+        client.run(jobs.OptimJob, adapter_id=name, params=jobs.AdamParams()).metrics
+        for name in ("a", "b")
+    ]
+    assert norms[0]["grad_norm:mean"] == pytest.approx(norms[1]["grad_norm:mean"])
 
 
 def test_cancel_ends_a_slow_stream_at_once():

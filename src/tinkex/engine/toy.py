@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 from tinkex.engine import jobs
 from tinkex.engine.rng import fresh_seed, sample_key, uniform
-from tinkex.engine.toy_losses import LOSSES
+from tinkex.engine.toy_data import check_tokens, prepare
+from tinkex.engine.toy_losses import custom_loss_and_slopes, loss_and_slopes
 from tinkex.engine.toy_model import ToyAdapter
 from tinkex.engine.toy_sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
-from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
+from tinkex.errors import InvalidInputError, ModelNotFoundError
 
 log = logging.getLogger(__name__)
 Emit = Callable[[jobs.Event], None]
@@ -306,80 +307,41 @@ class ToyEngine:
     # ------------------------------------------------------------------------------- training
 
     def _train(self, job: jobs.TrainJob) -> jobs.TrainResult:
-        adapter = self._adapter(job.adapter_id)
+        adapter, config = self._adapter(job.adapter_id), self.config
         if not job.data:
             raise InvalidInputError("must hold at least one datum", path="data")
-        checked = [self._check_datum(job, i, datum) for i, datum in enumerate(job.data)]
-        total, outputs, work = 0.0, [], []
-        for datum, (targets, inputs) in zip(job.data, checked, strict=True):
-            logp = adapter.logprobs(datum.tokens, targets)
-            loss, slopes = LOSSES[job.loss_fn][1](logp, inputs, job.loss_fn_config)
-            if not np.isfinite(loss):
-                raise InvalidInputError(
-                    f"loss {job.loss_fn} is {loss}; look at logprobs and weights"
-                )
-            total += loss
-            outputs.append({"logprobs": logp.astype(np.float32)})
-            work.append((datum.tokens, targets, slopes))
+        checked = [
+            prepare(job, i, config.vocab_size, config.max_context_length)
+            for i in range(len(job.data))
+        ]
+        work = [
+            _evaluate(job, adapter, datum.tokens, targets, inputs)
+            for datum, (targets, inputs) in zip(job.data, checked, strict=True)
+        ]
         if job.backward:
-            for tokens, targets, slopes in work:
-                adapter.backward(tokens, targets, slopes)
-        num_tokens = sum(len(d.tokens) for d in job.data)
-        metrics = {"loss:sum": total, "num_tokens:sum": float(num_tokens)}
-        return jobs.TrainResult(outputs=tuple(outputs), metrics=metrics, num_tokens=num_tokens)
-
-    def _check_datum(
-        self, job: jobs.TrainJob, index: int, datum: jobs.TrainDatum
-    ) -> tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]:
-        if job.loss_fn == "custom":
-            raise NotSupportedError("the toy engine runs no traced losses", path="loss_fn")
-        if job.loss_fn not in LOSSES:
-            raise InvalidInputError(
-                f"unknown loss {job.loss_fn!r}; known: {', '.join(sorted(LOSSES))}", path="loss_fn"
-            )
-        where = f"data[{index}]"
-        self._check_tokens(datum.tokens, f"{where}.model_input")
-        dense = {name: _dense(value) for name, value in datum.inputs.items()}
-        for name in ("target_tokens", *LOSSES[job.loss_fn][0]):
-            if name not in dense:
-                raise InvalidInputError(f"{job.loss_fn} needs it", path=f"{where}.{name}")
-        targets = dense["target_tokens"].astype(np.int64)
-        self._check_tokens(targets.reshape(-1), f"{where}.target_tokens")
-        for name, value in dense.items():
-            if len(value) != len(datum.tokens) or value.shape[: targets.ndim] != targets.shape:
-                raise InvalidInputError(
-                    f"shape {value.shape} does not fit {len(datum.tokens)} input tokens and "
-                    f"targets of shape {targets.shape}",
-                    path=f"{where}.{name}",
-                )
-            if not np.isfinite(value).all():
-                raise InvalidInputError("holds NaN or infinity", path=f"{where}.{name}")
-        return targets, {name: value.astype(np.float64) for name, value in dense.items()}
-
-    def _check_tokens(self, tokens: NDArray[np.int64], where: str) -> None:
-        if len(tokens) == 0:
-            raise InvalidInputError("must hold at least one token", path=where)
-        if len(tokens) > self.config.max_context_length and "model_input" in where:
-            raise InvalidInputError(
-                f"{len(tokens)} tokens exceed the context of {self.config.max_context_length}",
-                path=where,
-            )
-        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
-            bad = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)][0]
-            raise InvalidInputError(
-                f"token {bad} is outside the vocabulary 0..{self.config.vocab_size - 1}", path=where
-            )
+            for datum, (targets, _), done in zip(job.data, checked, work, strict=True):
+                adapter.backward(datum.tokens, targets, done.slopes)
+        num_tokens = sum(len(datum.tokens) for datum in job.data)
+        metrics = {
+            "loss:sum": float(sum(done.loss for done in work)),
+            "num_tokens:sum": float(num_tokens),
+            **_gap_metrics([done.logp for done in work], [inputs for _, inputs in checked]),
+            **_reduced([done.metrics for done in work]),
+        }
+        outputs = tuple({"logprobs": done.logp.astype(np.float32)} for done in work)
+        return jobs.TrainResult(outputs=outputs, metrics=metrics, num_tokens=num_tokens)
 
     # ------------------------------------------------------------------------------- sampling
 
     def _sample(self, job: jobs.SampleJob, emit: Emit) -> jobs.SampleResult:
-        self._check_tokens(job.prompt, "prompt.model_input")
-        room = self.config.max_context_length - len(job.prompt)
+        vocab_size, context = self.config.vocab_size, self.config.max_context_length
+        check_tokens(job.prompt, "prompt", vocab_size, context)
+        room = context - len(job.prompt)
         max_tokens = room if job.max_tokens is None else job.max_tokens
         if max_tokens > room:
             raise InvalidInputError(
                 f"prompt of {len(job.prompt)} + max_tokens {max_tokens} exceed the context of "
-                f"{self.config.max_context_length}",
+                f"{context}",
                 path="max_tokens",
             )
         adapter = self._snapshot(job, emit)
@@ -462,14 +424,58 @@ def _checked(params: jobs.AdamParams | jobs.MuonParams) -> jobs.AdamParams | job
     return params
 
 
-def _dense(value: jobs.Array | jobs.CsrArray) -> NDArray[Any]:
-    """A CSR array as a dense one; absent cells are 0."""
-    if not isinstance(value, jobs.CsrArray):
-        return np.asarray(value)
-    out = np.zeros(value.shape, dtype=value.values.dtype)
-    rows = np.repeat(np.arange(value.shape[0]), np.diff(value.crow_indices))
-    out[rows, value.col_indices] = value.values
-    return out
+@dataclass(frozen=True, slots=True)
+class _Evaluated:
+    """One datum's logprobs, loss, slopes of the loss by logprob, and custom metrics."""
+
+    logp: NDArray[np.float64]
+    loss: float
+    slopes: NDArray[np.float64]
+    metrics: dict[str, float]
+
+
+def _evaluate(
+    job: jobs.TrainJob,
+    adapter: ToyAdapter,
+    tokens: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    inputs: dict[str, NDArray[Any]],
+) -> _Evaluated:
+    logp = adapter.logprobs(tokens, targets)
+    metrics: dict[str, float] = {}
+    if job.custom_loss is not None and job.loss_fn == "custom":
+        loss, slopes, metrics = custom_loss_and_slopes(job.custom_loss, logp, inputs)
+    else:
+        floats = {name: value.astype(np.float64) for name, value in inputs.items()}
+        loss, slopes = loss_and_slopes(job.loss_fn, logp, floats, job.loss_fn_config)
+    if not np.isfinite(loss):
+        raise InvalidInputError(f"loss {job.loss_fn} is {loss}; look at logprobs and weights")
+    return _Evaluated(logp, loss, slopes, metrics)
+
+
+def _gap_metrics(
+    logps: Sequence[NDArray[np.float64]], inputs: Sequence[dict[str, NDArray[Any]]]
+) -> dict[str, float]:
+    """How far the sampler's logprobs are from these, over the tokens that a sampler produced."""
+    gaps = [
+        (logp - x["logprobs"])[(x["logprobs"] != 0) | (x.get("advantages", 0) != 0)]
+        for logp, x in zip(logps, inputs, strict=True)
+        if logp.ndim == 1 and "logprobs" in x
+    ]
+    gap = np.concatenate(gaps) if gaps else np.empty(0)
+    if gap.size == 0:
+        return {}
+    return {
+        "sampler_gap_mean:mean": float(np.abs(gap).mean()),
+        "sampler_gap_max:max": float(np.abs(gap).max()),
+        "sampler_gap_k3:mean": float((np.exp(gap) - gap - 1).mean()),
+    }
+
+
+def _reduced(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Custom metrics of all datums: `:mean` averages, `:sum` adds."""
+    sums = {name: sum(one[name] for one in metrics) for name in (metrics[0] if metrics else ())}
+    return {k: v / len(metrics) if k.endswith(":mean") else v for k, v in sums.items()}
 
 
 def _write_checkpoint(adapter: ToyAdapter, folder: Path, job: jobs.SaveAdapterJob) -> int:
