@@ -1,6 +1,7 @@
 """A reward for `tinkex train rl examples/arithmetic.py:reward`: sums of two digits, answered bare.
 
-Half a point for answering with a number and nothing else, half for the right one.
+A point for the right number and nothing else, less the further it is off, nothing for words. The
+graded part matters: with all or nothing, a small model learns the form and then finds no signal.
 """
 
 from __future__ import annotations
@@ -22,6 +23,4 @@ def prompts() -> list[dict[str, Any]]:
 
 def reward(completion: str, row: Mapping[str, Any]) -> float:
     bare = re.fullmatch(r"\s*(\d{1,3})\.?\s*", completion)
-    if bare is None:
-        return 0.0
-    return 1.0 if int(bare[1]) == row["answer"] else 0.5
+    return max(0.0, 1 - abs(int(bare[1]) - row["answer"]) / 10) if bare else 0.0

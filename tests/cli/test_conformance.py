@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -106,3 +107,38 @@ def test_one_broken_endpoint_fails_its_checks_and_no_others(broken_proxy):
     assert "request_id" in found["training lowers the loss"].expected
     created = "create_model names the run <session>:train:<seq> and get_info describes it"
     assert found[created].status == "pass"
+
+
+@pytest.fixture(scope="module")
+def torch_server(start_server, tmp_path_factory):
+    """The real engine on a tiny random model, with a key."""
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    flags = ("--model", str(folder), "--api-key", "tml-conformance=me")
+    with start_server(tmp_path_factory.mktemp("server"), *flags) as base_url:
+        yield base_url
+
+
+def test_the_real_engine_passes_every_check(torch_server, monkeypatch, capsys):
+    from tinkex.cli.app import run
+
+    monkeypatch.setenv("TINKER_API_KEY", "tml-conformance")
+    code = run(["conformance", "--base-url", torch_server, "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert [c for c in shown["checks"] if c["status"] != "pass"] == []
+    assert code == 0

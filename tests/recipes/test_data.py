@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 
 import pytest
 
@@ -121,3 +123,25 @@ def test_held_out_rows_and_the_others_are_all_the_rows():
     assert len(held) == 10
     assert sorted(train + held) == list(range(100))
     assert split_off([1, 2, 3], 0.1) == ([1, 2, 3], [])
+
+
+def test_a_dataset_id_without_the_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InvalidInputError, match="pip install datasets"):
+        load_conversations("org/name")
+
+
+def test_a_dataset_id_names_its_split_after_a_colon(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return [{"prompt": "a", "completion": "b"}, {"prompt": "a"}]
+
+    library = types.ModuleType("datasets")
+    library.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    loaded = load_conversations("org/name:validation")
+    assert (len(loaded.rows), loaded.bad[0].line) == (1, 2)
+    load_conversations("org/name")
+    assert asked == [("org/name", "validation"), ("org/name", "train")]
