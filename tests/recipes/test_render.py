@@ -16,12 +16,10 @@ CHAT = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def tokenizer(default_model_dir):
     from transformers import AutoTokenizer
 
-    from tinkex.engine.default_model import folder
-
-    return AutoTokenizer.from_pretrained(folder())
+    return AutoTokenizer.from_pretrained(default_model_dir)
 
 
 class Bytes:
@@ -107,3 +105,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_answers(t
 
     with pytest.raises(InvalidInputError, match="rewrites earlier turns"):
         Renderer(Forgetful()).example(CHAT)
+
+
+def test_without_transformers_a_conversation_renders_alike(tokenizer, default_model_dir):
+    """The SDK alone loads tokenizers without transformers; the tokens must not change."""
+    from tinkex.client.tokenizers import FastTokenizer
+
+    light = Renderer(FastTokenizer.from_folder(default_model_dir))
+    full = Renderer(tokenizer)
+    assert light.example(CHAT) == full.example(CHAT)
+    assert light.stop == full.stop

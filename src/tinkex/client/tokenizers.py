@@ -257,6 +257,15 @@ class FastTokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     @property
+    def chat_template(self) -> str | None:
+        return self._config.get("chat_template")
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """Tokens outside the learned vocabulary, control tokens among them."""
+        added = self.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
+
+    @property
     def vocab_size(self) -> int:
         size: int = self.backend_tokenizer.get_vocab_size()
         return size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.recipes.loop import DEFAULT_MODEL, OnStep, Result
+from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.sft import SftConfig, train
@@ -58,6 +58,7 @@ def run(
     folder: Path,
     service: ServiceClient,
     on_step: OnStep,
+    on_note: OnNote = print,
     *,
     model: str = DEFAULT_MODEL,
     epochs: float = 2.0,
@@ -66,11 +67,14 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     config = sft_config(folder, model=model, epochs=epochs)
     Path(config.data).write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    on_note("Asking the untrained model ...")
     before = ask(service.create_sampling_client(base_model=model), QUESTIONS_TO_SHOW)
+    on_note(f"Training on {len(rows())} questions and answers ...")
     result = train(config, service, on_step, on_note=lambda text: None)
     losses = _held_out_losses(folder)
     if result.interrupted:
         return Outcome(result=result, loss_before=losses[0], loss_after=losses[-1])
+    on_note("Asking the trained model ...")
     after = ask(service.create_sampling_client(model_path=result.sampler_path), QUESTIONS_TO_SHOW)
     exchanges = tuple(
         Exchange(question=question, before=one, after=two)
