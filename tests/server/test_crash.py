@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +15,13 @@ NUM_STEPS = 30
 FLAGS = ("--engine", "toy", "--deterministic", "--toy-latency", "0.01", "--snapshot-every", "7")
 
 
-def run_training(base_url: str, model_id: str, client: WireClient) -> tuple[list[float], str]:
+def run_training(
+    model_id: str, client: WireClient, on_step: Callable[[int], None]
+) -> tuple[list[float], str]:
     """30 pipelined steps of two passes each; gives the losses and the final checkpoint."""
     losses, number = [], 0
     for step in range(NUM_STEPS):
+        on_step(step)
         promises = []
         for part in range(2):
             number += 1
@@ -43,23 +45,26 @@ def checkpoint_bytes(server: ServerProcess) -> bytes:
 
 
 def train_while(
-    server: ServerProcess, disturb: Callable[[], None] | None = None
+    server: ServerProcess, kills: dict[int, Callable[[], None]] | None = None
 ) -> tuple[list[float], bytes]:
-    client = WireClient(server.base_url)
-    done = threading.Event()
+    """Train; at each step named in `kills`, call it at some moment of that step."""
+    client, chance = WireClient(server.base_url), random.Random(0)
+    threads = []
 
-    def disturber() -> None:
-        while not done.is_set() and disturb is not None:
-            disturb()
+    def on_step(step: int) -> None:
+        if kills is not None and step in kills:
+            for thread in threads:
+                thread.join()  # one disturbance at a time
+            delay_s = chance.uniform(0.0, 0.06)
+            threads.append(threading.Timer(delay_s, kills[step]))
+            threads[-1].start()
 
-    thread = threading.Thread(target=disturber)
-    thread.start()
     try:
         session = client.session()
-        losses, _ = run_training(server.base_url, client.model(session), client)
+        losses, _ = run_training(client.model(session), client, on_step)
     finally:
-        done.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
         client.close()
     return losses, checkpoint_bytes(server)
 
@@ -73,32 +78,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
 def test_a_run_goes_on_bit_for_bit_when_its_worker_is_killed(
     tmp_path: Path, undisturbed: tuple[list[float], bytes]
 ) -> None:
-    chance = random.Random(0)
     with ServerProcess(tmp_path, *FLAGS) as server:
-        kills = iter(range(4))
-
-        def disturb() -> None:
-            time.sleep(chance.uniform(0.2, 0.9))
-            if next(kills, None) is not None:
-                server.kill_worker()
-
-        assert train_while(server, disturb) == undisturbed
-        assert next(kills, None) is None, "the run ended before every kill was made"
+        kills = dict.fromkeys((2, 9, 10, 23), server.kill_worker)
+        assert train_while(server, kills) == undisturbed
+        assert server.log.count("starting it again") == len(kills)
         assert "replaying" in server.log
 
 
 def test_a_run_goes_on_bit_for_bit_when_the_server_is_killed(
     tmp_path: Path, undisturbed: tuple[list[float], bytes]
 ) -> None:
-    chance = random.Random(1)
     with ServerProcess(tmp_path, *FLAGS) as server:
-        kills = iter(range(3))
 
-        def disturb() -> None:
-            time.sleep(chance.uniform(0.3, 0.8))
-            if next(kills, None) is not None:
-                server.kill()
-                server.start()
+        def restart() -> None:
+            server.kill()
+            server.start()
 
-        assert train_while(server, disturb) == undisturbed
-        assert next(kills, None) is None, "the run ended before every kill was made"
+        assert train_while(server, dict.fromkeys((4, 19, 28), restart)) == undisturbed
+        assert server.log.count("effective config") == 4
+        assert "replaying" in server.log

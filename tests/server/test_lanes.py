@@ -149,3 +149,34 @@ async def test_one_model_never_sees_the_mistakes_of_another(app_world: AppWorld,
     await app_world.result((await app_world.step(other, 3)).json())
     after = loss_of(await app_world.result((await app_world.train(model, 2, TOKENS)).json()))
     assert after == before
+
+
+async def test_bodies_beyond_the_bound_wait_in_the_journal(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may queue more than fits in memory; order and results stay the same."""
+    monkeypatch.setattr("tinkex.server.lanes.MAX_HELD_BYTES", 200)
+    model = await app_world.model()
+    numbers = list(range(2, 12))
+    promises = [(await app_world.train(model, n, list(range(n)))).json() for n in numbers]
+    lane = app_world.service._lanes[model]
+    assert sum(op.spilled for op in lane.ops.values()) > 5
+    assert lane.held_bytes <= 400
+    await app_world.train(model, 1, TOKENS)
+    losses = [loss_of(await app_world.result(promise)) for promise in promises]
+    assert len(set(losses)) == len(numbers)
+    assert lane.held_bytes == 0
+
+
+async def test_large_results_leave_the_memory_and_can_still_be_fetched(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.server.operations.LARGE_RESULT_BYTES", 10)
+    model = await app_world.model()
+    promise = (await app_world.train(model, 1, TOKENS)).json()
+    for _ in range(200):
+        if app_world.service.promises.get(promise["request_id"]) is None:
+            break
+        await asyncio.sleep(0.01)
+    assert app_world.service.promises.get(promise["request_id"]) is None
+    assert loss_of(await app_world.result(promise)) > 0

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 MAX_AHEAD = 8
 """Compute jobs of one lane that the worker may hold together."""
+MAX_HELD_BYTES = 64_000_000
+"""Bodies of one lane kept in memory; those beyond wait in the journal."""
 MAX_ATTEMPTS = 5
 """A request that was running this many times when its worker died is to blame."""
 
@@ -53,6 +55,9 @@ class Op:
     decoded: Any = None
     """The request as decoded at its arrival, so that `prepare` need not decode it again."""
     usage: tuple[UsageCount, ...] = ()
+    spilled: bool = False
+    """The body is in the journal only, because too many wait; `prepare` reads it back."""
+    held_bytes: int = 0
     started_at: float = 0.0
     progress: str = ""
 
@@ -111,6 +116,8 @@ class Lane:
     snapshot_due: bool = False
     """Nothing more is sent until the snapshot is made."""
     ops: dict[int, Op] = field(default_factory=dict)
+    held_bytes: int = 0
+    """Bodies of waiting requests in memory."""
     used_at: float = field(default_factory=time.monotonic)
     _flights: deque[_Flight] = field(default_factory=deque)
     _task: asyncio.Task[None] | None = None
@@ -132,10 +139,18 @@ class Lane:
     def push(self, op: Op) -> None:
         """Queue an op at its number. The caller has made sure that the number is free."""
         self.ops[op.seq_id] = op
+        op.held_bytes = len(op.body)
+        self.held_bytes += op.held_bytes
+        if self.held_bytes > MAX_HELD_BYTES and op.seq_id > self.next_seq:
+            self._spill(op)
         if op.promise is not None:
             op.promise.reason = lambda: self.reason(op)
         self.used_at = time.monotonic()
         self.kick()
+
+    def _spill(self, op: Op) -> None:
+        self.held_bytes -= op.held_bytes
+        op.body, op.decoded, op.spilled, op.held_bytes = b"", None, True, 0
 
     def kick(self) -> None:
         """Go on, if there is something to do."""
@@ -338,6 +353,8 @@ class Lane:
 
     def _retire(self, op: Op) -> None:
         self.ops.pop(op.seq_id, None)
+        self.held_bytes -= op.held_bytes
+        op.held_bytes = 0
         self.next_seq = op.seq_id + 1
         self.applied_seq = max(self.applied_seq, op.seq_id)
         self.used_at = time.monotonic()
@@ -410,6 +427,8 @@ class Lane:
 
 def _note(op: Op, event: Event) -> None:
     if isinstance(event, Progress):
+        if event.text != op.progress:
+            logger.info("%s: %s", op.request_id, event.text)
         op.progress = event.text
 
 

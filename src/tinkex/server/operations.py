@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,8 @@ REQUEST_TYPES = {
     "save_weights_external": "SaveWeightsExternal",
 }
 PROTO_BODY, JSON_BODY = b"P", b"J"
+LARGE_RESULT_BYTES = 65_536
+"""Results beyond this leave the memory once they are in the journal."""
 
 
 def decode_train(kind: str, body: bytes) -> decode.TrainRequest:
@@ -84,9 +86,11 @@ class ModelOperations:
         store: Store,
         shelf: Shelf,
         ends: WriteBehind,
+        on_durable: Callable[[str], None],
         project_id: str | None,
     ) -> None:
         self.model = model
+        self._on_durable = on_durable
         self._ends = ends
         self._base_model = base_model  # the engine's name; the model's own may be an alias
         self._store = store
@@ -99,6 +103,8 @@ class ModelOperations:
     # ------------------------------------------------------------------------ jobs
 
     async def prepare(self, op: Op, job_id: str) -> Job | Outcome:
+        if op.spilled:
+            await self._read_back(op)
         if op.kind in ("forward", "forward_backward"):
             return await self._train_job(op, job_id)
         body = orjson.loads(op.body)
@@ -113,6 +119,12 @@ class ModelOperations:
         if op.kind == "load_weights":
             return await self._load_job(op, body, job_id)
         return await self._save_job(op, body, job_id)
+
+    async def _read_back(self, op: Op) -> None:
+        row = await self._store.call(self._store.journal.get, op.request_id)
+        if row is None or row.body is None:
+            raise InvalidInputError(f"the body of {op.request_id} is gone from the journal")
+        op.body, op.spilled = row.body, False
 
     def _create_job(self, job_id: str) -> CreateAdapterJob:
         return CreateAdapterJob(
@@ -264,24 +276,24 @@ class ModelOperations:
         if op.kind in SAVES and isinstance(op.decoded, Path):
             self._shelf.abandon(op.decoded)  # listed by now, or never to be
         journal, started_at = self._store.journal, op.started_at or None
-        if outcome.ok:
-            write = partial(
-                journal.finish,
+        if not outcome.ok:
+            error, category = outcome.error, outcome.category
+            fail = partial(journal.fail, op.request_id, error, category, started_at=started_at)
+            self._ends.put(fail)
+            return
+
+        def finish() -> None:
+            written = journal.finish(
                 op.request_id,
                 outcome.payload,
                 result_type=outcome.kind,
                 started_at=started_at,
                 usage=op.usage,
             )
-        else:
-            write = partial(
-                journal.fail,
-                op.request_id,
-                outcome.error,
-                outcome.category,
-                started_at=started_at,
-            )
-        self._ends.put(write)
+            if len(outcome.payload) > LARGE_RESULT_BYTES:
+                written.add_done_callback(lambda _: self._on_durable(op.request_id))
+
+        self._ends.put(finish)
 
     def _usage(self, kind: Any, count: int) -> UsageCount:
         return UsageCount(

@@ -26,6 +26,8 @@ from tinkex.store import Op as Row
 from tinkex.store import Snapshot, Store
 
 logger = logging.getLogger(__name__)
+MAX_REPLAY_BYTES = 128_000_000
+"""Bodies between two snapshots; a replay holds them all in memory."""
 
 
 class StateKeeper:
@@ -45,7 +47,7 @@ class StateKeeper:
         self._every_ops = every_ops
         self._every_s = every_s
         self._revive = revive  # makes an accepted row that has no promise yet runnable again
-        self._since: dict[str, tuple[int, float]] = {}
+        self._since: dict[str, tuple[int, float, int]] = {}
 
     # ------------------------------------------------------------------------ restoring
 
@@ -108,14 +110,14 @@ class StateKeeper:
     def note(self, lane: Lane, op: Op, compute_s: float) -> bool:
         if op.kind not in MUTATES:
             return False
-        ops, seconds = self._since.get(lane.model_id, (0, 0.0))
-        ops, seconds = ops + 1, seconds + compute_s
-        self._since[lane.model_id] = (ops, seconds)
+        ops, seconds, size = self._since.get(lane.model_id, (0, 0.0, 0))
+        ops, seconds, size = ops + 1, seconds + compute_s, size + len(op.body)
+        self._since[lane.model_id] = (ops, seconds, size)
         if op.kind in FORCES_SNAPSHOT and op.mode == "run":
             return True
-        due = ops >= self._every_ops or seconds >= self._every_s
+        share = max(ops / self._every_ops, seconds / self._every_s, size / MAX_REPLAY_BYTES)
         # After a step there are no gradients to save; wait for one, but not for ever.
-        return due and (op.kind == "optim_step" or ops >= 2 * self._every_ops)
+        return share >= 2 or (share >= 1 and op.kind == "optim_step")
 
     async def snapshot(self, lane: Lane) -> None:
         name = f"{lane.applied_seq}-{secrets.token_hex(4)}"

@@ -437,6 +437,8 @@ class _Run:
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Progress):
+            if event.text != self.progress:
+                logger.info("%s: %s", self.promise.request_id, event.text)
             self.progress = event.text
         elif self.on_event is not None:
             self.on_event(event)

@@ -91,10 +91,12 @@ class Service:
         self._known: dict[str, dict[int, _Known]] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._housekeeping: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ------------------------------------------------------------------------ life
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         for worker in self.workers:
             await worker.start()
         for model_id in await self.store.call(self.store.journal.unfinished_models):
@@ -251,6 +253,7 @@ class Service:
             store=self.store,
             shelf=self.shelf,
             ends=self.ends,
+            on_durable=self._forget_soon,
             project_id=session.project_id if session else None,
         )
         return Lane(
@@ -263,6 +266,12 @@ class Service:
             recovery=self.keeper,
             gap_limit_s=self.config.gap_limit_s,
         )
+
+    def _forget_soon(self, request_id: str) -> None:
+        """A large result is in the journal: polls that come now read it there. Any thread."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self.promises.drop, [request_id])
 
     def _revive(self, lane: Lane, row: Row) -> Op:
         """An accepted request from the journal, with a promise that can be polled again."""

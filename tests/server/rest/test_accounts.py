@@ -47,7 +47,7 @@ async def test_a_key_describes_itself(world: World) -> None:
     body = await world.call("GET", "/auth/apikey/me", 200)
     assert isinstance(body["key_id"], int)
     assert body["details"]["user_details"]["email"] == "ann@localhost"
-    assert "tml-ann" not in str(body).replace(body["name"], "")
+    assert "tml-ann" not in str(body)
 
 
 async def test_a_stored_key_can_revoke_itself_and_is_refused_at_once(world: World) -> None:
