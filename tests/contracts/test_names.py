@@ -86,3 +86,12 @@ def test_the_hot_types_load_without_pydantic_or_torch():
     modules = {name.partition(".")[0] for name in loaded.stdout.split()}
     assert "numpy" in modules
     assert modules & {"torch", "pydantic", "httpx"} == set()
+
+
+def test_every_type_says_what_it_is():
+    """Type aliases cannot carry a docstring; classes must."""
+    from tinkex import types
+
+    classes = [value for n in types.__all__ if isinstance(value := getattr(types, n), type)]
+    own = [cls for cls in classes if cls.__module__.startswith("tinkex.")]
+    assert [cls.__name__ for cls in own if not cls.__dict__.get("__doc__")] == []

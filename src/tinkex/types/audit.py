@@ -20,4 +20,6 @@ class AuditLogEntry(Response):
 
 
 class AuditLogResponse(Response):
+    """Entries of one day, or of all days kept."""
+
     entries: Listing[AuditLogEntry]

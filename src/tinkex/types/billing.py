@@ -18,10 +18,14 @@ class GetBillingUsageRequest(Request):
 
 
 class GetCurrentCheckpointStorageUsageRequest(Request):
+    """One project, or all projects of the caller when None."""
+
     project_id: str | None = None
 
 
 class TrainingBillingEvent(Response):
+    """Tokens that went through a training pass."""
+
     type: Literal["training"] = "training"
     token_count: int
 
@@ -35,16 +39,22 @@ class SamplingPrefillBillingEvent(Response):
 
 
 class SamplingSampleBillingEvent(Response):
+    """Tokens that were generated."""
+
     type: Literal["sampling_sample"] = "sampling_sample"
     token_count: int
 
 
 class CheckpointBillingEvent(Response):
+    """Checkpoints that were written."""
+
     type: Literal["checkpoint"] = "checkpoint"
     count: int
 
 
 class StorageBillingEvent(Response):
+    """Space held over time."""
+
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
 
@@ -76,6 +86,8 @@ class BillingUsageEvent(Response):
 
 
 class BillingUsageSession(Response):
+    """What the session said about itself when it was created."""
+
     user_metadata: Texts | None = None
 
 
@@ -88,6 +100,8 @@ class BillingUsageResponse(Response):
 
 
 class CurrentCheckpointStorageUsageItem(Response):
+    """Checkpoint storage of one user within one project."""
+
     project_id: str | None = None
     org_user_urn: str | None = None
     user_email: str | None = None
@@ -99,5 +113,7 @@ class CurrentCheckpointStorageUsageItem(Response):
 
 
 class CurrentCheckpointStorageUsageResponse(Response):
+    """Checkpoint storage as it stands now; costs only where a rate is known."""
+
     effective_rate_usd_per_gigabyte_month: float | None = None
     data: Listing[CurrentCheckpointStorageUsageItem]

@@ -71,6 +71,8 @@ class Cursor(Response):
 
 
 class CheckpointsListResponse(Response):
+    """One page of checkpoints; without a cursor, all of them."""
+
     checkpoints: Listing[Checkpoint]
     cursor: Cursor | None = None
 
@@ -104,5 +106,7 @@ class TrainingRun(Response):
 
 
 class TrainingRunsResponse(Response):
+    """One page of training runs."""
+
     training_runs: Listing[TrainingRun]
     cursor: Cursor

@@ -45,5 +45,7 @@ class CreateCustomLossRequest(Request):
 
 
 class CreateCustomLossResponse(Response):
+    """The id to give as `loss_fn_config={"loss_id": ...}`."""
+
     loss_id: str
     type: Literal["create_custom_loss"] = "create_custom_loss"

@@ -97,12 +97,16 @@ class FuturesRetrieveRequest(Request):
 
 
 class FutureFinished(Response):
+    """A result that is ready, with its size when the server says it."""
+
     state: Literal["finished"] = "finished"
     request_id: RequestID
     response_payload_uncompressed_size: int | None = None
 
 
 class FutureFailed(Response):
+    """A request that ended in an error; fetch it to learn which."""
+
     state: Literal["failed"] = "failed"
     request_id: RequestID
 
@@ -111,6 +115,8 @@ FutureCompletion: TypeAlias = Annotated[FutureFinished | FutureFailed, Field(dis
 
 
 class FuturesRetrieveResponse(Response):
+    """What came to an end since the last cursor."""
+
     completions: Listing[FutureCompletion]
     cursor: int
 

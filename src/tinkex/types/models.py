@@ -32,11 +32,15 @@ class CreateModelRequest(Request):
 
 
 class CreateModelResponse(Response):
+    """The id of the new model, which is also the id of its training run."""
+
     model_id: ModelID
     type: Literal["create_model"] = "create_model"
 
 
 class GetInfoRequest(Request):
+    """Ask what a model is."""
+
     model_id: ModelID
     type: Literal["get_info"] = "get_info"
 
@@ -69,5 +73,7 @@ class UnloadModelRequest(Request):
 
 
 class UnloadModelResponse(Response):
+    """The model that was let go."""
+
     model_id: ModelID
     type: Literal["unload_model"] | None = None

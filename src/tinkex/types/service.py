@@ -8,6 +8,8 @@ from tinkex.types._models import Listing, Request, Response
 
 
 class HealthResponse(Response):
+    """The server answers."""
+
     status: Literal["ok"]
 
 
@@ -21,6 +23,8 @@ class SupportedModel(Response):
 
 
 class GetServerCapabilitiesResponse(Response):
+    """The base models this server has."""
+
     supported_models: Listing[SupportedModel]
 
 
@@ -62,18 +66,26 @@ class ClientDynamicConfigResponse(Response):
 
 
 class AuthTokenResponse(Response):
+    """A short-lived token to send in place of the API key."""
+
     jwt: str
 
 
 class OrgDetails(Response):
+    """The organization of an API key."""
+
     name: str
 
 
 class UserDetails(Response):
+    """The user of an API key."""
+
     email: str
 
 
 class ApiKeyDetails(Response):
+    """Organization and user of an API key."""
+
     org_details: OrgDetails
     user_details: UserDetails
 
@@ -88,6 +100,8 @@ class ApiKeyResponse(Response):
 
 
 class WhoamiResponse(Response):
+    """Who the credential belongs to."""
+
     user_urn: str
     org_urn: str
     email: str | None = None

@@ -12,10 +12,14 @@ from tinkex.types.session_status import ClientSessionFinishReasonType, SessionSt
 
 
 class OwnSearchOwner(Request):
+    """Sessions of the caller."""
+
     type: Literal["own"] = "own"
 
 
 class AccessibleSearchOwner(Request):
+    """Sessions the caller may see."""
+
     type: Literal["accessible"] = "accessible"
 
 
@@ -32,14 +36,20 @@ SearchOwner: TypeAlias = Annotated[
 
 
 class ActiveSessionStatusQuery(Request):
+    """Sessions that are still open."""
+
     type: Literal["active"] = "active"
 
 
 class CancelledSessionStatusQuery(Request):
+    """Sessions that were cancelled."""
+
     type: Literal["cancelled"] = "cancelled"
 
 
 class FailedSessionStatusQuery(Request):
+    """Sessions the server ended because of a failure."""
+
     type: Literal["failed"] = "failed"
 
 
@@ -80,6 +90,8 @@ class SessionSearchRequest(Request):
 
 
 class SessionSummary(Response):
+    """One session as a search shows it."""
+
     session_id: str
     created_at: datetime
     owner: str
@@ -92,5 +104,7 @@ class SessionSummary(Response):
 
 
 class SessionSearchResponse(Response):
+    """One page of sessions; `next_cursor` is None on the last."""
+
     sessions: Listing[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

@@ -12,14 +12,20 @@ ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interr
 
 
 class ClientSessionFinishSuccess(Response):
+    """The client left its `with` block normally."""
+
     type: Literal["success"] = "success"
 
 
 class ClientSessionFinishErrored(Response):
+    """The client left on an exception."""
+
     type: Literal["errored"] = "errored"
 
 
 class ClientSessionFinishInterrupted(Response):
+    """The client was interrupted, as by Ctrl-C."""
+
     type: Literal["interrupted"] = "interrupted"
 
 
@@ -30,10 +36,14 @@ ClientSessionFinishReason: TypeAlias = Annotated[
 
 
 class SessionActive(Response):
+    """Still open."""
+
     type: Literal["active"] = "active"
 
 
 class SessionCancelled(Response):
+    """Cancelled from outside."""
+
     type: Literal["cancelled"] = "cancelled"
     detail: str | None = None
 
@@ -47,17 +57,23 @@ class ClientSessionFinished(Response):
 
 
 class SessionFailedRequestReason(Response):
+    """A request failed for good."""
+
     type: Literal["request"] = "request"
     request_id: str
     request_type: str
 
 
 class SessionFailedTrainingRunReason(Response):
+    """A training run can no longer be used."""
+
     type: Literal["training_run"] = "training_run"
     training_run_id: str
 
 
 class SessionFailedSamplingSessionReason(Response):
+    """A sampling session can no longer be used."""
+
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
 

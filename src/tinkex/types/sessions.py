@@ -30,11 +30,15 @@ class CreateSessionResponse(Response):
 
 
 class SessionHeartbeatRequest(Request):
+    """Say that the client still lives."""
+
     session_id: str
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
 class SessionHeartbeatResponse(Response):
+    """The server knows."""
+
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -46,10 +50,14 @@ class FinishSessionRequest(Request):
 
 
 class AssignSessionProjectRequest(Request):
+    """Move a session to another project."""
+
     project_id: str
 
 
 class GetSessionResponse(Response):
+    """The training runs and samplers a session made."""
+
     training_run_ids: Listing[str]
     sampler_ids: Listing[str]
     user_metadata: Texts | None = None
@@ -57,6 +65,8 @@ class GetSessionResponse(Response):
 
 
 class ListSessionsResponse(Response):
+    """Session ids, newest first."""
+
     sessions: Listing[str]
 
 

@@ -12,6 +12,8 @@ from tinkex.types._models import Listing, Request, Response
 
 
 class EventType(StrEnum):
+    """The kinds of telemetry events, read in any case."""
+
     SESSION_START = "SESSION_START"
     SESSION_END = "SESSION_END"
     UNHANDLED_EXCEPTION = "UNHANDLED_EXCEPTION"
@@ -23,6 +25,8 @@ class EventType(StrEnum):
 
 
 class Severity(StrEnum):
+    """How much an event matters, read in any case."""
+
     DEBUG = "DEBUG"
     INFO = "INFO"
     WARNING = "WARNING"
@@ -39,6 +43,8 @@ _Severity: TypeAlias = Annotated[Severity, BeforeValidator(Severity)]
 
 
 class SessionStartEvent(Response):
+    """A client started."""
+
     event: _Event = EventType.SESSION_START
     event_id: str
     event_session_index: int
@@ -58,6 +64,8 @@ class SessionEndEvent(Response):
 
 
 class UnhandledExceptionEvent(Response):
+    """An exception ended a call or the process."""
+
     error_message: str
     error_type: str
     event: _Event = EventType.UNHANDLED_EXCEPTION
@@ -106,4 +114,6 @@ class TelemetrySendRequest(Request):
 
 
 class TelemetryResponse(Response):
+    """The batch was taken."""
+
     status: Literal["accepted"]

@@ -49,6 +49,8 @@ class SaveWeightsForSamplerRequest(Request):
 
 
 class SaveWeightsForSamplerResponse(Response):
+    """`path` is the full `tinker://` path to sample from."""
+
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
@@ -79,11 +81,15 @@ class SaveWeightsExternalRequest(Request):
 
 
 class SaveWeightsExternalResponse(Response):
+    """`path` is the full `tinker://` path of the export."""
+
     path: str
     type: Literal["save_weights_external"] | None = None
 
 
 class SaveWeightsExternalResponseInternal(Response):
+    """What travels, with the size of the export when the server says it."""
+
     path: str | None = None
     size_bytes: int | None = None
     type: Literal["save_weights_external"] | None = None
@@ -109,6 +115,8 @@ class LoadWeightsRequest(Request):
 
 
 class LoadWeightsResponse(Response):
+    """What was loaded, and into which model when a new one was made."""
+
     path: str | None = None
     model_id: ModelID | None = None
     type: Literal["load_weights"] | None = None
@@ -121,6 +129,8 @@ class WeightsInfoRequest(Request):
 
 
 class WeightsInfoResponse(Response):
+    """What a checkpoint was trained from and which layers it holds."""
+
     base_model: str
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     is_lora: bool
@@ -142,6 +152,8 @@ class CopyWeightsRequest(Request):
 
 
 class CopyWeightsResponse(Response):
+    """Where the copy lies."""
+
     tinker_path: str
 
 
