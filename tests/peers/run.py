@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -23,7 +25,8 @@ from servers import serving
 from venvs import SDK_VERSIONS, sdk_python
 
 HERE = Path(__file__).parent
-SCENARIO_TIMEOUT_S = 280
+TIMEOUT_S = {"toy": 240, "torch": 900}
+DOCUMENT = HERE.parents[1] / "docs" / "peers.md"
 API_KEY = "tml-peer-key"
 OTHER_KEY = "tml-other-key"
 
@@ -93,13 +96,13 @@ def run_script(
             env=environment,
             capture_output=True,
             text=True,
-            timeout=SCENARIO_TIMEOUT_S,
+            timeout=TIMEOUT_S[engine],
         )
         stdout, stderr = done.stdout, done.stderr
     except subprocess.TimeoutExpired as exc:
         stdout, stderr = _text(exc.stdout), _text(exc.stderr)
         stdout += json.dumps(
-            {"step": "in time", "outcome": "failed", "detail": f"over {SCENARIO_TIMEOUT_S} s"}
+            {"step": "in time", "outcome": "failed", "detail": f"over {TIMEOUT_S[engine]} s"}
         )
     log = f"--- client\n{stderr[-3000:]}\n--- server\n{server_log.read_text()[-3000:]}"
     report = Report(version, engine, time.monotonic() - started, log=log)
@@ -128,6 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", default=list(SDK_VERSIONS))
     parser.add_argument("--engine", choices=("toy", "torch", "both"), default="both")
+    parser.add_argument("--write", action="store_true", help="Rewrite the tables in docs/peers.md.")
     options = parser.parse_args()
     engines = ("toy", "torch") if options.engine == "both" else (options.engine,)
     scenarios, exactness = [], []
@@ -136,10 +140,25 @@ def main() -> int:
             scenarios.append(_reported("scenario", run_peer, version, engine))
     if SDK_VERSIONS[-1] in options.versions:
         exactness = [_reported("exactness", run_exactness, engine) for engine in engines]
-    for title, reports in (("Scenario", scenarios), ("Exactness", exactness)):
-        if reports:
-            print(f"\n{title}\n\n{table(reports)}")
+    tables = [
+        f"### {title}\n\n{table(reports)}"
+        for title, reports in (("Scenario", scenarios), ("Exactness", exactness))
+        if reports
+    ]
+    print("\n" + "\n\n".join(tables))
+    if options.write:
+        _write("\n\n".join(tables))
     return 0 if all(report.ok for report in scenarios + exactness) else 1
+
+
+def _write(tables: str) -> None:
+    """Put the tables between the markers of the document, with the place and date of the run."""
+    before, _, rest = DOCUMENT.read_text().partition("<!-- peers:begin -->")
+    _, _, after = rest.partition("<!-- peers:end -->")
+    place = f"{date.today().isoformat()}, {platform.machine()}, {os.cpu_count()} cores, Python "
+    place += f"{platform.python_version()}, `make test-peers`"
+    marked = f"<!-- peers:begin -->\n{place}\n\n{tables}\n<!-- peers:end -->"
+    DOCUMENT.write_text(before + marked + after)
 
 
 def _reported(what: str, run: Callable[..., Report], *arguments: str) -> Report:

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 from postgres_cluster import NoPostgresError, start_cluster
-from run import run_exactness, run_peer
+from run import API_KEY, run_exactness, run_peer
 from venvs import SDK_VERSIONS
 
 IN_EVERY_RUN = ("0.4.1", "0.36.0")
@@ -26,6 +26,10 @@ OTHERS = [version for version in SDK_VERSIONS if version not in IN_EVERY_RUN]
 def test_an_official_sdk_works_against_the_toy_engine(version: str, tmp_path: Path) -> None:
     report = run_peer(version, "toy", tmp_path)
     assert report.ok, report.failures
+    # The key is in no log, database or checkpoint; only its hash is kept.
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > 5
+    assert not [file for file in files if API_KEY.encode() in file.read_bytes()]
 
 
 @pytest.mark.peers

@@ -49,7 +49,7 @@ class Accounts:
     def add_key(self, key: str, user_id: str, *, name: str = "", note: str = "") -> ApiKey:
         """Let `key` act for `user_id`. Adding it again returns the first record, not revoked."""
         row: dict[str, Any] = {"key_hash": hash_key(key), "user_id": user_id}
-        row |= {"name": name or key[:8]}
+        row |= {"name": name or f"key of {user_id}"}
         row |= {"note": note, "created_at": time.time(), "revoked_at": None}
         keys = schema.api_keys
 
