@@ -110,3 +110,22 @@ def test_a_server_that_is_not_there_is_one_clear_line(cli, monkeypatch):
     assert ran.code == 1
     assert ran.err.startswith("Error: ")
     assert "127.0.0.1:9" in ran.err
+
+
+@pytest.mark.usefixtures("default_model_dir")
+def test_the_sdk_alone_samples_without_torch_transformers_and_server(toy_server):
+    """`pip install tinkex` brings none of them; a server elsewhere is all it needs."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'safetensors', 'fastapi', 'uvicorn'):\n"
+        "    sys.modules[name] = None\n"
+        "from tinkex.cli.app import run\n"
+        "args = ['--base-url', sys.argv[1], 'sample', 'Hello', '--max-tokens', '4']\n"
+        "sys.exit(run(args) or run(['serve']) - 1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, toy_server], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "pip install 'tinkex[server]'" in done.stderr

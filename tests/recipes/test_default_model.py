@@ -77,7 +77,6 @@ def test_rl_raises_an_arithmetic_reward_by_0_3_within_60_steps(service, tmp_path
     config = rl.RlConfig(
         log_dir=str(tmp_path / "log"),
         rank=16,
-        learning_rate=1e-3,
         steps=30,
         prompts_per_step=4,
         max_tokens=6,
