@@ -1,0 +1,109 @@
+"""Workers: children that may die without taking anything but time, one per device group."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from app_world import open_app
+from wire_client import loss_of
+
+from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.worker import WorkerSpec
+from tinkex.server.workers import ProcessWorker
+
+
+def describe(job_id: str = "d") -> DescribeModelJob:
+    return DescribeModelJob(job_id=job_id, base_model="toy")
+
+
+async def started(**spec: object) -> ProcessWorker:
+    worker = ProcessWorker(WorkerSpec(engine="toy", **spec))  # type: ignore[arg-type]
+    await worker.start()
+    return worker
+
+
+async def test_a_dead_child_fails_its_jobs_and_is_replaced() -> None:
+    worker = await started(toy_latency_s=5.0)
+    await worker.wait_ready()
+    first, pid = worker.generation, worker.pid
+    job = asyncio.create_task(worker.run(describe()))
+    await asyncio.sleep(0.1)
+    os.kill(pid, 9)
+    with pytest.raises(WorkerLostError):
+        await job
+    await worker.wait_ready()
+    assert worker.generation == first + 1
+    assert worker.pid != pid
+    with pytest.raises(WorkerLostError):
+        await worker.post(describe("again"), generation=first)
+    await worker.close()
+
+
+async def test_jobs_wait_for_a_child_that_is_still_starting() -> None:
+    worker = await started()
+    info = await worker.run(describe())
+    assert isinstance(info, ModelInfo)
+    await worker.close()
+
+
+async def test_a_users_mistake_comes_back_as_one() -> None:
+    worker = await started(models=("known",))
+    with pytest.raises(InvalidInputError, match="no base model 'toy'"):
+        await worker.run(describe())
+    await worker.close()
+
+
+async def test_cancelling_reaches_the_engine() -> None:
+    import numpy as np
+
+    worker = await started(toy_token_latency_s=1.0)
+    await worker.wait_ready()
+    job = SampleJob(
+        job_id="s",
+        base_model="toy",
+        adapter_folder=None,
+        prompt=np.array([1], dtype=np.int64),
+        max_tokens=50,
+        stop_tokens=(),
+    )
+    task = asyncio.create_task(worker.run(job))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert worker._pending == {}
+    assert isinstance(await asyncio.wait_for(worker.run(describe()), 5), ModelInfo)
+    await worker.close()
+
+
+async def test_a_child_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    worker = ProcessWorker(WorkerSpec(engine="toy"), start_timeout_s=0.5)
+    await worker.start()
+    with pytest.raises(EngineError, match="right after its start"):
+        await worker.run(describe())
+    await worker.close()
+
+
+async def test_two_device_groups_serve_side_by_side(tmp_path: Path) -> None:
+    """The death of one worker is no business of the models on the other."""
+    async with open_app(tmp_path, devices=("cpu", "cpu")) as world:
+        session = await world.session()
+        models = [await world.model(session, number) for number in range(6)]
+        lanes = [world.service._lanes[model] for model in models]
+        assert len({id(lane.place) for lane in lanes}) == 2
+        losses = [
+            loss_of(await world.result((await world.train(model, 1, [1, 2, 3])).json()))
+            for model in models
+        ]
+        assert len(set(losses)) == 1
+        victim, other = world.service.workers
+        os.kill(victim.pid, 9)
+        steps = [(await world.step(model, 2)).json() for model in models]
+        for step in steps:
+            assert (await world.result(step))["metrics"]["step:max"] == 1.0
+        assert (victim.generation, other.generation) == (2, 1)
