@@ -1,8 +1,8 @@
 """Run the scenario with official SDKs against `tinkex serve` and print a table of the results.
 
 `python tests/peers/run.py [VERSION ...]` runs all six on the toy engine and the newest one on the
-torch engine, then the exactness steps on both; exits 1 when a step failed. `--engine toy|torch`
-chooses one engine.
+torch engine, and our own SDK on both, then the exactness steps; exits 1 when a step failed.
+`--engine toy|torch` chooses one engine.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from venvs import SDK_VERSIONS, sdk_python
 HERE = Path(__file__).parent
 TIMEOUT_S = {"toy": 240, "torch": 900}
 DOCUMENT = HERE.parents[1] / "docs" / "peers.md"
+OURS = "tinkex"
 API_KEY = "tml-peer-key"
 OTHER_KEY = "tml-other-key"
 
@@ -49,9 +50,16 @@ class Report:
         return "\n".join(lines or ["the scenario printed nothing"]) + "\n" + self.log[-4000:]
 
 
+def interpreter(version: str) -> list[str]:
+    """What runs a program written for the official SDK: that SDK, or ours in its place."""
+    if version == OURS:
+        return [sys.executable, "-m", "tinkex.compat"]
+    return [str(sdk_python(version))]
+
+
 def run_peer(version: str, engine: str, folder: Path, *flags: str) -> Report:
     """One SDK version, one fresh server."""
-    python = sdk_python(version)
+    python = interpreter(version)
     keys = ("--api-key", f"{API_KEY}=peer")
     with serving(folder, "--engine", engine, *keys, *flags) as server:
         return run_script(python, "scenario.py", version, engine, server.base_url, server.log)
@@ -60,7 +68,7 @@ def run_peer(version: str, engine: str, folder: Path, *flags: str) -> Report:
 def run_exactness(engine: str, folder: Path, *flags: str, exact: bool = True) -> Report:
     """`exactness.py` with the newest SDK and two users."""
     version = SDK_VERSIONS[-1]
-    python = sdk_python(version)
+    python = interpreter(version)
     keys = ("--api-key", f"{API_KEY}=peer", "--api-key", f"{OTHER_KEY}=other")
     mode = ("--deterministic",) if exact else ()
     with serving(folder, "--engine", engine, *keys, *mode, *flags) as server:
@@ -70,7 +78,7 @@ def run_exactness(engine: str, folder: Path, *flags: str, exact: bool = True) ->
 
 
 def run_script(
-    python: Path,
+    python: list[str],
     script: str,
     version: str,
     engine: str,
@@ -92,7 +100,7 @@ def run_script(
     }
     try:
         done = subprocess.run(
-            [str(python), str(HERE / script)],
+            [*python, str(HERE / script)],
             env=environment,
             capture_output=True,
             text=True,
@@ -136,7 +144,8 @@ def main() -> int:
     engines = ("toy", "torch") if options.engine == "both" else (options.engine,)
     scenarios, exactness = [], []
     for engine in engines:
-        for version in options.versions if engine == "toy" else options.versions[-1:]:
+        newest = options.versions[-1:]
+        for version in [*(options.versions if engine == "toy" else newest), OURS]:
             scenarios.append(_reported("scenario", run_peer, version, engine))
     if SDK_VERSIONS[-1] in options.versions:
         exactness = [_reported("exactness", run_exactness, engine) for engine in engines]
