@@ -148,6 +148,23 @@ def test_cancelling_sends_the_request_id_alone():
     assert body.content == b'{"request_id":"r"}'
 
 
+@pytest.mark.parametrize("generation", Generation)
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("create_session", types.CreateSessionRequest(tags=["\ud800"], sdk_version="1")),
+        ("create_session",
+         types.CreateSessionRequest(tags=[], sdk_version="1", user_metadata={"a": object()})),
+        ("asample", types.SampleRequest(
+            prompt=types.ModelInput([types.ImageAssetPointerChunk("png", "\ud800", 1)]),
+            sampling_params=types.SamplingParams())),
+    ],
+)  # fmt: skip
+def test_what_json_cannot_hold_is_refused(name, request_, generation):
+    with pytest.raises(InvalidInputError, match="cannot be written as JSON"):
+        requests.encode(name, request_, generation)
+
+
 def test_an_older_image_is_sent_in_the_newer_form():
     """Settled: image fields follow the server's generation."""
     chunk = types.ImageChunk(b"x", "png", height=10, width=20, tokens=5)

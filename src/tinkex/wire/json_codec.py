@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -79,20 +81,33 @@ _OPTIONAL_V04 = frozenset({"allow_metadata_only", "display_name", "process_uuid"
 # ------------------------------------------------------------------------------------ writing
 
 
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What no encoder can write - an object, a lone surrogate, NaN - is the caller's mistake."""
+    try:
+        yield
+    except InvalidInputError:
+        raise
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise InvalidInputError(f"the request cannot be written as JSON: {exc}") from exc
+
+
 def dumps_v04(request: Any) -> bytes:
     """A request as SDK 0.4.1 writes it: set fields only, None as null."""
-    return _dumps(plain_v04(request))
+    with _writing():
+        return _dumps(plain_v04(request))
 
 
 def dumps_v36(request: BaseModel, *, keep_none: bool = False) -> bytes:
     """A request as SDK 0.36 writes it: defaults included, None left out unless `keep_none`."""
-    if isinstance(request, SampleRequest):
-        return _sample_v36(request)
-    fields = request.model_dump(mode="json", exclude_none=not keep_none)
-    if isinstance(request, OptimStepRequest):
-        name = "adam_params" if isinstance(request.optim_params, AdamParams) else "optimizer_params"
-        fields[name] = fields.pop("optim_params")
-    return _dumps(fields)
+    with _writing():
+        if isinstance(request, SampleRequest):
+            return _sample_v36(request)
+        fields = request.model_dump(mode="json", exclude_none=not keep_none)
+        if isinstance(request, OptimStepRequest):
+            is_adam = isinstance(request.optim_params, AdamParams)
+            fields["adam_params" if is_adam else "optimizer_params"] = fields.pop("optim_params")
+        return _dumps(fields)
 
 
 def _sample_v36(request: SampleRequest) -> bytes:
@@ -121,11 +136,8 @@ def _chunk_v36(chunk: ModelInputChunk) -> dict[str, Any]:
 
 
 def _dumps(value: Any) -> bytes:
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return text.encode()
-    except (ValueError, TypeError, RecursionError) as exc:
-        raise InvalidInputError(f"the request cannot be written as JSON: {exc}") from exc
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode()
 
 
 def plain_v04(value: Any) -> Any:
