@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import random
 import subprocess
 import sys
 
@@ -306,6 +307,63 @@ def test_a_missing_input_names_what_the_datum_has():
 def test_a_forward_only_pass_needs_no_gradient():
     loss, _ = build_loss(custom(LAST))({"logprobs": torch.ones(3)})
     assert float(loss) == 3.0
+
+
+ODD_VALUES = [
+    0, 1, -1, 10**6, 10**9, 0.5, -1e30, {"float": "inf"}, {"float": "nan"}, None, True, "mean",
+    "%99999999d", {"slice": [None, None, None]}, {"slice": [1, None, 2]}, {"ellipsis": True},
+    {"dtype": "int64"}, {"device": "cuda:7"}, [], [0, 1], {"tuple": []}, {"tuple": [None, -1]},
+]  # fmt: skip
+
+
+def random_graph(rng: random.Random) -> CustomLoss:
+    """Listed operations on whatever: what a stranger might send."""
+    inputs = (("logprobs", rng.choice((1, 2))), ("a", 1), ("b", 2), ("c", 0))
+    names, nodes = [name for name, _ in inputs], []
+
+    def value():
+        return ref(rng.choice(names)) if rng.random() < 0.6 else rng.choice(ODD_VALUES)
+
+    for index in range(rng.randint(1, 8)):
+        op, pool = rng.choice([("call_function", FUNCTIONS), ("call_method", METHODS)])
+        target = rng.choice(pool)
+        args = [value() for _ in range(rng.randint(1, 3))]
+        kwargs = (
+            {rng.choice(("dim", "keepdim", "min", "size", "k")): value()}
+            if rng.random() < 0.2
+            else {}
+        )
+        if target == "getattr":
+            args, kwargs = [ref(rng.choice(names)), rng.choice(("shape", "T", "values"))], {}
+        nodes.append(node(op, f"n{index}", target, *args, **kwargs))
+        names.append(f"n{index}")
+    last = node("call_method", "last", "sum", ref(names[-1]))
+    return custom(*nodes, last, inputs=inputs)
+
+
+FUNCTIONS, METHODS = sorted(graph_ops.FUNCTIONS), sorted(graph_ops.METHODS)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_is_sent_ends_in_a_loss_or_in_a_refusal():
+    """R21: 3,000 random graphs; no other exception, no hang, no memory."""
+    num_losses = 0
+    for seed in range(3000):
+        loss = random_graph(random.Random(seed))
+        shape = (7,) if loss.inputs[0][1] == 1 else (7, 3)
+        generator = torch.Generator().manual_seed(seed)
+        inputs = {
+            "logprobs": torch.randn(shape, generator=generator).requires_grad_(True),
+            "a": torch.randn(7, generator=generator),
+            "b": torch.randn(7, 3, generator=generator),
+            "c": torch.tensor(2.0),
+        }
+        try:
+            build_loss(loss)(inputs)
+            num_losses += 1
+        except InvalidInputError as exc:
+            assert "custom loss node" in str(exc)  # noqa: PT017
+    assert num_losses > 0
 
 
 def test_a_graph_is_refused_without_torch():

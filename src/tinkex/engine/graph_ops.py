@@ -14,7 +14,7 @@ _SHARED = """
 abs absolute acos acosh add addcdiv addcmul all amax amin aminmax any argmax argmin argsort asin
 asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor broadcast_to ceil
 clamp clamp_max clamp_min clip clone copysign cos cosh count_nonzero cummax cummin cumprod
-cumsum deg2rad detach diag digamma div divide dot eq erf erfc erfinv exp exp2 expm1 fix flatten
+cumsum deg2rad detach digamma div divide dot eq erf erfc erfinv exp exp2 expm1 fix flatten
 flip floor floor_divide fmax fmin fmod frac gather ge greater greater_equal gt heaviside hypot
 index_select inner isclose isfinite isinf isnan isneginf isposinf kthvalue le lerp less less_equal
 lgamma log log10 log1p log2 logaddexp logaddexp2 logcumsumexp logical_and logical_not logical_or
@@ -27,8 +27,8 @@ tril triu true_divide trunc unsqueeze var vdot where xlogy
 """.split()
 
 _TORCH_ONLY = """
-arange atleast_1d cat concat concatenate cosine_similarity eye full full_like hstack linspace ones ones_like rsub
-scalar_tensor stack std_mean var_mean vstack zeros zeros_like
+arange atleast_1d cat concat concatenate cosine_similarity eye full full_like hstack linspace ones
+ones_like rsub scalar_tensor stack std_mean var_mean vstack zeros zeros_like
 """.split()
 
 _METHOD_ONLY = """
@@ -77,14 +77,22 @@ FACTORIES: frozenset[str] = frozenset(
 
 _CONVERSIONS = "bool contiguous dim double float int long size to type_as view view_as".split()
 
-# The output is never larger than the largest operand when all operands have one shape.
-SAME_SIZE: frozenset[str] = frozenset(
-    name
-    for name in (*_SHARED, *_OPERATOR, *_FUNCTIONAL, *_SPECIAL, *_CONVERSIONS)
-    if name
-    not in """broadcast_to diag gather getitem index_select inner matmul mm outer pad quantile
-    scatter scatter_add take take_along_dim tile topk where""".split()
+# How large an output can be, without asking torch: computing on shapes loads hundreds of modules
+# for some operations. What is in none of these is asked of torch.
+CONCATENATES: frozenset[str] = frozenset("cat concat concatenate hstack stack vstack".split())
+MULTIPLIES: frozenset[str] = frozenset("inner outer quantile".split())
+_ASKED = frozenset(
+    """broadcast_to gather getitem index_select matmul mm pad scatter scatter_add take
+    take_along_dim tile topk""".split()
 )
+_LIKE = "atleast_1d cosine_similarity full_like ones_like rsub std_mean var_mean zeros_like vecdot"
+BROADCASTS: frozenset[str] = (
+    frozenset((*_SHARED, *_OPERATOR, *_FUNCTIONAL, *_SPECIAL, *_CONVERSIONS, *_LIKE.split()))
+    - _ASKED
+    - CONCATENATES
+    - MULTIPLIES
+)
+"""No output has more elements than the shape to which the operands broadcast."""
 
 INDEXING: frozenset[str] = frozenset(
     "gather getitem index_select scatter scatter_add take take_along_dim".split()
