@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -213,20 +212,26 @@ class Shelf:
     async def remove_strays(self) -> int:
         """Remove folders that no row points at: what crashes and failed saves left behind."""
         # In this order, a folder that is finished meanwhile is either still busy or already listed.
-        found = await asyncio.to_thread(_folders, self.root)
-        busy = set(self._in_progress)
-        used = await self._store.call(self._store.checkpoints.folders) | busy
-        strays = [folder for folder in found if folder not in used]
+        found = await asyncio.to_thread(self._folders)
+        busy = {Path(folder).name for folder in self._in_progress}
+        used = await self._store.call(self._store.checkpoints.folders)
+        used |= await self._store.call(self._store.sampling.ephemeral_folders)
+        strays = [f for f in found if f not in used and not _belongs(f, busy)]
         for folder in strays:
             await self._remove_folder(folder)
         return len(strays)
+
+    def _folders(self) -> list[str]:
+        found = [*self.root.glob("*/*/*"), *self.ephemeral_root.glob("*")]
+        return [str(folder) for folder in found if folder.is_dir()]
 
     def log(self, user_id: str, event: str, path: str, **details: object) -> None:
         self._store.audit.record(user_id, event, {"tinker_path": path, **details})
 
     async def _remove_folder(self, folder: str) -> None:
         inside = Path(folder).resolve()
-        if not inside.is_relative_to(self.root.resolve()):
+        roots = (self.root.resolve(), self.ephemeral_root.resolve())
+        if not any(inside.is_relative_to(root) and inside != root for root in roots):
             log.error("not removing %s: it lies outside the checkpoint folder", folder)
             return
         await asyncio.to_thread(shutil.rmtree, inside, ignore_errors=True)
@@ -260,5 +265,6 @@ def _copy_folder(source: Path, target: Path) -> None:
     aside.rename(target)
 
 
-def _folders(root: Path) -> Iterable[str]:
-    return [str(folder) for folder in root.glob("*/*/*") if folder.is_dir()]
+def _belongs(folder: str, busy: set[str]) -> bool:
+    """Whether a save under way writes there, or aside under a name made of its own."""
+    return any(name in Path(folder).name for name in busy)

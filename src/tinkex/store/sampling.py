@@ -79,6 +79,14 @@ class Sampling:
         with self._reader.connect() as connection:
             return [_sampling(row) for row in connection.execute(query).mappings()]
 
+    def ephemeral_folders(self) -> set[str]:
+        """Every folder that belongs to a sampling session alone."""
+        query = select(_table.c.folder).where(
+            _table.c.ephemeral.is_(True), _table.c.folder.is_not(None)
+        )
+        with self._reader.connect() as connection:
+            return set(connection.execute(query).scalars())
+
     def forget_folder(self, sampling_session_id: str) -> None:
         """An ephemeral folder is gone; sampling from it can only say so."""
         one = update(_table).where(_table.c.sampling_session_id == sampling_session_id)

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pyrage
 import pytest
+import store_rows as rows
 from rest_world import World
 
 from tinkex.errors import InvalidInputError
@@ -271,14 +272,17 @@ async def test_a_taken_name_is_refused_unless_overwrite_or_the_same_request(worl
 
 async def test_folders_without_a_row_are_cleared_and_others_are_not(world: World) -> None:
     made = await world.save()
-    crashed = Path(made.folder).parent / "half-written"
-    crashed.mkdir()
+    listed = world.shelf.new_ephemeral_folder("s:sample:0")
+    world.store.sampling.create(rows.sampling(folder=str(listed), ephemeral=True))
+    world.shelf.abandon(listed)
     saving = world.shelf.new_folder(checkpoints.parse_path(PATH))
-    saving.mkdir()
-    assert await world.shelf.remove_strays() == 1
-    assert not crashed.exists()
-    assert saving.exists()
-    assert Path(made.folder).exists()
+    aside = saving.with_name(f".{saving.name}-x1y2")
+    strays = [Path(made.folder).parent / "half-written", world.shelf.ephemeral_root / "lost"]
+    for folder in (listed, aside, *strays):
+        folder.mkdir()
+    assert await world.shelf.remove_strays() == 2
+    assert not any(folder.exists() for folder in strays)
+    assert all(folder.exists() for folder in (listed, aside, Path(made.folder)))
 
 
 async def test_storage_is_counted_in_byte_hours(world: World) -> None:
