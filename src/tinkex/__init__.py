@@ -54,7 +54,7 @@ _EXPORTS: dict[str, str] = {
     "SamplingClient": "tinkex.client.sampling_client",
     "ServiceClient": "tinkex.client.service_client",
     "Timeout": "httpx",
-    "TrainStepResult": "tinkex.client.training_client",
+    "TrainStepResult": "tinkex.client.train_step",
     "TrainingClient": "tinkex.client.training_client",
     "UnprocessableEntityError": "tinkex.errors",
     "InvalidInputError": "tinkex.errors",

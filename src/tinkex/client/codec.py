@@ -22,7 +22,7 @@ from tinkex.types.tensor_data import from_list
 from tinkex.wire import chunking, requests, results
 
 if TYPE_CHECKING:
-    from tinkex.client.sampling_client import SampleFields
+    from tinkex.client.sample_fields import SampleFields
 
 __all__ = [
     "EXPECT_FORWARD",

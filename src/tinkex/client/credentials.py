@@ -227,7 +227,9 @@ class TokenProvider:
     async def keep_fresh(self) -> None:
         """Refresh well before the end, for ever. Runs as a background task of the holder."""
         while self._exchange is not None:
-            await asyncio.sleep(max(self._remaining_s() - _REFRESH_AHEAD_S, 1.0))
+            remaining_s = self._remaining_s()
+            # A token that lives shorter than the margin is renewed at half its life.
+            await asyncio.sleep(max(remaining_s - _REFRESH_AHEAD_S, remaining_s / 2, 5.0))
             if self._token is None:
                 await asyncio.sleep(_USABLE_S)
                 continue

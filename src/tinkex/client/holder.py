@@ -15,7 +15,7 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -38,6 +38,7 @@ from tinkex.errors import (
     APIStatusError,
     BillingError,
     ClientClosedError,
+    ConfigError,
     NotFoundError,
     RateLimitError,
     TinkerError,
@@ -53,6 +54,12 @@ M = TypeVar("M", bound=BaseModel)
 _HEARTBEAT_WARNING_S = 120.0
 _MIN_REFRESH_S = 10.0
 _FINISH_TIMEOUT_S = 20.0
+
+
+class Closable(Protocol):
+    """Something with tasks of its own on the background loop."""
+
+    async def close(self) -> None: ...
 
 
 class Holder:
@@ -88,7 +95,8 @@ class Holder:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters: dict[str, int] = {}
         self._cancels: asyncio.Queue[str] | None = None
-        self._closers: list[Callable[[], Awaitable[None]]] = []
+        # Weak: a program makes a sampler per step, and each is only closed here if it still lives.
+        self._closers: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._calls: set[asyncio.Task[Any]] = set()
         self._ended_by_close: set[asyncio.Task[Any]] = set()
         self._on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -178,6 +186,11 @@ class Holder:
             self.tokens.require_command()
         if self.flags.pjwt_auth_enabled:
             self.tokens.use_exchange(self._exchange_token)
+        elif self.config.api_key is None:
+            raise ConfigError(
+                "This server takes API keys as they are and no tokens, so a credential command "
+                "cannot be used with it. Set TINKER_API_KEY."
+            )
 
     def _set_limits(self) -> None:
         flags = self.flags
@@ -451,9 +464,9 @@ class Holder:
 
     # -- ending
 
-    def close_first(self, close: Callable[[], Awaitable[None]]) -> None:
-        """Await `close()` when the holder closes, before its connections go."""
-        self._closers.append(close)
+    def close_first(self, owned: Closable) -> None:
+        """Await `owned.close()` when the holder closes, before its connections go."""
+        self._closers.add(owned)
 
     async def close(self, status: str | None = None, detail: str | None = None) -> None:
         """Finish the session with a reason, stop all tasks, close the connections."""
@@ -466,8 +479,8 @@ class Holder:
             if self.reporter is not None:
                 await self.reporter.drain()
         finally:
-            for close in self._closers:
-                await close()
+            for owned in tuple(self._closers):
+                await owned.close()
             self._ended_by_close.update(self._calls)
             await cancel_all(self._calls | self._tasks)
             if hasattr(self, "transport"):

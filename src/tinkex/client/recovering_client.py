@@ -170,7 +170,7 @@ class RecoveringTrainingClient:
         self, data: Any, loss_fn: str, optim_params: Any, loss_fn_config: Any = None
     ) -> RecoveringFuture:
         """`forward_backward` and `optim_step` together, as `TrainingClient.train_step`."""
-        from tinkex.client.training_client import TrainStepResult
+        from tinkex.client.train_step import TrainStepResult
 
         with self._lock:
             loss = self._make("forward_backward", (data, loss_fn, loss_fn_config), {})

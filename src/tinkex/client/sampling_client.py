@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+import re
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import orjson
 
 from tinkex import types
@@ -27,6 +27,7 @@ from tinkex.client.futures import APIFuture, Waiting, warn_if_in_loop
 from tinkex.client.holder import Holder, parse
 from tinkex.client.polling import QueueWatch
 from tinkex.client.retry import RetryConfig, RetryHandler
+from tinkex.client.sample_fields import SampleFields
 from tinkex.client.transport import Call
 from tinkex.errors import (
     APIResponseValidationError,
@@ -35,11 +36,8 @@ from tinkex.errors import (
     RateLimitError,
     RequestFailedError,
     RetrieveError,
-    WireError,
     status_error_class,
 )
-from tinkex.wire import results
-from tinkex.wire.chunking import model_input_size
 
 if TYPE_CHECKING:
     from tinkex.client.streaming import SampleStream
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["SamplingClient"]
 
 CLONE_STRIDE = 10**9
+_SECRET_HEADER = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
 
 
 class SamplingClient:
@@ -280,7 +279,7 @@ class SamplingClient:
         )
         if flags.tinkex_sample_batch:
             self._batch = BatchSubmitter(self.holder.submit_sample)
-            self.holder.close_first(self._batch.close)
+            self.holder.close_first(self._batch)
 
     async def _join(self) -> None:
         """A clone takes a number of its own before its first sample."""
@@ -331,9 +330,11 @@ class SamplingClient:
         """Post with one number until it is taken; 429 is a wait, not an error (6.2)."""
         gate = self.holder.sample_gate
         body = fields.body(self.sampling_session_id, self._next_seq_id())
-        async with gate.admit(fields.size_bytes):
-            while True:
-                await gate.limiter.wait()
+        while True:
+            await gate.limiter.wait()
+            async with gate.admit(fields.size_bytes):
+                if gate.limiter.delay_s > 0:
+                    continue  # held back while it waited for its slot
                 try:
                     return await self._post(body, waiting)
                 except RateLimitError as exc:
@@ -404,7 +405,7 @@ class SamplingClient:
                 billing=self.holder.billing,
                 inline=self.holder.flags.tinkex_sample_batch,
             )
-            self.holder.close_first(self._collector.close)
+            self.holder.close_first(self._collector)
         return self._collector
 
     # -- asking
@@ -461,9 +462,8 @@ class SamplingClient:
     def get_sampler_handle(self) -> str:
         """This client as a text without a credential, for another process or machine."""
         state = {**self._state(), "api_key": None}
-        state["headers"] = {
-            name: value for name, value in state["headers"].items() if "secret" not in name.lower()
-        }
+        headers = state["headers"].items()
+        state["headers"] = {k: v for k, v in headers if not _SECRET_HEADER.search(k)}
         return base64.urlsafe_b64encode(orjson.dumps(state)).decode()
 
     @staticmethod
@@ -479,103 +479,6 @@ class SamplingClient:
             raise InvalidInputError(
                 f"not a sampler handle ({type(exc).__name__}); make one with get_sampler_handle()",
                 path="handle",
-            ) from exc
-
-
-class SampleFields:
-    """What the caller asked for, checked, and the body it becomes."""
-
-    __slots__ = (
-        "_body",
-        "alt_k",
-        "last_n",
-        "num_samples",
-        "params",
-        "prompt",
-        "prompt_logprobs",
-        "size_bytes",
-        "stability",
-        "target",
-        "topk_prompt",
-        "topk_sample",
-    )
-
-    def __init__(
-        self,
-        *,
-        prompt: types.ModelInput,
-        num_samples: int,
-        params: types.SamplingParams,
-        prompt_logprobs: bool = False,
-        topk_prompt: int = 0,
-        topk_sample: int = 0,
-        target: types.TensorData | None = None,
-        alt_k: int = 0,
-        last_n: int | None = None,
-        stability: bool = False,
-    ) -> None:
-        self.prompt = prompt
-        self.num_samples = num_samples
-        self.params = params
-        self.prompt_logprobs = prompt_logprobs
-        self.topk_prompt = topk_prompt
-        self.topk_sample = topk_sample
-        self.target = target
-        self.alt_k = alt_k
-        self.last_n = last_n
-        self.stability = stability
-        self.size_bytes = 0
-
-    def check(self) -> None:
-        if not isinstance(self.prompt, types.ModelInput):
-            raise InvalidInputError(
-                f"expected a ModelInput, got {type(self.prompt).__name__}. Use "
-                "ModelInput.from_ints(tokens).",
-                path="prompt",
-            )
-        if (
-            isinstance(self.num_samples, bool)
-            or not isinstance(self.num_samples, int)
-            or self.num_samples < 1
-        ):
-            raise InvalidInputError(
-                f"must be at least 1, got {self.num_samples!r}", path="num_samples"
-            )
-        if not isinstance(self.params, types.SamplingParams):
-            raise InvalidInputError(
-                f"expected SamplingParams, got {type(self.params).__name__}", path="sampling_params"
-            )
-        if self.last_n is not None and (self.last_n < 1 or not self.prompt_logprobs):
-            raise InvalidInputError(
-                f"must be at least 1 and needs include_prompt_logprobs=True, got {self.last_n}",
-                path="prompt_logprobs_last_n",
-            )
-        self.size_bytes = model_input_size(self.prompt, bytes_per_token=10)
-
-    def body(self, sampling_session_id: str, seq_id: int) -> bytes:
-        return codec.sample_body(self, sampling_session_id, seq_id)
-
-    def finished(
-        self, answer: types.SampleResponse, sequence_ids: list[str] | None
-    ) -> types.SampleResponse:
-        """The answer with the ids of its sequences, checked against what was asked (6.1)."""
-        if self.alt_k > 0 and answer.prompt_alt_tokens is None:
-            raise APIResponseValidationError(
-                "prompt_alt_tokens_k was asked for and the server sent none; it may predate it."
-            )
-        if self.last_n is not None and answer.prompt_logprobs_np is not None:
-            early = answer.prompt_logprobs_np[: -self.last_n]
-            if early.size and not np.isnan(early).all():
-                raise APIResponseValidationError(
-                    "prompt_logprobs_last_n was ignored by the server; it may predate it."
-                )
-        if sequence_ids is None:
-            return answer
-        try:
-            return results.with_sequence_ids(answer, sequence_ids)
-        except WireError as exc:
-            raise APIResponseValidationError(
-                f"The server's promise and result differ: {exc}"
             ) from exc
 
 

@@ -26,7 +26,8 @@ from tinkex.errors import (
 )
 
 if TYPE_CHECKING:
-    from tinkex.client.sampling_client import SampleFields, SamplingClient
+    from tinkex.client.sample_fields import SampleFields
+    from tinkex.client.sampling_client import SamplingClient
 
 __all__ = ["SampleStream", "StreamedTokens"]
 

@@ -60,7 +60,7 @@ class Lane:
         self._next_seq_id = first_seq_id
         self._queue: deque[Submission] = deque()
         self._draining: asyncio.Task[None] | None = None
-        holder.close_first(self.close)
+        holder.close_first(self)
 
     async def close(self) -> None:
         """Give up what was not sent yet."""

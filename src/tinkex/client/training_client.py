@@ -2,31 +2,25 @@
 
 Every method returns at once with a future, except those whose docstring says that they wait. The
 order of calls on one client is the order in which they were made, from whatever thread; see
-`submission.py` for how it is kept and `chunking.py` for how a batch is cut. Nothing here computes.
+`training_calls.py` for how a call travels. Nothing here computes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import BaseModel
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tinkex import types
-from tinkex.client import codec, events, validation
-from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, warn_if_in_loop
-from tinkex.client.holder import Holder
-from tinkex.client.polling import Expect, QueueWatch
-from tinkex.client.submission import Lane, Part, Submission
+from tinkex.client import validation
+from tinkex.client.futures import APIFuture, Waiting, warn_if_in_loop
+from tinkex.client.polling import Expect
+from tinkex.client.submission import Part
+from tinkex.client.train_step import TrainStepResult
+from tinkex.client.training_calls import TrainingCalls
 from tinkex.client.transport import Call
 from tinkex.types.console_urls import training_run_url
-from tinkex.wire import requests
-from tinkex.wire.chunking import combine
 
 if TYPE_CHECKING:
     from tinkex.client.recovering_client import RecoveringTrainingClient
@@ -36,45 +30,11 @@ if TYPE_CHECKING:
     from tinkex.client.sampling_client import SamplingClient
     from tinkex.regularizers import RegularizerSpec
 
-__all__ = ["TrainStepResult", "TrainingClient"]
-
-logger = logging.getLogger("tinkex.training")
-T = TypeVar("T")
+__all__ = ["TrainingClient"]
 
 
-@dataclass(frozen=True, slots=True)
-class TrainStepResult:
-    """What one `train_step` did."""
-
-    forward_backward: types.ForwardBackwardOutput
-    optim_step: types.OptimStepResponse
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of both halves; a name they share is the optimizer's."""
-        return {**self.forward_backward.metrics, **(self.optim_step.metrics or {})}
-
-    @property
-    def loss(self) -> float | None:
-        """`loss:sum` of the batch, before the step."""
-        return self.forward_backward.metrics.get("loss:sum")
-
-    @property
-    def loss_fn_outputs(self) -> list[dict[str, types.TensorData]]:
-        return self.forward_backward.loss_fn_outputs
-
-
-class TrainingClient:
+class TrainingClient(TrainingCalls):
     """One model being trained. Made by `ServiceClient.create_lora_training_client` and friends."""
-
-    def __init__(self, holder: Holder, model_seq_id: int, model_id: str) -> None:
-        self.holder = holder
-        self.model_id = model_id
-        self.model_seq_id = model_seq_id
-        # Held while a call takes its place, so that train_step takes two places side by side.
-        self._lock = threading.RLock()
-        self._lane = Lane(holder)
-        self._watch = QueueWatch(f"Training of {model_id}", self)
 
     # -- training
 
@@ -171,11 +131,15 @@ class TrainingClient:
         async def both(waiting: Waiting) -> TrainStepResult:
             waiting.state = "queued"
             try:
-                return TrainStepResult(await loss, await step)
+                first = await loss
+                future.waiting = step.waiting
+                return TrainStepResult(first, await step)
             finally:
                 step.cancel()  # no effect once it ended; else nobody would hear its error
 
-        return self.holder.spawn(both)
+        future = self.holder.spawn(both)
+        future.waiting = loss.waiting  # status() tells what the half that runs now waits for
+        return future
 
     async def train_step_async(
         self,
@@ -533,89 +497,8 @@ class TrainingClient:
     def get_telemetry(self) -> Any:
         return self.holder.reporter
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
-        """Called when the reason of waiting changes; override to react to it."""
-
     def __reduce__(self) -> Any:
         raise TypeError(
             "A TrainingClient belongs to the process that made it. Save the state and make a new "
             "client there, or pickle a SamplingClient."
         )
-
-    # -- inside
-
-    def _pass(
-        self,
-        data: Sequence[types.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
-        *,
-        forward_only: bool,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        name = validation.check_loss(loss_fn, loss_fn_config)
-        datums = validation.check_data(data, name)
-        config = dict(loss_fn_config) if loss_fn_config else None
-        parts = codec.pass_parts(
-            self.holder.flags, self.model_id, datums, name, config, forward_only=forward_only
-        )
-        method = "forward" if forward_only else "forward_backward"
-        expect = codec.EXPECT_FORWARD if forward_only else codec.EXPECT_FORWARD_BACKWARD
-        return self._submit(method, parts, expect, combine)
-
-    def _submit_json(
-        self,
-        path: str,
-        request: BaseModel,
-        expect: Expect[T],
-        *,
-        max_retries: int | None = None,
-    ) -> APIFuture[T]:
-        def encode(seq_id: int) -> Call:
-            numbered = request.model_copy(update={"seq_id": seq_id})
-            return self._json_call(path, numbered, max_retries=max_retries)
-
-        return self._submit(path, [Part(encode)], expect)
-
-    def _submit(
-        self,
-        method: str,
-        parts: Sequence[Part],
-        expect: Expect[T],
-        join: Callable[[Sequence[T]], T] | None = None,
-    ) -> APIFuture[T]:
-        """Take the next place in the order and return the future of the result."""
-        submission = Submission(parts)
-
-        async def collect(waiting: Waiting) -> T:
-            with events.span("training", method=method, model_id=self.model_id):
-                return await self._collect(submission, expect, waiting, join)
-
-        with self._lock:
-            self._lane.put(submission)
-            return self.holder.spawn(collect)
-
-    async def _collect(
-        self,
-        submission: Submission,
-        expect: Expect[T],
-        waiting: Waiting,
-        join: Callable[[Sequence[T]], T] | None,
-    ) -> T:
-        assert submission.promises is not None
-        promises = await asyncio.shield(submission.promises)
-        wait = self.holder.poller.wait
-        results = await gather_or_cancel(
-            wait(
-                promise.request_id,
-                expect,
-                waiting=waiting,
-                watch=self._watch,
-                roundtrip_s=promise.roundtrip_s,
-            )
-            for promise in promises
-        )
-        return join(results) if join is not None else results[0]
-
-    def _json_call(self, path: str, request: BaseModel, *, max_retries: int | None = None) -> Call:
-        body = requests.encode(path, request, self.holder.flags.generation).content
-        return Call(method="POST", path=path, body=body, max_retries=max_retries)
