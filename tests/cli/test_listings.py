@@ -273,3 +273,19 @@ def test_auth_login_stores_a_key_the_server_accepts_and_logout_forgets_it(
     assert cli("auth", "logout").out == "Logged out.\n"
     assert "default" not in json.loads(file.read_text())
     assert cli("auth", "logout").code == 1
+
+
+def test_checkpoint_save_of_a_fresh_adapter_and_of_another_checkpoint(cli, saved):
+    model = ("--base-model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--rank", "2", "--seed", "1")
+    assert "/weights/start" in cli("checkpoint", "save", "start", *model).out
+    shown = cli("checkpoint", "save", "copy", "--from", saved.state_path, "--sampler", "--json")
+    path = shown.json["tinker_path"]
+    assert path.endswith("/sampler_weights/copy")
+    assert cli("checkpoint", "info", path, "--json").json["lora_rank"] == 4
+
+
+def test_checkpoint_save_needs_one_source(cli):
+    assert cli("checkpoint", "save", "x").code == 2
+    assert cli("checkpoint", "save", "x", "--from", "nothing").code == 2
+    missing = "tinker://nobody:train:0/weights/x"
+    assert cli("checkpoint", "save", "x", "--from", missing).code == 1

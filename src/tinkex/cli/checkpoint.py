@@ -14,6 +14,7 @@ from tinkex.cli.arguments import limit_option, offset_option, path_argument
 from tinkex.cli.delete import delete
 from tinkex.cli.output import Table, properties, size
 from tinkex.cli.paging import collect
+from tinkex.cli.save import save
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def checkpoint() -> None:
 
 
 checkpoint.add_command(delete)
+checkpoint.add_command(save)
 
 
 @checkpoint.command("list")
