@@ -10,6 +10,7 @@ import pytest
 
 from tinkex.client import events, telemetry
 from tinkex.client.config import ClientConfig
+from tinkex.client.service_client import ServiceClient
 from tinkex.client.telemetry import Reporter, ReporterConfig
 from tinkex.errors import (
     APIConnectionError,
@@ -265,3 +266,22 @@ def test_it_is_off_when_asked_and_off_by_default_against_a_local_server(env, url
     """R19."""
     config = ClientConfig.from_env(base_url=url, api_key="tml-x", env=env)
     assert config.telemetry is on
+
+
+def test_a_real_server_takes_the_reports(toy_server):
+    """R19: asked for, a local server gets them too, and counts them."""
+    config = ClientConfig.from_env(base_url=toy_server, env={"TINKEX_TELEMETRY": "1"})
+    with ServiceClient(config=config) as service:
+        model = service.get_server_capabilities().supported_models[0].model_name
+        service.create_lora_training_client(model, rank=4)
+        reporter = service.get_telemetry()
+        assert reporter.log("experiment.started", {"rank": 4})
+        assert not reporter.session_id.startswith("sessionless-")
+    assert not reporter._queue  # closing sent all of it
+    assert reporter._task.done()
+
+
+def test_without_telemetry_there_is_no_reporter(toy_server):
+    with ServiceClient(config=ClientConfig.from_env(base_url=toy_server, env={})) as service:
+        service.get_server_capabilities()
+        assert service.get_telemetry() is None

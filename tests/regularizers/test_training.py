@@ -230,6 +230,41 @@ def test_a_traced_loss_in_one_pass_equals_two_passes_here(service, base, data):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
+def distillation(logprobs, teacher):
+    """Forward KL from a teacher over the candidates of each position."""
+    probability = teacher.exp()
+    kl = (probability * (teacher - logprobs)).sum()
+    return kl, {"custom/kl:sum": kl, "custom/agreement:mean": (logprobs - teacher).abs().mean()}
+
+
+def test_a_traced_loss_over_candidates_equals_two_passes_here(service, base):
+    """R21 with 2-D targets: several candidates per position."""
+    rng = np.random.default_rng(1)
+    data = [
+        Datum(
+            ModelInput.from_ints(tokens),
+            {
+                "target_tokens": rng.integers(0, VOCAB, (len(tokens), 3)),
+                "teacher": np.log(rng.dirichlet(np.ones(3), len(tokens))).astype(np.float32),
+            },
+        )
+        for tokens in SEQUENCES
+    ]
+    handle = service.create_custom_loss(distillation, {"logprobs": 2, "teacher": 2}).result(60)
+    answers = []
+    for loss in (handle, replace(handle, loss_id=None)):
+        client = service.create_lora_training_client(str(base), rank=4, seed=5)
+        out = client.forward_backward_custom(data, loss).result(60)
+        step = client.optim_step(ADAM).result(60)
+        answers.append((out.metrics, step.metrics, out.loss_fn_outputs[0]["logprobs"].to_numpy()))
+    (ours, our_step, ours_lp), (theirs, their_step, theirs_lp) = answers
+    for name in ("loss:sum", "custom/kl:sum", "custom/agreement:mean"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+    assert our_step["grad_norm:mean"] == pytest.approx(their_step["grad_norm:mean"], rel=1e-5)
+    assert ours_lp.shape == (len(SEQUENCES[0]), 3)
+    np.testing.assert_allclose(ours_lp, theirs_lp, atol=1e-6)
+
+
 def test_a_custom_loss_moves_the_adapter_as_autograd_would(service, base, trainer, data, tmp_path):
     """R21: any torch callable, to 1e-5."""
 
