@@ -7,7 +7,89 @@ a server.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; at run time names load when touched
+    from httpx import Timeout as Timeout
+
+    from tinkex import auth as auth
+    from tinkex import errors as errors
+    from tinkex import regularizers as regularizers
+    from tinkex import types as types
+    from tinkex.client import events as events
+    from tinkex.client import metrics as metrics
+    from tinkex.client.admin_client import AdminClient as AdminClient
+    from tinkex.client.config import ClientConfig as ClientConfig
+    from tinkex.client.futures import APIFuture as APIFuture
+    from tinkex.client.futures import FutureStatus as FutureStatus
+    from tinkex.client.loss_tracing import LossHandle as LossHandle
+    from tinkex.client.loss_tracing import PerDatumLossFn as PerDatumLossFn
+    from tinkex.client.recovery import RecoveryPolicy as RecoveryPolicy
+    from tinkex.client.rest_client import RestClient as RestClient
+    from tinkex.client.retry import RetryConfig as RetryConfig
+    from tinkex.client.run_monitor import RunMonitor as RunMonitor
+    from tinkex.client.sampling_client import SamplingClient as SamplingClient
+    from tinkex.client.service_client import ServiceClient as ServiceClient
+    from tinkex.client.train_step import TrainStepResult as TrainStepResult
+    from tinkex.client.training_client import TrainingClient as TrainingClient
+    from tinkex.client.transport import RequestOptions as RequestOptions
+    from tinkex.errors import APIConnectionError as APIConnectionError
+    from tinkex.errors import APIError as APIError
+    from tinkex.errors import APIResponseValidationError as APIResponseValidationError
+    from tinkex.errors import APIStatusError as APIStatusError
+    from tinkex.errors import APITimeoutError as APITimeoutError
+    from tinkex.errors import AuthenticationError as AuthenticationError
+    from tinkex.errors import BadRequestError as BadRequestError
+    from tinkex.errors import BillingError as BillingError
+    from tinkex.errors import CircuitOpenError as CircuitOpenError
+    from tinkex.errors import ClientClosedError as ClientClosedError
+    from tinkex.errors import ConfigError as ConfigError
+    from tinkex.errors import ConflictError as ConflictError
+    from tinkex.errors import ExperimentalWarning as ExperimentalWarning
+    from tinkex.errors import InternalServerError as InternalServerError
+    from tinkex.errors import InvalidInputError as InvalidInputError
+    from tinkex.errors import LocalServerError as LocalServerError
+    from tinkex.errors import NotFoundError as NotFoundError
+    from tinkex.errors import PermissionDeniedError as PermissionDeniedError
+    from tinkex.errors import PromiseLostError as PromiseLostError
+    from tinkex.errors import RateLimitError as RateLimitError
+    from tinkex.errors import RecoveryFailedError as RecoveryFailedError
+    from tinkex.errors import RegularizerError as RegularizerError
+    from tinkex.errors import RegularizerTimeoutError as RegularizerTimeoutError
+    from tinkex.errors import RequestFailedError as RequestFailedError
+    from tinkex.errors import ResultTimeoutError as ResultTimeoutError
+    from tinkex.errors import RetrieveError as RetrieveError
+    from tinkex.errors import RetryableException as RetryableException
+    from tinkex.errors import TinkerError as TinkerError
+    from tinkex.errors import UnprocessableEntityError as UnprocessableEntityError
+    from tinkex.types import AdamOptimizerConfig as AdamOptimizerConfig
+    from tinkex.types import AdamParams as AdamParams
+    from tinkex.types import Checkpoint as Checkpoint
+    from tinkex.types import CheckpointType as CheckpointType
+    from tinkex.types import Datum as Datum
+    from tinkex.types import DimuonOptimizerConfig as DimuonOptimizerConfig
+    from tinkex.types import DimuonParams as DimuonParams
+    from tinkex.types import DmelChunk as DmelChunk
+    from tinkex.types import EncodedTextChunk as EncodedTextChunk
+    from tinkex.types import ForwardBackwardOutput as ForwardBackwardOutput
+    from tinkex.types import LoraConfig as LoraConfig
+    from tinkex.types import ModelID as ModelID
+    from tinkex.types import ModelInput as ModelInput
+    from tinkex.types import ModelInputChunk as ModelInputChunk
+    from tinkex.types import OptimParams as OptimParams
+    from tinkex.types import OptimStepRequest as OptimStepRequest
+    from tinkex.types import OptimStepResponse as OptimStepResponse
+    from tinkex.types import ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath
+    from tinkex.types import PromptProvenanceSpan as PromptProvenanceSpan
+    from tinkex.types import SampledProvenanceSpan as SampledProvenanceSpan
+    from tinkex.types import SampledSequence as SampledSequence
+    from tinkex.types import SampleRequest as SampleRequest
+    from tinkex.types import SampleResponse as SampleResponse
+    from tinkex.types import SamplingParams as SamplingParams
+    from tinkex.types import StopReason as StopReason
+    from tinkex.types import TensorData as TensorData
+    from tinkex.types import TensorDtype as TensorDtype
+    from tinkex.types import TrainingRun as TrainingRun
 
 __version__ = "0.1.0"
 __title__ = "tinkex"
