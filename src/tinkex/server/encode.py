@@ -6,20 +6,19 @@ from it when asked for. Arrays are copied into the message once and never looped
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 
 from tinkex.engine.jobs import Array, CsrArray, SampleResult, TopK, TrainResult
+from tinkex.types import ForwardBackwardOutput, OptimStepResponse, SampleResponse
+from tinkex.wire import results
 from tinkex.wire import tinker_public_pb2 as pb
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 OUTPUT_TYPE = "ArrayRecord"
-_EMPTY_LOGPROB = -99999.0
 
 
 # ------------------------------------------------------------------------------------ protobuf
@@ -95,79 +94,17 @@ def _fill_tensor(target: Any, value: Array | CsrArray) -> None:
 
 def train_json(payload: bytes) -> bytes:
     """The ForwardBackwardOutput of clients up to 0.24."""
-    message = pb.ForwardBackwardOutput.FromString(payload)
-    outputs: list[dict[str, Any]] = []
-    for record in message.loss_fn_outputs:
-        columns = {name: _split(field) for name, field in record.fields.items()}
-        outputs.extend(
-            {name: _tensor_json(column[i]) for name, column in columns.items()}
-            for i in range(record.num_datums)
-        )
-    return orjson.dumps(
-        {
-            "loss_fn_output_type": message.loss_fn_output_type,
-            "loss_fn_outputs": outputs,
-            "metrics": dict(message.metrics),
-        }
-    )
-
-
-def _split(field: Any) -> list[Array]:
-    dtype = np.dtype("<i8") if field.dtype == pb.DTYPE_INT64 else np.dtype("<f4")
-    offsets = np.frombuffer(field.offsets, dtype="<i8")
-    trailing = list(field.trailing_shape)
-    pairs = zip(offsets[:-1], offsets[1:], strict=True)
-    return [
-        np.frombuffer(field.data[start:end], dtype=dtype).reshape([-1, *trailing])
-        for start, end in pairs
-    ]
-
-
-def _tensor_json(array: Array) -> dict[str, Any]:
-    dtype = "int64" if array.dtype.kind == "i" else "float32"
-    return {"data": array.reshape(-1).tolist(), "dtype": dtype, "shape": list(array.shape)}
+    return results.encode(results.decode(ForwardBackwardOutput, payload, PROTOBUF)).content
 
 
 def sample_json(payload: bytes, sequence_ids: Sequence[str] = ()) -> bytes:
     """The SampleResponse of clients up to 0.24, and of streams."""
-    message = pb.SampleResponse.FromString(payload)
-    body: dict[str, Any] = {
-        "sequences": [_sequence_json(item) for item in message.sequences],
-        "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
-        "type": "sample",
-    }
-    for item, sequence_id in zip(body["sequences"], sequence_ids, strict=False):
-        item["sequence_id"] = sequence_id
-    if message.HasField("prompt_logprobs"):
-        values = np.frombuffer(message.prompt_logprobs, dtype="<f4").tolist()
-        body["prompt_logprobs"] = [None if math.isnan(value) else value for value in values]
-    if message.HasField("topk_prompt_logprobs"):
-        body["topk_prompt_logprobs"] = _topk_json(message.topk_prompt_logprobs)
-    return orjson.dumps(body)
+    response = results.decode(
+        SampleResponse, payload, PROTOBUF, sequence_ids=list(sequence_ids) or None
+    )
+    return results.encode(response).content
 
 
-def _sequence_json(item: Any) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "stop_reason": "stop" if item.stop_reason == pb.STOP_REASON_STOP else "length",
-        "tokens": np.frombuffer(item.tokens, dtype="<i4").tolist(),
-        "logprobs": np.frombuffer(item.logprobs, dtype="<f4").tolist(),
-    }
-    if item.HasField("topk_sampled_logprobs"):
-        body["topk_logprobs"] = _topk_json(item.topk_sampled_logprobs)
-    return body
-
-
-def _topk_json(topk: Any) -> list[list[tuple[int, float]] | None]:
-    shape = (topk.length, topk.k)
-    ids = np.frombuffer(topk.token_ids, dtype="<i4").reshape(shape).tolist()
-    logprobs = np.frombuffer(topk.logprobs, dtype="<f4").reshape(shape).tolist()
-    rows: list[list[tuple[int, float]] | None] = []
-    for row_ids, row_logprobs in zip(ids, logprobs, strict=True):
-        pairs = zip(row_ids, row_logprobs, strict=True)
-        row = [(token, logprob) for token, logprob in pairs if logprob > _EMPTY_LOGPROB]
-        rows.append(row or None)
-    return rows
-
-
-def json_payload(body: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(body)
+def metrics_json(metrics: Mapping[str, float]) -> bytes:
+    """The OptimStepResponse. NaN, which JSON cannot hold, travels as a name every client reads."""
+    return results.encode(OptimStepResponse(metrics=dict(metrics))).content

@@ -202,7 +202,7 @@ class ModelOperations:
             op.usage = (self._usage(kind, result.num_tokens),)
             return Outcome(kind="train", payload=encode.train_payload(result))
         if isinstance(result, OptimResult):
-            return _json({"metrics": dict(result.metrics), "type": "optim_step"})
+            return Outcome(kind="json", payload=encode.metrics_json(result.metrics))
         assert isinstance(result, AdapterResult)
         body = orjson.loads(op.body)
         if op.kind == "create_model":
