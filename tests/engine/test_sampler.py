@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from tinkex.engine import jobs
+from tinkex.engine import default_model, jobs
 from tinkex.engine.attention import PackedCausal
 from tinkex.engine.decoder import Decoder, load_decoder
 from tinkex.engine.lora import Adapter, LoraBatch, Span, fresh_adapter
@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral-window": (transformers.MistralConfig, {"sliding_window": 11}),
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {}),
+    "olmo2-through-transformers": (transformers.Olmo2Config, {"pad_token_id": 0}),
 }
 
 
@@ -148,6 +149,18 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(6, VOCAB, length).tolist()
 
 
+def greedy_oracle(model: Model, prompt: list[int], num_tokens: int) -> list[int]:
+    generated = model.oracle.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return generated[0, len(prompt) :].tolist()
+
+
 @torch.no_grad()
 def trainer_logprobs(model: Model, tokens: list[int], adapter: str | None = None) -> np.ndarray:
     """What a training pass computes: logprob of every token after the first."""
@@ -172,15 +185,22 @@ def test_greedy_equals_transformers_for_200_tokens(load, family):
     prompts = [prompt_of(23, 1), prompt_of(7, 2)]
     ids = [run.add(p, temperature=0.0, max_tokens=200) for p in prompts]
     for job_id, prompt in zip(ids, prompts, strict=True):
-        expected = model.oracle.generate(
-            torch.tensor([prompt]),
-            do_sample=False,
-            min_new_tokens=200,
-            max_new_tokens=200,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert run.tokens(job_id) == [expected[0, len(prompt) :].tolist()]
+        assert run.tokens(job_id) == [greedy_oracle(model, prompt, 200)]
+
+
+@pytest.mark.slow
+def test_greedy_equals_transformers_on_the_default_model():
+    """R31: 200 tokens, token for token, three prompts in one batch."""
+    folder = default_model.folder()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = Model(load_decoder(str(folder)), oracle)
+    run = Run(model, model.sampler(block_size=16))
+    texts = ["The capital of France is", "def fibonacci(n):", "Once upon a time, in a small town"]
+    prompts = [tokenizer(text).input_ids for text in texts]
+    ids = [run.add(prompt, temperature=0.0, max_tokens=200) for prompt in prompts]
+    for job_id, prompt in zip(ids, prompts, strict=True):
+        assert run.tokens(job_id) == [greedy_oracle(model, prompt, 200)]
 
 
 @pytest.mark.parametrize("adapter", [None, "one"])
