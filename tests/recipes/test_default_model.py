@@ -39,10 +39,20 @@ def write(path, items):
     return str(path)
 
 
+def two_hundred_rows():
+    """The quickstart's 120 questions and 80 sums: no two alike, so nothing held out is trained on."""
+    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)][:80]
+    return rows() + [
+        {
+            "prompt": f"What is {a} plus {b}?",
+            "completion": f"Arr, matey! {a} plus {b} be {a + b}, or I be no captain!",
+        }
+        for a, b in sums
+    ]
+
+
 def test_sft_halves_the_held_out_loss_on_200_rows(service, tmp_path, capsys):
-    persona = rows()
-    conversations = (persona + persona)[:200]
-    data = write(tmp_path / "data.jsonl", conversations)
+    data = write(tmp_path / "data.jsonl", two_hundred_rows())
     config = sft.SftConfig(data=data, log_dir=str(tmp_path / "log"), rank=16, epochs=1)
     sft.train(config, service, quiet, quiet)
     losses = [m["held_out_loss"] for m in metrics(tmp_path / "log") if "held_out_loss" in m]
