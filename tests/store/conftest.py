@@ -30,14 +30,14 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database."""
+    """The URL of an empty database; on PostgreSQL a schema of its own, which costs far less."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'tinkex.db'}"
     cluster: Cluster = request.getfixturevalue("cluster")
     name = f"test_{next(_numbers)}"
     with psycopg.connect(cluster.url("postgres"), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    return cluster.url(name)
+        connection.execute(f"CREATE SCHEMA {name}")
+    return f"{cluster.url('postgres')}&options=-csearch_path%3D{name}"
 
 
 @pytest.fixture
