@@ -40,7 +40,7 @@ def write(path, items):
 
 
 def two_hundred_rows():
-    """The quickstart's 120 questions and 80 sums: no two alike, so nothing held out is trained on."""
+    """The 120 questions of the quickstart and 80 sums; no two alike, so nothing held out leaks."""
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)][:80]
     return rows() + [
         {
