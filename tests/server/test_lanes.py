@@ -10,6 +10,8 @@ import pytest
 from app_world import AppWorld, open_app
 from wire_client import PROTO, loss_of, train_body
 
+from tinkex.errors import InvalidInputError
+
 TOKENS = [1, 2, 3, 4]
 
 
@@ -180,3 +182,23 @@ async def test_large_results_leave_the_memory_and_can_still_be_fetched(
         await asyncio.sleep(0.01)
     assert app_world.service.promises.get(promise["request_id"]) is None
     assert loss_of(await app_world.result(promise)) > 0
+
+
+async def test_a_request_refused_on_its_way_to_the_worker_keeps_its_place(tmp_path: Path) -> None:
+    """It is sent ahead behind others; its error must not overtake their results."""
+    async with open_app(tmp_path, toy_latency_s=0.2) as world:
+        model = await world.model()
+        operations = world.service._lanes[model].operations
+        prepare = operations.prepare
+
+        async def refuse_second(op: Any, job_id: str) -> Any:
+            if op.seq_id == 2:
+                raise InvalidInputError("gone")
+            return await prepare(op, job_id)
+
+        operations.prepare = refuse_second  # type: ignore[method-assign]
+        promises = [(await world.train(model, n, TOKENS)).json() for n in (1, 2)]
+        promises.append((await world.step(model, 3)).json())
+        assert loss_of(await world.result(promises[0])) > 0
+        assert (await world.result(promises[1]))["error"] == "gone"
+        assert (await world.result(promises[2]))["metrics"]["step:max"] == 1.0

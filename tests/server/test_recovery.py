@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 from app_world import AppWorld, open_app
@@ -158,3 +159,30 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_p
         assert response.json()["category"] == "server"
         done = (await world.train(model, 2, TOKENS)).json()
         assert loss_of(await world.result(done)) > 0
+
+
+async def test_lost_state_is_said_and_nothing_else_is_made_up(tmp_path: Path) -> None:
+    """A model whose snapshot is gone must not go on from scratch."""
+    async with open_app(tmp_path) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 2)
+        await world.service.park_session(model.split(":")[0])
+        shutil.rmtree(tmp_path / "state")
+        failed = await world.result((await world.train(model, 5, TOKENS)).json())
+        assert failed["category"] == "server"
+        assert "could not be restored" in failed["error"]
+        assert world.app.state.store.models.get(model).corrupted
+
+
+async def test_a_model_that_was_never_created_says_so_ever_after(tmp_path: Path) -> None:
+    async with open_app(tmp_path, models=("toy",), aliases={"gone": "nowhere"}) as world:
+        session = await world.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "gone"}
+        created = await world.result(await world.ok("create_model", body))
+        assert created["category"] == "user"
+        model = f"{session}:train:0"
+        failed = await world.result((await world.train(model, 1, TOKENS)).json())
+        assert "was never created" in failed["error"]
+    async with open_app(tmp_path, models=("toy",), aliases={"gone": "nowhere"}) as world:
+        failed = await world.result((await world.train(model, 2, TOKENS)).json())
+        assert "was never created" in failed["error"]

@@ -45,7 +45,11 @@ NUMBERED: dict[str, dict[str, Any]] = {
     },
     "save_weights_for_sampler": {"path": "a", "ttl_seconds": 3600, "user_metadata": {"k": "v"}},
     "save_weights_external": {"path": "a", "ttl_seconds": 3600},
-    "load_weights": {"path": "tinker://x:train:0/weights/a", "optimizer": True},
+    "load_weights": {
+        "path": "tinker://x:train:0/weights/a",
+        "optimizer": True,
+        "weights_access_token": "eyJ.a.b",
+    },
 }
 SAMPLE = {
     "num_samples": 1,

@@ -42,7 +42,7 @@ class Catalog:
         """
         if name in self._aliases:
             return self._aliases[name]
-        if name in self._names or self._takes_any:
+        if name in self._names or name in self._aliases.values() or self._takes_any:
             return name
         raise InvalidInputError(
             f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. "

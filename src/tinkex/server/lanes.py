@@ -110,8 +110,8 @@ class Lane:
     """The last number whose effect is in the worker's memory and published."""
     generation: int = -1
     """The worker's generation that holds this model's state; -1: none does."""
-    broken: str = ""
-    """Why the model can never run, such as a creation that failed."""
+    broken: Outcome | None = None
+    """What every request is answered: the model was never created, or its state is lost."""
     restoring: bool = False
     snapshot_due: bool = False
     """Nothing more is sent until the snapshot is made."""
@@ -124,6 +124,7 @@ class Lane:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _gap_timer: asyncio.TimerHandle | None = None
     _num_launched: int = 0
+    _num_lost_replays: int = 0
     _exclusive: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     # ------------------------------------------------------------------------ for the outside
@@ -177,9 +178,6 @@ class Lane:
             )
         head = self._flights[0].op.progress if self._flights else ""
         return f"{self._ahead(op)} requests ahead" + (f"; {head}" if head else "")
-
-    def is_running(self, op: Op) -> bool:
-        return op.started_at > 0 and not op.progress
 
     async def run_alone(self, action: Callable[[], Awaitable[None]]) -> bool:
         """Run something while no op is under way. False, and nothing done, when one is."""
@@ -248,28 +246,30 @@ class Lane:
             op = self.ops.get(seq_id)
             if op is None:
                 return
-            alone = op.mode == "skip" or self.broken or self.operations.is_barrier(op)
+            stuck = op.mode == "skip" or self.broken is not None
+            alone = stuck or self.operations.is_barrier(op)
             if self._flights and (alone or self.operations.is_barrier(self._flights[-1].op)):
                 return
             if op.mode == "skip":
                 self._retire(op)
-            elif self.broken:
-                self._settle(op, Outcome(error=self.broken, category="user"))
+            elif self.broken is not None:
+                self._settle(op, self.broken)
             else:
                 await self._launch(op)
 
     async def _launch(self, op: Op) -> None:
         self._num_launched += 1
+        after = self._flights[-1].sent if self._flights else None
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             job = await self.operations.prepare(op, f"{op.request_id}#{self._num_launched}")
         except InvalidInputError as exc:
-            job = Outcome(error=str(exc), category="user")
-        if isinstance(job, Outcome):
-            self._settle(op, job)
-            return
-        after = self._flights[-1].sent if self._flights else None
-        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._execute(op, job, after, sent))
+            task = asyncio.create_task(_refuse(exc, sent))
+        else:
+            if isinstance(job, Outcome):  # only a barrier, so nothing is under way
+                self._settle(op, job)
+                return
+            task = asyncio.create_task(self._execute(op, job, after, sent))
         task.add_done_callback(lambda _: self._wake.set())
         self._flights.append(_Flight(op, task, sent))
 
@@ -304,6 +304,8 @@ class Lane:
             raise
         except InvalidInputError as exc:
             outcome = Outcome(error=str(exc), category="user")
+            if op.mode == "replay":
+                self._lose_state(f"{op.request_id} ran before and is refused now: {exc}")
         except EngineError as exc:
             await self._distrust(op, exc)
             return
@@ -345,8 +347,9 @@ class Lane:
         self._retire(op)
         if op.mode != "run":
             return
+        self._num_lost_replays = 0
         if op.seq_id == 0 and not outcome.ok:
-            self.broken = f"{self.model_id} was never created: {outcome.error}"
+            self.broken = never_created(self.model_id, outcome.error)
         self.operations.record(op, outcome)
         if op.promise is not None:
             op.promise.settle(outcome)
@@ -363,6 +366,7 @@ class Lane:
         """The engine failed in the middle: this op has failed, and the state is restored."""
         self._flights.popleft()
         self._settle(op, Outcome(error=str(exc), category="server"))
+        self._count_lost_replay(op, str(exc))
         self.generation = -1
         await self._take_back(blame=False)
 
@@ -374,9 +378,22 @@ class Lane:
             op = flight.op
             if blame and op.started_at and not _ended_well(flight.task):
                 op.attempts += 1
+                self._count_lost_replay(op, "the worker died")
             op.started_at, op.progress = 0.0, ""
             if op.attempts >= MAX_ATTEMPTS:
                 self._blame(op)
+
+    def _count_lost_replay(self, op: Op, reason: str) -> None:
+        """A replay starts afresh each time, so its failures are counted here."""
+        if op.mode == "replay":
+            self._num_lost_replays += 1
+            if self._num_lost_replays >= MAX_ATTEMPTS:
+                self._lose_state(reason)
+
+    def _lose_state(self, reason: str) -> None:
+        logger.error("the state of %s is lost: %s", self.model_id, reason)
+        error = f"The state of {self.model_id} could not be restored: {reason}"
+        self.broken = Outcome(error=error, category="server")
 
     def _blame(self, op: Op) -> None:
         message = f"The worker died {op.attempts} times while it ran this request; it was given up."
@@ -423,6 +440,15 @@ class Lane:
                 category="user",
             )
         )
+
+
+def never_created(model_id: str, reason: str) -> Outcome:
+    return Outcome(error=f"{model_id} was never created: {reason}", category="user")
+
+
+async def _refuse(exc: InvalidInputError, sent: asyncio.Future[None]) -> Result:
+    sent.set_result(None)
+    raise exc
 
 
 def _note(op: Op, event: Event) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from tinkex.engine.jobs import AdapterResult, DropAdapterJob, Job, LoadAdapterJob, SaveAdapterJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.lanes import Lane, Op
+from tinkex.server.futures import Outcome
+from tinkex.server.lanes import Lane, Op, never_created
 from tinkex.server.operations import FORCES_SNAPSHOT, MUTATES
 from tinkex.server.write_behind import WriteBehind
 from tinkex.store import Op as Row
@@ -66,7 +67,8 @@ class StateKeeper:
             raise
         except (InvalidInputError, EngineError) as exc:
             logger.exception("cannot restore %s", lane.model_id)
-            lane.broken = f"The state of {lane.model_id} could not be restored: {exc}"
+            error = f"The state of {lane.model_id} could not be restored: {exc}"
+            lane.broken = Outcome(error=error, category="server")
             await self._store.call(self._store.models.mark, lane.model_id, corrupted=True)
         self._queue(lane, rows, start)
         lane.generation = generation
@@ -86,6 +88,8 @@ class StateKeeper:
         ended = [row.seq_id for row in rows if row.state in ("done", "failed")]
         lane.applied_seq = max([start, *ended])
         for row in rows:
+            if row.seq_id == 0 and row.state == "failed":
+                lane.broken = never_created(lane.model_id, row.error or "")
             if row.state == "accepted":
                 lane.ops[row.seq_id] = self._revive(lane, row)
             elif row.state == "refused" and row.seq_id > lane.applied_seq:

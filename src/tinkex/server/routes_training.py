@@ -195,8 +195,8 @@ async def _create_via_load(
 async def _readable(request: Request, user: User, body: dict[str, Any], path: str) -> Checkpoint:
     service = service_of(request)
     token = decode.optional_text(body, "weights_access_token")
-    token_user = await request.app.state.auth.user_of(token) if token else None
     try:
+        token_user = await request.app.state.auth.user_of(token) if token else None
         return await service.shelf.readable(path, user, token_user=token_user)
     except ApiError as exc:
         raise InvalidInputError(str(exc), path="path") from exc
