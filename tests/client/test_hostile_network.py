@@ -13,7 +13,7 @@ import random
 from typing import Any
 
 import pytest
-from hostile import Network, Server
+from hostile import ANYWHERE, ON_POLLS, Network, Server
 from virtual_time import run_virtual
 
 import tinkex
@@ -38,11 +38,15 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("block", range(20))
 def test_a_thousand_schedules_end_right(block: int) -> None:
+    injected: set[str] = set()
     for seed in range(block * SEEDS_PER_TEST, (block + 1) * SEEDS_PER_TEST):
+        schedule = Schedule(seed)
         try:
-            run_virtual(Schedule(seed).run())
+            run_virtual(schedule.run())
         except BaseException as exc:
             raise AssertionError(f"schedule {seed}: {exc!r}") from exc
+        injected |= set(schedule.network.kinds)
+    assert injected == {*ANYWHERE, *ON_POLLS}, "the schedules no longer cover every fault"
 
 
 class Schedule:

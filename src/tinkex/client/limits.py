@@ -123,5 +123,6 @@ class SampleGate:
                     yield
 
     def hold_back(self, num_bytes: int, asked_s: float | None) -> None:
-        """A submit was refused for load: the whole account waits."""
-        self.limiter.hold(asked_s if asked_s is not None else 1.0 if num_bytes <= 131_072 else 5.0)
+        """A submit was refused for load: the whole account waits, a minute at most."""
+        own_s = 1.0 if num_bytes <= 131_072 else 5.0
+        self.limiter.hold(asked_s if asked_s is not None and 0 < asked_s <= 60 else own_s)

@@ -1,0 +1,228 @@
+"""One sample: how it is submitted, held back, lost, cancelled, cloned and checked (contract 6)."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hostile import Network, Server, json_reply
+from virtual_time import run_virtual
+
+import tinkex
+from tinkex import types
+from tinkex.client import sampling_client as sampling_module
+from tinkex.client.backends import Reply
+from tinkex.client.config import ClientConfig
+from tinkex.client.holder import Holder
+from tinkex.client.sample_fields import SampleFields
+from tinkex.wire import requests
+
+PROMPT = types.ModelInput.from_ints([3, 1, 2])
+PARAMS = types.SamplingParams(max_tokens=4)
+
+
+class Recording(Server):
+    """Remembers the samples that arrived, refused ones included."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.bodies: list[dict[str, Any]] = []
+        self.refuse: list[Reply] = []
+        self.acknowledged: list[str] = []
+        self.joined = 0
+
+    def on_asample(self, headers: Mapping[str, str], body: bytes) -> Reply:
+        assert headers["X-Tinker-Sampling-Backpressure"] == "1"
+        self.bodies.append(orjson.loads(body))
+        return self.refuse.pop(0) if self.refuse else super().on_asample(headers, body)
+
+    async def on_retrieve_futures(self, headers: Mapping[str, str], body: bytes) -> Reply:
+        self.acknowledged += orjson.loads(body)["retrieved_request_ids"]
+        return await super().on_retrieve_futures(headers, body)
+
+    def on_join_sampling_session(self, headers: Mapping[str, str], body: bytes) -> Reply:
+        self.joined += 1
+        return json_reply({"client_counter": 3})
+
+
+Program = Callable[[tinkex.SamplingClient], Coroutine[Any, Any, Any]]
+
+
+def run(server: Server, program: Program) -> Any:
+    async def main() -> Any:
+        config = ClientConfig(base_url="http://sampling.test", api_key="tml-k", telemetry=False)
+        service = tinkex.ServiceClient(config=config)
+        network = Network(server, random.Random(0), rate=0.0)
+        service._holder = Holder(config, make_backend=network.make_backend)
+        sampler = await service.create_sampling_client_async(base_model="m")
+        try:
+            return await program(sampler)
+        finally:
+            await service.close("success")
+
+    return run_virtual(main())
+
+
+async def one(sampler: tinkex.SamplingClient) -> types.SampleResponse:
+    return await sampler.sample_async(PROMPT, 1, PARAMS)
+
+
+def seconds(program: Program) -> Program:
+    async def timed(sampler: tinkex.SamplingClient) -> float:
+        started = asyncio.get_running_loop().time()
+        await program(sampler)
+        return asyncio.get_running_loop().time() - started
+
+    return timed
+
+
+def test_429_is_a_wait_after_which_the_same_number_is_sent_again() -> None:
+    """Contract 6.2: seq 0, 0, 0."""
+    server = Recording(compute_s=0.0)
+    server.refuse = [json_reply({}, 429), json_reply({}, 429)]
+    took = run(server, seconds(one))
+    assert [body["seq_id"] for body in server.bodies] == [0, 0, 0]
+    assert 2.0 <= took < 2.5
+
+
+@pytest.mark.parametrize(("asked", "waits"), [("7", 7.0), ("86400", 1.0)])
+def test_a_busy_server_is_obeyed_for_at_most_a_minute(asked: str, waits: float) -> None:
+    server = Recording(compute_s=0.0)
+    server.refuse = [json_reply({}, 429, **{"retry-after": asked})]
+    assert waits <= run(server, seconds(one)) < waits + 0.5
+
+
+def test_402_pauses_and_then_goes_on() -> None:
+    server = Recording(compute_s=0.0)
+    server.refuse = [json_reply({}, 402)]
+    assert 5.0 <= run(server, seconds(one)) < 5.5
+
+
+def test_a_lost_promise_is_a_new_submission_with_a_new_number() -> None:
+    server = Recording(compute_s=0.0, lose_samples={0, 1})
+    answer = run(server, one)
+    assert answer.sequences[0].tokens == [2, 1, 3]
+    assert [body["seq_id"] for body in server.bodies] == [0, 1, 2]
+
+
+def test_a_malformed_sample_is_the_users_error_and_is_not_repeated() -> None:
+    server = Recording()
+    server.refuse = [json_reply({"detail": "token 99 is not in the vocabulary"}, 400)]
+    with pytest.raises(tinkex.BadRequestError, match="not in the vocabulary"):
+        run(server, one)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("poller", [False, True])
+def test_cancelling_a_sample_cancels_it_on_the_server(poller: bool) -> None:
+    async def cancelled(sampler: tinkex.SamplingClient) -> None:
+        future = sampler.sample(PROMPT, 1, PARAMS)
+        await asyncio.sleep(2)
+        future.cancel()
+        await asyncio.sleep(2)
+
+    server = Recording(compute_s=500.0, flags={"sample_use_retrieve_futures": poller})
+    run(server, cancelled)
+    assert server.cancelled == ["S:sample:0:0"]
+
+
+def test_results_collected_in_bulk_are_acknowledged() -> None:
+    """Contract 4.5: the server may forget what was read."""
+
+    async def many(sampler: tinkex.SamplingClient) -> None:
+        await asyncio.gather(*(one(sampler) for _ in range(5)))
+        await asyncio.sleep(60)
+
+    server = Recording(flags={"sample_use_retrieve_futures": True})
+    run(server, many)
+    assert sorted(server.acknowledged) == [f"S:sample:0:{n}" for n in range(5)]
+
+
+def test_a_poller_that_is_refused_for_good_fails_its_waiters() -> None:
+    class Refusing(Recording):
+        async def on_retrieve_futures(self, headers: Mapping[str, str], body: bytes) -> Reply:
+            return json_reply({"detail": "not your session"}, 403)
+
+    server = Refusing(flags={"sample_use_retrieve_futures": True})
+    with pytest.raises(tinkex.PermissionDeniedError, match="not your session"):
+        run(server, one)
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_a_clone_counts_in_a_range_of_its_own(join: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract 6.5: c x 10^9 + n, c from the server where it can say."""
+    server = Recording(compute_s=0.0, flags={"sample_join_sampling_session": join})
+    monkeypatch.setattr(sampling_module.random, "randint", lambda low, high: 77)
+
+    async def cloned(sampler: tinkex.SamplingClient) -> None:
+        copy = pickle.loads(pickle.dumps(sampler))
+        copy.holder = sampler.holder  # the same in-memory server
+        await one(copy)
+        await one(copy)
+
+    run(server, cloned)
+    clone = 3 if join else 77
+    assert [body["seq_id"] for body in server.bodies] == [clone * 10**9, clone * 10**9 + 1]
+    assert server.joined == (1 if join else 0)
+
+
+def test_more_promised_sequences_than_sent_are_an_error() -> None:
+    class Short(Recording):
+        def _sample(self, asked: dict[str, Any]) -> dict[str, Any]:
+            promise = super()._sample(asked)
+            return {**promise, "sample_sequence_ids": ["a", "b"]}
+
+    with pytest.raises(tinkex.APIResponseValidationError, match="expected 2 sequences, got 1"):
+        run(Short(compute_s=0.0), one)
+
+
+def test_a_server_that_ignores_an_option_is_found_out() -> None:
+    answer = types.SampleResponse([], np.zeros(5, np.float32))
+    asked = SampleFields(
+        prompt=PROMPT, num_samples=1, params=PARAMS, prompt_logprobs=True, last_n=2
+    )
+    with pytest.raises(tinkex.APIResponseValidationError, match="last_n was ignored"):
+        asked.finished(answer, None)
+    asked = SampleFields(prompt=PROMPT, num_samples=1, params=PARAMS, alt_k=2)
+    with pytest.raises(tinkex.APIResponseValidationError, match="prompt_alt_tokens_k"):
+        asked.finished(answer, None)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        types.SamplingParams(),
+        types.SamplingParams(max_tokens=5, seed=7, stop="x", temperature=0.0, top_k=3, top_p=0.9),
+        types.SamplingParams(stop=[], temperature=1e-5),
+        types.SamplingParams(stop=["a", "b"]),
+        types.SamplingParams(stop=[1, 2]),
+    ],
+)
+def test_the_fast_body_means_the_same_as_the_golden_one(params: types.SamplingParams) -> None:
+    """R33: the bytes of `requests.encode` are the promise; only 1e-5 may be spelt otherwise."""
+    target = types.TensorData([[1, -1], [2, 3]], "int64")
+    fields = SampleFields(
+        prompt=PROMPT, num_samples=2, params=params, prompt_logprobs=True, target=target, last_n=1
+    )
+    request = types.SampleRequest(
+        num_samples=2,
+        prompt=PROMPT,
+        sampling_params=params,
+        sampling_session_id="S:sample:0",
+        seq_id=4,
+        prompt_logprobs=True,
+        target_prompt_logprobs=target,
+        prompt_logprobs_last_n=1,
+        record_stability_info=False,
+    )
+    golden = requests.encode("asample", request).content
+    fast = fields.body("S:sample:0", 4)
+    assert orjson.loads(fast) == orjson.loads(golden)
+    if b"e-" not in golden:
+        assert fast == golden
