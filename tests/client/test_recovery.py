@@ -37,6 +37,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._child: subprocess.Popen[bytes] | None = None
+        self._services: list[ServiceClient] = []
         self.base_url = ""
 
     def start(self, port: int = 0) -> None:
@@ -72,7 +73,14 @@ class Server:
             connect_timeout_s=1.0,
             timeout_s=10.0,
         )
-        return ServiceClient(config=config)
+        self._services.append(ServiceClient(config=config))
+        return self._services[-1]
+
+    def disconnect(self) -> None:
+        """Close every client, so that none goes on calling a server that is gone."""
+        for service in self._services:
+            service.close()
+        self._services.clear()
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +95,8 @@ def server(shared_server):
     """A running server; a test may kill it and need not start it again."""
     if not shared_server.is_running:
         shared_server.start()
-    return shared_server
+    yield shared_server
+    shared_server.disconnect()
 
 
 def batch(step: int) -> list[Datum]:

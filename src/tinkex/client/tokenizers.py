@@ -156,19 +156,42 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
 def _from_transformers(name: str, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
+    options = {"use_fast": True, "trust_remote_code": trust_remote_code}
     try:
-        return AutoTokenizer.from_pretrained(
-            name, use_fast=True, trust_remote_code=trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, **options)
     except (OSError, ValueError) as exc:
-        if "trust_remote_code" in str(exc):
-            raise NotSupportedError(
-                f"the tokenizer of {name!r} runs Python code from the hub. Read it, then pass "
-                "trust_remote_code=True.",
-                path="trust_remote_code",
-            ) from exc
+        _check_remote_code(name, exc)
+    if not _is_on_hub(name):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as exc:
+        _check_remote_code(name, exc)
         logger.info("No tokenizer %r on the hub: %s", name, str(exc).splitlines()[:1])
         return None
+
+
+def _check_remote_code(name: str, error: Exception) -> None:
+    if "trust_remote_code" in str(error):
+        raise NotSupportedError(
+            f"the tokenizer of {name!r} runs Python code from the hub. Read it, then pass "
+            "trust_remote_code=True.",
+            path="trust_remote_code",
+        ) from error
+
+
+def _is_on_hub(name: str) -> bool:
+    """One quick question: without a network, transformers would try for most of a minute."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        return False
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "tokenizer_config.json"), timeout=10)
+    except Exception as exc:  # no route, no such repository, gated: all mean "not from there"
+        logger.info("The hub does not give the tokenizer of %r: %s", name, exc)
+        return False
+    return True
 
 
 def _from_hub(name: str) -> Any:
