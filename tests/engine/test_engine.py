@@ -345,12 +345,11 @@ def test_cancel_ends_a_running_sample_and_a_waiting_job(start):
 def test_close_ends_every_job_and_later_ones_at_once(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    tickets = [client.train(data=tuple(datum(60, i) for i in range(10)))]
+    tickets = [client.train(data=tuple(datum(60, i) for i in range(2000)))]
     tickets += [client.step(), client.sample(max_tokens=200)]
-    began = time.monotonic()
+    time.sleep(0.1)
     client.engine.close()
-    assert time.monotonic() - began < 30
-    assert all(ticket.wait() for ticket in tickets)
+    assert {ticket.wait().category for ticket in tickets} == {"cancelled"}
     assert client.step().wait().category == "cancelled"
 
 

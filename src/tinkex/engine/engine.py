@@ -117,6 +117,10 @@ class _Snapshot:
         self.size_bytes = sum(t.numel() * t.element_size() for t in self.adapter.parameters())
 
 
+class _Closing(BaseException):
+    """Leaves a training job between two of its passes; nothing of it is kept."""
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the start, for tests and metrics."""
@@ -217,6 +221,8 @@ class TorchEngine:
         """Give sampling its share in the middle of a training job."""
         self.stats.train_passes += 1
         self._charge_training()
+        if self._closed:
+            raise _Closing
         self._take_in()
         while self._sampling() and self._turns.pick(("train", "sample")) == "sample":
             self._sample_turn()
@@ -359,6 +365,10 @@ class TorchEngine:
             self.stats.train_jobs += len(chosen)
             trainer = self._trainer(chosen[0][0].adapter_id)
             results = trainer.train([job for job, _ in chosen])
+        except _Closing:
+            for job, emit in chosen:
+                _tell(emit, _cancelled(job.job_id))
+            return
         except Exception as exc:
             for job, emit in chosen:
                 _tell(emit, _failure(job.job_id, exc))

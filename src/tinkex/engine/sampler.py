@@ -149,6 +149,8 @@ class Sampler:
         Raises:
             InvalidInputError: The job does not fit the model or the KV memory. Nothing is queued.
         """
+        if job.job_id in self._requests:
+            raise InvalidInputError(f"a job {job.job_id!r} is running already", path="job_id")
         version = job.adapter_folder or "" if version is None else version
         request = self._request(job, adapter, emit, version)
         self._requests[job.job_id] = request
