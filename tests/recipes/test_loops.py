@@ -92,6 +92,14 @@ def test_other_settings_in_the_same_folder_are_refused(service, sft_config):
         sft.train(replace(sft_config, rank=8), service, quiet, quiet)
 
 
+def test_a_run_of_another_server_says_how_to_go_on(service, sft_config):
+    sft.train(sft_config, service, quiet, quiet)
+    lost = '{"step": 2, "state_path": "tinker://gone:train:0/weights/x", "sampler_path": null}\n'
+    (Path(sft_config.log_dir) / "checkpoints.jsonl").write_text(lost)
+    with pytest.raises(ConfigError, match="start over in another log folder"):
+        sft.train(sft_config, service, quiet, quiet)
+
+
 def test_rows_that_are_too_long_are_reported(service, sft_config):
     notes = []
     with open(sft_config.data, "a") as file:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
 from tinkex.recipes.run_log import RunLog, Saved
 
 if TYPE_CHECKING:
@@ -51,7 +51,13 @@ def open_training(
     """A fresh LoRA on `model`, or the run's last saved state with its optimizer; and the step."""
     if log.last is None:
         return service.create_lora_training_client(base_model=model, rank=rank, seed=seed), 0
-    training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
+    try:
+        training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
+    except (APIStatusError, RequestFailedError) as exc:
+        raise ConfigError(
+            f"{log.folder} holds a run whose checkpoint this server does not have ({exc}). Use the "
+            "server it ran on, or start over in another log folder (quickstart: --fresh)."
+        ) from exc
     return training, log.last.step
 
 
