@@ -2,6 +2,7 @@
 # A newcomer's first ten minutes: clone into an empty folder, `make quickstart`, `make test`, and
 # nothing else typed. Exits 1 when one of them fails, or the quickstart took longer than it may or
 # learned too little. Usage: dev/fresh_clone.sh [FOLDER] [TARGET ...]
+# QUICKSTART_MAX_S (300) is for machines that are busy with other things.
 set -euo pipefail
 
 source_dir="$(cd "$(dirname "$0")/.." && pwd)"
@@ -25,7 +26,7 @@ for target in "${targets[@]}"; do
         make quickstart
         seconds=$(($(date +%s) - began))
         echo "quickstart: ${seconds} s after the installs"
-        test "$seconds" -le 300
+        test "$seconds" -le "${QUICKSTART_MAX_S:-300}"
         test -s quickstart/loss.png
         test -s quickstart/adapter/adapter_model.safetensors
         .venv/bin/python - <<'PY'
