@@ -6,6 +6,7 @@ import base64
 import functools
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 GENERATIONS = {"0.4.1": Generation.V0_4, "0.36.0": Generation.V0_36}
 
 
-def _load_cases() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_cases", GOLDEN / "cases.py")
+def _load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"golden_{name}", GOLDEN / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +30,7 @@ def _load_cases() -> Any:
     return module
 
 
-cases = _load_cases()
+cases, record = _load("cases"), _load("record")
 
 
 @functools.cache
@@ -158,17 +159,27 @@ def test_protobuf_results_survive_a_round_trip(case: str) -> None:
     assert _view(again) == _view(value)
 
 
-def _load_record() -> Any:
-    spec = importlib.util.spec_from_file_location("golden_record", GOLDEN / "record.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _view(value: Any) -> dict[str, Any]:
-    record = _load_record()
     is_sample = isinstance(value, types.SampleResponse)
     view = record._sample_view(value) if is_sample else record._pass_view(value)
     return json.loads(json.dumps(view))
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.parametrize("sdk", GENERATIONS)
+def test_recording_again_gives_the_same_bodies(sdk: str, tmp_path: Path) -> None:
+    """The recordings are what the official SDK sends, not what someone typed."""
+    target = tmp_path / "again.json"
+    command = [record.peer_python(sdk), str(GOLDEN / "record.py"), "--inside", sdk, str(target)]
+    subprocess.run(command, check=True, timeout=240)
+    again, before = json.loads(target.read_text()), recorded(sdk)
+    assert again["results"] == before["results"]
+    assert again["proto_results"] == before["proto_results"]
+    assert again["requests"].keys() == before["requests"].keys()
+    for case, item in before["requests"].items():
+        if "json" in item:
+            assert again["requests"][case]["json"] == item["json"]
+        else:
+            raw = base64.b64decode(again["requests"][case]["proto"])
+            assert canonical(raw) == canonical(base64.b64decode(item["proto"]))

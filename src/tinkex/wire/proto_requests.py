@@ -48,23 +48,22 @@ def encode(request: Pass) -> bytes:
     """The request as protobuf bytes."""
     given = request.input
     pieces: list[_Piece] = []
-    size = _head(pieces, request.model_id, request.seq_id)
+    _head(pieces, request.model_id, request.seq_id)
     for index, datum in enumerate(given.data):
         try:
-            size += _datum(pieces, datum)
+            _datum(pieces, datum)
         except InvalidInputError as exc:
             raise nest(exc, f"data[{index}]") from exc
     _tail(pieces, given.loss_fn, given.loss_fn_config, isinstance(request, ForwardRequest))
     return b"".join(pieces)
 
 
-def _head(pieces: list[_Piece], model_id: str, seq_id: int | None) -> int:
+def _head(pieces: list[_Piece], model_id: str, seq_id: int | None) -> None:
     pieces.append(_text(0x0A, model_id))
     if seq_id:
         if not 0 < seq_id < 2**31:
             raise InvalidInputError(f"must be in 0..2147483647, got {seq_id}", path="seq_id")
         pieces.append(b"\x10" + _varint(seq_id))
-    return 0
 
 
 def _tail(
@@ -98,7 +97,7 @@ def _double(value: Any, *, path: str) -> bytes:
     raise InvalidInputError(f"expected a number or text, got {short(value)}", path=path)
 
 
-def _datum(pieces: list[_Piece], datum: Datum) -> int:
+def _datum(pieces: list[_Piece], datum: Datum) -> None:
     """Append field 3 of the request."""
     inner: list[_Piece] = [b""]  # the first slot is for the header, known last
     size = 0
@@ -120,7 +119,6 @@ def _datum(pieces: list[_Piece], datum: Datum) -> int:
             size += len(raw)
     inner[0] = b"\x1a" + _varint(size)
     pieces += inner
-    return size
 
 
 @lru_cache(maxsize=4096)
