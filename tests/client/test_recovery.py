@@ -337,6 +337,33 @@ def wait_until(condition, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def test_the_embedded_server_is_started_again(tmp_path, monkeypatch):
+    """R23 without any server named: killed for good, a new one on another port goes on."""
+    for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
+    monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "toy")
+    config = ClientConfig.from_env(base_url="local", retry_window_s=0.5, max_retries=1)
+    with ServiceClient(config=config) as service:
+        base = service.get_server_capabilities().supported_models[0].model_name
+        policy = RecoveryPolicy(save_every_steps=1, monitor_interval_s=0, initial_delay_s=0.1)
+        client = service.create_lora_training_client(base, rank=4, seed=1).with_recovery(policy)
+        before = train(client, range(2))
+        kill_embedded(tmp_path)
+        after = train(client, range(2, 4))
+        assert client.num_recoveries == 1
+        client.close()
+    assert len(before + after) == 4
+    kill_embedded(tmp_path)
+
+
+def kill_embedded(home: Path) -> None:
+    (record,) = home.glob("*.json")
+    pid = json.loads(record.read_text())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
 def test_a_monitor_tells_ok_lost_and_unreachable_apart(server):
     run = new_client(server)
     monitor = RunMonitor(timeout_s=5.0)

@@ -78,6 +78,8 @@ class Holder:
         make_backend: Callable[[ClientConfig], Backend] = choose_backend,
     ) -> None:
         self.config = config
+        self.given_config = config
+        """As it was asked for: `config` names the embedded server's port once there is one."""
         self._make_backend = make_backend
         self.with_session = with_session
         self.session_id: str | None = shadow[0] if shadow else None

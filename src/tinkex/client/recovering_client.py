@@ -132,7 +132,7 @@ class RecoveringTrainingClient:
         """The client of the current run; another one after a recovery."""
         self.run_ids = [client.model_id]
         """Every run so far, the current one last."""
-        self._config = client.holder.config
+        self._config = client.holder.given_config
         self._sleep = sleep
         self._lock = threading.RLock()
         self._calls: list[_Call] = []
