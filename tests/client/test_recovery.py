@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.client import events
+from tinkex.client import events, local
 from tinkex.client.config import ClientConfig
 from tinkex.client.recovery import RecoveryPolicy
 from tinkex.client.run_monitor import RunMonitor
@@ -361,7 +361,9 @@ def kill_embedded(home: Path) -> None:
     (record,) = home.glob("*.json")
     pid = json.loads(record.read_text())["pid"]
     os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    for child in local._children:
+        if child.pid == pid:
+            child.wait(10)
 
 
 def test_a_monitor_tells_ok_lost_and_unreachable_apart(server):
