@@ -48,6 +48,7 @@ class ClientConfig:
     timeout_s: float = 60.0
     """Longest wait for one HTTP answer."""
     connect_timeout_s: float = 5.0
+    """Longest wait for a connection."""
     max_retries: int = 10
     """Retries inside one HTTP call; the calls that must not retry say so themselves."""
     retry_window_s: float = 300.0
@@ -55,13 +56,17 @@ class ClientConfig:
     max_connections: int = 1000
     """Most open connections per pool; each kind of call has its own pool."""
     heartbeat_interval_s: float = 10.0
+    """Seconds between two signs of life of a session."""
     headers: Mapping[str, str] = field(default_factory=lambda: _frozen(None))
     """Sent with every request; they win over ours."""
     user_metadata: Mapping[str, str] = field(default_factory=lambda: _frozen(None))
     """Attached to the session."""
     project_id: str | None = None
+    """Project of the session, and where `copy_weights` copies to."""
     display_name: str | None = None
+    """Name of the session in listings."""
     tags: tuple[str, ...] = ()
+    """Tags of the session."""
     telemetry: bool = True
     """Report errors to the server. Off against a local server unless asked for."""
     extensions: bool = True
