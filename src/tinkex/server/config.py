@@ -93,7 +93,7 @@ class ServerConfig:
     """Results larger than this announce their size before they are sent, if the client can."""
     result_ttl_s: float = 86_400.0
     """How long a result waits to be fetched."""
-    result_grace_s: float = 120.0
+    result_grace_s: float = 60.0
     """How long a fetched result is kept, in case the answer was lost on the way."""
     gap_limit_s: float = 330.0
     """How long later requests of a model wait for a missing seq_id. Clients retry for 300 s."""

@@ -3,13 +3,14 @@
 A `Promise` is settled once, wakes every poll that waits for it, and says in words why it is not
 settled yet. The table keeps a settled promise until it was fetched (plus a grace, in case the
 answer was lost on the way) or until its time to live ends. Nobody polls a table: waiting is an
-asyncio event, expiry is a queue ordered by time. Encoding a result for HTTP is the routes' work;
-what survives a restart is the store's.
+asyncio event, and expiry a look at what is left in memory. Encoding a result for HTTP is the work
+of the routes; what survives a restart is the store's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -44,7 +45,8 @@ class Promise:
     """Says why the promise is not settled; asked only when a poll gives up."""
     cancel: Callable[[], None] | None = None
     outcome: Outcome | None = None
-    fetched_at: float | None = None
+    is_fetched: bool = False
+    expires_at: float = math.inf
     on_settle: Callable[[Promise], None] | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
@@ -53,6 +55,8 @@ class Promise:
         if self.outcome is not None:
             return False
         self.outcome = outcome
+        # Nobody asks any more, and these hold the whole request in memory.
+        self.reason, self.cancel = _settled, None
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -82,13 +86,17 @@ class Promise:
             _wake(waiter)
 
 
+def _settled() -> str:
+    return "done"
+
+
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
 
 class PromiseTable:
-    """Promises by request id. `forget` is called by the clock, not by a request."""
+    """Promises by request id. `forget_expired` is called by the clock, not by a request."""
 
     def __init__(
         self, *, ttl_s: float, grace_s: float, clock: Callable[[], float] = time.monotonic
@@ -97,8 +105,6 @@ class PromiseTable:
         self._ttl_s = ttl_s
         self._grace_s = grace_s
         self._clock = clock
-        self._settled: deque[tuple[float, str]] = deque()
-        self._fetched: deque[tuple[float, str]] = deque()
 
     def __len__(self) -> int:
         return len(self._promises)
@@ -111,13 +117,15 @@ class PromiseTable:
         return self._promises.get(request_id)
 
     def settled(self, promise: Promise) -> None:
-        self._settled.append((self._clock() + self._ttl_s, promise.request_id))
+        promise.expires_at = self._clock() + self._ttl_s
 
-    def fetched(self, promise: Promise) -> None:
-        """Its result was handed out: start the grace. Later fetches do not extend it."""
-        if promise.fetched_at is None:
-            promise.fetched_at = self._clock()
-            self._fetched.append((promise.fetched_at + self._grace_s, promise.request_id))
+    def fetched(self, promise: Promise) -> bool:
+        """Its result was handed out: start the grace. False when it was handed out before."""
+        if promise.is_fetched:
+            return False
+        promise.is_fetched = True
+        promise.expires_at = self._clock() + self._grace_s
+        return True
 
     def drop(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -127,11 +135,10 @@ class PromiseTable:
 
     def forget_expired(self) -> int:
         """Drop what was fetched long enough ago or waited too long; returns how many."""
-        now, before = self._clock(), len(self._promises)
-        for line in (self._fetched, self._settled):
-            while line and line[0][0] <= now:
-                self.drop([line.popleft()[1]])
-        return before - len(self._promises)
+        now = self._clock()
+        expired = [key for key, promise in self._promises.items() if promise.expires_at <= now]
+        self.drop(expired)
+        return len(expired)
 
     def wake_all(self) -> None:
         for promise in list(self._promises.values()):

@@ -48,7 +48,8 @@ class _Known:
     """A number of a lane that is taken."""
 
     identity: bytes
-    admitted: asyncio.Future[Promise | Exception]
+    admitted: asyncio.Future[str | Exception]
+    """The request id, or why it was refused. Not the promise: that would keep its result."""
 
 
 class Service:
@@ -268,7 +269,7 @@ class Service:
         )
 
     def _forget_soon(self, request_id: str) -> None:
-        """A large result is in the journal: polls that come now read it there. Any thread."""
+        """A result is in the journal: polls that come now read it there. Any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self.promises.drop, [request_id])
@@ -324,7 +325,7 @@ class Service:
             return await self._again(entry, same, seq_id)
         if seq_id < lane.next_seq or seq_id <= lane.applied_seq or seq_id in lane.ops:
             return await self._from_journal(lane, seq_id, kind, body, same)
-        admitted: asyncio.Future[Promise | Exception] = asyncio.get_running_loop().create_future()
+        admitted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
         known[seq_id] = _Known(same, admitted)
         _trim(known)
         request_id = f"{lane.model_id}:{seq_id}"
@@ -336,7 +337,7 @@ class Service:
             if not isinstance(exc, InvalidInputError):
                 known.pop(seq_id, None)
             raise
-        admitted.set_result(promise)
+        admitted.set_result(request_id)
         return promise
 
     async def _admit(
@@ -373,7 +374,10 @@ class Service:
         answer = await asyncio.shield(entry.admitted)
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        found = self.promises.get(answer) or await self._from_store(answer)
+        if found is None:
+            raise ApiError(410, f"The result of seq_id {seq_id} was handed out and is gone.")
+        return found
 
     async def _from_journal(
         self, lane: Lane, seq_id: int, kind: str, body: bytes, same: bytes
@@ -446,15 +450,17 @@ class Service:
 
     def fetched(self, promise: Promise) -> None:
         """A result was handed out."""
-        first = promise.fetched_at is None
-        self.promises.fetched(promise)
-        if not first:
+        if not self.promises.fetched(promise):
             return
         if promise.request_type == "Sample":
             self.samples.handed_out([promise.request_id])
         else:
-            mark = self.store.journal.retrieved
-            self.ends.put(partial(mark, promise.request_id, self.config.result_grace_s))
+            self.ends.put(partial(self._mark_retrieved, promise.request_id))
+
+    def _mark_retrieved(self, request_id: str) -> None:
+        """The journal keeps the result for the grace, so the memory need not."""
+        written = self.store.journal.retrieved(request_id, self.config.result_grace_s)
+        written.add_done_callback(lambda _: self._forget_soon(request_id))
 
 
 def _loss_promise(loss: CustomLoss) -> Promise:
