@@ -217,3 +217,48 @@ async def test_a_jwt_given_directly_is_used_as_it_is() -> None:
     provider.use_exchange(exchange)
     provider.require_command()
     assert await provider.token() == "eyJ.direct"
+
+
+def test_tinker_log_shows_our_log_and_nothing_else(
+    home: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    logger = logging.getLogger("tinkex")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ClientConfig.from_env(env=home).set_up_logging()
+    assert logger.handlers == []
+    ClientConfig.from_env(env={**home, "TINKER_LOG": "debug"}).set_up_logging()
+    assert (logger.level, len(logger.handlers)) == (logging.DEBUG, 1)
+    with pytest.raises(ConfigError, match="TINKER_LOG"):
+        ClientConfig.from_env(env={**home, "TINKER_LOG": "loud"})
+
+
+def test_auth_answers_without_running_a_command(
+    home: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TINKER_API_KEY", "TINKEX_API_KEY", "TINKER_CREDENTIAL_CMD", "TINKER_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", home["HOME"])
+    assert tinkex.auth.get_tinker_token() is None
+    assert not tinkex.auth.tinker_has_credentials()
+    with pytest.raises(tinkex.TinkerError, match="TINKER_API_KEY"):
+        tinkex.auth.raise_if_tinker_not_accessible()
+    monkeypatch.setenv("TINKER_CREDENTIAL_CMD", "touch /nonexistent/never-run")
+    assert tinkex.auth.tinker_has_credentials()
+    assert tinkex.auth.get_tinker_token() is None
+    monkeypatch.setenv("TINKER_API_KEY", "tml-env")
+    assert tinkex.auth.get_tinker_token() == "tml-env"
+
+
+def test_access_is_checked_with_one_request(
+    toy_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", "tml-env")
+    monkeypatch.setenv("TINKER_BASE_URL", toy_server)
+    tinkex.auth.raise_if_tinker_not_accessible()
+    monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
+    with pytest.raises(tinkex.APIConnectionError):
+        tinkex.auth.raise_if_tinker_not_accessible()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -262,3 +263,23 @@ async def test_a_header_cannot_smuggle_another_line(name: str) -> None:
     pool = Http1Pool("http://127.0.0.1:1")
     with pytest.raises(ValueError, match="line break"):
         await pool.request("GET", "/", {"H": name}, None, timeout_s=1.0, connect_timeout_s=1.0)
+
+
+async def test_when_no_more_files_may_be_opened_the_present_connections_are_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+    loop = asyncio.get_running_loop()
+    connect, opened = loop.create_connection, 0
+
+    async def limited(*args: Any, **options: Any) -> Any:
+        nonlocal opened
+        if opened == 4:
+            raise OSError(errno.EMFILE, "too many open files")
+        opened += 1
+        return await connect(*args, **options)
+
+    async with serving(answering(raw, pause_s=0.01)) as pool:
+        monkeypatch.setattr(loop, "create_connection", limited)
+        answers = await asyncio.gather(*(ask(pool) for _ in range(40)))
+        assert {answer[2] for answer in answers} == {b"ok"}

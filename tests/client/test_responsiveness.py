@@ -136,3 +136,20 @@ def test_a_thousand_waiting_samples_do_not_delay_a_heartbeat() -> None:
         seconds = time.monotonic() - started
         assert server.heartbeats - before >= min(seconds / 0.5, 3) - 1
         service.close("success").result(30)
+
+
+def test_heartbeats_survive_a_busy_loop_in_the_main_thread() -> None:
+    """Most reported hangs were a background thread starved by the program's own Python."""
+    server = Server()
+    with over_http(server) as base_url:
+        config = ClientConfig(
+            base_url=base_url, api_key="tml-k", telemetry=False, heartbeat_interval_s=0.1
+        )
+        service = tinkex.ServiceClient(config=config)
+        service.create_sampling_client(base_model="m")
+        before, until = server.heartbeats, time.monotonic() + 1.5
+        number = 0
+        while time.monotonic() < until:
+            number += 1
+        assert server.heartbeats - before >= 5
+        service.close("success").result(30)

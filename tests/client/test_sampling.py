@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 import random
 from collections.abc import Callable, Coroutine, Mapping
@@ -170,6 +171,22 @@ def test_a_clone_counts_in_a_range_of_its_own(join: bool, monkeypatch: pytest.Mo
     clone = 3 if join else 77
     assert [body["seq_id"] for body in server.bodies] == [clone * 10**9, clone * 10**9 + 1]
     assert server.joined == (1 if join else 0)
+
+
+def test_a_sampler_per_step_leaves_nothing_behind() -> None:
+    """An RL loop makes thousands of them in one session."""
+
+    async def loop(sampler: tinkex.SamplingClient) -> int:
+        for _ in range(50):
+            made = await tinkex.SamplingClient.create(sampler.holder, base_model="m")
+            await one(made)
+        del made
+        await asyncio.sleep(60)
+        gc.collect()
+        return len(sampler.holder._closers) + len(sampler.holder._tasks)
+
+    flags = {"sample_use_retrieve_futures": True, "tinkex_sample_batch": True}
+    assert run(Recording(compute_s=0.0, flags=flags), loop) < 10
 
 
 def test_more_promised_sequences_than_sent_are_an_error() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import zlib
 from collections import deque
 from collections.abc import Mapping
@@ -305,7 +306,15 @@ class Http1Pool:
                 if not connection.lost:
                     return connection
             if len(self._all) + self._opening < self._max:
-                return await self._open(timeout_s)
+                try:
+                    return await self._open(timeout_s)
+                except OSError as exc:
+                    present = len(self._all) + self._opening
+                    if exc.errno not in (errno.EMFILE, errno.ENFILE) or not present:
+                        raise
+                    # The process may open no more files: live with the connections there are.
+                    self._max = present
+                    continue
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             try:
