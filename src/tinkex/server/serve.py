@@ -106,7 +106,6 @@ async def _serve(config: ServerConfig, sock: socket.socket) -> None:
             http="httptools",
             ws="none",
             access_log=False,
-            proxy_headers=False,
             server_header=False,
             log_config=None,
             backlog=4096,
