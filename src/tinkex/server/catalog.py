@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo
 from tinkex.errors import InvalidInputError, TinkerError
@@ -28,6 +29,7 @@ class Catalog:
         self._takes_any = config.engine == "toy" and not config.models
         self._placement = placement
         self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
+        self._asked_at: dict[str, float] = {}
 
     @property
     def names(self) -> list[str]:
@@ -56,10 +58,15 @@ class Catalog:
         task = self._asking.get(model)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._asking[model] = asyncio.create_task(self._ask(model))
+            self._asked_at[model] = time.monotonic()
         if task.done():
             return task.result()
+        # Counted from the question, so that a thousand callers together wait only once.
+        left_s = self._asked_at[model] + timeout_s - time.monotonic()
+        if left_s <= 0:
+            return None
         try:
-            return await asyncio.wait_for(asyncio.shield(task), timeout_s)
+            return await asyncio.wait_for(asyncio.shield(task), left_s)
         except (TimeoutError, TinkerError) as exc:
             logger.debug("no facts about %s yet: %s", model, exc)
             return None
