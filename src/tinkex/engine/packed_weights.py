@@ -21,7 +21,8 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 _ATTRIBUTE = "tinkex_packed"
-_FEWEST_ROWS = 4
+FEWEST_ROWS = 4
+"""Fewer rows take longer than these."""
 _TYPICAL_ROWS = 32
 
 
@@ -76,9 +77,9 @@ def product(
     num_rows = x_TI.shape[0]
     if packed is None or num_rows == 0:
         return None
-    if num_rows < _FEWEST_ROWS:
-        x_TI = F.pad(x_TI, (0, 0, 0, _FEWEST_ROWS - num_rows))
+    if num_rows < FEWEST_ROWS:
+        x_TI = F.pad(x_TI, (0, 0, 0, FEWEST_ROWS - num_rows))
     y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
-    if num_rows < _FEWEST_ROWS:
+    if num_rows < FEWEST_ROWS:
         y_TO = y_TO[:num_rows]
     return y_TO if residual_TO is None else y_TO.add_(residual_TO)

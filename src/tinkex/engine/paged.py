@@ -95,7 +95,10 @@ class _Long:
 
 
 class PagedAttend:
-    """See `attention.Attend`. `begin` must be called before each forward pass."""
+    """See `attention.Attend`. `begin` must be called before each forward pass.
+
+    A pass may have rows past those of its chunks; their output is 0.
+    """
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
@@ -183,6 +186,15 @@ class PagedAttend:
     # ------------------------------------------------------------------------------ per layer
 
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        num_rows = self._num_rows
+        if (num_extra := len(q_THd) - num_rows) == 0:
+            return self._attend(layer_index, q_THd, k_TKd, v_TKd)
+        # Rows past the chunks only make the products larger; they belong to no sequence.
+        rows = slice(num_rows)
+        out_THd = self._attend(layer_index, q_THd[rows], k_TKd[rows], v_TKd[rows])
+        return F.pad(out_THd, (0, 0, 0, 0, 0, num_extra))
+
+    def _attend(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         self._flat_k[layer_index].index_copy_(0, self._slots_T, k_TKd)
         self._flat_v[layer_index].index_copy_(0, self._slots_T, v_TKd)
         window = self._windows[layer_index] if self._windows else None

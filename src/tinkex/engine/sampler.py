@@ -120,8 +120,10 @@ class Sampler:
             BlockPool(num_blocks, size),
         )
         self._attend, self._graphs = _attention(decoder, self.cache)
+        self._fewest_rows = 1
         if self.config.packed_weights and isinstance(decoder, Decoder):
-            packed_weights.pack(decoder.matrices())
+            if packed_weights.pack(decoder.matrices()):
+                self._fewest_rows = packed_weights.FEWEST_ROWS
         self._load_detokenizer = detokenizer
         self._detokenize: Detokenize | None = None
         self._requests: dict[str, _Request] = {}
@@ -289,14 +291,19 @@ class Sampler:
             stop = chunk.start + chunk.length
             tokens += chunk.seq.tokens[chunk.start : stop]
             positions += range(chunk.start, stop)
+        num_rows = len(tokens)
+        if num_rows < self._fewest_rows:
+            tokens += [tokens[-1]] * (self._fewest_rows - num_rows)
+            positions += [positions[-1]] * (self._fewest_rows - num_rows)
         self._attend.begin(chunks)
         inputs_2T = torch.tensor((tokens, positions), device=self.decoder.device)
-        return self.decoder.forward(
+        hidden_TD = self.decoder.forward(
             inputs_2T[0],
             inputs_2T[1],
             self._attend,
             _lora([(c.seq, c.length) for c in chunks]),
         )
+        return hidden_TD[:num_rows]
 
     def _head(self, hidden_ND: Tensor, owners: Sequence[tuple[Seq, int]]) -> Tensor:
         """Logits of rows that belong, in order, to `owners` (sequence, number of rows)."""
