@@ -218,6 +218,8 @@ async def test_compressed_bodies_are_read_and_bombs_refused(tmp_path: Path) -> N
         assert broken.status_code == 400
         plain = await world.post("forward_backward", b"\0" * 200_000, headers=PROTO)
         assert plain.status_code == 413
+        large = {"tinker_path": "x" * 200_000}
+        assert (await world.post("weights_info", large)).status_code in (400, 413)
         gzip = {**PROTO, "content-encoding": "gzip"}
         assert (await world.post("forward_backward", b"x", headers=gzip)).status_code == 415
 

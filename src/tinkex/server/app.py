@@ -28,6 +28,7 @@ from tinkex.server import (
 )
 from tinkex.server.auth import current_user
 from tinkex.server.config import ServerConfig
+from tinkex.server.exchange import receive_body
 from tinkex.server.metrics import Metrics
 from tinkex.server.presence import Presence
 from tinkex.server.service import Service
@@ -102,6 +103,7 @@ class Watch:
         self._presence: Presence = root.state.presence
         self._hot = _hot_routes()
         self._turns = asyncio.Semaphore(MAX_SUBMITTING)
+        self._max_body_bytes: int = root.state.config.max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -123,7 +125,7 @@ class Watch:
                 scope["app"] = self._root
                 await self._answer(hot, scope, receive, watch)
             else:
-                await self._app(scope, receive, watch)
+                await self._app(scope, _limited(scope, receive, self._max_body_bytes), watch)
         finally:
             self._presence.request_ended()
             name = scope["path"] if hot else getattr(scope.get("route"), "path", "unknown")
@@ -134,6 +136,7 @@ class Watch:
         try:
             user = await current_user(request)
             if scope["path"] in _SUBMITS:
+                await receive_body(request)  # a slow sender must not hold a turn
                 async with self._turns:
                     response = await hot(request, user)
             else:
@@ -141,6 +144,24 @@ class Watch:
         except Exception as exc:
             response = problems.response_for(exc)
         await response(scope, receive, send)
+
+
+def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
+    """`receive` that refuses JSON bodies beyond the limit; uploads of files have no limit here."""
+    kind = dict(scope["headers"]).get(b"content-type", b"application/json")
+    if not kind.startswith(b"application/json"):
+        return receive
+    size = 0
+
+    async def bounded() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise problems.ApiError(413, f"The body exceeds {limit} bytes.")
+        return message
+
+    return bounded
 
 
 def _hot_routes() -> dict[str, Endpoint]:

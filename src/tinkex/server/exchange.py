@@ -23,6 +23,7 @@ from tinkex.store import User
 
 T = TypeVar("T")
 LARGE_BYTES = 64 * 1024
+_KEPT = "tinkex.body"
 
 
 def service_of(request: Request) -> Service:
@@ -35,26 +36,19 @@ async def caller(request: Request) -> User:
     return await auth.user_of(credential_of(request))
 
 
-async def read_body(request: Request) -> bytes:
-    """The body, decompressed, within the configured size.
+async def receive_body(request: Request) -> bytes:
+    """The body as it was sent, within the configured size; kept, so that it can be asked twice.
 
     Raises:
-        ApiError: 413 for too much, 415 for a compression we do not know.
+        ApiError: 413 for too much.
     """
+    kept: bytes | None = request.scope.get(_KEPT)
+    if kept is not None:
+        return kept
     limit = service_of(request).config.max_body_bytes
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
-    body = await _receive(request, limit)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding in ("identity", ""):
-        return body
-    if encoding != "zstd":
-        raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
-    return await off_loop(len(body), _decompress, body, limit)
-
-
-async def _receive(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -62,7 +56,25 @@ async def _receive(request: Request, limit: int) -> bytes:
         if size > limit:
             raise _too_large(limit)
         parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    request.scope[_KEPT] = body
+    return body
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, decompressed, within the configured size.
+
+    Raises:
+        ApiError: 413 for too much, 415 for a compression we do not know.
+    """
+    body = await receive_body(request)
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding in ("identity", ""):
+        return body
+    if encoding != "zstd":
+        raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
+    limit = service_of(request).config.max_body_bytes
+    return await off_loop(len(body), _decompress, body, limit)
 
 
 def _decompress(body: bytes, limit: int) -> bytes:
