@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,12 +58,16 @@ def interpreter(version: str) -> list[str]:
     return [str(sdk_python(version))]
 
 
-def run_peer(version: str, engine: str, folder: Path, *flags: str) -> Report:
-    """One SDK version, one fresh server."""
+def run_peer(
+    version: str, engine: str, folder: Path, *flags: str, with_cli: bool = False
+) -> Report:
+    """One SDK version, one fresh server; with the SDK's command line too, when asked for."""
     python = interpreter(version)
     keys = ("--api-key", f"{API_KEY}=peer")
     with serving(folder, "--engine", engine, *keys, *flags) as server:
-        return run_script(python, "scenario.py", version, engine, server.base_url, server.log)
+        log, url = server.log, server.base_url
+        environment = {"PEER_CLI": str(int(with_cli))}
+        return run_script(python, "scenario.py", version, engine, url, log, environment)
 
 
 def run_exactness(engine: str, folder: Path, *flags: str, exact: bool = True) -> Report:
@@ -146,7 +151,8 @@ def main() -> int:
     for engine in engines:
         newest = options.versions[-1:]
         for version in [*(options.versions if engine == "toy" else newest), OURS]:
-            scenarios.append(_reported("scenario", run_peer, version, engine))
+            peer = partial(run_peer, with_cli=True)
+            scenarios.append(_reported("scenario", peer, version, engine))
     if SDK_VERSIONS[-1] in options.versions:
         exactness = [_reported("exactness", run_exactness, engine) for engine in engines]
     tables = [

@@ -11,12 +11,15 @@ import io
 import json
 import math
 import os
+import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import traceback
 import urllib.request
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import tinker
 from tinker import types
@@ -74,6 +77,7 @@ STEPS = (
     "copy_weights",
     "admin",
     "whoami",
+    "command_line",
     "close",
 )
 
@@ -423,6 +427,33 @@ class Peer:
     def whoami(self) -> str:
         call = need(self.rest, "whoami")
         return done(call()).user_urn
+
+    def command_line(self) -> str:
+        """The SDK's own command, as its users type it. Slow to start, so only when asked for."""
+        command = Path(sys.executable).with_name("tinker")
+        if not command.exists() or os.environ.get("PEER_CLI") != "1":
+            raise NotInThisVersion("no tinker command, or not asked for")
+
+        def run(*arguments: str) -> str:
+            result = subprocess.run(
+                [str(command), "-f", "json", *arguments], capture_output=True, text=True, timeout=90
+            )
+            check(result.returncode == 0, f"{arguments}: {result.stderr[-300:]}")
+            return result.stdout
+
+        listed = json.loads(run("run", "list"))["runs"]
+        check(self.state.split("/")[2] in [run["training_run_id"] for run in listed], "run list")
+        info = json.loads(run("checkpoint", "info", self.state))
+        check(info["tinker_path"] == self.state, f"{info}")
+        if "download" not in run("checkpoint", "--help"):
+            return f"{len(listed)} runs; this version has no download"
+        # Newer versions export a training checkpoint, older ones fetch the archive.
+        path = self.state if hasattr(self.client, "save_weights_external") else self.sampler_path
+        with tempfile.TemporaryDirectory() as folder:
+            run("checkpoint", "download", path, "-o", folder)
+            files = [file for file in Path(folder).rglob("*") if file.is_file()]
+            check(any(file.stat().st_size > 100 for file in files), f"downloaded {files}")
+        return f"downloaded {len(files)} files"
 
     def close(self) -> str:
         done(need(self.service, "close")("success"))
