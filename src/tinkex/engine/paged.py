@@ -75,8 +75,9 @@ class _Group:
     """One-token chunks of similar length, attended together."""
 
     rows: slice | Tensor
-    table: Tensor
-    """Block numbers, flat [B * X]."""
+    table: Tensor | slice
+    """Block numbers, flat [B * X]; of a lone sequence whose blocks are neighbours, their range."""
+    num_blocks: int
     num_seqs: int
     num_keys: int
     lengths: NDArray[np.int64]
@@ -131,7 +132,7 @@ class PagedAttend:
         self._num_rows = row
         self._groups = [self._group(members) for members in _by_length(singles)]
         largest = max(
-            [len(group.table) for group in self._groups] + [len(x.table) for x in self._longs]
+            [group.num_blocks for group in self._groups] + [len(x.table) for x in self._longs]
         )
         if largest > len(self._scratch_k):
             self._scratch_k = self.cache.k.new_empty(2 * largest, self._rows_k[0].shape[1])
@@ -167,7 +168,9 @@ class PagedAttend:
             rows=slice(rows[0], rows[0] + len(rows))
             if contiguous
             else torch.tensor(rows, device=device),
-            table=torch.from_numpy(table.reshape(-1)).to(device, non_blocking=True),
+            table=_neighbours(table)
+            or torch.from_numpy(table.reshape(-1)).to(device, non_blocking=True),
+            num_blocks=table.size,
             num_seqs=len(members),
             num_keys=int(lengths.max()),
             lengths=lengths,
@@ -215,7 +218,9 @@ class PagedAttend:
             out_THd[rows] = out
         return out_THd
 
-    def _gather(self, layer_index: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer_index: int, table: Tensor | slice) -> tuple[Tensor, Tensor]:
+        if isinstance(table, slice):
+            return self._rows_k[layer_index][table], self._rows_v[layer_index][table]
         k, v = self._scratch_k[: len(table)], self._scratch_v[: len(table)]
         torch.index_select(self._rows_k[layer_index], 0, table, out=k)
         torch.index_select(self._rows_v[layer_index], 0, table, out=v)
@@ -287,6 +292,14 @@ class PagedAttend:
                     open_TL &= at_L > at_T1 - window
                 chunk.masks[window] = open_TL.to(self.cache.k.device)
         return chunk.masks[window]
+
+
+def _neighbours(table_BX: NDArray[np.int64]) -> slice | None:
+    """The range of blocks of a lone sequence, when they lie side by side: nothing to gather."""
+    blocks = table_BX.reshape(-1)
+    if len(table_BX) == 1 and (np.diff(blocks) == 1).all():
+        return slice(int(blocks[0]), int(blocks[-1]) + 1)
+    return None
 
 
 def _placed(out_BHd: Tensor, rows_B: Tensor) -> Tensor:
