@@ -98,3 +98,24 @@ def test_twenty_kills_cost_an_official_client_nothing_but_time(
     assert weights == expected[1]
     assert not moments, "the run ended before every kill was made"
     assert num_replays > 0
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+def test_samples_of_an_official_client_come_back_after_kills(tmp_path: Path) -> None:
+    """Lost promises are reported as 410, and the client asks again (contract 4.2)."""
+    flags = ("--engine", "toy", "--toy-token-latency", "0.2")
+    script = Path(__file__).parent / "official_samples.py"
+    with ServerProcess(tmp_path, *flags) as server:
+        command = [str(sdk_python("0.36.0")), str(script), server.base_url]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "submitted\n"
+        for _ in range(2):
+            time.sleep(1.0)
+            server.kill()
+            server.start()
+        server.kill_worker()
+        output, _ = child.communicate(timeout=200)
+        assert child.returncode == 0
+        assert int(output) == 200 * 20
