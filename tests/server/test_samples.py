@@ -167,6 +167,8 @@ async def test_tokens_stream_while_they_are_made(tmp_path: Path) -> None:
         result = orjson.loads(events[-1][1].removeprefix("data: "))
         assert [item["tokens"] for item in result["sequences"]] == [tokens[0], tokens[1]]
         assert result["sequences"][0]["sequence_id"].endswith(":0")
+        refused = await world.post("sample_stream", body | {"prompt_alt_tokens_k": 2})
+        assert refused.status_code == 400
 
 
 async def test_a_snapshot_samples_the_same_after_further_training(app_world: AppWorld) -> None:

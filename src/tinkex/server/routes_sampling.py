@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tinkex.engine.jobs import Event, Tokens
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import decode, encode
 from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import answer, read_json, service_of
@@ -108,6 +108,9 @@ async def sample_stream(request: Request, user: CurrentUser) -> Response:
     """
     service = service_of(request)
     body = await read_json(request)
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if body.get(name):
+            raise NotSupportedError("a stream does not carry it; use asample.", path=name)
     events: asyncio.Queue[Event | None] = asyncio.Queue()
     promise, task, sequence_ids = await service.samples.stream(user, body, events.put_nowait)
     promise.on_settle = lambda _: events.put_nowait(None)
