@@ -38,10 +38,12 @@ class Server:
         self._folder = folder
         self._child: subprocess.Popen[bytes] | None = None
         self._services: list[ServiceClient] = []
+        self.latency_s = 0.0
         self.base_url = ""
 
     def start(self, port: int = 0) -> None:
         command = [sys.executable, "-m", "tinkex.server", "--engine", "toy", "--port", str(port)]
+        command += ["--toy-latency", str(self.latency_s)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
         log = (self._folder / "server.log").open("ab")
         self._child = subprocess.Popen(
@@ -111,6 +113,7 @@ def quick(server: Server, **options) -> RecoveryPolicy:
         "max_delay_s": 0.5,
         "attempt_timeout_s": 10.0,
         "monitor_interval_s": 0.0,
+        "unreachable_s": 1.0,
         "connect": server.connect,
     }
     return RecoveryPolicy(**{**defaults, **options})
@@ -234,6 +237,23 @@ def test_calls_in_the_pipeline_are_answered_from_the_new_run(server):
     assert after.result(60).metrics["loss:sum"] == expected
     assert second.result(5) is not None
     assert step.result(5) is not None
+    assert client.num_recoveries == 1
+    client.close()
+
+
+def test_a_server_that_dies_while_results_are_awaited_is_noticed(server):
+    """The promise was given; nobody will ever keep it."""
+    expected = undisturbed(server, 4)
+    server.kill()
+    server.latency_s = 1.0
+    server.start()
+    client = new_client(server).with_recovery(quick(server))
+    first = client.train_step(batch(0), "cross_entropy", ADAM)
+    time.sleep(0.3)
+    server.kill()
+    server.latency_s = 0.0
+    server.start()
+    assert [first.result(60).loss, *train(client, range(1, 4))] == expected
     assert client.num_recoveries == 1
     client.close()
 
@@ -434,6 +454,7 @@ def test_old_checkpoints_of_its_own_are_deleted(server):
         ({"save_every_steps": -1}, "save_every_steps"),
         ({"initial_delay_s": 5.0, "max_delay_s": 1.0}, "max_delay_s"),
         ({"attempt_timeout_s": 0.0}, "attempt_timeout_s"),
+        ({"unreachable_s": 0.0}, "unreachable_s"),
     ],
 )
 def test_a_bad_policy_is_refused(options, word):

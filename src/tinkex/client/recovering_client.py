@@ -13,6 +13,7 @@ caller can fix pass through, and results that were delivered are not changed by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -250,6 +251,8 @@ class RecoveringTrainingClient:
             return answer
 
     def _poll(self, future: Any, run: TrainingClient, deadline: float | None) -> Any:
+        """Wait for a future, and look after its run meanwhile: a promise may never be kept."""
+        watch = _Watch(self._monitor, run, self.policy.unreachable_s)
         while True:
             left_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
             try:
@@ -257,8 +260,9 @@ class RecoveringTrainingClient:
             except ResultTimeoutError:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
-                if self._lost is not None and run is self.client:
-                    raise RetryableException(self._lost) from None
+                reason = self._lost if run is self.client else None
+                if (reason := reason or watch.look()) is not None and not future.done():
+                    raise RetryableException(reason) from None
 
     def _is_loss(self, error: TinkerError, run: TrainingClient) -> bool:
         """True when the error means that this run cannot go on."""
@@ -308,17 +312,25 @@ class RecoveringTrainingClient:
         while self._saves_done:
             self._saved.append(self._saves_done.popleft())
         self._saved.sort(key=lambda saved: saved.position)
-        # A checkpoint holds all that came before it; the one before it stays a second chance.
+        # A checkpoint holds all that came before it; the one before it stays a second chance, and
+        # so does the one from which calls that still wait for an answer can be made again.
         needed = self._saved[-2].position if len(self._saved) > 1 else -1
+        usable = [saved.position for saved in self._saved if saved.position < self._first_open]
+        needed = min(needed, max(usable, default=-1))
         if not self._is_exact:
             needed = self._step_began - 1
         self._calls = [c for c in self._calls if c.position > needed or not c.is_settled]
         ours = [saved for saved in self._saved if saved.is_ours]
         best = self._best(ours)
         for old in ours[: -self.policy.keep]:
-            if old is not best:
+            if old is not best and not (self._is_exact and old.position >= needed):
                 self._saved.remove(old)
                 _delete(self.client, old.path)
+
+    @property
+    def _first_open(self) -> int:
+        """Where in the order the first call stands whose answer never came."""
+        return min((c.position for c in self._calls if _is_open(c)), default=self._position)
 
     def _best(self, saved: list[_Saved]) -> _Saved | None:
         scored = [(one.metric, one) for one in saved if one.metric is not None]
@@ -331,13 +343,31 @@ class RecoveringTrainingClient:
         """Checkpoints to try, the wanted one first."""
         if self.policy.checkpoint.startswith("tinker://"):
             return [_Saved(self.policy.checkpoint, self._position)]
-        known = list(reversed(self._saved)) or _listed(service, self.run_ids, self.policy.metric)
+        known = list(reversed(self._saved)) or self._listed(service)
         first = [one for one in known if one is self._best(known)]
         if self._is_exact:
             # A checkpoint past a call whose answer never came could not give that answer any more.
-            open_calls = [c.position for c in self._calls if _is_open(c)]
-            first = [one for one in known if one.position < min(open_calls, default=self._position)]
+            first = [one for one in known if one.position < self._first_open]
         return first + [one for one in known if one not in first]
+
+    def _listed(self, service: ServiceClient) -> list[_Saved]:
+        """What the server has of our runs, newest first; saves of ours stand where we made them."""
+        rest = service.create_rest_client()
+        places = {c.args[0]: c.position for c in self._calls if c.method == "save_state" and c.args}
+        found = []
+        for run_id in self.run_ids:
+            with contextlib.suppress(NotFoundError):
+                found += rest.list_checkpoints(run_id).result().checkpoints
+        found = [one for one in found if one.checkpoint_type == "training"]
+        found.sort(key=lambda one: one.time, reverse=True)
+        return [
+            _Saved(
+                path=one.tinker_path,
+                position=places.get(one.tinker_path.rpartition("/")[2], -1),
+                metric=_number((one.user_metadata or {}).get(self.policy.metric)),
+            )
+            for one in found
+        ]
 
     @property
     def _is_exact(self) -> bool:
@@ -450,6 +480,32 @@ class RecoveringTrainingClient:
         return [c for c in self._calls if c.position >= self._step_began or not c.is_settled]
 
 
+class _Watch:
+    """Looks after a run while someone waits: every few seconds, patient with a silent server."""
+
+    def __init__(self, monitor: RunMonitor, run: TrainingClient, patience_s: float) -> None:
+        self._monitor, self._run, self._patience_s = monitor, run, patience_s
+        self._every_s = min(5.0, patience_s / 4)
+        self._next_s = time.monotonic() + self._every_s
+        self._silent_since_s: float | None = None
+
+    def look(self) -> str | None:
+        """Why the run is lost, or None while it is not."""
+        now = time.monotonic()
+        if now < self._next_s:
+            return None
+        health = self._monitor.check(self._run)
+        self._next_s = time.monotonic() + self._every_s
+        if health.state == "lost":
+            return health.reason
+        if health.state == "ok":
+            self._silent_since_s = None
+            return None
+        self._silent_since_s = self._silent_since_s or now
+        silent_s = time.monotonic() - self._silent_since_s
+        return f"no answer for {silent_s:.0f} s" if silent_s >= self._patience_s else None
+
+
 # ------------------------------------------------------------------------------------- small things
 
 
@@ -469,22 +525,6 @@ def _number(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
-
-
-def _listed(service: ServiceClient, run_ids: list[str], metric: str) -> list[_Saved]:
-    """What the server has of these runs, newest first."""
-    rest = service.create_rest_client()
-    found = []
-    for run_id in run_ids:
-        try:
-            found += rest.list_checkpoints(run_id).result().checkpoints
-        except NotFoundError:
-            continue
-    found = [one for one in found if one.checkpoint_type == "training"]
-    found.sort(key=lambda one: one.time, reverse=True)
-    return [
-        _Saved(one.tinker_path, -1, _number((one.user_metadata or {}).get(metric))) for one in found
-    ]
 
 
 def _delete(client: TrainingClient, path: str) -> None:

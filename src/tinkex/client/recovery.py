@@ -61,7 +61,10 @@ class RecoveryPolicy:
     attempt_timeout_s: float = 60.0
     """How long one attempt may try to reach the server."""
     monitor_interval_s: float = 30.0
-    """How often the run is looked after while nothing fails; 0 is never."""
+    """How often the run is looked after while no result is awaited; 0 is never."""
+    unreachable_s: float = 120.0
+    """How long a server may stay silent, while a result is awaited, before its run counts as lost.
+    A Tinkex server that comes back within it brings its runs back by itself."""
     connect: Callable[[], ServiceClient] | None = None
     """Makes the client of an attempt; by default one like the first."""
     on_lost: Callback | None = None
@@ -87,8 +90,9 @@ class RecoveryPolicy:
                 f"max_delay_s ({self.max_delay_s}) is below initial_delay_s "
                 f"({self.initial_delay_s})."
             )
-        if not self.attempt_timeout_s > 0:
-            raise ConfigError(f"attempt_timeout_s must be above 0, got {self.attempt_timeout_s}.")
+        for name in ("attempt_timeout_s", "unreachable_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
 
     def delay_s(self, attempt: int, jitter: float = 0.0) -> float:
         """Seconds before attempt number `attempt`, from 1; `jitter` in [0, 1] adds up to 25 %."""
