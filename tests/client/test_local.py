@@ -44,7 +44,10 @@ def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
 ) -> None:
     with caplog.at_level(logging.INFO, "tinkex.local"), tinkex.ServiceClient() as service:
         sampler = service.create_sampling_client(base_model=MODEL)
-        prompt, params = tinkex.ModelInput.from_ints([1, 2]), tinkex.SamplingParams(max_tokens=3)
+        prompt, params = (
+            tinkex.ModelInput.from_ints([1, 2]),
+            tinkex.SamplingParams(max_tokens=3, stop=[]),
+        )
         assert len(sampler.sample(prompt, 1, params).result(30).sequences[0].tokens) == 3
         started = [r for r in caplog.records if "Starting a Tinkex server" in r.getMessage()]
         assert len(started) == 1

@@ -223,7 +223,8 @@ import tinkex
 service = tinkex.ServiceClient(base_url={toy_server!r}, api_key="tml-k")
 sampler = service.create_sampling_client(base_model={MODEL!r})
 prompt = tinkex.ModelInput.from_ints([1])
-futures = [sampler.sample(prompt, 1, tinkex.SamplingParams(max_tokens=3)) for _ in range(20)]
+params = tinkex.SamplingParams(max_tokens=3, seed=1, stop=[])
+futures = [sampler.sample(prompt, 1, params) for _ in range(20)]
 print(len(futures[0].result(30).sequences[0].tokens))
 """
     done = subprocess.run(

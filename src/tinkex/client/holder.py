@@ -92,6 +92,8 @@ class Holder:
         self.custom_losses: dict[str, str] = {}
         """Graphs uploaded in this session, by key."""
         self._starting: asyncio.Future[None] | None = None
+        self._connected = False
+        """Whether `transport` and its companions below exist."""
         self._ready = False
         self._closed = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -108,7 +110,7 @@ class Holder:
         self.sample_gate: SampleGate
         self.fwdbwd_bytes: ByteSemaphore
         self.inflight_bytes: ByteSemaphore
-        self.billing: BillingPause
+        self.billing = BillingPause()
         self.poller: Poller
         self.window = WindowRetry(window_s=config.retry_window_s)
 
@@ -134,7 +136,7 @@ class Holder:
         try:
             await self._prepare()
         except BaseException:
-            if hasattr(self, "transport"):
+            if self._connected:
                 await self.transport.close()
             raise
 
@@ -169,6 +171,7 @@ class Holder:
         self.transport = Transport(
             config, self.tokens, limiter=self.limiter, make_backend=self._make_backend
         )
+        self._connected = True
 
     async def _fetch_flags(self) -> None:
         body = orjson.dumps({"sdk_version": CONTRACT_VERSION})
@@ -307,7 +310,7 @@ class Holder:
             except passing:
                 raise
             except BillingError:
-                pause = getattr(self, "billing", BillingPause()).delay_s()
+                pause = self.billing.delay_s()
                 if pause is None:
                     raise
                 delay: float | None = pause
@@ -485,7 +488,7 @@ class Holder:
                 await owned.close()
             self._ended_by_close.update(self._calls)
             await cancel_all(self._calls | self._tasks)
-            if hasattr(self, "transport"):
+            if self._connected:
                 await self.transport.close()
             for leave in self._on_close:
                 await leave()
