@@ -3,10 +3,9 @@
 Each figure comes from child processes that do the same work with the same public calls: 2,000
 samples in flight at once, a training loop of 200 steps, an idle client. Ours is measured twice: as
 it speaks to a Tinkex server (samples in batches) and in plain contract mode, where the server's own
-work per request sets the pace. The peer is the official SDK 0.36.0 in its cached environment
-(`make test-peers` builds it; TINKEX_PEERS names the folder).
+work per request sets the pace. The peer is the official SDK 0.36.0.
 
-    python benchmarks/client.py [--no-bar] [--rounds 3]
+    python benchmarks/client.py [--no-bar] [--write] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import resource
+import runpy
 import statistics
 import subprocess
 import sys
@@ -24,10 +25,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-PEERS = Path(os.environ.get("TINKEX_PEERS") or Path.home() / ".cache" / "tinkex-peers")
-PEER_PYTHON = PEERS / "0.36.0" / "bin" / "python"
+if TYPE_CHECKING:
+    import report
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER = "0.36.0"
 NUM_SAMPLES = 2000
 NUM_STEPS = 200
 PROMPT = list(range(100, 200))
@@ -122,9 +126,16 @@ def toy_server(folder: str) -> Iterator[str]:
         child.wait(timeout=30)
 
 
+@functools.cache
+def peer_python() -> Path:
+    """The interpreter with the official SDK; its environment is built when it is not cached yet."""
+    python: Path = runpy.run_path(str(ROOT / "tests/peers/venvs.py"))["sdk_python"](PEER)
+    return python
+
+
 def measure(who: str, task: str, base_url: str) -> dict[str, float]:
     """One child process: `official`, `ours`, or `plain` (ours without extensions)."""
-    python = str(PEER_PYTHON) if who == "official" else sys.executable
+    python = str(peer_python()) if who == "official" else sys.executable
     sdk = "tinker" if who == "official" else "tinkex"
     env = {**os.environ, "TINKER_TELEMETRY": "0"}
     env["TINKEX_CLIENT_EXTENSIONS"] = "0" if who == "plain" else "1"
@@ -141,7 +152,9 @@ def measure(who: str, task: str, base_url: str) -> dict[str, float]:
     return result
 
 
-def compare(rounds: int) -> list[dict[str, Any]]:
+def compare(rounds: int) -> list[report.Figure]:
+    import report
+
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder, toy_server(folder) as base_url:
         for _ in range(rounds):
@@ -156,73 +169,39 @@ def compare(rounds: int) -> list[dict[str, Any]]:
         values = [run[key] for run in runs[who, task]]
         return max(values) if key == "per_s" else min(values)
 
-    figures = []
-    for who, name, bar in (("ours", "samples", 2.0), ("plain", "samples_plain_contract", 1.0)):
-        figures.append(
-            figure(
-                f"{name}_client_cpu", who, "samples", "cpu_ms", "ms/sample", 3.0, best, less=True
-            )
+    def figure(name: str, who: str, task: str, key: str, unit: str, bar: float) -> report.Figure:
+        return report.Figure(
+            name=f"client_{name}",
+            ours=best(who, task, key),
+            peer=best("official", task, key),
+            unit=unit,
+            bar=bar,
         )
-        figures.append(figure(f"{name}_per_s", who, "samples", "per_s", "samples/s", bar, best))
-    figures.append(
-        figure("train_step_client_cpu", "ours", "steps", "cpu_ms", "ms/step", 1.0, best, less=True)
-    )
-    figures.append(
-        figure("train_step_latency", "ours", "steps", "median_ms", "ms/step", 1.0, best, less=True)
-    )
-    figures.append(figure("idle_memory", "ours", "idle", "rss_mb", "MB", 2.0, best, less=True))
-    return figures
 
-
-def figure(
-    name: str,
-    who: str,
-    task: str,
-    key: str,
-    unit: str,
-    bar: float,
-    best: Any,
-    *,
-    less: bool = False,
-) -> dict[str, Any]:
-    """`ratio` is how many times better ours is; `less` when smaller is better."""
-    ours, peer = best(who, task, key), best("official", task, key)
-    ratio = peer / ours if less else ours / peer
-    return {
-        "name": f"client_{name}",
-        "ours": round(ours, 3),
-        "peer": round(peer, 3),
-        "unit": unit,
-        "ratio": round(ratio, 2),
-        "bar": bar,
-        "ok": ratio >= bar,
-    }
+    return [
+        figure("cpu_per_sample", "ours", "samples", "cpu_ms", "ms", 3.0),
+        figure("samples_per_s", "ours", "samples", "per_s", "samples/s", 2.0),
+        figure("cpu_per_sample_plain_contract", "plain", "samples", "cpu_ms", "ms", 3.0),
+        figure("samples_per_s_plain_contract", "plain", "samples", "per_s", "samples/s", 1.0),
+        figure("cpu_per_train_step", "ours", "steps", "cpu_ms", "ms", 1.0),
+        figure("train_step", "ours", "steps", "median_ms", "ms", 1.0),
+        figure("idle_memory", "ours", "idle", "rss_mb", "MB", 2.0),
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-bar", action="store_true", help="print only, never fail")
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--work", help=argparse.SUPPRESS)
-    parser.add_argument("--sdk", help=argparse.SUPPRESS)
-    parser.add_argument("--base-url", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    for name in ("--work", "--sdk", "--base-url"):
+        parser.add_argument(name)
+    args, _ = parser.parse_known_args()
     if args.work:
         print(json.dumps(work(args.sdk, args.work, args.base_url)), flush=True)
         return 0
-    if not PEER_PYTHON.exists():
-        print(f"No official SDK at {PEER_PYTHON}; run `make test-peers` first.", file=sys.stderr)
-        return 2
-    figures = compare(args.rounds)
-    print(f"{'figure':40} {'ours':>10} {'peer':>10} {'ratio':>7} {'bar':>5}  unit")
-    for f in figures:
-        print(
-            f"{f['name']:40} {f['ours']:10.2f} {f['peer']:10.2f} {f['ratio']:7.2f} {f['bar']:5.1f} "
-            f"{f['unit']}{'' if f['ok'] else '   MISSED'}"
-        )
-    for f in figures:
-        print(json.dumps(f))
-    return 0 if args.no_bar or all(f["ok"] for f in figures) else 1
+    import report
+
+    report.parse("client")
+    return report.finish("client", compare(args.rounds))
 
 
 if __name__ == "__main__":
