@@ -8,6 +8,7 @@ answered at once, running requests get a few seconds, state is in the journal an
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -45,6 +46,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        gc.collect()
+        gc.freeze()  # what start-up made stays; walking it again and again would cost pauses
         if self.started:
             print(json.dumps(self._announce), flush=True)
 
