@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from tinkex.errors import (
     InvalidInputError,
     RecoveryFailedError,
     RequestFailedError,
+    TinkerError,
 )
 from tinkex.types import AdamParams, Datum, ModelInput
 
@@ -256,6 +259,51 @@ def test_a_server_that_dies_while_results_are_awaited_is_noticed(server):
     assert [first.result(60).loss, *train(client, range(1, 4))] == expected
     assert client.num_recoveries == 1
     client.close()
+
+
+def pipelined(client) -> list[float]:
+    """Four steps under way at any time; only some of them are ever awaited."""
+    waiting, losses = [], []
+    for step in range(14):
+        waiting.append(client.forward_backward(batch(step), "cross_entropy"))
+        client.optim_step(ADAM)
+        if len(waiting) > 3:
+            losses.append(waiting.pop(0).result(60).metrics["loss:sum"])
+    return losses + [future.result(60).metrics["loss:sum"] for future in waiting]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_losses_at_random_moments_leave_no_trace(server, seed):
+    """R23: deletions and kills while calls are under way; every result is exactly as without."""
+    server.kill()
+    server.latency_s = 0.03
+    server.start()
+    expected = pipelined(new_client(server))
+    rng = random.Random(seed)
+    every = rng.choice((1, 2, 3, 5))
+    client = new_client(server).with_recovery(
+        quick(server, max_attempts=30, save_every_steps=every)
+    )
+
+    def disturb() -> None:
+        for _ in range(rng.randint(1, 3)):
+            time.sleep(rng.random() * 0.6)
+            if rng.random() < 0.5:
+                with contextlib.suppress(TinkerError):  # busy, or gone already
+                    run = TrainingClient(server.connect().holder, 0, client.client.model_id)
+                    run.unload_model().result(5)
+            else:
+                server.kill()
+                time.sleep(rng.random() * 0.5)
+                server.start()
+
+    chaos = threading.Thread(target=disturb)
+    chaos.start()
+    assert pipelined(client) == expected
+    chaos.join()
+    client.close()
+    server.latency_s = 0.0
 
 
 async def test_it_works_the_same_when_awaited(server):
