@@ -121,7 +121,8 @@ class Sampler:
         )
         self._attend, self._graphs = _attention(decoder, self.cache)
         self._fewest_rows = 1
-        if self.config.packed_weights and isinstance(decoder, Decoder):
+        wants_copies = self.config.packed_weights and decoder.device.type == "cpu"
+        if wants_copies and isinstance(decoder, Decoder):
             if packed_weights.pack(decoder.matrices()):
                 self._fewest_rows = packed_weights.FEWEST_ROWS
         self._load_detokenizer = detokenizer
