@@ -50,13 +50,13 @@ def tiny_server(tiny, start_server, tmp_path_factory):
         yield base_url
 
 
-def train(service, model, tokens=TOKENS, steps=3):
+def train(service, model, tokens, rate):
     training = service.create_lora_training_client(base_model=model, rank=4, seed=1)
-    _step(training, tokens, steps)
+    _step(training, tokens, steps=3, rate=rate)
     return training
 
 
-def _step(training, tokens, steps):
+def _step(training, tokens, steps, rate):
     datum = Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
@@ -64,7 +64,7 @@ def _step(training, tokens, steps):
     losses = []
     for _ in range(steps):
         result = training.forward_backward([datum], "cross_entropy")
-        training.optim_step(AdamParams(learning_rate=1e-2)).result()
+        training.optim_step(AdamParams(learning_rate=rate)).result()
         losses.append(result.result().metrics["loss:sum"])
     return losses
 
@@ -82,9 +82,9 @@ def our_scores(service, path, tokens=TOKENS):
     return torch.tensor(sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()[1:])
 
 
-def check_round_trip(service, base_url, model, base, tmp_path, tokens=TOKENS):
+def check_round_trip(service, base_url, model, base, tmp_path, tokens=TOKENS, rate=1e-2):
     """Train, export both ways, compare; then an adapter of peft's own, imported and trained on."""
-    training = train(service, model, tokens)
+    training = train(service, model, tokens, rate)
     path = training.save_weights_for_sampler("trained").result().path
     expected = our_scores(service, path, tokens)
     untrained = scores(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tokens)
@@ -102,7 +102,7 @@ def check_round_trip(service, base_url, model, base, tmp_path, tokens=TOKENS):
     assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
 
 
-def check_import(service, base_url, model, base, tmp_path, tokens=TOKENS):
+def check_import(service, base_url, model, base, tmp_path, tokens=TOKENS, rate=1e-2):
     torch.manual_seed(3)
     loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "up_proj", "lm_head"])
@@ -118,7 +118,7 @@ def check_import(service, base_url, model, base, tmp_path, tokens=TOKENS):
     torch.testing.assert_close(
         our_scores(service, path, tokens), scores(foreign, tokens), atol=1e-4, rtol=0
     )
-    losses = _step(service.create_training_client_from_state(path), tokens, 3)
+    losses = _step(service.create_training_client_from_state(path), tokens, 3, rate)
     assert losses[-1] < losses[0]
 
 
@@ -148,11 +148,17 @@ def test_an_adapter_that_does_not_fit_is_refused_and_not_listed(tiny, tiny_serve
 def test_the_default_model_leaves_and_enters_with_the_same_logprobs(
     start_server, default_model_dir, tmp_path
 ):
+    """On text, at a rate people use: far off the data float32 rounding alone is worth 4e-4 nats."""
+    from transformers import AutoTokenizer
+
     model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    text = "Arr, matey! The capital of France is Paris, or I am no captain."
+    tokens = AutoTokenizer.from_pretrained(default_model_dir).encode(text)
+    options = {"tokens": tokens, "rate": 1e-3}
     (tmp_path / "data").mkdir()
     with (
         start_server(tmp_path / "data") as base_url,
         ServiceClient(base_url=base_url) as service,
     ):
-        check_round_trip(service, base_url, model, default_model_dir, tmp_path)
-        check_import(service, base_url, model, default_model_dir, tmp_path)
+        check_round_trip(service, base_url, model, default_model_dir, tmp_path, **options)
+        check_import(service, base_url, model, default_model_dir, tmp_path, **options)
