@@ -188,6 +188,9 @@ def _first_line(child: subprocess.Popen[bytes], started: float, log_path: Path) 
         announced = json.loads(line)
         announced["base_url"]
     except (ValueError, KeyError, TypeError):
+        # Its output closes a moment before its end can be seen.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=0 if time.monotonic() - started >= START_TIMEOUT_S else 5)
         ended = child.poll() is not None
         child.kill()
         child.wait()
