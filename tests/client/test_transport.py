@@ -82,8 +82,8 @@ def test_every_header_of_the_contract_is_sent() -> None:
 
 
 def test_a_get_has_neither_content_type_nor_idempotency_key() -> None:
-    backend = Recorded(OK)
     """R28: what an endpoint needs of query strings, as the contract writes them (1.1)."""
+    backend = Recorded(OK)
     query = {"limit": 20, "flag": True, "ids": ["a", "b"], "none": None, "empty": ""}
     call_through(backend, Call(method="GET", path="sessions", query=query))
     _, url, headers, _ = backend.sent[0]
