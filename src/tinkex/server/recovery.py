@@ -14,6 +14,7 @@ import logging
 import secrets
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -114,7 +115,7 @@ class StateKeeper:
     def note(self, lane: Lane, op: Op, compute_s: float) -> bool:
         if op.kind not in MUTATES:
             return False
-        ops, seconds, size = self._since.get(lane.model_id, (0, 0.0, 0))
+        ops, seconds, size = self._since.get(lane.model_id) or self._head_start(lane, op)
         ops, seconds, size = ops + 1, seconds + compute_s, size + len(op.body)
         self._since[lane.model_id] = (ops, seconds, size)
         if op.kind in FORCES_SNAPSHOT and op.mode == "run":
@@ -122,6 +123,14 @@ class StateKeeper:
         share = max(ops / self._every_ops, seconds / self._every_s, size / MAX_REPLAY_BYTES)
         # After a step there are no gradients to save; wait for one, but not for ever.
         return share >= 2 or (share >= 1 and op.kind == "optim_step")
+
+    def _head_start(self, lane: Lane, op: Op) -> tuple[int, float, int]:
+        """A young model's first snapshot comes early by a share of its own.
+
+        Models that were made together would otherwise all be written in the same second.
+        """
+        young = op.seq_id < self._every_ops
+        return (zlib.crc32(lane.model_id.encode()) % self._every_ops if young else 0, 0.0, 0)
 
     async def snapshot(self, lane: Lane) -> None:
         name = f"{lane.applied_seq}-{secrets.token_hex(4)}"
