@@ -120,7 +120,7 @@ def test_the_sdk_alone_samples_without_torch_transformers_and_server(toy_server)
         "for name in ('torch', 'transformers', 'safetensors', 'fastapi', 'uvicorn'):\n"
         "    sys.modules[name] = None\n"
         "from tinkex.cli.app import run\n"
-        "args = ['--base-url', sys.argv[1], 'sample', 'Hello', '--max-tokens', '4']\n"
+        "args = ['--base-url', sys.argv[1], 'sample', 'Hi', '--max-tokens', '16', '--seed', '1']\n"
         "sys.exit(run(args) or run(['serve']) - 1)\n"
     )
     done = subprocess.run(
