@@ -15,7 +15,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ import report
 
 from tinkex.engine import jobs
 from tinkex.engine.fused import CudaDecoder
+from tinkex.engine.lora import Adapter, fresh_adapter
 from tinkex.engine.models import ModelConfig, RopeConfig
 from tinkex.engine.sampler import Sampler, SamplerConfig
 from tinkex.engine.trainer import Trainer
@@ -238,23 +239,47 @@ def our_sampler() -> Sampler:
     return Sampler(decoder, SamplerConfig(kv_bytes=40 * GIB, max_pass_tokens=8192))
 
 
-def our_decode(sampler: Sampler, batch: int, prompt: int, new: int) -> tuple[float, float]:
-    """(decode steps only, the whole of prefill and decode) in tokens per second."""
+def some_adapters(sampler: Sampler, count: int) -> list[Adapter]:
+    """Rank 32 on every linear of the layers, with a B that is not zero."""
+    made = []
+    for seed in range(count):
+        adapter = fresh_adapter(
+            sampler.decoder.targets, rank=RANK, alpha=32, kinds=("attn", "mlp"), seed=seed,
+            device="cuda",
+        )  # fmt: skip
+        made.append(adapter.frozen_copy())
+        made[-1].flat.normal_(0, 0.01)
+    return made
+
+
+def add_jobs(
+    sampler: Sampler, batch: int, prompt: int, new: int, adapters: Sequence[Adapter] = ()
+) -> list[object]:
+    """Queue `batch` samples of fresh prompts; the list fills with how they end."""
     rng = np.random.default_rng(time.monotonic_ns())  # new prompts: no prefix is cached yet
     ends: list[object] = []
     for number in range(batch):
-        sampler.add(
-            jobs.SampleJob(
-                job_id=f"{batch}-{number}-{time.monotonic_ns()}",
-                base_model=BASE,
-                adapter_folder=None,
-                prompt=rng.integers(0, SHAPE.vocab_size, prompt),
-                max_tokens=new,
-                stop_tokens=(),
-            ),
-            None,
-            ends.append,
+        job = jobs.SampleJob(
+            job_id=f"{batch}-{number}-{time.monotonic_ns()}",
+            base_model=BASE,
+            adapter_folder=None,
+            prompt=rng.integers(0, SHAPE.vocab_size, prompt),
+            max_tokens=new,
+            stop_tokens=(),
         )
+        if adapters:
+            number %= len(adapters)
+            sampler.add(job, adapters[number], ends.append, version=str(number))
+        else:
+            sampler.add(job, None, ends.append)
+    return ends
+
+
+def our_decode(
+    sampler: Sampler, batch: int, prompt: int, new: int, adapters: Sequence[Adapter] = ()
+) -> tuple[float, float]:
+    """(decode steps only, the whole of prefill and decode) in tokens per second."""
+    ends = add_jobs(sampler, batch, prompt, new, adapters)
     torch.cuda.synchronize()
     began = time.perf_counter()
     steady, steps = began, 0
@@ -268,13 +293,18 @@ def our_decode(sampler: Sampler, batch: int, prompt: int, new: int) -> tuple[flo
     return batch * (steps - 1) / (ended - steady), batch * new / (ended - began)
 
 
-def our_rates() -> tuple[float, float, float]:
-    """(decode at batch 128, the same with its prefill, decode at batch 1) in tokens per second."""
+def our_rates() -> tuple[float, float, float, float, float]:
+    """Tokens per second: decode at batch 128, the same with its prefill, decode at batch 1, and
+    at batch 128 again with one adapter and with 16."""
     sampler = our_sampler()
-    our_decode(sampler, 128, 512, 8)  # record the graphs
-    decode, whole = our_decode(sampler, 128, 512, 128)
-    our_decode(sampler, 1, 512, 8)
-    return decode, whole, our_decode(sampler, 1, 512, 128)[0]
+
+    def rates(batch: int, adapters: Sequence[Adapter] = ()) -> tuple[float, float]:
+        our_decode(sampler, batch, 512, 8, adapters)  # records the graphs
+        return our_decode(sampler, batch, 512, 128, adapters)
+
+    decode, whole = rates(128)
+    many = some_adapters(sampler, 16)
+    return decode, whole, rates(1)[0], rates(128, many[:1])[0], rates(128, many)[0]
 
 
 def peer_rates() -> tuple[float, float, float]:
@@ -287,7 +317,7 @@ def peer_rates() -> tuple[float, float, float]:
 
 
 def sample_figures(bandwidth: float) -> list[report.Figure]:
-    decode, whole, single = our_rates()
+    decode, whole, single, one_adapter, many_adapters = our_rates()
     free()
     peer_decode, peer_whole, peer_single = peer_rates()
     free()
@@ -309,6 +339,14 @@ def sample_figures(bandwidth: float) -> list[report.Figure]:
             note=f"{single / (bandwidth / 2 / num_weights()):.0%} of the roofline",
         ),
         report.Figure(name="gpu_decode_1_floor", ours=single, unit="tokens/s", bar=60),
+        report.Figure(
+            name="gpu_decode_128_one_adapter", ours=one_adapter, peer=decode, unit="tokens/s",
+            note="rank 32 on every linear; peer: ours without an adapter",
+        ),
+        report.Figure(
+            name="gpu_decode_128_16_adapters", ours=many_adapters, peer=decode, unit="tokens/s",
+            note="8 samples of each; peer: ours without an adapter",
+        ),
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Where a training step, a packed step of 16 tenants and a decode step spend their time on a GPU.
 
-python dev/gpu_profile.py
+python dev/gpu_profile.py [train] [decode]
 """
 
 import cProfile
@@ -53,12 +53,34 @@ def profile_decoding():
     sampler = gpu.our_sampler()
     gpu.our_decode(sampler, 128, 512, 8)
     host_time("decode 128", lambda: gpu.our_decode(sampler, 128, 16, 64))
+    device_time("decode 128 x 576, 16 steps", decoding(sampler, 128, 576, 16))
+    device_time("decode 1 x 576, 16 steps", decoding(sampler, 1, 576, 16))
+    many = gpu.some_adapters(sampler, 16)
+    device_time("decode 128 x 576, 1 adapter", decoding(sampler, 128, 576, 16, many[:1]))
+    device_time("decode 128 x 576, 16 adapters", decoding(sampler, 128, 576, 16, many))
+
+
+def decoding(sampler, batch, length, steps, adapters=()):
+    """Some steps of a batch that has been prefilled; each call goes on where the last ended."""
+    sampler.cancel_all()
+    gpu.add_jobs(sampler, batch, length, 8 * steps, adapters)
+    while sampler.step() != batch:
+        pass
+
+    def run():
+        for _ in range(steps):
+            sampler.step()
+
+    return run
 
 
 def main():
-    profile_training()
-    gpu.free()
-    profile_decoding()
+    wanted = sys.argv[1:] or ["train", "decode"]
+    if "train" in wanted:
+        profile_training()
+        gpu.free()
+    if "decode" in wanted:
+        profile_decoding()
 
 
 if __name__ == "__main__":

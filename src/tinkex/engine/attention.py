@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,15 @@ class Attend(Protocol):
 
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         """Attention output [T, H, d]; softmax scale 1/sqrt(d)."""
+        ...
+
+
+@runtime_checkable
+class CachedAttend(Attend, Protocol):
+    """Attends to keys and values in a cache, where the decoder writes them itself."""
+
+    def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(keys, values, cache row of each token): fill them, then call."""
         ...
 
 

@@ -206,7 +206,7 @@ class TorchEngine:
 
     def _turn(self, kind: str) -> None:
         if kind == "sample":
-            self._sample_turn()
+            self._sample_turn(training=any(self._lanes.values()))
             return
         self._train_began = time.perf_counter()
         self._train_turn()
@@ -225,14 +225,15 @@ class TorchEngine:
             raise _Closing
         self._take_in()
         while self._sampling() and self._turns.pick(("train", "sample")) == "sample":
-            self._sample_turn()
+            self._sample_turn(training=True)
         self._train_began = time.perf_counter()
 
-    def _sample_turn(self) -> None:
+    def _sample_turn(self, *, training: bool) -> None:
+        """One pass of each sampler. While training takes turns, no token waits for the next."""
         began = time.perf_counter()
         for sampler in self._sampling():
             try:
-                self.stats.sampled_rows += sampler.step()
+                self.stats.sampled_rows += sampler.step(look_ahead=not training)
                 self.stats.sample_passes += 1
             except Exception as exc:
                 log.exception("a sampling pass failed")

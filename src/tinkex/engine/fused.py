@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine import kernels
-from tinkex.engine.attention import Attend, PackedCausal
+from tinkex.engine.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.decoder import Decoder, _Layer
 from tinkex.engine.lora import LoraBatch
 from tinkex.engine.lora_operand import BatchLora, LoraOperand
@@ -116,7 +116,8 @@ class CudaDecoder(Decoder):
         for index, w in enumerate(self.layers):
             x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
             qkv = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
-            q, k, v = self._split(qkv, w, cos_Th, sin_Th)
+            target = attend.target(index) if isinstance(attend, CachedAttend) else None
+            q, k, v = self._split(qkv, w, cos_Th, sin_Th, target)
             mixed = attend(index, q, k, v).flatten(1)
             out = _linear(mixed, w.out, None, lora.get(f"{index}.o"))[0]
             x, y, _ = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
@@ -130,7 +131,12 @@ class CudaDecoder(Decoder):
         return angles_Th.cos(), angles_Th.sin()
 
     def _split(
-        self, qkv: Tensor, w: _Layer, cos_Th: Tensor, sin_Th: Tensor
+        self,
+        qkv: Tensor,
+        w: _Layer,
+        cos_Th: Tensor,
+        sin_Th: Tensor,
+        target: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         return kernels.rope(
@@ -141,6 +147,7 @@ class CudaDecoder(Decoder):
             config.norm_eps,
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
+            cache=target,
         )
 
     # ------------------------------------------------------------------------------- training

@@ -433,7 +433,10 @@ def paged_decode(
     """
     B, H, d = q_BHd.shape
     P, K = k_cache.shape[1], k_cache.shape[2]
-    part_out = torch.empty(B, splits, H, d, device=q_BHd.device, dtype=torch.float32)
+    out = torch.empty_like(q_BHd)
+    part_out = out  # one split is all there is to a sequence
+    if splits > 1:
+        part_out = torch.empty(B, splits, H, d, device=q_BHd.device, dtype=torch.float32)
     part_lse = torch.empty(B, splits, H, device=q_BHd.device, dtype=torch.float32)
     _decode_split[(B, K, splits)](
         q_BHd, k_cache, v_cache, tables_BX, lengths_B, part_out, part_lse, scale,
@@ -441,8 +444,8 @@ def paged_decode(
         H=H, K=K, d=d, P=P, G=max(16, triton.next_power_of_2(H // K)), SPLITS=splits, BLOCK=64,
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    out = torch.empty_like(q_BHd)
-    _decode_join[(B, H)](part_out, part_lse, out, H=H, d=d, SPLITS=splits, num_warps=1)
+    if splits > 1:
+        _decode_join[(B, H)](part_out, part_lse, out, H=H, d=d, SPLITS=splits, num_warps=1)
     return out
 
 

@@ -39,13 +39,16 @@ from tinkex.engine.lora_operand import (
 )
 from tinkex.engine.paged import PagedCache
 from tinkex.engine.scheduler import Chunk
+from tinkex.engine.transfer import send
 
+Drawn = tuple[Tensor, Sequence[int]]
+"""Tokens on the device, and which of them each chunk feeds in."""
 _NO_WINDOW = 1 << 30
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 class CudaPagedAttend:
-    """See `attention.Attend`. `begin` must be called before each forward pass."""
+    """See `attention.CachedAttend`. `begin` must be called before each forward pass."""
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
@@ -60,7 +63,7 @@ class CudaPagedAttend:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
         device = self.cache.k.device
         size = self.cache.block_size
-        slots_T = _on(device, _slots(chunks, size))
+        slots_T = send(_slots(chunks, size), device)
         starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
         rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
         singles = [(row, chunk) for row, chunk in rows if chunk.length == 1]
@@ -75,9 +78,10 @@ class CudaPagedAttend:
         """The same from tensors: where keys and values go, and who looks where."""
         self._slots_T, self._singles, self._longs = slots_T, singles, longs
 
+    def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._flat_k[layer_index], self._flat_v[layer_index], self._slots_T
+
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        self._flat_k[layer_index].index_copy_(0, self._slots_T, k_TKd)
-        self._flat_v[layer_index].index_copy_(0, self._slots_T, v_TKd)
         singles, longs = self._singles, self._longs
         if longs is None and singles is not None:
             return self._decode(layer_index, q_THd, singles)
@@ -135,9 +139,9 @@ class _Singles:
     def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Singles:
         chunks = [chunk for _, chunk in members]
         return cls(
-            _on(device, np.array([row for row, _ in members])),
-            _on(device, _tables(chunks, size, max(chunk.start // size + 1 for chunk in chunks))),
-            _on(device, np.array([chunk.start + 1 for chunk in chunks], np.int32)),
+            send(np.array([row for row, _ in members]), device),
+            send(_tables(chunks, size, max(chunk.start // size + 1 for chunk in chunks)), device),
+            send(np.array([chunk.start + 1 for chunk in chunks], np.int32), device),
         )
 
 
@@ -159,10 +163,10 @@ class _Longs:
         rows = [np.arange(row, row + chunk.length) for row, chunk in members]
         slots = [_rows(chunk, 0, end, size) for (_, chunk), end in zip(members, keys, strict=True)]
         return cls(
-            _on(device, np.concatenate(rows)),
-            _on(device, np.concatenate(slots)),
-            _on(device, np.cumsum([0, *queries], dtype=np.int32)),
-            _on(device, np.cumsum([0, *keys], dtype=np.int32)),
+            send(np.concatenate(rows), device),
+            send(np.concatenate(slots), device),
+            send(np.cumsum([0, *queries], dtype=np.int32), device),
+            send(np.cumsum([0, *keys], dtype=np.int32), device),
             max(queries),
             max(keys),
         )
@@ -183,10 +187,6 @@ def _tables(chunks: Sequence[Chunk], size: int, width: int) -> Array:
         used = chunk.start // size + 1
         tables[row, :used] = chunk.seq.blocks[:used]
     return tables
-
-
-def _on(device: torch.device, values: Array) -> Tensor:
-    return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
 
 
 def _splits(batch: int, cache: PagedCache) -> int:
@@ -238,12 +238,19 @@ class _Static:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits_BV: Tensor | None = None
 
-    def fill(self, chunks: Sequence[Chunk]) -> None:
+    def fill(self, chunks: Sequence[Chunk], drawn: Drawn | None) -> None:
         """Rows beyond the batch repeat the first: they write what it writes and are not read."""
-        rows = [*chunks, *[chunks[0]] * (self.batch - len(chunks))]
-        tokens = [chunk.seq.tokens[chunk.start] for chunk in rows]
-        host_2B = torch.tensor((tokens, [chunk.start for chunk in rows]), pin_memory=True)
-        self.inputs_2B.copy_(host_2B, non_blocking=True)
+        order = [*range(len(chunks)), *[0] * (self.batch - len(chunks))]
+        rows = [chunks[index] for index in order]
+        positions, device = [chunk.start for chunk in rows], self.inputs_2B.device
+        if drawn is None:
+            tokens = [chunk.seq.tokens[chunk.start] for chunk in rows]
+            self.inputs_2B.copy_(send((tokens, positions), device))
+        else:
+            tokens_N, row_of_chunk = drawn
+            sent_2B = send(([row_of_chunk[index] for index in order], positions), device)
+            torch.index_select(tokens_N, 0, sent_2B[0], out=self.inputs_2B[0])
+            self.inputs_2B[1].copy_(sent_2B[1])
         changed = [at for at, c in enumerate(rows) if self._known[at] != c.seq.blocks]
         if changed:
             for at in changed:
@@ -251,7 +258,7 @@ class _Static:
                 self._host_tables[at, : len(blocks)] = blocks
             width = max(len(blocks) for blocks in self._known)
             tables = np.ascontiguousarray(self._host_tables[:, :width])
-            self.tables_BX[:, :width].copy_(_on(self.tables_BX.device, tables))
+            self.tables_BX[:, :width].copy_(send(tables, device))
 
 
 class DecodeGraphs:
@@ -264,10 +271,13 @@ class DecodeGraphs:
         self._slots: dict[tuple[Any, int], _Slots] = {}
         self._pool: Any = None
 
-    def run(self, chunks: Sequence[Chunk], lora: LoraBatch | None) -> Tensor | None:
+    def run(
+        self, chunks: Sequence[Chunk], lora: LoraBatch | None, drawn: Drawn | None = None
+    ) -> Tensor | None:
         """Logits [B, V] of one-token chunks, in their order; None where no graph fits.
 
-        The tensor is overwritten by the next call.
+        `drawn` holds their tokens where the host does not know them yet. The result is overwritten
+        by the next call.
         """
         batch = next((size for size in _BATCH_SIZES if size >= len(chunks)), None)
         if batch is None:
@@ -283,7 +293,9 @@ class DecodeGraphs:
         if static is None:
             static = _Static(batch, self._width, self._decoder.device)
             self._statics[batch, slots] = static
-        static.fill([chunks[row] for row in order])
+        if drawn is not None:
+            drawn = drawn[0], [drawn[1][row] for row in order]
+        static.fill([chunks[row] for row in order], drawn)
         if static.graph is None:
             self._record(static, slots)
         assert static.graph is not None
@@ -294,7 +306,7 @@ class DecodeGraphs:
             return logits
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
-        return logits.index_select(0, _on(self._decoder.device, back))
+        return logits.index_select(0, send(back, self._decoder.device))
 
     def _record(self, static: _Static, slots: _Slots | None) -> None:
         attend, size = CudaPagedAttend(self._cache), self._cache.block_size
@@ -344,7 +356,7 @@ class DecodeGraphs:
             slot_by_row[span.start : span.stop] = slot_of[span.adapter]
         stops = np.cumsum(np.bincount(slot_by_row, minlength=count)).astype(np.int32)
         stops[-1] = batch  # rows that only fill the batch: any slot will do
-        slots.stops_S.copy_(_on(self._decoder.device, stops))
+        slots.stops_S.copy_(send(stops, self._decoder.device))
         return slots, np.argsort(slot_by_row, kind="stable").tolist()
 
     def _slots_of(self, like: Adapter, count: int) -> _Slots:

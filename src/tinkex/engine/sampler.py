@@ -2,9 +2,11 @@
 
 A job becomes one sequence per sample; all samples of a job fork from one prefilled prompt. Each
 `step` runs one forward pass over whatever the scheduler chose, of any mix of adapters, draws the
-next tokens and reports them. The sampler owns the KV memory of its base model and nothing else: it
-is given the adapter weights with the job, and called by one thread only. Jobs wait for KV memory in
-the order they came; see `scheduler` for who yields to whom.
+next tokens and reports them. Where decode steps are replayed graphs, `step` launches the next pass
+before it reads what the last one drew, so the device does not wait for the host; a sample that
+turns out to have ended has then computed one token for nothing. The sampler owns the KV memory of
+its base model and nothing else: it is given the adapter weights with the job, and called by one
+thread only. Jobs wait for KV memory in the order they came; see `scheduler` for who yields to whom.
 
 Shapes: T tokens of a pass, N rows that need logits, D hidden, V vocabulary.
 """
@@ -31,6 +33,7 @@ from tinkex.engine.rng import fresh_seed, sample_key, uniform
 from tinkex.engine.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.engine.stopping import Detokenize, StopWatch
+from tinkex.engine.transfer import Fetch, send
 from tinkex.errors import ConfigError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -94,8 +97,23 @@ class _Sample(Seq):
     reason: Literal["length", "stop"] | None = None
 
     @property
+    def job_id(self) -> str:
+        return self.request.job.job_id
+
+    @property
     def num_sampled(self) -> int:
         return len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What one pass drew for its samples, perhaps still being computed."""
+
+    samples: list[_Sample]
+    tokens_N: Tensor
+    """On the device, for the pass that follows."""
+    fetch: Fetch
+    """The same with logprobs (float64, [2, N]), then top ids and logprobs if anyone asked."""
 
 
 class Sampler:
@@ -129,6 +147,7 @@ class Sampler:
         self._detokenize: Detokenize | None = None
         self._requests: dict[str, _Request] = {}
         self._settings: tuple[list[_Sample], Settings] | None = None
+        self._unread: _Drawn | None = None
 
     @property
     def has_work(self) -> bool:
@@ -178,6 +197,7 @@ class Sampler:
 
     def fail_all(self, message: str) -> None:
         """End every job after an error of the device; the sampler is empty afterwards."""
+        self._unread = None
         for request in list(self._requests.values()):
             self._fail(request, message, "server")
 
@@ -257,8 +277,22 @@ class Sampler:
     # ------------------------------------------------------------------------------------- pass
 
     @torch.inference_mode()
-    def step(self) -> int:
-        """Run one forward pass and report its tokens; returns how many tokens it computed."""
+    def step(self, *, look_ahead: bool = True) -> int:
+        """Run one forward pass; returns how many tokens it computed.
+
+        Its tokens are reported before this returns or, where the pass is a replayed graph and
+        `look_ahead` is true, by the next step.
+        """
+        last, self._unread = self._unread, None
+        if last is not None:
+            ahead = self._replay_ahead(last) if look_ahead else None
+            self._read(last)
+            if ahead is not None:
+                chunks, self._unread = ahead
+                for chunk in chunks:
+                    if chunk.seq.blocks:  # it did not end with the token just read
+                        self.scheduler.done(chunk)
+                return len(chunks)
         chunks = self.scheduler.plan()
         if not chunks:
             assert not self.scheduler, "sequences wait, but none can run"
@@ -268,7 +302,11 @@ class Sampler:
         if (logits_NV := self._replay(chunks)) is not None:
             for chunk in chunks:
                 self.scheduler.done(chunk)
-            self._draw([_sample_of(chunk) for chunk in chunks], logits_NV)
+            drawn = self._draw([_sample_of(chunk) for chunk in chunks], logits_NV)
+            if look_ahead:
+                self._unread = drawn
+            else:
+                self._read(drawn)
             return len(chunks)
         hidden_TD = self._forward(chunks)
         for chunk in chunks:
@@ -284,6 +322,28 @@ class Sampler:
         if not all(chunk.length == 1 and chunk.completes for chunk in chunks):
             return None  # a preempted sequence is being prefilled again
         return self._graphs.run(chunks, _lora([(chunk.seq, 1) for chunk in chunks]))
+
+    def _replay_ahead(self, last: _Drawn) -> tuple[list[Chunk], _Drawn] | None:
+        """Launch the pass after `last`, whose tokens only the device knows yet.
+
+        None when it has to be planned with those tokens known: someone could be admitted, or
+        memory is short, or no graph fits.
+        """
+        assert self._graphs is not None
+        rows = [
+            row
+            for row, sample in enumerate(last.samples)
+            if sample.blocks and sample.num_sampled + 1 < sample.request.max_tokens
+        ]
+        samples = [last.samples[row] for row in rows]
+        chunks = self.scheduler.plan_ahead(samples)
+        if not chunks:
+            return None
+        lora = _lora([(sample, 1) for sample in samples])
+        logits_NV = self._graphs.run(chunks, lora, (last.tokens_N, rows))
+        if logits_NV is None:
+            return None
+        return chunks, self._draw(samples, logits_NV, num_unread=1)
 
     def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
         tokens: list[int] = []
@@ -359,23 +419,30 @@ class Sampler:
             logits_NV = self._head(hidden_TD, owners)
             if len(samples) > len(rows):
                 logits_NV = logits_NV[torch.tensor(row_of_sample, device=logits_NV.device)]
-            self._draw(samples, logits_NV)
+            self._read(self._draw(samples, logits_NV))
 
-    def _draw(self, samples: list[_Sample], logits_NV: Tensor) -> None:
+    def _draw(self, samples: list[_Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
+        """Draw a token for each sample, of which `num_unread` drawn before are not read yet."""
         settings = self._settings_of(samples)
-        uniform_N = torch.tensor(
-            [uniform(sample.key, sample.num_sampled) for sample in samples], device=logits_NV.device
-        )
+        numbers = [uniform(sample.key, sample.num_sampled + num_unread) for sample in samples]
+        uniform_N = send(numbers, logits_NV.device, torch.float32)
         tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N)
-        # One transfer, the only wait for the device in a step.
-        drawn = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()
-        widest = max(sample.request.job.topk_sample_logprobs for sample in samples)
-        if widest:
-            ids_NK, values_NK = (x.tolist() for x in top_sampled(logits_NV, settings, widest))
-            for sample, ids, values in zip(samples, ids_NK, values_NK, strict=True):
-                k = sample.request.job.topk_sample_logprobs
-                sample.topk.append((ids[:k], values[:k]))
-        for sample, token, logprob in zip(samples, *drawn, strict=True):
+        wanted = [torch.stack((tokens_N.double(), logprobs_N.double()))]
+        if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
+            wanted += top_sampled(logits_NV, settings, widest)
+        return _Drawn(samples, tokens_N, Fetch(*wanted))
+
+    def _read(self, drawn: _Drawn) -> None:
+        """Wait for what was drawn, the only wait for the device in a step, and hand it out."""
+        drawn_2N, *top = drawn.fetch.wait()
+        ids_NK, values_NK = (x.tolist() for x in top) if top else ([], [])
+        for row, (sample, token, logprob) in enumerate(
+            zip(drawn.samples, *drawn_2N.tolist(), strict=True)
+        ):
+            if sample.reason is not None or self._requests.get(sample.job_id) != sample.request:
+                continue  # It ended, or its job did, while this was being computed.
+            if k := sample.request.job.topk_sample_logprobs:
+                sample.topk.append((ids_NK[row][:k], values_NK[row][:k]))
             self._accept(sample, int(token), logprob)
 
     def _settings_of(self, samples: list[_Sample]) -> Settings:
@@ -392,8 +459,6 @@ class Sampler:
     def _accept(self, sample: _Sample, token: int, logprob: float) -> None:
         """Append a drawn token to its sample, and end the sample if it is complete."""
         request = sample.request
-        if request.job.job_id not in self._requests:
-            return  # Another sample of the job has failed in this very step.
         if math.isnan(logprob):
             name = request.job.adapter_folder or request.job.base_model
             self._fail(request, f"the logits of {name} are not numbers; it has diverged", "user")

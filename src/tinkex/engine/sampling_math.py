@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinkex.engine.transfer import send
+
 EMPTY_LOGPROB = -99999.0
 _WIDTH = 128
 _FEW = 512
@@ -56,10 +58,10 @@ class Settings:
         filtered = any(top_k[i] < vocab_size or rows[i][2] < 1 for i in active)
         widest = max((top_k[i] for i in active), default=0)
         return cls(
-            greedy_N=torch.tensor(greedy, device=device),
-            inverse_temperature_N1=torch.tensor(inverse, device=device)[:, None],
-            top_k_N=torch.tensor(top_k, device=device),
-            top_p_N=torch.tensor([p for _, _, p in rows], device=device),
+            greedy_N=send(greedy, device),
+            inverse_temperature_N1=send(inverse, device)[:, None],
+            top_k_N=send(top_k, device),
+            top_p_N=send([p for _, _, p in rows], device),
             any_greedy=any(greedy),
             any_scaled=any(x != 1.0 for x in inverse),
             max_top_k=widest if widest < vocab_size else 0,

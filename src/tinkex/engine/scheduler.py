@@ -13,7 +13,7 @@ again; the oldest always makes progress.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tinkex.engine.kv_cache import BlockPool, Key, chain_key, root_key
@@ -126,6 +126,21 @@ class Scheduler:
                 prefilling.append(chunk)
                 room -= chunk.length
         return decoding + prefilling
+
+    def plan_ahead(self, decoding: Sequence[Seq]) -> list[Chunk]:
+        """The pass after one that is not read yet, for those of its sequences that go on.
+
+        Empty when it cannot be planned without knowing what was drawn: a sequence that waits could
+        be admitted, or there is no block for each that needs one.
+        """
+        if self.waiting and len(self.running) < self.config.max_running:
+            return []
+        full = [seq for seq in decoding if seq.num_cached == len(seq.blocks) * self.pool.block_size]
+        if (more := self.pool.allocate(len(full))) is None:
+            return []
+        for seq, block in zip(full, more, strict=True):
+            seq.blocks.append(block)
+        return [Chunk(seq, seq.num_cached, 1) for seq in decoding]
 
     def _prefill(self, seq: Seq, room: int, in_flight: set[Key]) -> Chunk | None:
         """The next chunk of a sequence that is not decoding yet.
