@@ -4,6 +4,8 @@
   compute takes microseconds; what is left is client, HTTP, journal (an fsync each) and queue.
 - `steady`: 100,000 requests of 8 training clients; the slowest 5,000 in a row against the first
   1,000 after the warm-up, and what the server's memory grew by.
+- `ageing`: the same against the first 1,000 of a fresh server that takes turns with the old one, so
+  that both see the same seconds of the machine. A shared host wanders by more than the server does.
 - `heartbeat`: p99 while 2,000 samples and 32 training clients are under way.
 
     python benchmarks/server.py [--no-bar] [--requests 100000]
@@ -38,6 +40,8 @@ from wire_client import train_body  # noqa: E402
 
 PROTO = "application/x-protobuf"
 NUM_CLIENTS = 8
+WINDOW = 5000
+TURN = 200
 ROUND_TRIPS = 300
 
 OFFICIAL = """
@@ -140,7 +144,7 @@ def measure_steady(num_requests: int) -> list[report.Figure]:
         memory = asyncio.run(_hammer(server, num_requests, times))
     times.sort()
     first = _rate(times, 0, 1000)
-    window = min(5000, max(1000, num_requests // 20))
+    window = min(WINDOW, max(1000, num_requests // 20))
     rates = [_rate(times, start, window) for start in range(0, len(times) - window + 1, window)]
     return [
         report.Figure(name="server_requests", ours=statistics.median(rates), unit="requests/s"),
@@ -167,33 +171,102 @@ def _rate(times: list[float], start: int, count: int) -> float:
 
 async def _hammer(server: ServerProcess, num_requests: int, times: list[float]) -> list[float]:
     """Training clients that submit and fetch in turn; gives the memory after each tenth."""
-    await asyncio.gather(*(_client(server.port, 40, []) for _ in range(NUM_CLIENTS)))
+    clients = await Clients.warm(server.port)
     memory: list[float] = []
-    share = num_requests // NUM_CLIENTS
-    clients = [asyncio.create_task(_client(server.port, share, times)) for _ in range(NUM_CLIENTS)]
     next_mark = num_requests // 5
-    while not all(client.done() for client in clients):
+    work = asyncio.create_task(clients.run(num_requests, times))
+    while not work.done():
         await asyncio.sleep(0.2)
         if len(times) >= next_mark:
             memory.append(_rss_mib(server.pid))
             next_mark += num_requests // 10
-    await asyncio.gather(*clients)
+    await work
+    clients.close()
     return [*memory, _rss_mib(server.pid)]
 
 
-async def _client(port: int, num_requests: int, times: list[float]) -> None:
-    connection = Connection(port, key="tml-bench")
+def measure_ageing(num_requests: int) -> list[report.Figure]:
+    shares = asyncio.run(_beside_fresh(max(1, num_requests // WINDOW)))
+    middle = statistics.median(shares)
+    return [
+        report.Figure(
+            name="server_slowest_share_of_fresh",
+            ours=min(shares),
+            unit="of a fresh server's first 1,000",
+            bar=0.8,
+            note=f"{len(shares)} windows of {WINDOW:,}, in turns; median {middle:.3f}",
+        )
+    ]
+
+
+async def _beside_fresh(num_windows: int) -> list[float]:
+    """The rate of each window of one server as a share of the first 1,000 of a new one."""
+    shares = []
+    with serving() as old_server:
+        old = await Clients.warm(old_server.port)
+        for _ in range(num_windows):
+            with serving() as fresh_server:
+                fresh = await Clients.warm(fresh_server.port)
+                old_s = fresh_s = 0.0
+                for _ in range(1000 // TURN):
+                    fresh_s += await fresh.run(TURN)
+                    for _ in range(WINDOW // 1000):
+                        old_s += await old.run(TURN)
+                fresh.close()
+            shares.append((WINDOW / old_s) / (1000 / fresh_s))
+        old.close()
+    return shares
+
+
+class Clients:
+    """Training clients of one server, each with a model of its own."""
+
+    def __init__(self, port: int) -> None:
+        self._connections = [Connection(port, key="tml-bench") for _ in range(NUM_CLIENTS)]
+        self._models: list[str] = []
+        self._numbers = [0] * NUM_CLIENTS
+
+    @classmethod
+    async def warm(cls, port: int) -> Clients:
+        """Clients of a server that others have used before."""
+        others = await cls(port)._open()
+        await others.run(40 * NUM_CLIENTS)
+        others.close()
+        return await cls(port)._open()
+
+    async def _open(self) -> Clients:
+        self._models = await asyncio.gather(*(_new_model(c) for c in self._connections))
+        return self
+
+    async def run(self, num_requests: int, times: list[float] | None = None) -> float:
+        """Submit and fetch, whichever client is free; gives the seconds it took."""
+        times = [] if times is None else times
+        budget = iter(range(num_requests // 2))
+        started = time.perf_counter()
+        await asyncio.gather(*(self._run_one(i, budget, times) for i in range(NUM_CLIENTS)))
+        return time.perf_counter() - started
+
+    async def _run_one(self, index: int, budget: Iterator[int], times: list[float]) -> None:
+        connection = self._connections[index]
+        for _ in budget:
+            self._numbers[index] += 1
+            data = train_body(self._models[index], self._numbers[index], [1, 2, 3, 4])
+            promise = await connection.ok("forward_backward", data, kind=PROTO)
+            times.append(time.perf_counter())
+            await connection.settled(promise, accept=PROTO)
+            times.append(time.perf_counter())
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+
+async def _new_model(connection: Connection) -> str:
     session = (await connection.ok("create_session", {"sdk_version": "bench"}))["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
     body["lora_config"] = {"rank": 4, "seed": 1}
     await connection.settled(await connection.ok("create_model", body))
-    for number in range(1, num_requests // 2 + 1):
-        data = train_body(f"{session}:train:0", number, [1, 2, 3, 4])
-        promise = await connection.ok("forward_backward", data, kind=PROTO)
-        times.append(time.perf_counter())
-        await connection.settled(promise, accept=PROTO)
-        times.append(time.perf_counter())
-    connection.close()
+    return f"{session}:train:0"
 
 
 def _rss_mib(pid: int) -> float:
@@ -222,6 +295,7 @@ def main() -> int:
     figures = [
         *measure_roundtrip(),
         *measure_steady(options.requests),
+        *measure_ageing(options.requests),
         *measure_heartbeat(),
     ]
     return report.finish("server", figures, rest)
