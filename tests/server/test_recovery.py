@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 from app_world import AppWorld, open_app
 from wire_client import loss_of
@@ -89,12 +90,60 @@ async def test_a_snapshot_bounds_the_replay_and_old_ones_go(tmp_path: Path) -> N
         lane = world.service._lanes[model]
         while not lane.is_idle:
             await asyncio.sleep(0.01)
+        await world.service.keeper.snapshot_ended(lane)
         snapshot = world.app.state.store.models.get_snapshot(model)
         assert snapshot is not None
         assert 0 <= 20 - snapshot.seq_id < 4
         assert len(list((tmp_path / "state").glob("*/*"))) == 1
         rows = world.app.state.store.journal.since(model, -1)
         assert all(row.body is None for row in rows if row.seq_id <= snapshot.seq_id)
+
+
+async def test_a_snapshot_made_in_the_middle_of_a_replay_holds_what_it_says(tmp_path: Path) -> None:
+    """A replay may be longer than a snapshot's distance: the setting changed, or a save failed."""
+    async with open_app(tmp_path / "calm") as world:
+        expected = await train_steps(world, await world.model(), 1, 13)
+    async with open_app(tmp_path / "often", snapshot_every_ops=1000) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 10)
+    for first, num_steps in ((21, 1), (23, 2)):
+        async with open_app(tmp_path / "often", snapshot_every_ops=7) as world:
+            loss = await train_steps(world, model, first, num_steps)
+    assert loss == expected
+
+
+async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
+    async with open_app(tmp_path, snapshot_every_ops=4) as world:
+        model = await world.model()
+        keeper = world.service.keeper
+        adopt, gate = keeper._adopt, asyncio.Event()
+
+        async def adopt_later(*args: Any) -> None:
+            await gate.wait()
+            await adopt(*args)
+
+        keeper._adopt = adopt_later  # type: ignore[method-assign]
+        await train_steps(world, model, 1, 3)
+        store = world.app.state.store
+        assert store.models.get_snapshot(model) is None
+        assert all(row.body for row in store.journal.since(model, 0)), (
+            "the journal still has it all"
+        )
+        gate.set()
+        await keeper.snapshot_ended(world.service._lanes[model])
+        assert store.models.get_snapshot(model) is not None
+
+
+async def test_a_worker_that_dies_with_a_snapshot_under_way_costs_a_replay(tmp_path: Path) -> None:
+    async with open_app(tmp_path / "calm") as world:
+        expected = await train_steps(world, await world.model(), 1, 8)
+    async with open_app(tmp_path / "killed", snapshot_every_ops=4, toy_latency_s=0.05) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 2)
+        while model not in world.service.keeper._under_way:
+            await asyncio.sleep(0)
+        world.service.workers[0]._process.kill()  # type: ignore[union-attr]
+        assert await train_steps(world, model, 5, 6) == expected
 
 
 async def test_loading_a_checkpoint_survives_its_deletion_and_a_crash(tmp_path: Path) -> None:

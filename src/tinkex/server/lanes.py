@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 
 from tinkex.engine.jobs import Event, Job, Progress, Result
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server import disk
 from tinkex.server.futures import Outcome, Promise
 from tinkex.server.placement import Place
 from tinkex.store import UsageCount
@@ -68,6 +69,9 @@ class Operations(Protocol):
     def is_barrier(self, op: Op) -> bool:
         """True when the op must run alone, and its outcome must be recorded before the next."""
 
+    def changes_state(self, op: Op) -> bool:
+        """True when a failure may leave the model half changed."""
+
     async def prepare(self, op: Op, job_id: str) -> Job | Outcome:
         """The job to run, or the outcome when there is nothing left to compute."""
 
@@ -84,8 +88,14 @@ class Recovery(Protocol):
     def note(self, lane: Lane, op: Op, compute_s: float) -> bool:
         """Count an op that ended well; True when a snapshot is due."""
 
-    async def snapshot(self, lane: Lane) -> None:
-        """Save the state after `applied_seq`. Called with nothing under way."""
+    async def snapshot(self, lane: Lane, seq_id: int) -> None:
+        """Save the state, which is the one after `seq_id`, and wait until that is durable."""
+
+    async def begin_snapshot(self, lane: Lane, seq_id: int) -> None:
+        """Have it saved while the lane goes on. Both are called with no op under way."""
+
+    async def give_up_snapshot(self, lane: Lane) -> None:
+        """Stop waiting for it: the lane closes."""
 
 
 @dataclass(slots=True)
@@ -113,8 +123,10 @@ class Lane:
     broken: Outcome | None = None
     """What every request is answered: the model was never created, or its state is lost."""
     restoring: bool = False
+    obstacle: str = ""
+    """What keeps the state from being restored, for a person."""
     snapshot_due: bool = False
-    """Nothing more is sent until the snapshot is made."""
+    """Nothing more is sent until the snapshot is begun."""
     ops: dict[int, Op] = field(default_factory=dict)
     held_bytes: int = 0
     """Bodies of waiting requests in memory."""
@@ -164,6 +176,8 @@ class Lane:
         """Why `op` is not done, for a person."""
         if not self.place.worker.is_ready:
             return "the worker is starting"
+        if self.obstacle:
+            return self.obstacle
         if self.restoring:
             return f"restoring the model's state; {self._ahead(op)} requests ahead"
         if op.mode == "run" and any(flight.op is op for flight in self._flights):
@@ -195,6 +209,7 @@ class Lane:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._land_all()
+        await self.recovery.give_up_snapshot(self)
 
     def _ahead(self, op: Op) -> int:
         return sum(1 for seq_id in self.ops if seq_id < op.seq_id)
@@ -210,7 +225,9 @@ class Lane:
             raise
         except Exception as exc:
             logger.exception("lane %s failed", self.model_id)
-            self._fail_all(Outcome(error=f"The server failed: {exc}", category="server"))
+            await self._land_all()
+            self.generation = -1  # what was under way may have changed the state
+            self._fail_all(Outcome(error=disk.describe(exc), category="server"))
         finally:
             self._task = None
         self.kick()
@@ -220,7 +237,9 @@ class Lane:
         try:
             await self._ensure_state()
             if self.snapshot_due and not self._flights:
-                await self._snapshot()
+                self.snapshot_due = False
+                # Not `applied_seq`: in the middle of a replay the state is an older one.
+                await self.recovery.begin_snapshot(self, self.next_seq - 1)
             await self._fill()
             if self._flights:
                 await self._publish_head()
@@ -237,7 +256,7 @@ class Lane:
         try:
             await self.recovery.restore(self)
         finally:
-            self.restoring = False
+            self.restoring, self.obstacle = False, ""
 
     async def _fill(self) -> None:
         """Send ops in order, up to `MAX_AHEAD`; a barrier goes alone."""
@@ -265,6 +284,9 @@ class Lane:
             job = await self.operations.prepare(op, f"{op.request_id}#{self._num_launched}")
         except InvalidInputError as exc:
             task = asyncio.create_task(_refuse(exc, sent))
+        except Exception as exc:  # no room for a folder, no answer from the database
+            logger.exception("%s cannot be run", op.request_id)
+            task = asyncio.create_task(_refuse(EngineError(disk.describe(exc)), sent))
         else:
             if isinstance(job, Outcome):  # only a barrier, so nothing is under way
                 self._settle(op, job)
@@ -326,6 +348,10 @@ class Lane:
             outcome = await self.operations.conclude(op, result)
         except InvalidInputError as exc:
             outcome = Outcome(error=str(exc), category="user")
+        except Exception as exc:  # the job ran, but what it made cannot be kept
+            logger.exception("%s cannot be ended", op.request_id)
+            await self._distrust(op, EngineError(disk.describe(exc)))
+            return
         self._flights.popleft()
         if outcome.ok and self.recovery.note(self, op, compute_s):
             self.snapshot_due = True
@@ -333,12 +359,9 @@ class Lane:
             # Loading depends on a checkpoint its owner may delete as soon as the result is out.
             self.operations.record(op, outcome)
             self.applied_seq = op.seq_id
-            await self._snapshot()
+            self.snapshot_due = False
+            await self.recovery.snapshot(self, op.seq_id)
         self._settle(op, outcome)
-
-    async def _snapshot(self) -> None:
-        self.snapshot_due = False
-        await self.recovery.snapshot(self)
 
     # ------------------------------------------------------------------------ ends
 
@@ -363,12 +386,14 @@ class Lane:
         self.used_at = time.monotonic()
 
     async def _distrust(self, op: Op, exc: EngineError) -> None:
-        """The engine failed in the middle: this op has failed, and the state is restored."""
+        """The engine failed in the middle: this op has failed, and state it changed is restored."""
         self._flights.popleft()
-        self._settle(op, Outcome(error=str(exc), category="server"))
-        self._count_lost_replay(op, str(exc))
-        self.generation = -1
-        await self._take_back(blame=False)
+        error = disk.trouble(exc) or str(exc)
+        self._settle(op, Outcome(error=error, category="server"))
+        self._count_lost_replay(op, error)
+        if self.operations.changes_state(op):
+            self.generation = -1
+            await self._take_back(blame=False)
 
     async def _take_back(self, *, blame: bool) -> None:
         """Give up everything sent and not published; it will be sent again."""
@@ -446,7 +471,7 @@ def never_created(model_id: str, reason: str) -> Outcome:
     return Outcome(error=f"{model_id} was never created: {reason}", category="user")
 
 
-async def _refuse(exc: InvalidInputError, sent: asyncio.Future[None]) -> Result:
+async def _refuse(exc: InvalidInputError | EngineError, sent: asyncio.Future[None]) -> Result:
     sent.set_result(None)
     raise exc
 

@@ -5,6 +5,12 @@ other in the lane, where it runs again in order, for its effect only. `snapshot`
 there is to replay: it is made every so many state-changing requests or seconds of compute, and
 always after a checkpoint was loaded, because that checkpoint may be deleted later. Parking is a
 snapshot followed by letting go of the memory; coming back is the same restore.
+
+Nobody waits for an ordinary snapshot: the lane posts the job and goes on, because the worker runs
+the jobs of a model in the order they are posted. A task per model waits until the folder is on
+disk, makes it the snapshot to start from and only then drops the bodies it replaces; dying before
+that costs a longer replay. A model has one snapshot under way at a time, and whatever reads or
+removes snapshots waits for it first.
 """
 
 from __future__ import annotations
@@ -14,16 +20,23 @@ import logging
 import secrets
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tinkex.engine.jobs import AdapterResult, DropAdapterJob, Job, LoadAdapterJob, SaveAdapterJob
+from tinkex.engine.jobs import (
+    AdapterResult,
+    DropAdapterJob,
+    Job,
+    LoadAdapterJob,
+    Result,
+    SaveAdapterJob,
+)
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server import disk
 from tinkex.server.futures import Outcome
 from tinkex.server.lanes import Lane, Op, never_created
 from tinkex.server.operations import FORCES_SNAPSHOT, MUTATES
-from tinkex.server.write_behind import WriteBehind
+from tinkex.server.write_behind import RETRY_S, WriteBehind
 from tinkex.store import Op as Row
 from tinkex.store import Snapshot, Store
 
@@ -50,12 +63,13 @@ class StateKeeper:
         self._every_s = every_s
         self._revive = revive  # makes an accepted row that has no promise yet runnable again
         self._since: dict[str, tuple[int, float, int]] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
 
     # ------------------------------------------------------------------------ restoring
 
     async def restore(self, lane: Lane) -> None:
-        self._ends.flush()
-        await self._store.call(self._store.flush)
+        await self.snapshot_ended(lane)
+        await self._ends_written(lane)
         snapshot = await self._store.call(self._store.models.get_snapshot, lane.model_id)
         start = snapshot.seq_id if snapshot else -1
         rows = await self._store.call(self._store.journal.since, lane.model_id, start)
@@ -77,6 +91,23 @@ class StateKeeper:
         replays = sum(1 for op in lane.ops.values() if op.mode == "replay")
         if replays:
             logger.info("%s: replaying %d requests after %d", lane.model_id, replays, start)
+
+    async def _ends_written(self, lane: Lane) -> None:
+        """Wait until the journal knows how every request ended, because a replay goes by that."""
+        while True:
+            self._ends.flush()
+            try:
+                await self._store.call(self._store.flush)
+            except Exception as exc:
+                if not disk.may_pass(exc):
+                    raise
+                lane.obstacle = disk.describe(exc)
+            else:
+                if not self._ends.is_behind:
+                    return
+                lane.obstacle = "the end of earlier requests cannot be written to the journal"
+            logger.warning("%s waits to be restored: %s", lane.model_id, lane.obstacle)
+            await asyncio.sleep(RETRY_S)
 
     async def open(self, lane: Lane) -> None:
         """Queue what the journal holds for a lane that was just made; runs nothing by itself.
@@ -115,7 +146,7 @@ class StateKeeper:
     def note(self, lane: Lane, op: Op, compute_s: float) -> bool:
         if op.kind not in MUTATES:
             return False
-        ops, seconds, size = self._since.get(lane.model_id) or self._head_start(lane, op)
+        ops, seconds, size = self._since.get(lane.model_id, (0, 0.0, 0))
         ops, seconds, size = ops + 1, seconds + compute_s, size + len(op.body)
         self._since[lane.model_id] = (ops, seconds, size)
         if op.kind in FORCES_SNAPSHOT and op.mode == "run":
@@ -124,16 +155,14 @@ class StateKeeper:
         # After a step there are no gradients to save; wait for one, but not for ever.
         return share >= 2 or (share >= 1 and op.kind == "optim_step")
 
-    def _head_start(self, lane: Lane, op: Op) -> tuple[int, float, int]:
-        """A young model's first snapshot comes early by a share of its own.
+    async def snapshot(self, lane: Lane, seq_id: int) -> None:
+        await self.begin_snapshot(lane, seq_id)
+        if (task := self._under_way.get(lane.model_id)) is not None:
+            await task
 
-        Models that were made together would otherwise all be written in the same second.
-        """
-        young = op.seq_id < self._every_ops
-        return (zlib.crc32(lane.model_id.encode()) % self._every_ops if young else 0, 0.0, 0)
-
-    async def snapshot(self, lane: Lane) -> None:
-        name = f"{lane.applied_seq}-{secrets.token_hex(4)}"
+    async def begin_snapshot(self, lane: Lane, seq_id: int) -> None:
+        await self.snapshot_ended(lane)
+        name = f"{seq_id}-{secrets.token_hex(4)}"
         folder = self._root / lane.model_id.replace(":", "-") / name
         folder.parent.mkdir(parents=True, exist_ok=True)
         job = SaveAdapterJob(
@@ -144,27 +173,51 @@ class StateKeeper:
             with_gradients=True,
         )
         self._since.pop(lane.model_id, None)
+        saved = lane.place.worker.post(job, generation=lane.generation)
+        task = asyncio.create_task(self._finish(lane.model_id, seq_id, folder, saved))
+        task.add_done_callback(lambda done: self._note_end(lane.model_id, done))
+        self._under_way[lane.model_id] = task
+
+    async def snapshot_ended(self, lane: Lane) -> None:
+        """Wait for the snapshot under way, however it ends."""
+        if (task := self._under_way.get(lane.model_id)) is not None:
+            await asyncio.wait({task})
+
+    async def give_up_snapshot(self, lane: Lane) -> None:
+        """End the one under way; the journal holds what it would have saved."""
+        if (task := self._under_way.get(lane.model_id)) is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _finish(
+        self, model_id: str, seq_id: int, folder: Path, saved: asyncio.Future[Result]
+    ) -> None:
         try:
-            await self._run(lane, job, lane.generation)
+            await saved
+            await self._adopt(model_id, seq_id, folder)
         except WorkerLostError:
             raise
-        except (EngineError, InvalidInputError):
-            logger.exception("%s: no snapshot; the journal is kept instead", lane.model_id)
-            return
-        await self._adopt(lane, folder)
+        except Exception:  # no room on the disk, or in the database
+            logger.exception("%s: no snapshot; the journal is kept instead", model_id)
 
-    async def _adopt(self, lane: Lane, folder: Path) -> None:
+    async def _adopt(self, model_id: str, seq_id: int, folder: Path) -> None:
         snapshot = Snapshot(
-            model_id=lane.model_id,
-            seq_id=lane.applied_seq,
-            folder=str(folder),
-            created_at=time.time(),
+            model_id=model_id, seq_id=seq_id, folder=str(folder), created_at=time.time()
         )
+        if self._ends.is_behind:
+            raise OSError("the journal does not know yet how earlier requests ended")
         self._ends.flush()  # a request before the snapshot must have its end in the journal
         before = await self._store.call(self._store.models.save_snapshot, snapshot)
         after = before.seq_id if before else -1
-        self._store.journal.release_bodies(lane.model_id, snapshot.seq_id, after)
+        self._store.journal.release_bodies(model_id, seq_id, after)
         await asyncio.to_thread(_keep_only, folder)
+
+    def _note_end(self, model_id: str, task: asyncio.Task[None]) -> None:
+        if self._under_way.get(model_id) is task:
+            del self._under_way[model_id]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, WorkerLostError):
+            logger.error("%s: no snapshot; the journal is kept instead", model_id, exc_info=error)
 
     async def park(self, lane: Lane) -> bool:
         """Save the state and free its memory. False when the lane is busy."""
@@ -173,13 +226,14 @@ class StateKeeper:
         return await lane.run_alone(lambda: self._park(lane))
 
     async def _park(self, lane: Lane) -> None:
+        await self.snapshot_ended(lane)
         generation = lane.generation
         if generation != lane.place.worker.generation or not lane.place.worker.is_ready:
             lane.generation = -1
             return
         try:
             if self._since.get(lane.model_id) and not lane.broken:
-                await self.snapshot(lane)
+                await self.snapshot(lane, lane.next_seq - 1)
             await self._run(lane, self._drop_job(lane), generation)
         except WorkerLostError:
             pass
@@ -188,6 +242,7 @@ class StateKeeper:
 
     async def discard(self, lane: Lane) -> None:
         """Forget a model's state for good, snapshot included."""
+        await self.snapshot_ended(lane)
         if lane.generation == lane.place.worker.generation and lane.place.worker.is_ready:
             await self._run(lane, self._drop_job(lane), lane.generation)
         lane.generation = -1
