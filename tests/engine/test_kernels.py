@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tinkex.engine import kernels
+from tinkex.engine.lora import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
+from tinkex.engine.slot_lora import Slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -138,3 +140,51 @@ def test_paged_decode_matches_dense_attention(splits: int, window: int):
         torch.testing.assert_close(
             out[b], torch.einsum("hn,nhd->hd", weights, v), atol=2e-3, rtol=2e-3
         )
+
+
+# ---------------------------------------------------------------------- adapters in slots
+
+
+def adapter(ranks: tuple[int, ...], seed: int) -> Adapter:
+    """A linear of three modules over 40 inputs and 300 outputs, with random A and B."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    columns = ((0, 150), (150, 220), (220, 300))
+    parts, row = [], 0
+    for number, (rank, (start, stop)) in enumerate(zip(ranks, columns, strict=True)):
+        target = TargetPart(f"m{number}", "attn", start, stop)
+        parts.append(LoraPart(target, row, rank, 0.5 + number // 2))
+        row += rank
+    group = LoraGroup(
+        random(row, 40),
+        [random(stop - start, r) for r, (start, stop) in zip(ranks, columns, strict=True)],
+        parts,
+    )
+    return Adapter({"x": group}, trainable=False)
+
+
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 20, 20), (200, 200, 200)], ids=str)
+@pytest.mark.parametrize("count", [1, 3])
+def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count):
+    adapters = [adapter(ranks, seed) for seed in range(count)]
+    slots = Slots(adapters[0], 2 if count == 1 else 4, torch.float32, max_rows=16)
+    owner = [0, None, 0, 0, None] if count == 1 else [2, None, 0, 1, 0, 2, None, 2]
+    spans = [Span(row, row + 1, adapters[at]) for row, at in enumerate(owner) if at is not None]
+    order = slots.place(LoraBatch(spans), len(owner))
+    assert sorted(order) == list(range(len(owner)))
+    x, y = randn(len(owner), 40), randn(len(owner), 300)
+    expected = y.clone()
+    for row, at in enumerate(owner):
+        for part, a, b in adapters[at].modules() if at is not None else ():
+            columns = slice(part.target.start, part.target.stop)
+            expected[row, columns] += part.scale * (b @ (a @ x[row]))
+    filled = [*order, *[order[0]] * 3]
+    for _ in range(2):  # the second call finds the counters as the first did
+        sorted_y = y[filled].clone()
+        slots.operands["x"].add_(sorted_y, x[filled].contiguous())
+        off = (sorted_y[: len(owner)] - expected[order]).norm() / expected.norm()
+        assert off < 2e-3  # the GPU's fp32 products are TF32
+        assert torch.equal(sorted_y[len(owner) :], y[filled[len(owner) :]])

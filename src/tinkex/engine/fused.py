@@ -26,10 +26,10 @@ from tinkex.engine import kernels
 from tinkex.engine.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.decoder import Decoder, _Layer
 from tinkex.engine.lora import LoraBatch
-from tinkex.engine.lora_operand import BatchLora, LoraOperand
+from tinkex.engine.lora_operand import BatchLora, LoraAddend, LoraOperand
 from tinkex.engine.models import ModelConfig
 
-Operands = BatchLora | Mapping[str, LoraOperand]
+Operands = BatchLora | Mapping[str, LoraAddend]
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
@@ -93,7 +93,7 @@ class CudaDecoder(Decoder):
             return super().head(hidden_ND, lora)
         return self.logits(hidden_ND, BatchLora(lora, len(hidden_ND), self.dtype).get("head"))
 
-    def logits(self, hidden_ND: Tensor, lora: LoraOperand | None) -> Tensor:
+    def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
         logits_NV = torch.mm(hidden_ND, self.head_VD.t(), out_dtype=torch.float32)
         if lora is not None:
@@ -300,7 +300,7 @@ def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
 
 
 def _linear(
-    x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraOperand | None
+    x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraAddend | None
 ) -> tuple[Tensor, Any]:
     """(x W^T + adapters, the adapters' inner product)."""
     y_TX = F.linear(x_TX, weight, bias)

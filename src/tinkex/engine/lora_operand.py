@@ -21,11 +21,15 @@ from torch import Tensor
 from tinkex.engine.lora import Adapter, LoraBatch, LoraPart, Span
 
 
-class LoraOperand(Protocol):
-    """All adapters of one fused linear in this batch."""
+class LoraAddend(Protocol):
+    """All adapters of one fused linear in this batch, forward only."""
 
     def add_(self, y_TO: Tensor, x_TI: Tensor) -> Any:
-        """y += lora(x); returns the inner product, which the backward needs."""
+        """y += lora(x); returns the inner product, if a backward may need it."""
+
+
+class LoraOperand(LoraAddend, Protocol):
+    """All adapters of one fused linear in this batch."""
 
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Any:
         """dx += the gradient through the adapters; returns that of the inner product."""

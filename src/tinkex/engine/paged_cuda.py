@@ -26,25 +26,18 @@ from torch import Tensor
 from tinkex.engine import kernels
 from tinkex.engine.fused import CudaDecoder
 from tinkex.engine.jobs import Array
-from tinkex.engine.lora import Adapter, LoraBatch
-from tinkex.engine.lora_operand import (
-    Grouped,
-    LoraOperand,
-    Spans,
-    SpanWeights,
-    Weights,
-    can_group,
-    low_precision_flat,
-    stack_by_key,
-)
+from tinkex.engine.lora import LoraBatch
+from tinkex.engine.lora_operand import LoraAddend
 from tinkex.engine.paged import PagedCache
 from tinkex.engine.scheduler import Chunk
+from tinkex.engine.slot_lora import Slots
 from tinkex.engine.transfer import send
 
 Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""
 _NO_WINDOW = 1 << 30
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
 
 
 class CudaPagedAttend:
@@ -198,31 +191,6 @@ def _splits(batch: int, cache: PagedCache) -> int:
 # ---------------------------------------------------------------------- graphs
 
 
-class _Slots:
-    """Adapters of one layout in place, side by side: a graph finds them where it was recorded.
-
-    With one slot it serves a batch of one adapter. With more, slot 0 holds zeros for rows of the
-    base model itself, and `stops_S` says where each slot's rows end.
-    """
-
-    def __init__(self, like: Adapter, count: int, dtype: torch.dtype) -> None:
-        self.flat_SP = like.flat.new_zeros((count, like.flat.numel()), dtype=dtype)
-        self.stops_S = torch.zeros(count, dtype=torch.int32, device=like.flat.device)
-        self.held: list[tuple[Adapter, int] | None] = [None] * count
-        self.operands: dict[str, LoraOperand] = {}
-        for key, weights in stack_by_key(like, self.flat_SP).items():
-            if count == 1:
-                one = Weights(weights.A[0], tuple(B[0] for B in weights.Bs), weights.parts)
-                self.operands[key] = Spans((SpanWeights(slice(None), one),))
-            else:
-                self.operands[key] = Grouped(weights, self.stops_S)
-
-    def put(self, at: int, adapter: Adapter) -> None:
-        if self.held[at] != (adapter, adapter.flat._version):
-            self.flat_SP[at].copy_(low_precision_flat(adapter, self.flat_SP.dtype))
-            self.held[at] = (adapter, adapter.flat._version)
-
-
 class _Static:
     """The inputs and the output of the graph of one batch size and one set of adapter slots.
 
@@ -239,22 +207,21 @@ class _Static:
         self.logits_BV: Tensor | None = None
 
     def fill(self, chunks: Sequence[Chunk], drawn: Drawn | None) -> None:
-        """Rows beyond the batch repeat the first: they write what it writes and are not read."""
-        order = [*range(len(chunks)), *[0] * (self.batch - len(chunks))]
-        rows = [chunks[index] for index in order]
-        positions, device = [chunk.start for chunk in rows], self.inputs_2B.device
+        """Rows beyond the batch stand at position -1: they write nothing and see nothing."""
+        device, spare = self.inputs_2B.device, self.batch - len(chunks)
+        positions = [*(chunk.start for chunk in chunks), *[-1] * spare]
         if drawn is None:
-            tokens = [chunk.seq.tokens[chunk.start] for chunk in rows]
-            self.inputs_2B.copy_(send((tokens, positions), device))
+            tokens = [chunk.seq.tokens[chunk.start] for chunk in chunks]
+            self.inputs_2B.copy_(send(([*tokens, *[0] * spare], positions), device))
         else:
             tokens_N, row_of_chunk = drawn
-            sent_2B = send(([row_of_chunk[index] for index in order], positions), device)
+            sent_2B = send(([*row_of_chunk, *[0] * spare], positions), device)
             torch.index_select(tokens_N, 0, sent_2B[0], out=self.inputs_2B[0])
             self.inputs_2B[1].copy_(sent_2B[1])
-        changed = [at for at, c in enumerate(rows) if self._known[at] != c.seq.blocks]
+        changed = [at for at, c in enumerate(chunks) if self._known[at] != c.seq.blocks]
         if changed:
             for at in changed:
-                blocks = self._known[at] = list(rows[at].seq.blocks)
+                blocks = self._known[at] = list(chunks[at].seq.blocks)
                 self._host_tables[at, : len(blocks)] = blocks
             width = max(len(blocks) for blocks in self._known)
             tables = np.ascontiguousarray(self._host_tables[:, :width])
@@ -267,8 +234,8 @@ class DecodeGraphs:
     def __init__(self, decoder: CudaDecoder, cache: PagedCache, *, max_context: int) -> None:
         self._decoder, self._cache = decoder, cache
         self._width = -(-max_context // cache.block_size)
-        self._statics: dict[tuple[int, _Slots | None], _Static] = {}
-        self._slots: dict[tuple[Any, int], _Slots] = {}
+        self._statics: dict[tuple[int, Slots | None], _Static] = {}
+        self._slots: dict[Any, Slots] = {}
         self._pool: Any = None
 
     def run(
@@ -285,10 +252,9 @@ class DecodeGraphs:
         order = list(range(len(chunks)))
         slots = None
         if lora is not None and lora.spans:
-            placed = self._place(lora, len(chunks), batch)
-            if placed is None:
+            if (slots := self._slots_for(lora)) is None:
                 return None
-            slots, order = placed
+            order = slots.place(lora, len(chunks))
         static = self._statics.get((batch, slots))
         if static is None:
             static = _Static(batch, self._width, self._decoder.device)
@@ -308,14 +274,15 @@ class DecodeGraphs:
         back[order] = np.arange(len(order))
         return logits.index_select(0, send(back, self._decoder.device))
 
-    def _record(self, static: _Static, slots: _Slots | None) -> None:
+    def _record(self, static: _Static, slots: Slots | None) -> None:
         attend, size = CudaPagedAttend(self._cache), self._cache.block_size
-        lora: dict[str, LoraOperand] = slots.operands if slots else {}
+        lora: dict[str, LoraAddend] = {**slots.operands} if slots else {}
 
         def step() -> Tensor:
             tokens_B, positions_B = static.inputs_2B
-            blocks_B1 = static.tables_BX.gather(1, (positions_B // size)[:, None])
-            rows_B = blocks_B1[:, 0].long() * size + positions_B % size
+            at_B = positions_B.clamp(min=0)
+            blocks_B1 = static.tables_BX.gather(1, (at_B // size)[:, None])
+            rows_B = torch.where(positions_B < 0, -1, blocks_B1[:, 0] * size + at_B % size)
             lengths_B = (positions_B + 1).to(torch.int32)
             attend.prepare(rows_B, _Singles(rows_B, static.tables_BX, lengths_B), None)
             hidden_BD = self._decoder.infer(tokens_B, positions_B, attend, lora)
@@ -334,45 +301,19 @@ class DecodeGraphs:
         self._pool = self._pool or graph.pool()
         static.graph = graph
 
-    # ------------------------------------------------------------------ adapters in place
-
-    def _place(self, lora: LoraBatch, num_rows: int, batch: int) -> tuple[_Slots, list[int]] | None:
-        """Slots that hold this batch's adapters, and the rows sorted by slot.
-
-        None when adapters of several layouts, or too many, meet in one step.
-        """
-        adapters = list(dict.fromkeys(span.adapter for span in lora.spans))
-        if len(adapters) == 1 and sum(s.stop - s.start for s in lora.spans) == num_rows:
-            slots = self._slots_of(adapters[0], 1)
-            slots.put(0, adapters[0])
-            return slots, list(range(num_rows))
-        count = next((n for n in (4, 8, 16, 32) if n > len(adapters)), None)
-        if count is None or not can_group(adapters):
+    def _slots_for(self, lora: LoraBatch) -> Slots | None:
+        """Room for this batch's adapters; None when they are of several layouts, or too many."""
+        adapters = {span.adapter for span in lora.spans}
+        signature = lora.spans[0].adapter.signature
+        count = next((n for n in _SLOT_COUNTS if n > len(adapters)), None)
+        if count is None or any(adapter.signature != signature for adapter in adapters):
             return None
-        slots = self._slots_of(adapters[0], count)
-        slot_of = _assign(slots, adapters)
-        slot_by_row = np.zeros(num_rows, np.int64)
-        for span in lora.spans:
-            slot_by_row[span.start : span.stop] = slot_of[span.adapter]
-        stops = np.cumsum(np.bincount(slot_by_row, minlength=count)).astype(np.int32)
-        stops[-1] = batch  # rows that only fill the batch: any slot will do
-        slots.stops_S.copy_(send(stops, self._decoder.device))
-        return slots, np.argsort(slot_by_row, kind="stable").tolist()
-
-    def _slots_of(self, like: Adapter, count: int) -> _Slots:
-        key = (like.signature, count)
-        if key not in self._slots:
-            self._slots[key] = _Slots(like, count, self._decoder.dtype)
-        return self._slots[key]
-
-
-def _assign(slots: _Slots, adapters: Sequence[Adapter]) -> dict[Adapter, int]:
-    """A slot for each adapter: the one it is in, or one that nobody of this batch needs."""
-    held = {entry[0]: at for at, entry in enumerate(slots.held) if entry is not None}
-    kept = {held[adapter] for adapter in adapters if adapter in held}
-    free = [at for at in range(1, len(slots.held)) if at not in kept]
-    chosen = {}
-    for adapter in adapters:
-        chosen[adapter] = held[adapter] if adapter in held else free.pop()
-        slots.put(chosen[adapter], adapter)
-    return chosen
+        slots = self._slots.get(signature)
+        if slots is None or slots.count < count:
+            if slots is not None:  # what was recorded reads the smaller buffer: it goes with it
+                known = self._statics.items()
+                self._statics = {key: one for key, one in known if key[1] is not slots}
+            like, dtype = lora.spans[0].adapter, self._decoder.dtype
+            slots = Slots(like, count, dtype, max_rows=_BATCH_SIZES[-1])
+            self._slots[signature] = slots
+        return slots

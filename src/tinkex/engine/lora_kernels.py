@@ -1,0 +1,140 @@
+"""Triton kernels for many adapters in one decode step.
+
+A decode step has few rows per adapter, so its products with A and B are a matter of launches and of
+reading the weights once. Two launches serve a linear whatever the number of adapters: `shrink`
+multiplies each row with its adapter's A, `expand_` adds the product with B to the output. Rows are
+sorted by slot and cut into blocks, [M, 3]: a block's slot, its first row, and where its slot's rows
+end. Rows outside every block have no adapter. Sums are in fp32 and in a fixed order.
+
+This module knows shapes and pointers; `slot_lora` knows adapters.
+
+Letters: B rows, S slots, M blocks of rows, I inputs, O outputs, R ranks of all modules of a linear,
+C splits of the summed dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16
+"""Rows of a block."""
+COLUMNS = 128
+"""Most columns of a tile."""
+_RANKS = 32
+_SPLITS = 8
+
+
+@triton.jit
+def _shrink(
+    x, flat, blocks, part, arrived, out, slot_stride, at, num_rows, num_in, R,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0)
+    split = tl.program_id(2)
+    slot = tl.load(blocks + m * 3).to(tl.int64)
+    first = tl.load(blocks + m * 3 + 1)
+    last = tl.load(blocks + m * 3 + 2)
+    if first < last:
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        real = rows < last
+        r = tl.program_id(1) * BR + tl.arange(0, BR)
+        A = flat + slot * slot_stride + at + r[:, None] * num_in
+        acc = tl.zeros((BM, BR), tl.float32)
+        span = tl.cdiv(num_in, SPLITS * BK) * BK
+        start = split * span
+        for k in range(start, tl.minimum(start + span, num_in), BK):
+            i = k + tl.arange(0, BK)
+            inside = (i < num_in)[None, :]
+            xv = tl.load(x + rows[:, None] * num_in + i[None, :], real[:, None] & inside, other=0.0)
+            av = tl.load(A + i[None, :], (r < R)[:, None] & inside, other=0.0)
+            acc += tl.dot(xv, tl.trans(av))
+        mask = real[:, None] & (r < R)[None, :]
+        to = rows[:, None] * R + r[None, :]
+        tl.store(part + split * num_rows * R + to, acc, mask)
+        # Whoever comes last adds the splits up, in their order, whatever order they came in.
+        tl.debug_barrier()
+        count = arrived + m * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(count, 1) == SPLITS - 1:
+            total = tl.zeros((BM, BR), tl.float32)
+            for c in tl.static_range(SPLITS):
+                at_c = part + c * num_rows * R + to
+                total += tl.load(at_c, mask, other=0.0, cache_modifier=".cg")
+            tl.store(out + to, total, mask)
+            tl.store(count, 0)
+
+
+def shrink(
+    x_BI: Tensor, flat_SP: Tensor, blocks_M3: Tensor, arrived: Tensor, at: int, ranks: int
+) -> Tensor:
+    """Each row times its slot's A, [B, R]; rows of no block are left undefined.
+
+    A lies at `at` of each slot's buffer, [R, I]. `arrived` is int32 zeros, at least one for each
+    block and 32 ranks, and zeros again afterwards.
+    """
+    B, num_in = x_BI.shape
+    tiles = triton.cdiv(ranks, _RANKS)
+    assert arrived.numel() >= len(blocks_M3) * tiles
+    part_CBR = torch.empty(_SPLITS, B, ranks, device=x_BI.device, dtype=torch.float32)
+    out_BR = torch.empty(B, ranks, device=x_BI.device, dtype=flat_SP.dtype)
+    _shrink[(len(blocks_M3), tiles, _SPLITS)](
+        x_BI, flat_SP, blocks_M3, part_CBR, arrived, out_BR, flat_SP.stride(0), at, B, num_in,
+        ranks,
+        BM=ROWS, BR=_RANKS, BK=128, SPLITS=_SPLITS, num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    return out_BR
+
+
+@triton.jit
+def _expand(
+    y, h, flat, tiles, blocks, slot_stride, num_out, R, rank, scale,
+    BM: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0)
+    slot = tl.load(blocks + m * 3).to(tl.int64)
+    first = tl.load(blocks + m * 3 + 1)
+    last = tl.load(blocks + m * 3 + 2)
+    if first < last:
+        tile = tiles + tl.program_id(1) * 4
+        at = tl.load(tile)
+        column = tl.load(tile + 1)
+        width = tl.load(tile + 2)
+        inner = tl.load(tile + 3)
+        rows = (first + tl.arange(0, BM)).to(tl.int64)[:, None]
+        o = tl.arange(0, BO)
+        B = flat + slot * slot_stride + at + o[:, None] * rank
+        added = tl.zeros((BM, BO), tl.float32)
+        for start in range(0, rank, BR):
+            r = start + tl.arange(0, BR)[None, :]
+            hv = tl.load(h + rows * R + inner + r, (rows < last) & (r < rank), other=0.0)
+            bv = tl.load(B + r, (o < width)[:, None] & (r < rank), other=0.0)
+            added += tl.dot(hv, tl.trans(bv))
+        to = y + rows * num_out + column + o[None, :]
+        mask = (rows < last) & (o < width)[None, :]
+        tl.store(to, tl.load(to, mask, other=0.0).to(tl.float32) + added * scale, mask)
+
+
+def expand_(
+    y_BO: Tensor,
+    h_BR: Tensor,
+    flat_SP: Tensor,
+    tiles: Tensor,
+    blocks_M3: Tensor,
+    *,
+    rank: int,
+    scale: float,
+) -> None:
+    """y += scale * h times B, for modules of one rank and scale.
+
+    `tiles` holds what one program covers, [., 4] int64: where its rows of B lie in a slot's buffer,
+    its first column of y, how many columns (at most `COLUMNS`), its first column of h.
+    """
+    R = h_BR.shape[1]
+    _expand[(len(blocks_M3), len(tiles))](
+        y_BO, h_BR, flat_SP, tiles, blocks_M3, flat_SP.stride(0), y_BO.stride(0), R, rank, scale,
+        BM=ROWS, BO=COLUMNS, BR=min(64, max(16, triton.next_power_of_2(rank))), num_warps=4,
+        num_stages=2,
+    )  # fmt: skip

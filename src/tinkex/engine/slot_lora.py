@@ -1,0 +1,128 @@
+"""Adapters in fixed places, where a recorded decode step finds them.
+
+Letters: B rows, S slots, P parameters of an adapter, M blocks of rows, I inputs, O outputs,
+R ranks of all modules of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine import lora_kernels
+from tinkex.engine.lora import Adapter, LoraBatch, LoraPart
+from tinkex.engine.lora_operand import low_precision_flat
+from tinkex.engine.transfer import send
+
+
+class Slots:
+    """Adapters of one layout side by side in low precision. Slot 0 is the base model alone.
+
+    `blocks_M3` says which rows of the batch are whose; see `lora_kernels`.
+    """
+
+    def __init__(self, like: Adapter, count: int, dtype: torch.dtype, *, max_rows: int) -> None:
+        device, self.count = like.flat.device, count
+        self.flat_SP = like.flat.new_zeros((count, like.flat.numel()), dtype=dtype)
+        num_blocks = -(-max_rows // lora_kernels.ROWS) + count - 1
+        self.blocks_M3 = torch.zeros(num_blocks, 3, dtype=torch.int32, device=device)
+        widest = max(len(group.a_RI) for group in like.groups.values())
+        self.arrived = torch.zeros(num_blocks * widest, dtype=torch.int32, device=device)
+        self._held: list[tuple[Adapter, int] | None] = [None] * count
+        views = iter(like.views(like.flat))
+        self.operands: dict[str, SlotLora] = {}
+        for key, group in like.groups.items():
+            A, *Bs = (next(views) for _ in group.tensors())
+            self.operands[key] = SlotLora.of(self, A, Bs, group.parts)
+
+    def place(self, lora: LoraBatch, num_rows: int) -> list[int]:
+        """Put a batch's adapters into slots; returns its rows in the order the slots want."""
+        slot_of = self._assign(list(dict.fromkeys(span.adapter for span in lora.spans)))
+        slot_by_row = np.zeros(num_rows, np.int64)
+        for span in lora.spans:
+            slot_by_row[span.start : span.stop] = slot_of[span.adapter]
+        stops = np.cumsum(np.bincount(slot_by_row, minlength=len(self._held)))
+        blocks = np.zeros(self.blocks_M3.shape, np.int32)
+        wanted = [
+            (slot, first, stops[slot])
+            for slot in range(1, len(stops))
+            for first in range(stops[slot - 1], stops[slot], lora_kernels.ROWS)
+        ]
+        blocks[: len(wanted)] = np.array(wanted, np.int32).reshape(-1, 3)
+        self.blocks_M3.copy_(send(blocks, self.blocks_M3.device))
+        return [int(row) for row in np.argsort(slot_by_row, kind="stable")]
+
+    def _assign(self, adapters: Sequence[Adapter]) -> dict[Adapter, int]:
+        """A slot for each adapter: the one it is in, or one that nobody of this batch needs."""
+        held = {entry[0]: at for at, entry in enumerate(self._held) if entry is not None}
+        kept = {held[adapter] for adapter in adapters if adapter in held}
+        free = [at for at in range(1, len(self._held)) if at not in kept]
+        chosen = {}
+        for adapter in adapters:
+            at = chosen[adapter] = held[adapter] if adapter in held else free.pop()
+            if self._held[at] != (adapter, adapter.flat._version):
+                self.flat_SP[at].copy_(low_precision_flat(adapter, self.flat_SP.dtype))
+                self._held[at] = (adapter, adapter.flat._version)
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class _Modules:
+    """Modules of a linear that share rank and scale, cut into what one program covers."""
+
+    rank: int
+    scale: float
+    tiles: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLora:
+    """One linear's adapters of all slots. See `fused`: `add_` is all that decoding asks for."""
+
+    slots: Slots
+    at: int
+    """Where A lies in a slot's buffer."""
+    ranks: int
+    modules: tuple[_Modules, ...]
+
+    @classmethod
+    def of(
+        cls, slots: Slots, A: Tensor, Bs: Sequence[Tensor], parts: Sequence[LoraPart]
+    ) -> SlotLora:
+        pairs = sorted(zip(parts, Bs, strict=True), key=lambda pair: (pair[0].rank, pair[0].scale))
+        modules = []
+        for (rank, scale), group in groupby(pairs, lambda pair: (pair[0].rank, pair[0].scale)):
+            tiles = [tile for part, B in group for tile in _tiles(part, B)]
+            modules.append(_Modules(rank, scale, send(tiles, A.device, torch.int64)))
+        return cls(slots, int(A.storage_offset()), len(A), tuple(modules))
+
+    def add_(self, y_BO: Tensor, x_BI: Tensor) -> None:
+        slots = self.slots
+        h_BR = lora_kernels.shrink(
+            x_BI, slots.flat_SP, slots.blocks_M3, slots.arrived, self.at, self.ranks
+        )
+        for group in self.modules:
+            lora_kernels.expand_(
+                y_BO,
+                h_BR,
+                slots.flat_SP,
+                group.tiles,
+                slots.blocks_M3,
+                rank=group.rank,
+                scale=group.scale,
+            )
+
+
+def _tiles(part: LoraPart, B: Tensor) -> list[tuple[int, int, int, int]]:
+    """See `lora_kernels.expand_`."""
+    first, width = int(B.storage_offset()), lora_kernels.COLUMNS
+    num_outputs = part.target.stop - part.target.start
+    return [
+        (first + at * part.rank, part.target.start + at, min(width, num_outputs - at), part.row)
+        for at in range(0, num_outputs, width)
+    ]
