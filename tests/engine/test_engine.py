@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tinkex.engine import jobs
+from tinkex.engine import checkpoint, jobs
 from tinkex.engine.engine import EngineConfig, TorchEngine
 from tinkex.engine.sampler import SamplerConfig
 from tinkex.engine.trainer import TrainerConfig
@@ -241,6 +241,26 @@ def test_a_snapshot_never_changes_while_its_adapter_trains_on(start, tmp_path):
     after = client.sample(tmp_path / "s", seed=3).result.sequences[0]
     assert before.tokens.tolist() == after.tokens.tolist()
     np.testing.assert_allclose(before.logprobs, after.logprobs, atol=1e-6)
+
+
+def test_training_goes_on_while_a_save_is_written_and_the_folder_holds_its_turn(
+    start, tmp_path, monkeypatch
+):
+    client, gate, write = start(), threading.Event(), checkpoint.write
+    client.create()
+    client.train()
+    monkeypatch.setattr(checkpoint, "write", lambda *args: (gate.wait(60), write(*args))[1])
+    saved = client.save(tmp_path / "s", with_optimizer=True, with_gradients=True)
+    norm = client.step(lr=0.5).result.metrics["grad_norm:mean"]
+    expected = client.train().result.outputs[0]["logprobs"].tolist()
+    assert saved.job.job_id not in client.ended
+    gate.set()
+    assert saved.result.size_bytes > 0
+    folder = str(tmp_path / "s")
+    loaded = {"adapter_id": "b", "base_model": client.base, "folder": folder}
+    client.put(jobs.LoadAdapterJob, **loaded, with_optimizer=True)
+    assert client.step("b", lr=0.5).result.metrics["grad_norm:mean"] == norm
+    assert client.train("b").result.outputs[0]["logprobs"].tolist() == expected
 
 
 def test_a_folder_written_anew_is_served_anew(start, tmp_path):

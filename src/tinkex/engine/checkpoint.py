@@ -51,8 +51,17 @@ class Stored:
 # ---------------------------------------------------------------------------------------- writing
 
 
-def write(
-    folder: str | Path,
+@dataclass(frozen=True, slots=True)
+class Image:
+    """All that a folder will hold, copied to the host: training may go on while it is written."""
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By file name, then by tensor name."""
+    texts: Mapping[str, Mapping[str, Any]]
+    """JSON by file name; the manifest comes last."""
+
+
+def capture(
     adapter: Adapter,
     *,
     targets: Mapping[str, Target],
@@ -62,12 +71,15 @@ def write(
     with_optimizer: bool,
     grad: Tensor | None = None,
     with_gradients: bool = False,
-) -> int:
-    """Write a checkpoint folder and return its size. The folder must not exist yet."""
-    target = Path(folder)
-    if target.exists():
-        raise InvalidInputError(f"{target} exists already; a checkpoint is never overwritten")
-    manifest: dict[str, Any] = {
+) -> Image:
+    """Copy what `write` needs. One copy per buffer, from whatever device it is on."""
+    weights = _named(adapter, _on_host(adapter.flat))
+    tensors = {_WEIGHTS: {f"{_PREFIX}{name}.weight": tensor for name, tensor in weights}}
+    if with_optimizer:
+        tensors[_OPTIMIZER] = _named_moments(adapter, optimizer)
+    if with_gradients and grad is not None:
+        tensors[_GRADIENTS] = dict(_named(adapter, _on_host(grad)))
+    manifest = {
         "format": 1,
         "base_model": base_model,
         "optimizer": optimizer.kind,
@@ -76,17 +88,23 @@ def write(
         "has_optimizer": with_optimizer,
         "has_gradients": with_gradients,
     }
+    return Image(
+        tensors, {_CONFIG: _peft_config(adapter, targets, base_model), _MANIFEST: manifest}
+    )
+
+
+def write(folder: str | Path, image: Image) -> int:
+    """Write a checkpoint folder and return its size. The folder must not exist yet."""
+    target = Path(folder)
+    if target.exists():
+        raise InvalidInputError(f"{target} exists already; a checkpoint is never overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        weights = {f"{_PREFIX}{name}.weight": t for name, t in _named(adapter, adapter.flat)}
-        _save_tensors(aside / _WEIGHTS, weights)
-        _save_json(aside / _CONFIG, _peft_config(adapter, targets, base_model))
-        if with_optimizer:
-            _save_tensors(aside / _OPTIMIZER, _named_moments(adapter, optimizer))
-        if with_gradients and grad is not None:
-            _save_tensors(aside / _GRADIENTS, dict(_named(adapter, grad)))
-        _save_json(aside / _MANIFEST, manifest)
+        for name, tensors in image.tensors.items():
+            _save_tensors(aside / name, tensors)
+        for name, value in image.texts.items():
+            _save_json(aside / name, value)
         size_bytes = sum(file.stat().st_size for file in aside.iterdir())
         aside.chmod(0o755)
         _sync(aside)
@@ -96,6 +114,10 @@ def write(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return size_bytes
+
+
+def _on_host(flat: Tensor) -> Tensor:
+    return flat.detach().to("cpu", copy=True)
 
 
 def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -113,14 +135,14 @@ def _named_moments(adapter: Adapter, optimizer: OptimizerState) -> dict[str, Ten
     return {
         f"{name}.{slot}": tensor
         for slot, flat in optimizer.moments.items()
-        for name, tensor in _named(adapter, flat)
+        for name, tensor in _named(adapter, _on_host(flat))
     }
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(plain, path, metadata={"format": "pt"})
     path.chmod(0o644)
     _sync(path)

@@ -6,7 +6,8 @@ waiting job goes first; when it is a training job, the training jobs at the head
 the same base model ride in the same packed passes (not in deterministic mode). Samples have no
 lane: they join the running batch as soon as there is KV memory. Between two training passes the
 sampler gets its share of the time, so a long batch does not stop a stream of tokens, nor the other
-way round.
+way round. A second thread writes checkpoints: a save is copied to the host when its turn comes and
+the engine goes on. One copy at a time, so that saves cannot fill the memory; the next one waits.
 
 Weights of a checkpoint folder never change; they are kept by folder, the longest unused forgotten.
 Knows jobs and modules of this package, nothing of HTTP or who owns what.
@@ -21,6 +22,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -153,6 +155,8 @@ class TorchEngine:
         self._wake = threading.Condition()
         self._closed = False
         self._train_began = 0.0
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-disk")
+        self._written: Future[None] | None = None
         self._thread = threading.Thread(target=self._loop, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -191,6 +195,7 @@ class TorchEngine:
             self._take_in()
             if closed:
                 self._end_all()
+                self._disk.shutdown()
                 return
             if ready := self._ready():
                 self._turn(self._turns.pick(ready))
@@ -380,7 +385,7 @@ class TorchEngine:
             else:
                 _tell(emit, _failure(job.job_id, result))
 
-    def _run(self, job: LaneJob, emit: Emit) -> jobs.Result:
+    def _run(self, job: LaneJob, emit: Emit) -> jobs.Result | None:
         match job:
             case jobs.CreateAdapterJob():
                 self._base(job.base_model, job.job_id, emit).trainer.create(job)
@@ -389,7 +394,7 @@ class TorchEngine:
                 self._base(job.base_model, job.job_id, emit).trainer.load(job)
                 self._adopt(job.adapter_id, job.base_model)
             case jobs.SaveAdapterJob():
-                return self._save(job)
+                return self._save(job, emit)
             case jobs.DropAdapterJob():
                 if (name := self._base_of.pop(job.adapter_id, None)) is not None:
                     self._bases[name].trainer.drop(job.adapter_id)
@@ -406,14 +411,20 @@ class TorchEngine:
             self._bases[previous].trainer.drop(adapter_id)
         self._base_of[adapter_id] = base_model
 
-    def _save(self, job: jobs.SaveAdapterJob) -> jobs.AdapterResult:
+    def _save(self, job: jobs.SaveAdapterJob, emit: Emit) -> jobs.AdapterResult | None:
         trainer = self._trainer(job.adapter_id)
-        size_bytes = trainer.save(job)
-        if job.for_sampling:
-            name = self._base_of[job.adapter_id]
-            adapter = trainer.find(job.adapter_id).adapter.frozen_copy()
-            self._keep(name, job.folder, _Snapshot(adapter, _version(job.folder) or job.job_id))
-        return jobs.AdapterResult(size_bytes=size_bytes)
+        if self._written is not None:
+            self._written.result()
+        image = trainer.capture(job)
+        if not job.for_sampling:
+            write = partial(_write, job.folder, image)
+            self._written = self._disk.submit(self._attempt, job, emit, write)
+            return None
+        result = _write(job.folder, image)
+        name = self._base_of[job.adapter_id]
+        adapter = trainer.find(job.adapter_id).adapter.frozen_copy()
+        self._keep(name, job.folder, _Snapshot(adapter, _version(job.folder) or job.job_id))
+        return result
 
     # ------------------------------------------------------------------------------- sampling
 
@@ -451,6 +462,10 @@ class TorchEngine:
 
 
 # ------------------------------------------------------------------------------------ functions
+
+
+def _write(folder: str, image: checkpoint.Image) -> jobs.AdapterResult:
+    return jobs.AdapterResult(size_bytes=checkpoint.write(folder, image))
 
 
 def _make_cuda_deterministic() -> None:

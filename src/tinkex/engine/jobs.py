@@ -77,6 +77,9 @@ class LoadAdapterJob:
 class SaveAdapterJob:
     """Write a checkpoint folder: aside, fsync, rename. The folder must not exist yet.
 
+    It holds the state as of the job's turn; later jobs of the adapter may run before it is `Done`,
+    which is when the folder is on disk.
+
     `for_sampling` also keeps an in-memory copy under the folder's name, so that a `SampleJob`
     naming the folder needs no disk. `with_gradients` makes a recovery snapshot: everything that a
     bit-exact continuation needs, gathered gradients included.
@@ -318,8 +321,8 @@ Event = Progress | Tokens | Done | Failed
 class Engine(Protocol):
     """The synchronous heart of one worker. `submit` and `cancel` return at once, from any thread.
 
-    Every submitted job ends in exactly one `Done` or `Failed`, passed to its `emit` from the
-    engine's own thread.
+    Every submitted job ends in exactly one `Done` or `Failed`, passed to its `emit` from a thread
+    of the engine.
     """
 
     def submit(self, job: Job, emit: Callable[[Event], None]) -> None: ...

@@ -2,8 +2,9 @@
 
 It trains and samples a bigram table (`toy_model`), so server and SDK tests see losses that fall,
 checkpoints that restore and samples that repeat, without a model on disk. Equal jobs in equal order
-give equal bits. One thread runs everything; with artificial latency, jobs of one adapter wait for
-each other and jobs of different adapters do not. It knows nothing of tensors, devices or HTTP.
+give equal bits. One thread runs everything but the writing of checkpoints, which another one does;
+with artificial latency, jobs of one adapter wait for each other and jobs of different adapters do
+not. It knows nothing of tensors, devices or HTTP.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,6 +88,7 @@ class ToyEngine:
         self._live: dict[str, Emit] = {}
         self._wake = threading.Condition()
         self._closed = False
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="toy-engine-disk")
         self._thread = threading.Thread(target=self._loop, name="toy-engine", daemon=True)
         self._thread.start()
 
@@ -137,6 +141,7 @@ class ToyEngine:
                 message = f"job {job_id} was cancelled"
                 _tell(emit, jobs.Failed(job_id=job_id, message=message, category="cancelled"))
             if closed:
+                self._disk.shutdown()
                 return
             if due is not None:
                 self._attend(due)
@@ -151,9 +156,13 @@ class ToyEngine:
     def _attend(self, due: _Due) -> None:
         if due.event is not None:
             self._finish(due.emit, due.event)
-            return
+        else:
+            self._attempt(due, partial(self._run, due))
+
+    def _attempt(self, due: _Due, action: Callable[[], jobs.Result | None]) -> None:
+        """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
         try:
-            result = self._run(due.job, due.emit)
+            result = action()
         except (ValueError, LookupError, FileExistsError, FileNotFoundError) as exc:
             self._finish(due.emit, _failed(due.job.job_id, str(exc), "user"))
         except Exception as exc:
@@ -161,7 +170,8 @@ class ToyEngine:
             message = f"{type(exc).__name__}: {exc}"
             self._finish(due.emit, _failed(due.job.job_id, message, "server"))
         else:
-            self._deliver(due, result)
+            if result is not None:
+                self._deliver(due, result)
 
     def _deliver(self, due: _Due, result: jobs.Result) -> None:
         """Emit a result, sampled tokens first and each at its time."""
@@ -181,6 +191,7 @@ class ToyEngine:
             return
         with self._wake:
             heapq.heappush(self._agenda, _Due(at, next(self._order), due.job, due.emit, event))
+            self._wake.notify()
 
     def _finish(self, emit: Emit, event: jobs.Event) -> None:
         if isinstance(event, jobs.Done | jobs.Failed):
@@ -190,14 +201,15 @@ class ToyEngine:
                 self._cancelled.discard(event.job_id)
         _tell(emit, event)
 
-    def _run(self, job: jobs.Job, emit: Emit) -> jobs.Result:
+    def _run(self, due: _Due) -> jobs.Result | None:
+        job, emit = due.job, due.emit
         match job:
             case jobs.CreateAdapterJob():
                 return self._create(job, emit)
             case jobs.LoadAdapterJob():
                 return self._load(job, emit)
             case jobs.SaveAdapterJob():
-                return self._save(job)
+                return self._save(job, due)
             case jobs.DropAdapterJob():
                 self._adapters.pop(job.adapter_id, None)
                 return jobs.AdapterResult()
@@ -287,14 +299,15 @@ class ToyEngine:
             )
         return adapter
 
-    def _save(self, job: jobs.SaveAdapterJob) -> jobs.AdapterResult:
+    def _save(self, job: jobs.SaveAdapterJob, due: _Due) -> jobs.AdapterResult | None:
         adapter, folder = self._adapter(job.adapter_id), Path(job.folder)
-        if folder.exists():
-            raise FileExistsError(f"{folder} exists already; a checkpoint is never overwritten")
-        size_bytes = _write_checkpoint(adapter, folder, job)
-        if job.for_sampling:
-            self._snapshots[job.folder] = self._read(folder, with_optimizer=False)
-        return jobs.AdapterResult(size_bytes=size_bytes)
+        write = partial(_write_checkpoint, folder, *_capture(adapter, job))
+        if not job.for_sampling:
+            self._disk.submit(self._attempt, due, write)
+            return None
+        result = write()
+        self._snapshots[job.folder] = self._read(folder, with_optimizer=False)
+        return result
 
     def _snapshot(self, job: jobs.SampleJob, emit: Emit) -> ToyAdapter:
         base = self._base(job.base_model, job.job_id, emit)
@@ -478,17 +491,15 @@ def _reduced(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     return {k: v / len(metrics) if k.endswith(":mean") else v for k, v in sums.items()}
 
 
-def _write_checkpoint(adapter: ToyAdapter, folder: Path, job: jobs.SaveAdapterJob) -> int:
-    """Write aside, fsync, rename; returns the folder's size."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    lora = adapter.lora
+def _capture(
+    adapter: ToyAdapter, job: jobs.SaveAdapterJob
+) -> tuple[dict[str, NDArray[Any]], dict[str, Mapping[str, Any]]]:
+    """Arrays and JSON files of a checkpoint, as the adapter is now."""
     arrays = adapter.export()
     arrays["state"][:, [*([] if job.with_optimizer else [2, 3])]] = 0
     if not job.with_gradients:
         arrays["state"][:, 1] = 0
-    np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
+    lora = adapter.lora
     config = {
         "peft_type": "TOY",
         "base_model_name_or_path": adapter.base_model,
@@ -504,14 +515,28 @@ def _write_checkpoint(adapter: ToyAdapter, folder: Path, job: jobs.SaveAdapterJo
         "has_optimizer": job.with_optimizer,
         "has_gradients": job.with_gradients,
     }
-    (aside / "adapter_config.json").write_text(json.dumps(config, indent=2))
-    (aside / MANIFEST).write_text(json.dumps(manifest, indent=2))
+    return arrays, {"adapter_config.json": config, MANIFEST: manifest}
+
+
+def _write_checkpoint(
+    folder: Path, arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, Mapping[str, Any]]
+) -> jobs.AdapterResult:
+    """Write aside, fsync, rename; the result has the folder's size."""
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; a checkpoint is never overwritten")
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
+    for name, value in texts.items():
+        (aside / name).write_text(json.dumps(value, indent=2))
     for path in (*aside.iterdir(), aside):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
     aside.rename(folder)
-    return sum(path.stat().st_size for path in folder.iterdir())
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    return jobs.AdapterResult(size_bytes=size_bytes)
 
 
 def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:

@@ -150,9 +150,12 @@ class Trainer:
 
     def save(self, job: SaveAdapterJob) -> int:
         """Write a checkpoint folder; returns its size in bytes."""
+        return checkpoint.write(job.folder, self.capture(job))
+
+    def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
+        """The state to save, as it is now. Any thread may write it."""
         resident = self.find(job.adapter_id)
-        return checkpoint.write(
-            job.folder,
+        return checkpoint.capture(
             resident.adapter,
             targets=self.decoder.targets,
             spec=resident.spec,
