@@ -100,6 +100,7 @@ class Shelf:
         self.root = data_dir / "checkpoints"
         self.ephemeral_root = data_dir / "ephemeral"
         self._in_progress: set[str] = set()
+        self._clearing: set[asyncio.Task[None]] = set()
 
     def new_folder(self, path: TinkerPath) -> Path:
         """A folder for the engine to write into; it does not exist yet, its parent does."""
@@ -150,8 +151,15 @@ class Shelf:
             await self._remove_folder(replaced.folder)
 
     def abandon(self, folder: Path) -> None:
-        """A save failed; whatever it left will be cleared as a stray."""
+        """Nobody writes there any more; when no row points at it by now, it is a stray."""
         self._in_progress.discard(str(folder))
+
+    def discard(self, folder: Path) -> None:
+        """A save failed: clear what it left, because a full disk may be the reason."""
+        self.abandon(folder)
+        task = asyncio.create_task(asyncio.to_thread(_remove_traces, folder))
+        self._clearing.add(task)
+        task.add_done_callback(self._clearing.discard)
 
     async def readable(
         self, path: str, user: User, *, token_user: User | None = None
@@ -186,7 +194,11 @@ class Shelf:
     ) -> Checkpoint:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
         folder = self.new_folder(target)
-        await asyncio.to_thread(_copy_folder, Path(source.folder), folder)
+        try:
+            await asyncio.to_thread(_copy_folder, Path(source.folder), folder)
+        except BaseException:
+            self.discard(folder)
+            raise
         made = replace(
             source,
             path=str(target),
@@ -263,6 +275,13 @@ def _copy_folder(source: Path, target: Path) -> None:
     aside = target.with_name(target.name + ".tmp")
     shutil.copytree(source, aside)
     aside.rename(target)
+
+
+def _remove_traces(folder: Path) -> None:
+    """Remove a folder and whatever was written aside for it."""
+    for path in [*folder.parent.glob("*"), *folder.parent.glob(".*")]:
+        if folder.name in path.name:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _belongs(folder: str, busy: set[str]) -> bool:

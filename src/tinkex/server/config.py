@@ -25,6 +25,7 @@ _MAY_BE_ZERO = frozenset(
     {
         "port",
         "parent_pid",
+        "min_free_bytes",
         "until_idle_s",
         "result_grace_s",
         "toy_latency_s",
@@ -112,6 +113,8 @@ class ServerConfig:
     """Training requests one worker holds at a time."""
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest request body, counted after decompression."""
+    min_free_bytes: int = 64 * 1024 * 1024
+    """New work is refused (507) while `data_dir` has less room, so that accepted work can end."""
     worker_start_timeout_s: float = 300.0
     """How long a worker may take to start before it is called broken."""
 

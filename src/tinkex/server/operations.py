@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,9 @@ class ModelOperations:
 
     def is_barrier(self, op: Op) -> bool:
         return op.kind not in _COMPUTE
+
+    def changes_state(self, op: Op) -> bool:
+        return op.kind in MUTATES
 
     # ------------------------------------------------------------------------ jobs
 
@@ -274,7 +278,10 @@ class ModelOperations:
 
     def record(self, op: Op, outcome: Outcome) -> None:
         if op.kind in SAVES and isinstance(op.decoded, Path):
-            self._shelf.abandon(op.decoded)  # listed by now, or never to be
+            if outcome.ok:
+                self._shelf.abandon(op.decoded)  # listed by now
+            else:
+                self._shelf.discard(op.decoded)
         journal, started_at = self._store.journal, op.started_at or None
         if not outcome.ok:
             error, category = outcome.error, outcome.category
@@ -282,7 +289,7 @@ class ModelOperations:
             self._ends.put(fail)
             return
 
-        def finish() -> None:
+        def finish() -> Future[None]:
             written = journal.finish(
                 op.request_id,
                 outcome.payload,
@@ -291,9 +298,14 @@ class ModelOperations:
                 usage=op.usage,
             )
             if len(outcome.payload) > LARGE_RESULT_BYTES:
-                written.add_done_callback(lambda _: self._on_durable(op.request_id))
+                written.add_done_callback(self._leave_memory(op.request_id))
+            return written
 
         self._ends.put(finish)
+
+    def _leave_memory(self, request_id: str) -> Callable[[Future[None]], None]:
+        """Once a result is in the journal; one that found no room there stays."""
+        return lambda done: None if done.exception() else self._on_durable(request_id)
 
     def _usage(self, kind: Any, count: int) -> UsageCount:
         return UsageCount(

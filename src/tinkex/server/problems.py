@@ -17,10 +17,12 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tinkex.errors import ConfigError, InvalidInputError, ModelNotFoundError, TinkerError
+from tinkex.server import disk
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,9 @@ _CODES = {
     429: "too_many_requests",
     500: "internal",
     503: "unavailable",
+    507: "disk_full",
 }
+RETRY_FULL_S = 5
 
 
 def problem(
@@ -103,8 +107,11 @@ def response_for(exc: Exception) -> Response:
         return _validation_problem(exc)
     if isinstance(exc, HTTPException):
         return problem(exc.status_code, str(exc.detail), headers=exc.headers)
+    if (text := disk.trouble(exc)) is not None:
+        logger.warning("refused for lack of room: %s", text)
+        return problem(507, text, headers={"Retry-After": str(RETRY_FULL_S)})
     logger.error("request failed", exc_info=exc)
-    return problem(500, f"The server failed ({type(exc).__name__}); its log says more.")
+    return problem(500, disk.describe(exc))
 
 
 def _validation_problem(exc: RequestValidationError) -> Response:
@@ -119,5 +126,8 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, exc: Exception) -> Response:
         return response_for(exc)
 
-    for kind in (TinkerError, RequestValidationError, HTTPException, Exception):
+    # A handler of plain Exception answers and raises again, which ends the connection: what may
+    # happen in ordinary life (a full disk) is therefore named.
+    kinds = (TinkerError, RequestValidationError, HTTPException, OSError, SQLAlchemyError)
+    for kind in (*kinds, Exception):
         app.add_exception_handler(kind, handle)

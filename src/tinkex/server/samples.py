@@ -9,8 +9,10 @@ again. Who waits for whom: `CompletionLog` wakes the batched poller, the promise
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
+import os
 import secrets
 import time
 from collections import OrderedDict
@@ -56,6 +58,7 @@ class SampleLedger:
     def __init__(self, file: Path) -> None:
         self._path = file
         self._open: dict[str, None] = {}
+        self._compacted_bytes = 0
         self.lost = self._read()
         self._file = file.open("wb", buffering=0)
         for request_id in self.lost:  # still lost after the next crash, until asked for
@@ -76,25 +79,48 @@ class SampleLedger:
         return list(found)
 
     def promised(self, request_id: str) -> None:
-        self._open[request_id] = None
+        """Note a promise before it is given.
+
+        Raises:
+            OSError: There is no room to note it; nothing is promised then.
+        """
         self._write(b"+" + request_id.encode() + b"\n")
+        self._open[request_id] = None
 
     def handed_out(self, request_id: str) -> None:
         if self._open.pop(request_id, "") is None:
-            self._write(b"-" + request_id.encode() + b"\n")
+            try:
+                self._write(b"-" + request_id.encode() + b"\n")
+            except OSError as exc:  # after a crash it counts as lost, and is asked for by nobody
+                logger.warning("cannot note that %s was handed out: %s", request_id, exc.strerror)
 
     def _write(self, line: bytes) -> None:
-        self._file.write(line)
-        if self._file.tell() > self.MAX_BYTES:
+        size = self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(size)  # half a line would spoil the next
+            self._file.seek(size)
+            raise
+        if size > max(self.MAX_BYTES, 2 * self._compacted_bytes):
             self._compact()
 
     def _compact(self) -> None:
         aside = self._path.with_suffix(".new")
+        lines = b"".join(b"+" + request_id.encode() + b"\n" for request_id in self._open)
         file = aside.open("wb", buffering=0)
-        file.write(b"".join(b"+" + request_id.encode() + b"\n" for request_id in self._open))
-        aside.rename(self._path)
+        try:
+            if file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            aside.rename(self._path)
+        except OSError as exc:
+            file.close()
+            aside.unlink(missing_ok=True)
+            logger.warning("%s stays as long as it is: %s", self._path, exc.strerror)
+            return
         self._file.close()
-        self._file = file
+        self._file, self._compacted_bytes = file, len(lines)
 
     def close(self) -> None:
         self._file.close()
@@ -284,9 +310,9 @@ class Samples:
         job: SampleJob,
         digest: bytes,
     ) -> Accepted:
+        self._ledger.promised(request_id)
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
-        self._ledger.promised(request_id)
         promise.on_settle = self._settled
         task = self._launch(promise, user, session, job, None)
         promise.cancel = task.cancel  # type: ignore[assignment]

@@ -24,6 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinkex.errors import ConfigError
+from tinkex.server import disk
 from tinkex.server.app import create_app
 from tinkex.server.config import ENGINES, ServerConfig, load_config
 from tinkex.server.worker import WorkerSpec
@@ -229,3 +230,7 @@ def serve(file: Path | None, **flags: Any) -> None:
         run(load_config(file=file, flags=given))
     except ConfigError as exc:
         raise click.ClickException(str(exc)) from exc
+    except Exception as exc:
+        if (text := disk.trouble(exc)) is None:
+            raise
+        raise click.ClickException(text) from exc

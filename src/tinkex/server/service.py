@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from tinkex.server import decode, validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.checkpoints import Shelf
 from tinkex.server.config import ServerConfig
+from tinkex.server.disk import Room
 from tinkex.server.futures import Outcome, Promise, PromiseTable
 from tinkex.server.lanes import Lane, Op
 from tinkex.server.operations import REQUEST_TYPES, ModelOperations
@@ -61,6 +63,7 @@ class Service:
         self.shelf = shelf
         self.workers = list(workers)
         self.stopping = asyncio.Event()
+        self.room = Room(config.data_dir, config.min_free_bytes)
         self.placement = Placement(
             workers,
             max_training=config.max_running_training,
@@ -315,6 +318,7 @@ class Service:
 
         Raises:
             InvalidInputError: The request is refused, or its number was used for another one.
+            DiskFullError: There is too little room; the number stays free.
         """
         known = self._known.setdefault(lane.model_id, {})
         if seq_id is None:
@@ -325,6 +329,7 @@ class Service:
             return await self._again(entry, same, seq_id)
         if seq_id < lane.next_seq or seq_id <= lane.applied_seq or seq_id in lane.ops:
             return await self._from_journal(lane, seq_id, kind, body, same)
+        self.room.require()
         admitted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
         known[seq_id] = _Known(same, admitted)
         _trim(known)
@@ -446,6 +451,11 @@ class Service:
             promise.outcome = Outcome(
                 error="The result was handed out before and is gone.", category="lost"
             )
+        else:  # no lane has it any more: it ran, and a crash on a full disk lost its end
+            promise.outcome = Outcome(
+                error="The request ran, but its result was lost when the server died.",
+                category="lost",
+            )
         return promise
 
     def fetched(self, promise: Promise) -> None:
@@ -457,10 +467,14 @@ class Service:
         else:
             self.ends.put(partial(self._mark_retrieved, promise.request_id))
 
-    def _mark_retrieved(self, request_id: str) -> None:
+    def _mark_retrieved(self, request_id: str) -> Future[None]:
         """The journal keeps the result for the grace, so the memory need not."""
         written = self.store.journal.retrieved(request_id, self.config.result_grace_s)
-        written.add_done_callback(lambda _: self._forget_soon(request_id))
+        if not self.ends.is_behind:  # else its end may not be in the journal yet
+            written.add_done_callback(
+                lambda done: None if done.exception() else self._forget_soon(request_id)
+            )
+        return written
 
 
 def _loss_promise(loss: CustomLoss) -> Promise:
