@@ -527,14 +527,18 @@ def _write_checkpoint(
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
-    for name, value in texts.items():
-        (aside / name).write_text(json.dumps(value, indent=2))
-    for path in (*aside.iterdir(), aside):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-    aside.rename(folder)
+    try:
+        np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
+        for name, value in texts.items():
+            (aside / name).write_text(json.dumps(value, indent=2))
+        for path in (*aside.iterdir(), aside):
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     size_bytes = sum(path.stat().st_size for path in folder.iterdir())
     return jobs.AdapterResult(size_bytes=size_bytes)
 
