@@ -29,7 +29,7 @@ class Slots:
     def __init__(self, like: Adapter, count: int, dtype: torch.dtype, *, max_rows: int) -> None:
         device, self.count = like.flat.device, count
         self.flat_SP = like.flat.new_zeros((count, like.flat.numel()), dtype=dtype)
-        num_blocks = -(-max_rows // lora_kernels.ROWS) + count - 1
+        num_blocks = self.most_blocks(max_rows)
         self.blocks_M3 = torch.zeros(num_blocks, 3, dtype=torch.int32, device=device)
         widest = max(len(group.a_RI) for group in like.groups.values())
         self.arrived = torch.zeros(num_blocks * widest, dtype=torch.int32, device=device)
@@ -39,6 +39,10 @@ class Slots:
         for key, group in like.groups.items():
             A, *Bs = (next(views) for _ in group.tensors())
             self.operands[key] = SlotLora.of(self, A, Bs, group.parts)
+
+    def most_blocks(self, num_rows: int) -> int:
+        """Blocks that so many rows can need, however they are shared out."""
+        return -(-num_rows // lora_kernels.ROWS) + self.count - 2
 
     def place(self, lora: LoraBatch, num_rows: int) -> list[int]:
         """Put a batch's adapters into slots; returns its rows in the order the slots want."""
@@ -102,19 +106,12 @@ class SlotLora:
         return cls(slots, int(A.storage_offset()), len(A), tuple(modules))
 
     def add_(self, y_BO: Tensor, x_BI: Tensor) -> None:
-        slots = self.slots
-        h_BR = lora_kernels.shrink(
-            x_BI, slots.flat_SP, slots.blocks_M3, slots.arrived, self.at, self.ranks
-        )
-        for group in self.modules:
+        flat_SP, arrived = self.slots.flat_SP, self.slots.arrived
+        blocks_M3 = self.slots.blocks_M3[: self.slots.most_blocks(len(x_BI))]
+        h_BR = lora_kernels.shrink(x_BI, flat_SP, blocks_M3, arrived, self.at, self.ranks)
+        for one in self.modules:
             lora_kernels.expand_(
-                y_BO,
-                h_BR,
-                slots.flat_SP,
-                group.tiles,
-                slots.blocks_M3,
-                rank=group.rank,
-                scale=group.scale,
+                y_BO, h_BR, flat_SP, one.tiles, blocks_M3, rank=one.rank, scale=one.scale
             )
 
 
