@@ -100,7 +100,7 @@ class ServerConfig:
     """How long later requests of a model wait for a missing seq_id. Clients retry for 300 s."""
     park_after_s: float = 300.0
     """A session without a heartbeat for this long gives its memory back; its state stays."""
-    snapshot_every_ops: int = 64
+    snapshot_every_ops: int = 256
     """State-changing requests of a model between two recovery snapshots."""
     snapshot_every_s: float = 60.0
     """Seconds of compute of a model between two recovery snapshots."""
