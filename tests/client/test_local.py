@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,57 @@ def test_the_server_does_not_inherit_the_clients_settings(
         models = service.get_server_capabilities().supported_models
         assert [model.model_name for model in models] == [MODEL]
     assert _ended(local._children[-1].pid, within_s=20)
+
+
+def _steps(service: tinkex.ServiceClient, disturb: Callable[[int], None]) -> list[float]:
+    """Ten steps of a loop that knows nothing of servers; two of them are under way at a time."""
+    client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+    waiting = []
+    for step in range(10):
+        disturb(step)
+        tokens = [(step * 7 + i) % 50 for i in range(12)]
+        inputs = {"target_tokens": tokens, "weights": [1.0] * 12}
+        datum = tinkex.Datum(tinkex.ModelInput.from_ints(tokens), inputs)
+        adam = tinkex.AdamParams(learning_rate=0.05)
+        waiting.append(client.train_step([datum], "cross_entropy", adam))
+        if step:
+            waiting[step - 1].result(120)
+    return [future.result(120).loss for future in waiting]
+
+
+def _kill(home: Path) -> int:
+    pid = int(json.loads((home / "local-toy.json").read_text())["pid"])
+    os.kill(pid, signal.SIGKILL)
+    assert _ended(pid, within_s=20)
+    return pid
+
+
+def test_a_killed_server_is_started_again_and_the_loop_never_hears_of_it(home: Path) -> None:
+    """Same port, same data: the journal brings session, run and promises back."""
+    killed = []
+
+    def kill(step: int) -> None:
+        if step in (4, 7):
+            killed.append(_kill(home))
+
+    with tinkex.ServiceClient() as service:
+        expected = _steps(service, lambda step: None)
+        url = service.holder.config.base_url
+        assert _steps(service, kill) == expected
+        record = json.loads((home / "local-toy.json").read_text())
+        assert record["base_url"] == url
+        assert len({*killed, record["pid"]}) == 3
+    assert _ended(record["pid"], within_s=20)
+
+
+def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+    with tinkex.ServiceClient() as service:
+        service.create_lora_training_client(MODEL, rank=4, seed=1)
+        _kill(home)
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1)  # started again
+        _kill(home)
+        with pytest.raises(LocalServerError, match=r"(?s)died 2 times.*data is safe.*last words"):
+            client.get_info()

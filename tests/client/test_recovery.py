@@ -17,6 +17,7 @@ import pytest
 
 from tinkex.client import events, local
 from tinkex.client.config import ClientConfig
+from tinkex.client.futures import APIFuture
 from tinkex.client.recovery import RecoveryPolicy
 from tinkex.client.run_monitor import RunMonitor
 from tinkex.client.service_client import ServiceClient
@@ -261,6 +262,174 @@ def test_a_server_that_dies_while_results_are_awaited_is_noticed(server):
     client.close()
 
 
+def test_a_server_killed_while_the_run_is_rebuilt_is_not_waited_for(server):
+    """The promise to load the checkpoint was given; its server will never keep it."""
+    expected = undisturbed(server, 4)
+    client = new_client(server).with_recovery(quick(server))
+    losses = train(client, range(2))
+    delete_run(server, client)
+    server.kill()
+    server.latency_s = 2.0
+    server.start()
+    promised = threading.Event()
+
+    def note(event) -> None:
+        if (event.name, event.fields.get("path")) == ("http.request.stop", "load_weights"):
+            promised.set()
+
+    def replace() -> None:
+        assert promised.wait(60)
+        server.kill()
+        server.latency_s = 0.0
+        server.start()
+
+    end = events.subscribe(note)
+    chaos = threading.Thread(target=replace)
+    chaos.start()
+    assert losses + train(client, range(2, 4)) == expected
+    chaos.join()
+    end()
+    assert client.num_recoveries == 1
+    client.close()
+
+
+def test_a_run_lost_and_then_its_server_is_still_a_loss(server):
+    """Nobody is there to tell a lost run from a mistake of the caller's: ask the next server."""
+    expected = undisturbed(server, 4)
+    client = new_client(server).with_recovery(quick(server))
+    losses = train(client, range(2))
+    delete_run(server, client)
+    check = client._monitor.check
+
+    def check_too_late(run):
+        client._monitor.check = check
+        server.kill()
+        threading.Timer(0.5, server.start).start()
+        return check(run)
+
+    client._monitor.check = check_too_late
+    assert losses + train(client, range(2, 4)) == expected
+    assert client.num_recoveries == 1
+    client.close()
+
+
+def test_a_custom_loss_does_not_wait_for_a_server_that_died(server):
+    """Such a call waits for a forward pass before it returns; so does its repetition."""
+    import torch
+
+    def loss(data, logprobs):
+        return torch.cat(logprobs).square().sum(), {}
+
+    plain = new_client(server)
+    expected = plain.forward_backward_custom(batch(0), loss).result().metrics["loss:sum"]
+    server.kill()
+    server.latency_s = 1.5
+    server.start()
+    client = new_client(server).with_recovery(quick(server))
+
+    def replace() -> None:
+        server.kill()
+        server.latency_s = 0.0
+        server.start()
+
+    timer = threading.Timer(0.5, replace)
+    timer.start()
+    assert client.forward_backward_custom(batch(0), loss).result(60).metrics["loss:sum"] == expected
+    timer.join()
+    assert client.num_recoveries == 1
+    client.close()
+
+
+def lose_the_answer(client, future) -> None:
+    """As if the last call's answer had got lost on its way."""
+    future.result(30)
+    call = client._calls[-1]
+    call.is_answered, call.made = False, (APIFuture(), call.made[1])
+    client._saves_done.clear()
+
+
+def test_a_call_is_never_answered_from_a_later_state(server):
+    """Checkpoints after a call whose answer never came cannot give that answer."""
+    client = new_client(server).with_recovery(quick(server, save_every_steps=1))
+    train(client, range(1))
+    expected = client.forward(batch(9), "cross_entropy").result(30).metrics["loss:sum"]
+    asked = client.forward(batch(9), "cross_entropy")
+    lose_the_answer(client, asked)
+    train(client, range(1, 4))
+    delete_run(server, client)
+    train(client, range(4, 5))
+    assert asked.result(60).metrics["loss:sum"] == expected
+    client.close()
+
+
+def test_a_name_being_saved_again_is_not_trusted(server):
+    """It may hold the state before or after; repeating calls on the wrong one would be silent."""
+    client = new_client(server).with_recovery(quick(server, save_every_steps=0))
+    train(client, range(1))
+    client.save_state("last").result(30)
+    train(client, range(1, 2))
+    lose_the_answer(client, client.save_state("last", overwrite=True))
+    delete_run(server, client)
+    with pytest.raises(RecoveryFailedError, match=r"'last'.*a name of its own"):
+        client.forward(batch(0), "cross_entropy").result(60)
+    client.close()
+
+
+def test_a_checkpoint_that_is_gone_is_passed_over(server):
+    """The one before it serves, and the calls since then are still known."""
+    expected = undisturbed(server, 6)
+    told = []
+    client = new_client(server).with_recovery(
+        quick(server, save_every_steps=2, on_recovered=told.append)
+    )
+    losses = train(client, range(5))
+    newest = f"tinker://{client.model_id}/weights/recovery-000004"
+    wait_until(lambda: client._take_saves() or client._saved[-1].path == newest)
+    rest = server.connect().create_rest_client()
+    rest.delete_checkpoint_from_tinker_path(newest).result(30)
+    delete_run(server, client)
+    assert losses + train(client, range(5, 6)) == expected
+    assert told[0].checkpoint.endswith("/weights/recovery-000002")
+    assert told[0].num_forgotten == 0
+    client.close()
+
+
+def test_a_mistake_that_was_told_is_not_remembered(server):
+    """A call that failed for good must not keep every later call and checkpoint alive."""
+    client = new_client(server).with_recovery(quick(server, save_every_steps=1))
+    wrong = [Datum(ModelInput.from_ints([10**8]), {"target_tokens": [1], "weights": [1.0]})]
+    with pytest.raises((RequestFailedError, InvalidInputError, ValueError)):
+        client.forward_backward(wrong, "cross_entropy").result(30)
+    train(client, range(6))
+    wait_until(lambda: client._take_saves() or len(client._calls) <= 6)
+    client.close()
+
+
+def test_the_first_session_ends_with_its_server(server):
+    """Nobody sends heartbeats, or a goodbye, to a server that is gone for good."""
+    first = new_client(server)
+    client = first.with_recovery(quick(server))
+    server.kill()
+    server.start()
+    train(client, range(1))
+    wait_until(lambda: first.holder._session_is_over)
+    client.close()
+
+
+def test_the_first_session_lives_on_while_its_server_knows_it(server):
+    """Only the run was lost: other clients of the session still need its heartbeats."""
+    first = new_client(server)
+    beats = []
+    end = events.subscribe(lambda e: beats.append(e) if e.name == "session.heartbeat" else None)
+    client = first.with_recovery(quick(server))
+    delete_run(server, client)
+    train(client, range(1))
+    wait_until(lambda: any(e.fields["session_id"] == first.holder.session_id for e in beats))
+    assert not first.holder._session_is_over
+    end()
+    client.close()
+
+
 def pipelined(client) -> list[float]:
     """Four steps under way at any time; only some of them are ever awaited."""
     waiting, losses = [], []
@@ -407,8 +576,8 @@ def wait_until(condition, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_the_embedded_server_is_started_again(tmp_path, monkeypatch):
-    """R23 without any server named: killed for good, a new one on another port goes on."""
+def test_an_embedded_server_that_is_not_started_again_is_replaced(server, tmp_path, monkeypatch):
+    """R23 without any server named: it is brought back, and given up only when it keeps dying."""
     for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
@@ -420,10 +589,14 @@ def test_the_embedded_server_is_started_again(tmp_path, monkeypatch):
         client = service.create_lora_training_client(base, rank=4, seed=1).with_recovery(policy)
         before = train(client, range(2))
         kill_embedded(tmp_path)
-        after = train(client, range(2, 4))
+        before += train(client, range(2, 4))
+        assert client.num_recoveries == 0  # the client brought it back, where it was
+        monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+        kill_embedded(tmp_path)
+        before += train(client, range(4, 6))
         assert client.num_recoveries == 1
         client.close()
-    assert len(before + after) == 4
+    assert before == undisturbed(server, 6)
     kill_embedded(tmp_path)
 
 

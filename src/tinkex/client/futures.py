@@ -174,13 +174,23 @@ class APIFuture(concurrent.futures.Future[T]):
             self._loop_thread.submit(self._cancel_task)
         return True
 
+    def _abandon(self, error: Exception) -> None:
+        """End with an error now, and stop the wait behind it. No effect on one that ended."""
+        try:
+            self.set_exception(error)
+        except concurrent.futures.InvalidStateError:
+            return
+        self._ended_s = time.monotonic()
+        if self._loop_thread is not None:
+            self._loop_thread.submit(self._cancel_task)
+
     def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     def _launch(self, coroutine: Coroutine[Any, Any, T]) -> None:
         """On the loop: run the coroutine and end as it ends."""
-        if self.cancelled():
+        if self.done():
             coroutine.close()
             return
         self._task = asyncio.get_running_loop().create_task(coroutine)

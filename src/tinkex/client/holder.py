@@ -15,7 +15,7 @@ import os
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -44,6 +44,9 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.wire import requests
+
+if TYPE_CHECKING:
+    from tinkex.client.local import LocalServer
 
 __all__ = ["Holder"]
 
@@ -96,6 +99,8 @@ class Holder:
         """Whether `transport` and its companions below exist."""
         self._ready = False
         self._closed = False
+        self._session_is_over = False
+        """The server ended the session, or is gone: no more heartbeats, and no goodbye."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters: dict[str, int] = {}
         self._cancels: asyncio.Queue[str] | None = None
@@ -103,7 +108,8 @@ class Holder:
         self._closers: weakref.WeakSet[Closable] = weakref.WeakSet()
         self._calls: set[asyncio.Task[Any]] = set()
         self._ended_by_close: set[asyncio.Task[Any]] = set()
-        self._on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._local: LocalServer | None = None
+        self._reviving: asyncio.Future[None] | None = None
         self.transport: Transport
         self.tokens: TokenProvider
         self.limiter: RateLimiter
@@ -162,16 +168,34 @@ class Holder:
         if self.config.base_url == LOCAL:
             from tinkex.client.local import join_local_server
 
-            server = await asyncio.to_thread(join_local_server)
-            self.config = self.config.replace(base_url=server.base_url)
-            self._on_close.append(server.leave)
+            self._local = await asyncio.to_thread(join_local_server)
+            self.config = self.config.replace(base_url=self._local.base_url)
         config = self.config
         self.tokens = TokenProvider(config.api_key, config.credential_cmd)
         self.limiter = RateLimiter.of(config.base_url, config.api_key)
         self.transport = Transport(
-            config, self.tokens, limiter=self.limiter, make_backend=self._make_backend
+            config,
+            self.tokens,
+            limiter=self.limiter,
+            make_backend=self._make_backend,
+            revive=self._revive if self._local is not None else None,
         )
         self._connected = True
+
+    async def _revive(self) -> bool:
+        """The embedded server does not answer: start it again. All who wait share one attempt."""
+        if self._closed or self._local is None:
+            return False
+        if self._reviving is None:
+            self._reviving = asyncio.ensure_future(asyncio.to_thread(self._local.revive))
+            self._reviving.add_done_callback(self._revived)
+        await asyncio.shield(self._reviving)
+        return True
+
+    def _revived(self, attempt: asyncio.Future[None]) -> None:
+        self._reviving = None
+        if not attempt.cancelled() and attempt.exception() is not None:
+            self._session_is_over = True  # and whoever waits has the error
 
     async def _fetch_flags(self) -> None:
         body = orjson.dumps({"sdk_version": CONTRACT_VERSION})
@@ -400,6 +424,22 @@ class Holder:
 
     async def _heartbeat(self) -> None:
         """Tell the server every few seconds that we live. 410 means the session is over."""
+        last_success = loop_time()
+        while True:
+            await asyncio.sleep(self.config.heartbeat_interval_s)
+            if self._session_is_over:
+                return
+            try:
+                await self._beat()
+                last_success = loop_time()
+            except TinkerError as exc:
+                if isinstance(exc, APIStatusError) and exc.status_code == 410:
+                    logger.warning("The server ended session %s.", self.session_id)
+                    self._session_is_over = True
+                    return
+                self._warn_if_silent(last_success, exc)
+
+    async def _beat(self) -> None:
         body = orjson.dumps({"session_id": self.session_id, "type": "session_heartbeat"})
         call = Call(
             method="POST",
@@ -409,20 +449,23 @@ class Holder:
             timeout_s=10.0,
             max_retries=0,
         )
-        last_success = loop_time()
-        while True:
-            await asyncio.sleep(self.config.heartbeat_interval_s)
+        await self.transport.call(call)
+        events.emit("session.heartbeat", session_id=self.session_id)
+
+    def end_if_gone(self) -> APIFuture[None]:
+        """Its work goes on elsewhere: end the session here, unless the server still knows it.
+
+        A session that still lives may have other clients, and is kept alive for them.
+        """
+
+        async def look(waiting: Waiting) -> None:
             try:
-                await self.transport.call(call)
-                last_success = loop_time()
-                events.emit("session.heartbeat", session_id=self.session_id)
-            except APIStatusError as exc:
-                if exc.status_code == 410:
-                    logger.warning("The server ended session %s.", self.session_id)
-                    return
-                self._warn_if_silent(last_success, exc)
+                await self._beat()
             except TinkerError as exc:
-                self._warn_if_silent(last_success, exc)
+                logger.info("Session %s is left alone from now on: %s", self.session_id, exc)
+                self._session_is_over = True
+
+        return self.spawn(look)
 
     def _warn_if_silent(self, last_success: float, error: Exception) -> None:
         silent_s = loop_time() - last_success
@@ -479,7 +522,8 @@ class Holder:
             return
         was_ready, self._closed, self._ready = self._ready, True, False
         try:
-            if was_ready and status is not None and self.session_id and not self.is_shadow:
+            is_ours = self.session_id is not None and not self.is_shadow
+            if was_ready and status is not None and is_ours and not self._session_is_over:
                 await self._finish(status, detail)
             if self.reporter is not None:
                 await self.reporter.drain()
@@ -490,8 +534,8 @@ class Holder:
             await cancel_all(self._calls | self._tasks)
             if self._connected:
                 await self.transport.close()
-            for leave in self._on_close:
-                await leave()
+            if self._local is not None:
+                await self._local.leave()
 
     async def _finish(self, status: str, detail: str | None) -> None:
         # The null is sent: the server tells "no detail" from "not given".

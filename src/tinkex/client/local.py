@@ -2,8 +2,10 @@
 
 The first client of a user starts it, the next ones join it, and it ends by itself when the last one
 is gone (the server watches the process ids of its clients). A file in the state folder says where
-it listens; a lock beside it keeps two clients from starting two. The server code runs only in the
-child: this module knows a command line, a file and three URLs.
+it listens; a lock beside it keeps two clients from starting two. Whichever client first finds the
+server dead starts it again on the same port: its journal brings every session and run back, so all
+of them go on. The server code runs only in the child: this module knows a command line, a file and
+three URLs.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -32,6 +36,9 @@ logger = logging.getLogger("tinkex.local")
 
 START_TIMEOUT_S = 120.0
 IDLE_S = 10.0
+MAX_RESTARTS = 3
+"""Times within `RESTART_WINDOW_S` that a server which died is started again."""
+RESTART_WINDOW_S = 600.0
 _NOT_FOR_THE_SERVER = ("TINKEX_CLIENT_", "TINKEX_API_KEY", "TINKEX_BASE_URL", "TINKEX_LOCAL_")
 
 
@@ -52,6 +59,27 @@ class LocalServer:
     """A running embedded server that this process is a client of."""
 
     base_url: str
+    env: Mapping[str, str] = field(repr=False)
+    """What it was started with, and is started again with."""
+
+    def revive(self) -> None:
+        """Start the server again where it listened, on its data, unless it answers. Blocks.
+
+        Raises:
+            LocalServerError: It does not start, or died too often lately.
+        """
+        folder, record = _places(self.env)
+        with _locked(folder / "local.lock"):
+            known = _running(record)
+            if known is None:
+                _count_restart(record, folder)
+                port = urlsplit(self.base_url).port
+                known = _start(folder, record, self.env, port=port or 0, is_again=True)
+            if known != self.base_url:
+                raise LocalServerError(
+                    f"The embedded server at {self.base_url} is gone, and another one runs at "
+                    f"{known}. Make a new ServiceClient."
+                )
 
     async def leave(self) -> None:
         """Say that this process is done with it, once its last client here has left.
@@ -76,16 +104,21 @@ def join_local_server(env: Mapping[str, str] | None = None) -> LocalServer:
         LocalServerError: The server did not start; the message ends with its last words.
     """
     env = dict(os.environ if env is None else env)
-    folder = state_folder(env)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = folder / _record_name(env)
+    folder, record = _places(env)
     with _locked(folder / "local.lock"):
         base_url = _running(record)
         if base_url is None:
-            base_url = _start(folder, record, env)
+            base_url = _start(folder, record, env, port=_last_port(record))
     with _users_lock:
         _users[base_url] += 1
-    return LocalServer(base_url)
+    return LocalServer(base_url, env)
+
+
+def _places(env: Mapping[str, str]) -> tuple[Path, Path]:
+    """The state folder, and the file in it that says where the server listens."""
+    folder = state_folder(env)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, folder / _record_name(env)
 
 
 def _record_name(env: Mapping[str, str]) -> str:
@@ -107,13 +140,47 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _running(record: Path) -> str | None:
     """The base URL of the recorded server, if it lives and takes us in."""
+    base_url = str(_read_record(record).get("base_url", ""))
     try:
-        base_url = json.loads(record.read_text("utf-8"))["base_url"]
         _attach(base_url)
-    except (OSError, ValueError, KeyError, TypeError, httpx.HTTPError):
+    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL):
         return None
     logger.info("Using the Tinkex server on this machine: %s", base_url)
-    return str(base_url)
+    return base_url
+
+
+def _read_record(record: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_port(record: Path) -> int:
+    """Where the last server listened, so that clients who still wait for it find the next one."""
+    try:
+        port = urlsplit(str(_read_record(record).get("base_url"))).port or 0
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except (OSError, ValueError):
+        return 0
+    return port
+
+
+def _count_restart(record: Path, folder: Path) -> None:
+    """Note that the server is started again; refuse when that happened too often lately."""
+    known, now = _read_record(record), time.time()
+    recent = [at for at in known.get("restarts", []) if now - at < RESTART_WINDOW_S]
+    if len(recent) >= MAX_RESTARTS:
+        log_path = folder / "local-server.log"
+        raise LocalServerError(
+            f"The embedded server died {len(recent) + 1} times within {RESTART_WINDOW_S / 60:.0f} "
+            "minutes and is not started again. Its data is safe: find out why it dies, then run "
+            f"the program again. Its last words ({log_path}):\n{_tail(log_path)}"
+        )
+    _write_record(record, {**known, "restarts": [*recent, now]})
 
 
 def _attach(base_url: str) -> None:
@@ -121,15 +188,20 @@ def _attach(base_url: str) -> None:
         client.post(f"{base_url}/tinkex/v1/attach", json={"pid": os.getpid()}).raise_for_status()
 
 
-def _start(folder: Path, record: Path, env: dict[str, str]) -> str:
+def _start(
+    folder: Path, record: Path, env: Mapping[str, str], *, port: int, is_again: bool = False
+) -> str:
     _check_installed()
     log_path = folder / "local-server.log"
-    command = _command(env)
-    logger.warning(
-        "Starting a Tinkex server on this machine, since no other is named (log: %s). For the "
-        "hosted service set TINKER_API_KEY.",
-        log_path,
-    )
+    command = _command(env, port)
+    if is_again:
+        logger.warning("The server on this machine died (log: %s); starting it again.", log_path)
+    else:
+        logger.warning(
+            "Starting a Tinkex server on this machine, since no other is named (log: %s). For the "
+            "hosted service set TINKER_API_KEY.",
+            log_path,
+        )
     started = time.monotonic()
     with log_path.open("ab") as log:
         child = subprocess.Popen(
@@ -143,14 +215,14 @@ def _start(folder: Path, record: Path, env: dict[str, str]) -> str:
     announced = _first_line(child, started, log_path)
     _children[:] = [*(other for other in _children if other.poll() is None), child]
     base_url = str(announced["base_url"])
-    _write_record(record, {"base_url": base_url, "pid": child.pid})
+    _write_record(record, {**_read_record(record), "base_url": base_url, "pid": child.pid})
     _attach(base_url)
     logger.info("The server listens on %s after %.1f s.", base_url, time.monotonic() - started)
     return base_url
 
 
-def _command(env: Mapping[str, str]) -> list[str]:
-    command = [sys.executable, "-m", "tinkex.server", "--port", "0"]
+def _command(env: Mapping[str, str], port: int) -> list[str]:
+    command = [sys.executable, "-m", "tinkex.server", "--port", str(port)]
     command += ["--until-idle", str(IDLE_S)]
     command += ["--parent-pid", str(os.getpid())]
     if env.get("TINKEX_LOCAL_ENGINE"):

@@ -6,8 +6,10 @@ for longer than the SDK's own retries, it makes a new run from a checkpoint, rep
 calls in their order and answers the waiting futures from them: the loop around it sees a pause.
 
 Who waits: the first to ask for a result rebuilds, on its own thread and under the lock; all others
-wait for that. The background loop never takes the lock, so it goes on meanwhile. Errors that the
-caller can fix pass through, and results that were delivered are not changed by a repeat.
+wait for that. The background loop never takes the lock, so it goes on meanwhile. A call moves to
+the new run only when all of them are there, so nobody ever waits on a half-built one. Whatever
+waits for a server, an attempt to rebuild included, is looked after: a silent server ends the wait.
+Errors that the caller can fix pass through, and delivered results are not changed by a repeat.
 """
 
 from __future__ import annotations
@@ -20,16 +22,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tinkex.client import events
 from tinkex.client.loss_tracing import LossHandle
 from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
-from tinkex.client.run_monitor import RunMonitor
+from tinkex.client.run_monitor import SLICE_S, RunHealth, RunMonitor, Watch, check_service
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
+    BadRequestError,
+    LocalServerError,
     NotFoundError,
     RecoveryFailedError,
     RequestFailedError,
@@ -46,12 +51,12 @@ __all__ = ["RecoveringFuture", "RecoveringTrainingClient"]
 
 logger = logging.getLogger("tinkex.recovery")
 
-_SLICE_S = 0.5
-"""How long a wait goes before it looks whether the monitor found the run lost."""
 _CHANGES_STATE = frozenset(
     """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
     load_state_with_optimizer""".split()
 )
+_BLOCKS = frozenset({"forward_backward_custom", "forward_backward_regularized"})
+"""Recorded calls that wait for a forward pass before they return."""
 _RECORDED = _CHANGES_STATE | frozenset(
     "forward save_state save_weights_for_sampler save_weights_external".split()
 )
@@ -63,22 +68,26 @@ _WAITING = frozenset(
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the user's: where in the order it stands, and on which run it was made last."""
+    """One call: where in the order it stands, and on which run it was made last."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     position: int
-    run: Any = None
-    future: Any = None
-    has_result: bool = False
+    is_ours: bool = False
+    """A checkpoint of the recovery's own, which nobody waits for."""
+    made: tuple[Any, Any] = (None, None)
+    """Its future and its run, replaced together."""
+    is_answered: bool = False
+    """Its result, or an error of the caller's own making, was delivered."""
 
     @property
     def is_settled(self) -> bool:
-        """Its result was delivered, or is here to be."""
-        if self.has_result:
+        """It was answered, or its result is here to be."""
+        if self.is_answered:
             return True
-        return self.future.done() and not self.future.cancelled() and not self.future.exception()
+        future = self.made[0]
+        return bool(future.done() and not future.cancelled() and not future.exception())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +152,15 @@ class RecoveringTrainingClient:
         self._step_began = 0
         self._num_steps = 0
         self._num_in_vain = 0
+        self._forgotten = -1  # calls up to this position are no longer remembered
         self._metric: float | None = None
         self._lost: str | None = None
+        self._first_holder = client.holder
         self._service: ServiceClient | None = None
         self._monitor = RunMonitor(self._on_lost, interval_s=self.policy.monitor_interval_s or 1e9)
         self._monitor.watch(client)
         if self.policy.save_every_steps:
-            self._save()
+            self._wait(self._save(), None)  # before it there would be nothing to go back to
 
     @property
     def num_recoveries(self) -> int:
@@ -201,80 +212,103 @@ class RecoveringTrainingClient:
                 if every and self._num_steps % every == 0:
                     self._save()
         return RecoveringFuture(
-            lambda timeout: self._wait(call, timeout), lambda: bool(call.future.done())
+            lambda timeout: self._wait(call, timeout), lambda: bool(call.made[0].done())
         )
 
-    def _record(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        call = _Call(method, args, kwargs, self._position)
-        self._on_a_live_run(lambda run: self._submit(call, run))
+    def _record(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_ours: bool = False
+    ) -> _Call:
+        call = _Call(method, args, kwargs, self._position, is_ours)
+        call.made = self._on_a_live_run(
+            lambda run: self._submit(call, run), blocks=method in _BLOCKS
+        )
         self._position += 1
         self._calls.append(call)
         return call
 
-    def _submit(self, call: _Call, run: TrainingClient) -> None:
+    def _submit(self, call: _Call, run: TrainingClient) -> tuple[Any, Any]:
         args = [_rebound(arg, run) for arg in call.args]
         kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
-        call.future, call.run = getattr(run, call.method)(*args, **kwargs), run
+        future = getattr(run, call.method)(*args, **kwargs)
         if call.method == "save_state":
-            self._watch_save(call)
+            self._watch_save(call, future)
+        return future, run
 
-    def _on_a_live_run(self, act: Callable[[TrainingClient], Any]) -> Any:
+    def _on_a_live_run(self, act: Callable[[TrainingClient], Any], *, blocks: bool = True) -> Any:
         """Do something that may itself find the run lost: rebuild and do it again."""
         while True:
             run = self.client
             try:
-                return act(run)
+                if not blocks:
+                    return act(run)
+                with self._looked_after(run):
+                    return act(run)
             except TinkerError as exc:
-                if not self._is_loss(exc, run):
-                    raise
-                self._recover(run, exc)
+                if self.client is run:
+                    if not self._is_loss(exc, run):
+                        raise
+                    self._recover(run, exc)
 
     def _wait(self, call: _Call, timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            future, run = call.future, call.run
+            future, run = made = call.made
             try:
                 answer = self._poll(future, run, deadline)
             except ResultTimeoutError:
                 raise
             except TinkerError as exc:
-                if call.future is not future:
-                    continue  # Another thread has rebuilt the run and made the call again.
-                if run is not self.client or not self._is_loss(exc, run):
-                    raise
-                self._recover(run, exc)
+                is_loss = run is self.client and self._is_loss(exc, run)
+                with self._lock:  # whoever rebuilds meanwhile has moved the call when it is done
+                    if call.made is not made:
+                        continue
+                    if not is_loss:
+                        call.is_answered = True
+                        raise
+                    self._recover(run, exc)
                 continue
             with self._lock:
-                call.has_result = True
+                call.is_answered = True
                 self._num_in_vain = 0
                 self._note(call, answer)
             return answer
 
     def _poll(self, future: Any, run: TrainingClient, deadline: float | None) -> Any:
         """Wait for a future, and look after its run meanwhile: a promise may never be kept."""
-        watch = _Watch(self._monitor, run, self.policy.unreachable_s)
+        watch = self._watch(run)
         while True:
-            left_s = _SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())
+            left_s = SLICE_S if deadline is None else min(SLICE_S, deadline - time.monotonic())
             try:
                 return future.result(max(left_s, 0.0))
             except ResultTimeoutError:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
-                reason = self._lost if run is self.client else None
-                if (reason := reason or watch.look()) is not None and not future.done():
+                if (reason := watch.look()) is not None and not future.done():
                     raise RetryableException(reason) from None
+
+    def _looked_after(self, run: TrainingClient) -> AbstractContextManager[None]:
+        """While a block waits for the run: end its wait when there is nothing to wait for."""
+        return self._watch(run).during(lambda why: run._abandon(RetryableException(why)))
+
+    def _watch(self, run: TrainingClient) -> Watch:
+        return Watch(lambda: self._health(run), self.policy.unreachable_s)
+
+    def _health(self, run: TrainingClient) -> RunHealth:
+        known = self._lost if run is self.client else None
+        return RunHealth("lost", known) if known else self._monitor.check(run)
 
     def _is_loss(self, error: TinkerError, run: TrainingClient) -> bool:
         """True when the error means that this run cannot go on."""
-        if isinstance(error, APIConnectionError | RetryableException):
+        if isinstance(error, APIConnectionError | RetryableException | LocalServerError):
             return True
         if isinstance(error, APIStatusError) and error.category == "server":
             return True
         if isinstance(error, APIStatusError) and error.status_code == 410:
             return True
         if isinstance(error, APIStatusError | RequestFailedError):
-            # The request may be wrong, or the run may be gone: the server knows which.
-            return self._monitor.check(run).state == "lost"
+            # The request may be wrong, or the run may be gone: the server knows which. It may be
+            # gone itself by now; then the request is made again where there is one.
+            return self._watch(run).decide() is not None
         return False
 
     def _on_lost(self, run: TrainingClient, reason: str) -> None:
@@ -288,22 +322,21 @@ class RecoveringTrainingClient:
 
     # -- checkpoints
 
-    def _save(self) -> None:
+    def _save(self) -> _Call:
         metadata = {} if self._metric is None else {self.policy.metric: repr(self._metric)}
         name = f"recovery-{self._num_steps:06d}"
-        self._record("save_state", (name,), {"user_metadata": metadata})
+        return self._record("save_state", (name,), {"user_metadata": metadata}, is_ours=True)
 
-    def _watch_save(self, call: _Call) -> None:
+    def _watch_save(self, call: _Call, future: Any) -> None:
         metadata = call.kwargs.get("user_metadata") or {}
-        is_ours = str(call.args[:1]).startswith("('recovery-")
         metric = _number(metadata.get(self.policy.metric))
 
         def saved(done: Any) -> None:
             if not done.cancelled() and done.exception() is None:
                 path = done.result().path
-                self._saves_done.append(_Saved(path, call.position, metric, is_ours))
+                self._saves_done.append(_Saved(path, call.position, metric, call.is_ours))
 
-        call.future.add_done_callback(saved)
+        future.add_done_callback(saved)
 
     def _take_saves(self) -> None:
         """Count in the checkpoints that were finished meanwhile; forget what they make needless."""
@@ -319,7 +352,10 @@ class RecoveringTrainingClient:
         needed = min(needed, max(usable, default=-1))
         if not self._is_exact:
             needed = self._step_began - 1
-        self._calls = [c for c in self._calls if c.position > needed or not c.is_settled]
+        self._forgotten = max(self._forgotten, needed)
+        self._calls = [
+            c for c in self._calls if c.position > needed or not (c.is_ours or c.is_settled)
+        ]
         ours = [saved for saved in self._saved if saved.is_ours]
         best = self._best(ours)
         for old in ours[: -self.policy.keep]:
@@ -330,7 +366,8 @@ class RecoveringTrainingClient:
     @property
     def _first_open(self) -> int:
         """Where in the order the first call stands whose answer never came."""
-        return min((c.position for c in self._calls if _is_open(c)), default=self._position)
+        waiting = (c.position for c in self._calls if not (c.is_ours or c.is_settled))
+        return min(waiting, default=self._position)
 
     def _best(self, saved: list[_Saved]) -> _Saved | None:
         scored = [(one.metric, one) for one in saved if one.metric is not None]
@@ -344,16 +381,28 @@ class RecoveringTrainingClient:
         if self.policy.checkpoint.startswith("tinker://"):
             return [_Saved(self.policy.checkpoint, self._position)]
         known = list(reversed(self._saved)) or self._listed(service)
+        known = [one for one in known if not self._was_saved_again(one)]
         first = [one for one in known if one is self._best(known)]
         if self._is_exact:
             # A checkpoint past a call whose answer never came could not give that answer any more.
             first = [one for one in known if one.position < self._first_open]
         return first + [one for one in known if one not in first]
 
+    def _was_saved_again(self, saved: _Saved) -> bool:
+        """Its name was used again later: nobody knows which of the two states it stands for."""
+        return any(
+            other.position > saved.position and other.path == saved.path for other in self._saved
+        ) or any(
+            c.position > saved.position
+            and c.method == "save_state"
+            and saved.path == f"tinker://{c.made[1].model_id}/weights/{_name(c)}"
+            for c in self._calls
+        )
+
     def _listed(self, service: ServiceClient) -> list[_Saved]:
         """What the server has of our runs, newest first; saves of ours stand where we made them."""
         rest = service.create_rest_client()
-        places = {c.args[0]: c.position for c in self._calls if c.method == "save_state" and c.args}
+        places = {_name(c): c.position for c in reversed(self._calls) if c.method == "save_state"}
         found = []
         for run_id in self.run_ids:
             with contextlib.suppress(NotFoundError):
@@ -399,6 +448,11 @@ class RecoveringTrainingClient:
                     f"Run {lost.model_id} was lost ({reason}) and could not be rebuilt: {exc}"
                 ) from exc
             logger.warning("It goes on as %s from %s.", done.new_run_id, done.checkpoint)
+            if done.num_forgotten:
+                logger.warning(
+                    "The newest checkpoints could not be loaded: the effect of %d calls is lost.",
+                    done.num_forgotten,
+                )
             events.emit(
                 "recovery.stop",
                 run_id=done.new_run_id,
@@ -422,24 +476,39 @@ class RecoveringTrainingClient:
 
     def _attempt(self, event: RecoveryEvent) -> RecoveryEvent:
         service = self._connect()
+        watch = Watch(lambda: check_service(service), self.policy.unreachable_s)
         try:
             self._take_saves()
-            saved, run = self._load_first(service, event.run_id)
-            calls = self._calls_to_repeat(saved)
-            for call in calls:
-                self._submit(call, run)
+            with watch.during(lambda reason: service.close("errored", reason)):
+                saved, run = self._load_first(service, event.run_id)
+                calls = self._calls_to_repeat(saved)
+                made = [self._submit(call, run) for call in calls]
         except BaseException:
             service.close("errored", "an attempt to rebuild a run failed")
             raise
-        old, self._service = self._service, service
-        if old is not None:
-            old.close("errored", "its run was lost")
-        self.client, self._lost = run, None
+        for call, now in zip(calls, made, strict=True):
+            call.made = now
+        self._move(service, run, saved)
+        return replace(
+            event,
+            new_run_id=run.model_id,
+            checkpoint=saved.path,
+            num_repeated=len(calls),
+            num_forgotten=max(0, self._forgotten - saved.position) if self._is_exact else 0,
+        )
+
+    def _move(self, service: ServiceClient, run: TrainingClient, saved: _Saved) -> None:
+        """From here on the new run is the run, and nothing calls for the old one any more."""
+        lost, self.client, self._lost = self.client, run, None
         self.run_ids.append(run.model_id)
         self._monitor.watch(run)
-        return replace(
-            event, new_run_id=run.model_id, checkpoint=saved.path, num_repeated=len(calls)
-        )
+        gone = f"Run {lost.model_id} was lost before it answered; it goes on from {saved.path}."
+        lost._abandon(RetryableException(gone))
+        old, self._service = self._service, service
+        if old is not None and old is not service:
+            old.close("errored", "its run was lost")
+        if self._first_holder is not run.holder:
+            self._first_holder.end_if_gone()
 
     def _connect(self) -> ServiceClient:
         from tinkex.client.service_client import ServiceClient
@@ -458,59 +527,38 @@ class RecoveringTrainingClient:
         for saved in self._candidates(service):
             try:
                 return saved, create(saved.path, user_metadata={"recovered_from": lost})
-            except (NotFoundError, RequestFailedError) as exc:
+            except (NotFoundError, BadRequestError, RequestFailedError) as exc:
                 if exc.category != "user":
                     raise
                 logger.warning("Checkpoint %s cannot be loaded: %s", saved.path, exc)
                 refusals.append(f"{saved.path}: {exc}")
+        refusals += [
+            f"{_name(call)!r} was being saved again, so it may hold another state: give each "
+            "save a name of its own"
+            for call in self._calls
+            if call.method == "save_state" and not call.is_ours and not call.is_settled
+        ]
         raise _HopelessError(
             "no checkpoint can be loaded. "
             + ("; ".join(refusals) or "None was saved: set save_every_steps, or call save_state.")
         )
 
     def _calls_to_repeat(self, saved: _Saved) -> list[_Call]:
-        """What the checkpoint does not hold, and whatever has not been answered yet."""
+        """What the checkpoint does not hold, and whatever can and must still be answered."""
         if self._is_exact:
-            return [
-                call
-                for call in self._calls
-                if (call.position > saved.position and call.method in _CHANGES_STATE)
-                or (call.method not in _CHANGES_STATE and not call.is_settled)
-            ]
-        return [c for c in self._calls if c.position >= self._step_began or not c.is_settled]
-
-
-class _Watch:
-    """Looks after a run while someone waits: every few seconds, patient with a silent server."""
-
-    def __init__(self, monitor: RunMonitor, run: TrainingClient, patience_s: float) -> None:
-        self._monitor, self._run, self._patience_s = monitor, run, patience_s
-        self._every_s = min(5.0, patience_s / 4)
-        self._next_s = time.monotonic() + self._every_s
-        self._silent_since_s: float | None = None
-
-    def look(self) -> str | None:
-        """Why the run is lost, or None while it is not."""
-        now = time.monotonic()
-        if now < self._next_s:
-            return None
-        health = self._monitor.check(self._run)
-        self._next_s = time.monotonic() + self._every_s
-        if health.state == "lost":
-            return health.reason
-        if health.state == "ok":
-            self._silent_since_s = None
-            return None
-        self._silent_since_s = self._silent_since_s or now
-        silent_s = time.monotonic() - self._silent_since_s
-        return f"no answer for {silent_s:.0f} s" if silent_s >= self._patience_s else None
+            after = [call for call in self._calls if call.position > saved.position]
+            return [c for c in after if c.method in _CHANGES_STATE or not c.is_settled]
+        recent = [c for c in self._calls if c.position >= self._step_began or not c.is_settled]
+        # A checkpoint of ours would name a state that is no longer the one it was made for.
+        return [call for call in recent if not call.is_ours]
 
 
 # ------------------------------------------------------------------------------------- small things
 
 
-def _is_open(call: _Call) -> bool:
-    return call.method in _CHANGES_STATE and not call.is_settled
+def _name(call: _Call) -> Any:
+    """The name that a `save_state` was given."""
+    return call.args[0] if call.args else call.kwargs.get("name")
 
 
 def _rebound(value: Any, run: TrainingClient) -> Any:

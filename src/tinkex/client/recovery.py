@@ -30,6 +30,9 @@ class RecoveryEvent:
     checkpoint: str | None = None
     num_repeated: int = 0
     """Calls that were made again on the new run."""
+    num_forgotten: int = 0
+    """Calls between the checkpoint and the first one remembered, whose effect is lost: not 0 only
+    when the newest checkpoints could not be loaded."""
 
 
 Callback = Callable[[RecoveryEvent], object]

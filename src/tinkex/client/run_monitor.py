@@ -9,21 +9,34 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from tinkex import types
 from tinkex.client import events
 from tinkex.client.futures import Waiting
-from tinkex.errors import APIConnectionError, APIStatusError, InternalServerError, TinkerError
+from tinkex.client.transport import Call
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    InternalServerError,
+    RetryableException,
+    TinkerError,
+)
 
 if TYPE_CHECKING:
+    from tinkex.client.service_client import ServiceClient
     from tinkex.client.training_client import TrainingClient
 
-__all__ = ["RunHealth", "RunMonitor"]
+__all__ = ["RunHealth", "RunMonitor", "Watch", "check_service"]
 
 logger = logging.getLogger("tinkex.recovery")
+
+SLICE_S = 0.5
+"""How long a wait goes before it looks around again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +85,9 @@ class RunMonitor:
 
     def check(self, client: TrainingClient) -> RunHealth:
         """Ask once, now. Waits at most the monitor's timeout; never raises."""
+        asked = client.holder.spawn(lambda waiting: _ask(client, waiting))
         try:
-            client.holder.spawn(lambda waiting: _ask(client, waiting)).result(self._timeout_s)
+            asked.result(self._timeout_s)
         except _Corrupted as exc:
             return RunHealth("lost", str(exc))
         except InternalServerError as exc:
@@ -84,6 +98,8 @@ class RunMonitor:
             return RunHealth("unreachable", str(exc))
         except (APIConnectionError, TimeoutError, TinkerError) as exc:
             return RunHealth("unreachable", str(exc) or type(exc).__name__)
+        finally:
+            asked.cancel()  # no effect once it ended
         return RunHealth("ok")
 
     def _run(self) -> None:
@@ -111,8 +127,6 @@ async def _ask(client: TrainingClient, waiting: Waiting) -> None:
     await holder.post(
         "get_info", request, types.GetInfoResponse, window=False, max_retries=0, waiting=waiting
     )
-    from tinkex.client.transport import Call
-
     call = Call(
         method="GET",
         path=f"training_runs/{client.model_id}",
@@ -122,3 +136,86 @@ async def _ask(client: TrainingClient, waiting: Waiting) -> None:
     reply = await holder.execute(call, window=False)
     if (reply.json() or {}).get("corrupted"):
         raise _Corrupted(f"The server says that the state of {client.model_id} is corrupted.")
+
+
+def check_service(service: ServiceClient, timeout_s: float = 10.0) -> RunHealth:
+    """Ask a server once whether it is there; `ok` or `unreachable`."""
+    holder = service.holder
+    call = Call(method="GET", path="get_server_capabilities", max_retries=0)
+    asked = holder.spawn(lambda waiting: holder.execute(call, window=False))
+    try:
+        asked.result(timeout_s)
+    except TinkerError as exc:
+        return RunHealth("unreachable", str(exc))
+    finally:
+        asked.cancel()
+    return RunHealth("ok")
+
+
+class Watch:
+    """Looks after something while someone waits: every few seconds, patient with silence."""
+
+    def __init__(self, check: Callable[[], RunHealth], patience_s: float) -> None:
+        self._check, self._patience_s = check, patience_s
+        self._every_s = min(5.0, patience_s / 4)
+        self._next_s = time.monotonic() + self._every_s
+        self._silent_since_s: float | None = None
+
+    def look(self) -> str | None:
+        """Why it is lost, or None while it is not."""
+        now = time.monotonic()
+        if now < self._next_s:
+            return None
+        health = self._check()
+        self._next_s = time.monotonic() + self._every_s
+        if health.state == "lost":
+            return health.reason
+        if health.state == "ok":
+            self._silent_since_s = None
+            return None
+        self._silent_since_s = self._silent_since_s or now
+        silent_s = time.monotonic() - self._silent_since_s
+        return f"no answer for {silent_s:.0f} s" if silent_s >= self._patience_s else None
+
+    def decide(self) -> str | None:
+        """Look until there is an answer, or patience ends: why it is lost, or None if it is not."""
+        while True:
+            self._next_s = time.monotonic()
+            reason = self.look()
+            if reason is not None or self._silent_since_s is None:
+                return reason
+            time.sleep(min(SLICE_S, self._every_s))
+
+    @contextmanager
+    def during(self, give_up: Callable[[str], object]) -> Iterator[None]:
+        """Look from another thread while the block waits; `give_up(reason)` has to end the wait.
+
+        Raises:
+            RetryableException: In place of whatever the block raised once it was given up.
+        """
+        done, lock = threading.Event(), threading.Lock()
+        reasons: list[str] = []
+
+        def look_after() -> None:
+            while not done.wait(SLICE_S):
+                if (reason := self.look()) is None:
+                    continue
+                with lock:
+                    if not done.is_set():
+                        reasons.append(reason)
+                        give_up(reason)
+                return
+
+        threading.Thread(target=look_after, name="tinkex-lookout", daemon=True).start()
+        error: TinkerError | None = None
+        try:
+            yield
+        except TinkerError as exc:
+            error = exc
+        finally:
+            with lock:
+                done.set()
+        if reasons:  # even when the block got its answer: what it waited on was given up
+            raise RetryableException(reasons[0]) from error
+        if error is not None:
+            raise error

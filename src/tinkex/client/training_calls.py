@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.client import codec, events, validation
-from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel
+from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
 from tinkex.client.holder import Holder
 from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.submission import Lane, Part, Submission
@@ -39,6 +39,7 @@ class TrainingCalls:
         self._lock = threading.RLock()
         self._lane = Lane(holder)
         self._watch = QueueWatch(f"Training of {model_id}", self)
+        self._open: set[APIFuture[Any]] = set()
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
@@ -91,7 +92,16 @@ class TrainingCalls:
 
         with self._lock:
             self._lane.put(submission)
-            return self.holder.spawn(collect)
+            future = self.holder.spawn(collect)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def _abandon(self, error: Exception) -> None:
+        """Nobody will answer any more: calls that wait end with `error`, the rest is not sent."""
+        for future in tuple(self._open):
+            future._abandon(error)
+        spawn(lambda waiting: self._lane.close())
 
     async def _collect(
         self,

@@ -132,8 +132,10 @@ class Transport:
         limiter: RateLimiter | None = None,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         make_backend: Callable[[ClientConfig], Backend] = choose_backend,
+        revive: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self.config = config
+        self._revive = revive  # brings a server back that nobody else would; True when it lives
         self._make_backend = make_backend
         self._limiter = limiter
         self.tokens = tokens
@@ -204,15 +206,26 @@ class Transport:
         if self._breaker is not None:
             self._breaker.before_call()
         if not events.has_subscribers():
-            reply = await self._guarded(call, headers, timeout_s)
+            reply = await self._delivered(call, headers, timeout_s)
         else:
             with events.span(
                 "http.request", method=call.method, path=call.path, attempt=attempt
             ) as span:
-                reply = await self._guarded(call, headers, timeout_s)
+                reply = await self._delivered(call, headers, timeout_s)
                 span.add(status_code=reply.status)
         self._note_deprecation(reply)
         return reply
+
+    async def _delivered(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
+        """Send; when there is no server and it can be brought back, send again."""
+        try:
+            return await self._guarded(call, headers, timeout_s)
+        except APITimeoutError:
+            raise  # it is there, and slow
+        except APIConnectionError:
+            if self._revive is None or not await self._revive():
+                raise
+        return await self._guarded(call, headers, timeout_s)
 
     async def _guarded(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
         """Send, translate foreign errors, and tell the breaker how it went."""
