@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import small_disk
 from app_world import AppWorld, open_app
 from server_process import ServerProcess
 from wire_client import WireClient
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reason in small_disk.refusals:
+        text = f"A FULL DISK WAS ONLY IMITATED (RLIMIT_FSIZE); run as root. mount: {reason}"
+        terminalreporter.write_line(text, red=True, bold=True)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 from app_world import AppWorld, open_app
 
 from tinkex.server.samples import SampleLedger
@@ -227,3 +228,32 @@ async def test_worker_death_does_not_lose_a_sample(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         world.service.workers[0]._process.kill()  # type: ignore[union-attr]
         assert pb.SampleResponse.FromString(await world.result(promise)).sequences
+
+
+def test_a_ledger_without_room_promises_nothing_and_spoils_nothing(tmp_path: Path) -> None:
+    """Half a line, as a full disk leaves it, must not run into the next one."""
+    ledger = SampleLedger(tmp_path / "samples.log")
+    ledger.promised("s:1")
+    real, ledger._file = ledger._file, HalfWriter(ledger._file)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="No space left"):
+        ledger.promised("s:2")
+    ledger.handed_out("s:1")  # cannot be noted either, and hurts nobody
+    ledger._file = real
+    ledger.promised("s:3")
+    ledger.close()
+    again = SampleLedger(tmp_path / "samples.log")
+    again.close()
+    assert again.lost == ["s:1", "s:3"]
+
+
+class HalfWriter:
+    """A file on a disk that takes three more bytes of each write."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        return int(self._file.write(data[:3]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

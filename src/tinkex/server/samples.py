@@ -84,8 +84,12 @@ class SampleLedger:
         Raises:
             OSError: There is no room to note it; nothing is promised then.
         """
-        self._write(b"+" + request_id.encode() + b"\n")
-        self._open[request_id] = None
+        self._open[request_id] = None  # before the write, which may rewrite the file from this
+        try:
+            self._write(b"+" + request_id.encode() + b"\n")
+        except OSError:
+            del self._open[request_id]
+            raise
 
     def handed_out(self, request_id: str) -> None:
         if self._open.pop(request_id, "") is None:
