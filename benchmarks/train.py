@@ -1,20 +1,18 @@
 """LoRA training on the default model: ours against peft + transformers, interleaved in one process.
 
-    python benchmarks/train.py [--no-bar] [--write] [--repeats 5] [--only peft,tenants,memory]
+    python benchmarks/train.py [--no-bar] [--write] [--repeats 5] [--only peft,tenants]
 
 `train_cpu_vs_peft`: tokens per second of one forward-backward and optimizer step over 8 datums of
 ragged length (32-256) at rank 32 in fp32; the peer pads them to one batch, as its users do.
 `train_cpu_packed_tenants`: 16 tenants with one 128-token datum each, packed together, against the
-same work one tenant at a time. `train_cpu_memory_32k`: peak memory of one 32k-token call.
+same work one tenant at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import re
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -162,52 +160,16 @@ def packed_tenants(repeats: int) -> report.Figure:
     )
 
 
-def peak_memory() -> report.Figure:
-    """Peak resident memory of a 32k-token batch over that of the loaded model, in a child."""
-    command = [sys.executable, __file__, "--child-memory"]
-    child = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
-    return report.Figure(
-        name="train_cpu_memory_32k",
-        ours=float(child.stdout.split()[-1]),
-        unit="GiB",
-        bar=3.0,
-        note="over the weights: 24 datums of 1,024 tokens and one of 8,192, one call",
-    )
-
-
-def child_memory() -> None:
-    trainer = our_trainer(1)
-    data = datums([1024] * 24 + [8192], trainer.decoder.config.vocab_size)
-    our_step(trainer, [datums([8], 100)], together=True)  # optimizer state and libraries
-    # Not ru_maxrss: a child inherits its parent's, and the parent has held two models.
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is resident now
-    before = resident_gib("VmRSS")
-    our_step(trainer, [data], together=True)
-    print(resident_gib("VmHWM") - before)
-
-
-def resident_gib(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 2**20
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="peft,tenants,memory", help="which figures, by comma")
-    parser.add_argument("--child-memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="peft,tenants", help="which figures, by comma")
     options, _ = parser.parse_known_args()
-    if options.child_memory:
-        child_memory()
-        return 0
     figures = []
     if "peft" in options.only:
         figures.append(against_peft(options.repeats))
     if "tenants" in options.only:
         figures.append(packed_tenants(options.repeats))
-    if "memory" in options.only:
-        figures.append(peak_memory())
     return report.finish("train", figures)
 
 
