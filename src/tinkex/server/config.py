@@ -65,6 +65,10 @@ class ServerConfig:
     """Where the database, checkpoints and recovery snapshots live."""
     api_keys: tuple[str, ...] = ()
     """`KEY` or `KEY=USER`. Empty: every caller is the user `local`."""
+    tls_cert: str = ""
+    """PEM file with the certificate and its chain; with `tls_key`, the server speaks HTTPS."""
+    tls_key: str = ""
+    """PEM file with the certificate's private key, unencrypted."""
     database: str = ""
     """SQLAlchemy URL; empty means SQLite in `data_dir`."""
     power_safe: bool = True
@@ -126,6 +130,9 @@ class ServerConfig:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
         self._check_amounts()
         self._check_names()
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{given} is set and {missing} is not; HTTPS needs both.")
         if not self.is_loopback and not self.api_keys:
             raise ConfigError(
                 f"host {self.host!r} is reachable by others and no api key is set. "

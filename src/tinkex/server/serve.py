@@ -27,6 +27,7 @@ from tinkex.errors import ConfigError
 from tinkex.server import disk
 from tinkex.server.app import create_app
 from tinkex.server.config import ENGINES, ServerConfig, load_config
+from tinkex.server.tls import check_tls
 from tinkex.server.worker import WorkerSpec
 from tinkex.server.workers import ProcessWorker
 from tinkex.store import Store
@@ -82,6 +83,8 @@ def run(config: ServerConfig) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
     logger.info("effective config: %s", json.dumps(config.describe()))
+    if config.tls_cert:
+        check_tls(config.tls_cert, config.tls_key)
     sock = _bind(config)
     try:
         _run_loop(_serve(config, sock))
@@ -104,7 +107,8 @@ async def _serve(config: ServerConfig, sock: socket.socket) -> None:
     try:
         app = await asyncio.to_thread(create_app, config, store, make_workers(config))
         host, port = sock.getsockname()[:2]
-        announce = {"port": port, "base_url": f"http://{_url_host(host)}:{port}"}
+        scheme = "https" if config.tls_cert else "http"
+        announce = {"port": port, "base_url": f"{scheme}://{_url_host(host)}:{port}"}
         options = uvicorn.Config(
             app,
             http="httptools",
@@ -115,6 +119,8 @@ async def _serve(config: ServerConfig, sock: socket.socket) -> None:
             backlog=4096,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=GRACE_S,
+            ssl_certfile=config.tls_cert or None,
+            ssl_keyfile=config.tls_key or None,
         )
         server = _Server(options, app, announce)
         await _until_deserted(config, app, server, sock)
@@ -210,6 +216,8 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--alias", "aliases", multiple=True, callback=_pairs, help="NAME=MODEL, repeatable.")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Database, checkpoints, state.")
 @click.option("--api-key", "api_keys", multiple=True, help="KEY or KEY=USER, repeatable.")
+@click.option("--tls-cert", help="PEM certificate; with --tls-key, serve HTTPS.")
+@click.option("--tls-key", help="PEM private key of the certificate, unencrypted.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
 @click.option("--power-safe/--no-power-safe", default=None, help="One fsync per promise, or none.")
 @click.option("--engine", type=click.Choice(ENGINES), help="torch computes; toy is for tests.")

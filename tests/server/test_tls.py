@@ -1,0 +1,109 @@
+"""HTTPS without a proxy: clients verify the server, and wrong files are told before it listens."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from server_process import ServerProcess
+
+import tinkex
+from tinkex.client.config import ClientConfig
+from tinkex.errors import APIConnectionError
+from tinkex.server.config import load_config
+from tinkex.server.serve import serve
+from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
+
+
+def make_cert(folder: Path, name: str, *extra: str) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, made as an operator would."""
+    assert shutil.which("openssl"), "this test makes certificates with the openssl command"
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", *(extra or ("-nodes",))]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> tuple[Path, Path]:
+    return make_cert(folder, "server")
+
+
+def test_a_client_that_trusts_the_certificate_trains_and_one_that_does_not_is_told(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--engine", "toy", "--tls-cert", str(pair[0]), "--tls-key", str(pair[1]))
+    with ServerProcess(tmp_path, *flags) as server:
+        url = server.base_url.replace("http:", "https:")
+        stranger = ClientConfig.from_env(
+            base_url=url, api_key="tml-x", retry_window_s=0.1, max_retries=0
+        )
+        with pytest.raises(APIConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
+            tinkex.ServiceClient(config=stranger).get_server_capabilities()
+        monkeypatch.setenv("SSL_CERT_FILE", str(pair[0]))
+        with tinkex.ServiceClient(base_url=url, api_key="tml-x") as service:
+            training = service.create_lora_training_client("toy", rank=4, seed=1)
+            losses = []
+            for _ in range(2):
+                done = training.forward_backward([datum()], "cross_entropy").result()
+                losses.append(done.metrics["loss:sum"])
+                training.optim_step(AdamParams(learning_rate=0.1)).result()
+            assert losses[1] < losses[0]
+            saved = training.save_weights_for_sampler("a").result()
+            sampler = service.create_sampling_client(model_path=saved.path)
+            prompt, params = ModelInput.from_ints([1, 2]), SamplingParams(max_tokens=3)
+            assert sampler.sample(prompt, 1, params).result().sequences[0].tokens
+            archive = service.create_rest_client().get_checkpoint_archive_url_from_tinker_path(
+                saved.path
+            )
+            assert archive.result().url.startswith(url), "links lead back the same way"
+
+
+def datum() -> Datum:
+    tokens = [3, 1, 4, 1, 5]
+    inputs = {"target_tokens": np.array(tokens), "weights": np.ones(5, dtype=np.float32)}
+    return Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+
+
+def test_files_that_are_missing_mismatched_or_encrypted_are_told_at_the_start(
+    folder: Path, tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    cert, key = map(str, pair)
+    _, other_key = map(str, make_cert(folder, "other"))
+    _, locked_key = map(str, make_cert(folder, "locked", "-passout", "pass:secret"))
+    absent = str(folder / "absent.pem")
+    text = str(tmp_path / "text.pem")
+    Path(text).write_text("not a certificate")
+    assert "tls_key is not; HTTPS needs both" in fails("--tls-cert", cert)
+    assert "tls_cert is not; HTTPS needs both" in fails("--tls-key", key)
+    assert f"cannot read {absent}: No such file" in fails("--tls-cert", absent, "--tls-key", key)
+    assert "is not the key of the certificate" in fails("--tls-cert", cert, "--tls-key", other_key)
+    assert "is encrypted" in fails("--tls-cert", cert, "--tls-key", locked_key)
+    assert "PEM format" in fails("--tls-cert", text, "--tls-key", key)
+
+
+def fails(*flags: str) -> str:
+    done = CliRunner().invoke(serve, ["--engine", "toy", "--port", "0", *flags])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    return done.output
+
+
+def test_a_certificate_may_stand_in_the_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('tls_cert = "/c.pem"\ntls_key = "/k.pem"\n')
+    assert load_config(file=file, env={}).tls_key == "/k.pem"
+    env = {"TINKEX_SERVER_TLS_CERT": "/e.pem", "TINKEX_TLS_KEY": "/f.pem"}
+    assert load_config(env=env).tls_cert == "/e.pem"
+    assert load_config(env=env).tls_key == "/f.pem"
