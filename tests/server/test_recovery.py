@@ -112,6 +112,25 @@ async def test_a_snapshot_made_in_the_middle_of_a_replay_holds_what_it_says(tmp_
     assert loss == expected
 
 
+async def test_a_snapshot_that_was_due_when_the_worker_died_is_not_made_of_older_state(
+    tmp_path: Path,
+) -> None:
+    async with open_app(tmp_path / "calm") as world:
+        expected = await train_steps(world, await world.model(), 1, 6)
+    async with open_app(tmp_path / "killed", snapshot_every_ops=4) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 3)
+        worker = world.service.workers[0]
+        generation = worker.generation
+        worker._process.kill()  # type: ignore[union-attr]
+        while worker.generation == generation or not worker.is_ready:
+            await asyncio.sleep(0.01)
+        world.service._lanes[model].snapshot_due = True
+        await train_steps(world, model, 7, 1)
+    async with open_app(tmp_path / "killed") as world:
+        assert await train_steps(world, model, 9, 2) == expected
+
+
 async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
     async with open_app(tmp_path, snapshot_every_ops=4) as world:
         model = await world.model()

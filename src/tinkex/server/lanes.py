@@ -253,6 +253,7 @@ class Lane:
         await self._take_back(blame=True)
         await worker.wait_ready()
         self.restoring = True
+        self.snapshot_due = False  # of a state that is gone; the replay counts anew
         try:
             await self.recovery.restore(self)
         finally:
