@@ -157,6 +157,9 @@ class Run:
             self.sampler.step()
         raise AssertionError("the sampler did not finish")
 
+    def waits(self, job_id: str) -> list[str]:
+        return [e.text for e in self.events[job_id] if isinstance(e, jobs.Progress)]
+
     def result(self, job_id: str) -> jobs.SampleResult:
         self.finish()
         end = self.events[job_id][-1]
@@ -426,6 +429,41 @@ def test_samples_of_one_prompt_prefill_it_once(model):
     run.add(prompt_of(30), num_samples=8, max_tokens=4)
     assert sampler.step() == 30
     assert sampler.step() == 8
+
+
+def test_looking_ahead_throws_away_no_more_than_one_pass_of_an_ended_sample(model):
+    """The pass launched before a stop was read computes a row for nothing; the tokens are equal."""
+    sampler = model.sampler()
+    run = Run(model, sampler)
+    stops = tuple(range(0, VOCAB, 9))
+    ids = [run.add(prompt_of(7, i), stop_tokens=stops, max_tokens=30, seed=i) for i in range(6)]
+    tokens = [run.tokens(i)[0] for i in ids]
+    alone = [
+        sample(model, prompt_of(7, i), stop_tokens=stops, max_tokens=30, seed=i) for i in range(6)
+    ]
+    assert tokens == [result.sequences[0].tokens.tolist() for result in alone]
+    assert len({len(t) for t in tokens}) > 2
+    if model.looks_ahead:
+        assert sampler._graphs.num_ahead >= max(len(t) for t in tokens) - 3
+    assert not sampler.scheduler.running
+    assert sampler.scheduler.pool.num_available == sampler.scheduler.pool.num_blocks
+
+
+def test_a_job_that_finds_no_room_says_once_what_it_waits_for(model):
+    few_places = Run(model, model.sampler(max_running=2))
+    first, second, third, fourth = (few_places.add(prompt_of(5, i)) for i in range(4))
+    few_places.finish()
+    assert few_places.waits(first) == few_places.waits(second) == []
+    third_s, fourth_s = few_places.waits(third), few_places.waits(fourth)
+    assert third_s == ["waits for one of 2 places in the sampler", "sampling"]
+    assert fourth_s == ["waits for one of 2 places in the sampler, 1 before it", "sampling"]
+    little_memory = Run(model, model.sampler(kv_tokens=40))
+    ids = [little_memory.add(prompt_of(24, i), max_tokens=6) for i in range(2)]
+    little_memory.finish()
+    assert [little_memory.waits(i) for i in ids] == [
+        [],
+        ["waits for memory for keys and values in the sampler", "sampling"],
+    ]
 
 
 def test_cancel_frees_the_slot_at_once_and_others_go_on(model):

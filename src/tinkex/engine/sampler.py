@@ -84,6 +84,7 @@ class _Request:
     scores: PromptScores | None
     samples: list[_Sample] = field(default_factory=list)
     num_open: int = 0
+    told_to_wait: bool = False
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -294,6 +295,8 @@ class Sampler:
                         self.scheduler.done(chunk)
                 return len(chunks)
         chunks = self.scheduler.plan()
+        if self.scheduler.waiting:
+            self._tell_who_waits()
         if not chunks:
             assert not self.scheduler, "sequences wait, but none can run"
             return 0
@@ -314,6 +317,19 @@ class Sampler:
         self._score_prompts(chunks, hidden_TD)
         self._sample(chunks, hidden_TD)
         return len(hidden_TD)
+
+    def _tell_who_waits(self) -> None:
+        """Say once to each job that found no room why it does not start."""
+        room = "memory for keys and values"
+        if len(self.scheduler.running) >= self.config.max_running:
+            room = f"one of {self.config.max_running} places"
+        for place, seq in enumerate(self.scheduler.waiting):
+            request = _owner(seq).request
+            if not request.told_to_wait and not any(s.num_sampled for s in request.samples):
+                request.told_to_wait = True
+                ahead = f", {place} before it" if place else ""
+                text = f"waits for {room} in the sampler{ahead}"
+                request.emit(jobs.Progress(job_id=request.job.job_id, text=text))
 
     def _replay(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Logits of a pass in which every sequence decodes one token, from a recorded graph."""
@@ -459,6 +475,9 @@ class Sampler:
     def _accept(self, sample: _Sample, token: int, logprob: float) -> None:
         """Append a drawn token to its sample, and end the sample if it is complete."""
         request = sample.request
+        if request.told_to_wait:
+            request.told_to_wait = False
+            request.emit(jobs.Progress(job_id=sample.job_id, text="sampling"))
         if math.isnan(logprob):
             name = request.job.adapter_folder or request.job.base_model
             self._fail(request, f"the logits of {name} are not numbers; it has diverged", "user")
@@ -507,9 +526,13 @@ def _attention(
     return PagedAttend(cache), None
 
 
+def _owner(seq: Seq) -> _Sample:
+    assert isinstance(seq, _Sample)
+    return seq
+
+
 def _sample_of(chunk: Chunk) -> _Sample:
-    assert isinstance(chunk.seq, _Sample)
-    return chunk.seq
+    return _owner(chunk.seq)
 
 
 def _lora(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
