@@ -81,6 +81,17 @@ def test_cispo_keeps_the_ratio_out_of_its_gradient(rng):
     torch.testing.assert_close(slope, (-ratio * x["advantages"]).detach())
 
 
+def test_cispo_agrees_with_finite_differences_while_its_ratio_is_held(rng):
+    """The ratio takes no gradient, so the difference is taken of the formula with it fixed."""
+    logp, x = tensors(rng)
+    (slope,) = torch.autograd.grad(run("cispo", logp.requires_grad_(), x).sum(), logp)
+    logp = logp.detach().numpy()
+    held = np.clip(np.exp(logp - x["logprobs"].numpy()), 0, 4) * x["advantages"].numpy()
+    step = 1e-6 * np.eye(N)
+    above, below = (-(held * (logp + sign * step)).sum(axis=1) for sign in (1, -1))
+    np.testing.assert_allclose(slope.numpy(), (above - below) / 2e-6, rtol=0, atol=1e-5)
+
+
 def test_soft_targets_of_kl_divergence_agree_with_finite_differences(rng):
     q = torch.log_softmax(torch.tensor(rng.normal(size=(4, 3))), dim=-1)
     logp = torch.log_softmax(torch.tensor(rng.normal(size=(4, 3))), dim=-1)
