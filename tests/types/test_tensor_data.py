@@ -91,7 +91,6 @@ def test_sparse_is_used_only_when_it_is_smaller():
         (lambda: TensorData([[1, 2], [3]], "int64"), "data", "rectangular"),
         (lambda: TensorData(np.array(["a"])), "data", "does not travel"),
         (lambda: TensorData(np.array([True])), "data", "astype"),
-        (lambda: TensorData(np.array([2**64 - 1], np.uint64)), "data", "does not fit"),
         (lambda: TensorData(np.array([1.5]), "int64"), "data", "int64"),
         (lambda: TensorData([1], "int64", [1, 1], [0, 1]), "sparse_col_indices", "both"),
         (lambda: TensorData([1], "int64", [1], [0, 1], [0]), "shape", "2-D"),
@@ -118,6 +117,18 @@ def test_losing_precision_is_logged_once(caplog):
         TensorData.from_numpy(np.array([0.5]))
     assert len(caplog.records) == 1
     assert "float32" in caplog.text
+
+
+def test_unsigned_values_that_do_not_fit_are_cast_and_logged_once(caplog):
+    """R3, as settled: unsigned integers become int64, with a warning where that loses something."""
+    arrays._warned.clear()
+    with caplog.at_level(logging.WARNING, "tinkex.types"):
+        assert TensorData(np.array([7, 2**63 - 1], np.uint64)).tolist() == [7, 2**63 - 1]
+        assert not caplog.records
+        assert TensorData(np.array([7, 2**64 - 1], np.uint64)).tolist() == [7, -1]
+        TensorData(np.array([2**63], np.uint64))
+    assert len(caplog.records) == 1
+    assert "int64" in caplog.text
 
 
 def test_dtype_is_an_enum_and_a_string():

@@ -98,7 +98,7 @@ def wire_array(array: NDArray[Any], *, path: str) -> NDArray[Any]:
     if kind == "i":
         return _frozen(array.astype("<i8", copy=True))
     if kind == "u":
-        return _frozen(_unsigned_to_int64(array, path=path))
+        return _frozen(_unsigned_to_int64(array))
     raise InvalidInputError(
         f"dtype {array.dtype} does not travel; only float and integer arrays do. "
         "Convert it first, for example with .astype(np.float32).",
@@ -114,9 +114,9 @@ def _to_float32(array: NDArray[Any]) -> NDArray[Any]:
     return narrow
 
 
-def _unsigned_to_int64(array: NDArray[Any], *, path: str) -> NDArray[Any]:
+def _unsigned_to_int64(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype.itemsize == 8 and array.size and int(array.max()) > np.iinfo(np.int64).max:
-        raise InvalidInputError(f"{int(array.max())} does not fit in int64", path=path)
+        _warn_once("uint64 values of 2**63 and more wrapped around to negative int64 values")
     return array.astype("<i8", copy=True)
 
 
