@@ -41,13 +41,14 @@ def test_unknown_keys_are_errors_wherever_they_stand(
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.org"])
 def test_another_address_than_loopback_needs_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match="no api key"):
-        ServerConfig(host=host)
-    assert ServerConfig(host=host, api_keys=("tml-a=ada",)).host == host
+        ServerConfig(host=host).require_key(is_any_stored=False)
+    ServerConfig(host=host).require_key(is_any_stored=True)
+    ServerConfig(host=host, api_keys=("tml-a=ada",)).require_key(is_any_stored=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_loopback_needs_no_key(host: str) -> None:
-    assert ServerConfig(host=host).is_loopback
+    ServerConfig(host=host).require_key(is_any_stored=False)
 
 
 @pytest.mark.parametrize(

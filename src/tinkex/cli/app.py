@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("tinkex.cli.doctor:doctor", "Check this machine and a server."),
     "export": ("tinkex.cli.export:export", "Write a checkpoint as PEFT or merged model."),
     "import": ("tinkex.cli.import_:import_", "Turn a PEFT adapter into a checkpoint."),
+    "keys": ("tinkex.cli.keys:keys", "Add, list and revoke keys of your own server."),
     "model": ("tinkex.cli.model:model", "What the server can train and sample."),
     "quickstart": ("tinkex.cli.quickstart:quickstart", "Fine-tune a small model, right now."),
     "run": ("tinkex.cli.run:run", "List and inspect training runs."),

@@ -1,16 +1,19 @@
 """Who is calling: API keys, signed tokens, and the open mode of a private server.
 
 A credential travels in `X-API-Key`: a key (`tml-...`) that the store knows by its hash, or a token
-(`eyJ...`) that this server signed. A server without any key is open: whoever reaches it is the user
-`local`; the config refuses that on any address but loopback. Routes ask for `current_user` and
-never see a credential. What a user may touch is decided where the thing lives.
+(`eyJ...`) that this server signed. A token names the key it was exchanged for and dies with it. A
+server without any key is open: whoever reaches it is the user `local`; it is refused on any address
+but loopback, and ends when a key is added, for as long as the process lives. Keys are read from the
+store, so that `tinkex keys` works on a running server. Routes ask for `current_user` and never see
+a credential. What a user may touch is decided where the thing lives.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import jwt
 from fastapi import Depends, Request
@@ -18,20 +21,30 @@ from fastapi import Depends, Request
 from tinkex.server.problems import ApiError
 from tinkex.store import ApiKey, Store, User
 
+logger = logging.getLogger(__name__)
 ISSUER = "passport-tinkex"
 ORGANIZATION = "local"
 TOKEN_TTL_S = 3600
 OPEN_USER = "local"
 CACHE_S = 5.0
-"""A revoked key is refused after this long at the latest."""
+"""A revoked key is refused after this long at the latest, and so are the tokens it was given."""
 CACHE_SIZE = 4096
 _CONFIG_NOTE = "set in the server's configuration"
 _URN = "tml:user:"
+_KEY_CLAIM = "key_id"
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    user: User
+    key_id: int | None
+    """None: nobody's key, because the server is open."""
+    valid_s: float = CACHE_S
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    user: User
+    identity: _Identity
     until: float
 
 
@@ -77,15 +90,18 @@ class Auth:
         Raises:
             ApiError: 401, with a text that never repeats the credential.
         """
+        return (await self._identity(credential)).user
+
+    async def _identity(self, credential: str | None) -> _Identity:
         credential = (credential or "").strip()
         seen = self._seen.get(credential)
         if seen is not None and seen.until > time.monotonic():
-            return seen.user
-        user, valid_s = await self._look_up(credential)
+            return seen.identity
+        found = await self._look_up(credential)
         if len(self._seen) >= CACHE_SIZE:
             self._seen.clear()
-        self._seen[credential] = _Seen(user, time.monotonic() + min(valid_s, CACHE_S))
-        return user
+        self._seen[credential] = _Seen(found, time.monotonic() + min(found.valid_s, CACHE_S))
+        return found
 
     async def key_of(self, credential: str | None) -> ApiKey | None:
         """The record of an API key; None for tokens and in open mode."""
@@ -93,43 +109,51 @@ class Auth:
             return None
         return await self._store.call(self._store.accounts.find_key, credential)
 
-    def is_configured(self, key: ApiKey) -> bool:
-        return key.note == _CONFIG_NOTE
-
     def forget(self) -> None:
         """Look every credential up again, because a key was revoked."""
         self._seen.clear()
 
-    def issue_token(self, user: User) -> str:
-        """A signed token for `user`, good for an hour."""
+    async def issue_token(self, credential: str | None) -> str:
+        """A signed token that acts for a key, good for an hour or until the key is revoked."""
+        found = await self._identity(credential)
         now = int(time.time())
         claims = {
             "iss": ISSUER,
-            "sub": user_urn(user.user_id),
+            "sub": user_urn(found.user.user_id),
             "org_id": ORGANIZATION,
-            "email": user.email,
+            "email": found.user.email,
             "iat": now,
             "exp": now + TOKEN_TTL_S,
+            _KEY_CLAIM: found.key_id,
         }
         return jwt.encode(claims, self._secret, algorithm="HS256")
 
-    async def _look_up(self, credential: str) -> tuple[User, float]:
+    async def _still_open(self) -> User | None:
+        """The user of an open server. Once it has a key it stays closed, whatever is revoked."""
+        if self._open_user is not None:
+            if await self._store.call(self._store.accounts.active_keys):
+                logger.warning("a key was added: callers without one are refused from now on")
+                self._open_user = None
+        return self._open_user
+
+    async def _look_up(self, credential: str) -> _Identity:
+        open_user = await self._still_open()
         if credential.startswith("eyJ"):
             return await self._from_token(credential)
-        if self._open_user is not None:
+        if open_user is not None:
             if credential and not credential.startswith("tml-"):
                 raise _refused("A key starts with 'tml-'; this server also accepts none at all.")
-            return self._open_user, CACHE_S
+            return _Identity(open_user, None)
         if not credential:
             raise _refused("No API key was sent. Set TINKER_API_KEY, or pass api_key.")
         record = await self._store.call(self._store.accounts.find_key, credential)
         if record is None:
             raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
-        return await self._user(record.user_id), CACHE_S
+        return _Identity(await self._user(record.user_id), record.key_id)
 
-    async def _from_token(self, token: str) -> tuple[User, float]:
+    async def _from_token(self, token: str) -> _Identity:
         try:
-            claims = jwt.decode(
+            claims: dict[str, Any] = jwt.decode(
                 token,
                 self._secret,
                 algorithms=["HS256"],
@@ -140,14 +164,27 @@ class Auth:
             raise _refused("The token has expired. Get a new one from /api/v1/auth/token.") from exc
         except jwt.InvalidTokenError as exc:
             raise _refused("The token was not signed by this server, or is damaged.") from exc
-        user = await self._user(str(claims["sub"]).removeprefix(_URN))
-        return user, claims["exp"] - time.time()
+        user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
+        if not await self._may_act(key_id, user_id):
+            raise _refused("The key this token was made for is revoked. Use another key.")
+        return _Identity(await self._user(user_id), key_id, claims["exp"] - time.time())
+
+    async def _may_act(self, key_id: int | None, user_id: str) -> bool:
+        if key_id is None:  # made by an open server
+            return self._open_user is not None
+        key = await self._store.call(self._store.accounts.get_key, key_id)
+        return key is not None and key.revoked_at is None and key.user_id == user_id
 
     async def _user(self, user_id: str) -> User:
         user = await self._store.call(self._store.accounts.get_user, user_id)
         if user is None:
             raise _refused("The user of this credential no longer exists.")
         return user
+
+
+def is_configured(key: ApiKey) -> bool:
+    """Whether a key stands in the server's configuration: revoked, it would be back at a start."""
+    return key.note == _CONFIG_NOTE
 
 
 def user_urn(user_id: str) -> str:

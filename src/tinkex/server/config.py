@@ -54,7 +54,7 @@ def default_data_dir() -> Path:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
-    """Address to listen on. Any address but loopback needs at least one api key."""
+    """Address to listen on. Any address but loopback needs a key, given here or stored."""
     port: int = 8765
     """Port to listen on; 0 picks a free one and prints it."""
     models: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class ServerConfig:
     data_dir: Path = field(default_factory=default_data_dir)
     """Where the database, checkpoints and recovery snapshots live."""
     api_keys: tuple[str, ...] = ()
-    """`KEY` or `KEY=USER`. Empty: every caller is the user `local`."""
+    """`KEY` or `KEY=USER`, beside those of `tinkex keys`. None at all: all are the user `local`."""
     tls_cert: str = ""
     """PEM file with the certificate and its chain; with `tls_key`, the server speaks HTTPS."""
     tls_key: str = ""
@@ -133,10 +133,17 @@ class ServerConfig:
         if bool(self.tls_cert) != bool(self.tls_key):
             given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
             raise ConfigError(f"{given} is set and {missing} is not; HTTPS needs both.")
-        if not self.is_loopback and not self.api_keys:
+
+    def require_key(self, *, is_any_stored: bool) -> None:
+        """Refuse to let everybody in: another address than loopback needs a key.
+
+        Raises:
+            ConfigError: There is none, neither here nor in the store (`tinkex keys add`).
+        """
+        if not (self.is_loopback or self.api_keys or is_any_stored):
             raise ConfigError(
-                f"host {self.host!r} is reachable by others and no api key is set. "
-                "Give --api-key KEY=USER, or listen on 127.0.0.1."
+                f"host {self.host!r} is reachable by others and no api key is set. Make one with "
+                "`tinkex keys add --user NAME`, give --api-key KEY=USER, or listen on 127.0.0.1."
             )
 
     def _check_amounts(self) -> None:

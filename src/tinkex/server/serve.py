@@ -26,11 +26,13 @@ from fastapi import FastAPI
 from tinkex.errors import ConfigError
 from tinkex.server import disk
 from tinkex.server.app import create_app
+from tinkex.server.auth import is_configured
 from tinkex.server.config import ENGINES, ServerConfig, load_config
 from tinkex.server.tls import check_tls
 from tinkex.server.worker import WorkerSpec
 from tinkex.server.workers import ProcessWorker
 from tinkex.store import Store
+from tinkex.store.database import sqlite_file
 
 logger = logging.getLogger("tinkex.server")
 GRACE_S = 5
@@ -83,6 +85,7 @@ def run(config: ServerConfig) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
     logger.info("effective config: %s", json.dumps(config.describe()))
+    config.require_key(is_any_stored=not config.is_loopback and _has_stored_key(config))
     if config.tls_cert:
         check_tls(config.tls_cert, config.tls_key)
     sock = _bind(config)
@@ -142,13 +145,28 @@ async def _until_deserted(
     await serving
 
 
-def open_store(config: ServerConfig) -> Store:
-    """The database a config names, for this server alone; SQLite in the data folder by default."""
+def _has_stored_key(config: ServerConfig) -> bool:
+    """Whether `tinkex keys` made one. Makes no database where there is none."""
+    if not config.database and not sqlite_file(config.data_dir).exists():
+        return False
+    store = connect_store(config)
+    try:
+        return any(not is_configured(key) for key in store.accounts.active_keys())
+    finally:
+        store.close()
+
+
+def connect_store(config: ServerConfig) -> Store:
+    """The database a config names, shared with others; SQLite in the data folder by default."""
     ttl_s, sync = config.result_ttl_s, config.power_safe
     if config.database:
-        store = Store(config.database, full_sync=sync, result_ttl_s=ttl_s)
-    else:
-        store = Store.in_folder(config.data_dir, full_sync=sync, result_ttl_s=ttl_s)
+        return Store(config.database, full_sync=sync, result_ttl_s=ttl_s)
+    return Store.in_folder(config.data_dir, full_sync=sync, result_ttl_s=ttl_s)
+
+
+def open_store(config: ServerConfig) -> Store:
+    """The database a config names, for this server alone."""
+    store = connect_store(config)
     try:
         store.claim()
     except ConfigError:

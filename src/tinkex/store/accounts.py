@@ -75,9 +75,22 @@ class Accounts:
             row = connection.execute(query).mappings().first()
         return _api_key(row) if row else None
 
+    def get_key(self, key_id: int) -> ApiKey | None:
+        """The record of a key, revoked or not."""
+        query = select(schema.api_keys).where(schema.api_keys.c.key_id == key_id)
+        with self._reader.connect() as connection:
+            row = connection.execute(query).mappings().first()
+        return _api_key(row) if row else None
+
     def keys(self, user_id: str) -> list[ApiKey]:
         keys = schema.api_keys
         query = select(keys).where(keys.c.user_id == user_id).order_by(keys.c.key_id)
+        with self._reader.connect() as connection:
+            return [_api_key(row) for row in connection.execute(query).mappings()]
+
+    def all_keys(self) -> list[ApiKey]:
+        """Every key of all users, revoked ones too, in the order they were added."""
+        query = select(schema.api_keys).order_by(schema.api_keys.c.key_id)
         with self._reader.connect() as connection:
             return [_api_key(row) for row in connection.execute(query).mappings()]
 

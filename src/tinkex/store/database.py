@@ -34,8 +34,12 @@ class Database:
         self.writer.dispose()
 
 
+def sqlite_file(data_dir: Path) -> Path:
+    return data_dir / "tinkex.db"
+
+
 def sqlite_url(data_dir: Path) -> str:
-    return f"sqlite:///{data_dir / 'tinkex.db'}"
+    return f"sqlite:///{sqlite_file(data_dir)}"
 
 
 def open_database(url: str, *, full_sync: bool = True) -> Database:

@@ -86,3 +86,24 @@ async def test_a_token_outlives_a_restart(open_server: Callable[..., Any]) -> No
         token = (await world.call("POST", "/auth/token", 200, key="tml-one"))["jwt"]
     async with open_server(("tml-one=ann",)) as world:
         await world.call("GET", "/sessions", 200, key=token)
+
+
+async def test_a_token_dies_with_its_key(world: World) -> None:
+    made = world.store.accounts.add_key("tml-second", "ann")
+    token = (await world.call("POST", "/auth/token", 200, key="tml-second"))["jwt"]
+    again = (await world.call("POST", "/auth/token", 200, key=token))["jwt"]
+    for credential in (token, again):
+        await world.call("GET", "/sessions", 200, key=credential)
+    world.store.accounts.revoke_key(made.key_id)
+    world.app.state.auth.forget()
+    for credential in ("tml-second", token, again):
+        body = await world.call("GET", "/sessions", 401, key=credential)
+        assert "revoked" in body["detail"]
+    await world.call("GET", "/sessions", 200, key="tml-ann")
+
+
+async def test_a_token_without_a_key_needs_an_open_server(world: World) -> None:
+    """Tokens of an open server, and of versions before keys were named in them."""
+    secret = world.store.accounts.secret("jwt")
+    claims = {"iss": ISSUER, "sub": "tml:user:ann", "exp": time.time() + 600}
+    await world.call("GET", "/sessions", 401, key=jwt.encode(claims, secret, "HS256"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from tinkex.server.auth import ORGANIZATION, Auth, CurrentUser, credential_of
+from tinkex.server.auth import ORGANIZATION, Auth, CurrentUser, credential_of, is_configured
 from tinkex.server.problems import ApiError
 from tinkex.store import ApiKey, Store
 
@@ -16,7 +16,7 @@ router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 @router.post("/token")
 async def exchange_token(request: Request, user: CurrentUser) -> dict[str, str]:
     auth: Auth = request.app.state.auth
-    return {"jwt": auth.issue_token(user)}
+    return {"jwt": await auth.issue_token(credential_of(request))}
 
 
 @router.get("/apikey/me")
@@ -40,7 +40,7 @@ async def revoke_key(request: Request, user: CurrentUser) -> Response:
     record = await _key(request)
     if record is None:
         raise ApiError(403, "There is no key to revoke: this server is open, or a token was sent.")
-    if auth.is_configured(record):
+    if is_configured(record):
         raise ApiError(
             403,
             "This key stands in the server's configuration and would be back after a restart. "

@@ -1,0 +1,163 @@
+"""`tinkex keys ...`: who may use a server of your own.
+
+Works on the server's database, so it needs the machine (or the database URL) the server runs with,
+and no key. A running server sees a change within seconds. A key is shown once, when it is made;
+what is stored is its hash. The other side, a key on a user's machine, is `tinkex auth`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from tinkex.cli.output import Table, properties
+from tinkex.cli.state import Noun, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex.store import ApiKey, Store
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@click.group(cls=Noun)
+def keys() -> None:
+    """Add, list and revoke the keys of your own server."""
+
+
+def _where(command: F) -> F:
+    """The options that say which server is meant; the same settings as those of `serve`."""
+    path = click.Path(path_type=Path)
+    for option in (
+        click.option("--config", "file", type=path, help="TOML file of the server."),
+        click.option("--database", help="Database URL of the server, if not in its data folder."),
+        click.option("--data-dir", type=path, help="Data folder of the server."),
+    ):
+        command = option(command)
+    return command
+
+
+@keys.command()
+@click.option("--user", required=True, help="Who the key acts for; made when new.")
+@click.option("--name", default="", help="What the key is for, shown in listings.")
+@_where
+@pass_state
+def add(state: State, /, user: str, name: str, **where: Any) -> None:
+    """Make a key for a user and show it, this once."""
+    if not user.strip() or user != user.strip():
+        raise click.BadParameter(
+            "a user needs a name without spaces around it", param_hint="--user"
+        )
+    key = f"tml-{secrets.token_urlsafe(32)}"
+    with _store(where, make=True) as store:
+        is_first = not store.accounts.active_keys()
+        store.accounts.ensure_user(user)
+        made = store.accounts.add_key(key, user, name=name)
+    if is_first:
+        state.note("This is the first key: callers without one are refused from now on.")
+    state.show(
+        properties(None, {"Key": key, "ID": made.key_id, "User": user, "Name": made.name}),
+        {"key": key, **_plain(made)},
+    )
+
+
+@keys.command("list")
+@click.option("--user", help="Only the keys of this user.")
+@click.option("--all", "revoked", is_flag=True, help="Revoked keys too.")
+@_where
+@pass_state
+def list_(state: State, /, user: str | None, revoked: bool, **where: Any) -> None:
+    """List keys by number, oldest first; the keys themselves are not stored."""
+    with _store(where) as store:
+        found = [
+            key
+            for key in store.accounts.all_keys()
+            if user in (None, key.user_id) and (revoked or key.revoked_at is None)
+        ]
+    rows = [
+        (key.key_id, key.user_id, key.name, _time(key.created_at), _state(key)) for key in found
+    ]
+    columns = ("ID", "User", "Name", "Created", "State")
+    table = Table(title=f"Keys ({len(rows)})", columns=columns, rows=rows)
+    state.show(table, {"keys": [_plain(key) for key in found]})
+
+
+@keys.command()
+@click.argument("key_id", type=int)
+@_where
+@pass_state
+def revoke(state: State, /, key_id: int, **where: Any) -> None:
+    """Refuse a key, and the tokens made for it, from now on."""
+    from tinkex.server.auth import is_configured
+
+    with _store(where) as store:
+        found = store.accounts.get_key(key_id)
+        if found is None or found.revoked_at is not None:
+            word = "No key has" if found is None else "Revoked before is"
+            raise click.ClickException(f"{word} the number {key_id}. See `tinkex keys list`.")
+        if is_configured(found):
+            raise click.ClickException(
+                f"Key {key_id} stands in the server's configuration and would be back after a "
+                "restart. Remove it there and restart."
+            )
+        store.accounts.revoke_key(key_id)
+        after = store.accounts.get_key(key_id)
+        assert after is not None
+        is_last = not store.accounts.active_keys()
+    if is_last:
+        state.note(
+            "No key is left: a running server refuses everybody, and one that starts again is open "
+            "to its own machine."
+        )
+    state.show(
+        properties(None, {"ID": key_id, "User": after.user_id, "State": "revoked"}), _plain(after)
+    )
+
+
+@contextmanager
+def _store(where: dict[str, Any], *, make: bool = False) -> Iterator[Store]:
+    """The database of the server that is meant. Only `make` creates one."""
+    from tinkex.server.config import load_config
+    from tinkex.server.serve import connect_store
+    from tinkex.store.database import sqlite_file
+
+    file = where.pop("file")
+    config = load_config(file=file, flags=where)
+    if not make and not config.database and not sqlite_file(config.data_dir).exists():
+        raise click.ClickException(
+            f"No server has kept anything in {config.data_dir} yet. Name its folder with "
+            "--data-dir, or its settings with --config."
+        )
+    store = connect_store(config)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _plain(key: ApiKey) -> dict[str, Any]:
+    return {
+        "key_id": key.key_id,
+        "user": key.user_id,
+        "name": key.name,
+        "state": _state(key),
+        "created_at": _time(key.created_at),
+        "revoked_at": _time(key.revoked_at),
+    }
+
+
+def _state(key: ApiKey) -> str:
+    from tinkex.server.auth import is_configured
+
+    if key.revoked_at is not None:
+        return "revoked"
+    return "configured" if is_configured(key) else "active"
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

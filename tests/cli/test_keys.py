@@ -1,0 +1,145 @@
+"""`tinkex keys`: table, JSON and failures, and what a running server makes of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
+from server_process import ServerProcess
+
+
+@pytest.fixture
+def keys(cli, tmp_path) -> Callable[..., Any]:
+    """`keys("list")` on a data folder of its own."""
+    return lambda *args: cli("keys", *args, "--data-dir", tmp_path / "data")
+
+
+def test_a_key_is_shown_once_and_only_its_number_is_listed(keys):
+    made = keys("add", "--user", "ann", "--name", "laptop", "--json")
+    assert made.code == 0
+    assert "first key" in made.err
+    assert made.json["key"].startswith("tml-")
+    assert len(made.json["key"]) > 40
+    table = keys("list")
+    assert table.code == 0
+    assert table.out.split("\n")[2].split() == ["ID", "User", "Name", "Created", "State"]
+    assert table.out.split("\n")[4].split() == ["1", "ann", "laptop", "just", "now", "active"]
+    (listed,) = keys("list", "--json").json["keys"]
+    assert listed["state"] == "active"
+    assert listed["revoked_at"] is None
+    assert made.json["key"] not in table.out + str(listed)
+
+
+def test_adding_prints_a_table_for_people(keys):
+    table = keys("add", "--user", "ann")
+    assert "tml-" in table.out
+    assert "ann" in table.out
+
+
+def test_a_revoked_key_leaves_the_listing(keys):
+    for user in ("ann", "bob"):
+        keys("add", "--user", user)
+    revoked = keys("revoke", 1)
+    assert revoked.code == 0
+    assert "revoked" in revoked.out
+    assert [key["user"] for key in keys("list", "--json").json["keys"]] == ["bob"]
+    states = [key["state"] for key in keys("list", "--all", "--json").json["keys"]]
+    assert states == ["revoked", "active"]
+    assert keys("list", "--user", "ann", "--json").json["keys"] == []
+    last = keys("revoke", 2, "--json")
+    assert last.json["state"] == "revoked"
+    assert "No key is left" in last.err
+
+
+def test_failures_name_the_next_move(keys, tmp_path):
+    assert "No server has kept anything" in keys("list").err
+    assert not (tmp_path / "data").exists(), "looking makes nothing"
+    assert keys("add").code == 2
+    assert keys("add", "--user", " ").code == 2
+    keys("add", "--user", "ann")
+    unknown = keys("revoke", 7)
+    assert (unknown.code, unknown.out) == (1, "")
+    assert "No key has the number 7. See `tinkex keys list`." in unknown.err
+    keys("revoke", 1)
+    assert "Revoked before is the number 1" in keys("revoke", 1).err
+
+
+def test_a_database_that_is_none_is_refused(cli):
+    wrong = cli("keys", "list", "--database", "mysql://nowhere/x")
+    assert wrong.code == 1
+    assert "postgresql://" in wrong.err
+
+
+# ------------------------------------------------------------------------------------ live
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path, "--engine", "toy", "--api-key", "tml-fixed=op") as server:
+        yield server
+
+
+def status(server: ServerProcess, key: str) -> int:
+    return httpx.get(
+        f"{server.base_url}/api/v1/sessions", headers={"x-api-key": key}, trust_env=False
+    ).status_code
+
+
+def until(server: ServerProcess, key: str, wanted: int) -> None:
+    deadline = time.monotonic() + 15
+    while status(server, key) != wanted:
+        assert time.monotonic() < deadline, f"{wanted} did not come"
+        time.sleep(0.2)
+
+
+def test_a_running_server_takes_a_new_key_and_drops_a_revoked_one_with_its_tokens(server, keys):
+    key = keys("add", "--user", "ann", "--json").json["key"]
+    assert status(server, key) == 200, "without a restart"
+    answer = httpx.post(
+        f"{server.base_url}/api/v1/auth/token", headers={"x-api-key": key}, trust_env=False
+    )
+    token = answer.json()["jwt"]
+    assert status(server, token) == 200
+    number = next(k["key_id"] for k in keys("list", "--json").json["keys"] if k["user"] == "ann")
+    keys("revoke", number)
+    until(server, key, 401)
+    until(server, token, 401)
+    assert status(server, "tml-fixed") == 200
+
+
+def test_a_key_of_the_configuration_is_revoked_there(server, keys):
+    (fixed,) = keys("list", "--json").json["keys"]
+    assert fixed["state"] == "configured"
+    refused = keys("revoke", fixed["key_id"])
+    assert refused.code == 1
+    assert "stands in the server's configuration" in refused.err
+
+
+def test_the_first_key_closes_an_open_server_and_opens_another_address(tmp_path, keys):
+    with ServerProcess(tmp_path, "--engine", "toy") as server:
+        assert status(server, "") == 200
+        key = keys("add", "--user", "ann", "--json").json["key"]
+        until(server, "", 401)
+        assert status(server, key) == 200
+        keys("revoke", 1)
+        until(server, key, 401)
+        assert status(server, "") == 401, "and it does not open again by itself"
+    command = [sys.executable, "-m", "tinkex.server", "--engine", "toy", "--host", "0.0.0.0"]
+    command += ["--port", "0", "--data-dir", str(tmp_path / "data")]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "no api key is set" in refused.stderr
+    keys("add", "--user", "ann")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            assert b"base_url" in process.stdout.readline()
+        finally:
+            process.terminate()
