@@ -14,6 +14,7 @@ import pytest
 
 from tinkex.engine import jobs
 from tinkex.engine.toy import ToyConfig, ToyEngine
+from tinkex.engine.toy_cache import PrefixCache
 
 BASE = "toy/base"
 
@@ -215,6 +216,29 @@ def test_a_repeated_prompt_reports_cache_hits(client):
     prompt = list(range(40))
     assert client.sample(prompt, max_tokens=1).prompt_cache_hit_tokens == 0
     assert client.sample(prompt, max_tokens=1).prompt_cache_hit_tokens == 32
+
+
+def test_prompts_seen_long_ago_are_forgotten():
+    cache = PrefixCache(num_blocks=4)
+    first, second = np.arange(40), np.arange(100, 140)
+    assert cache.hits("", first) == 0
+    assert cache.hits("another adapter", first) == 0
+    assert cache.hits("", first) == 32
+    assert cache.hits("", second) == 0
+    assert cache.hits("", np.arange(200, 240)) == 0
+    assert cache.hits("", first) == 0
+
+
+def test_a_forgotten_snapshot_is_read_again(tmp_path):
+    client = Client(ToyEngine(ToyConfig(num_snapshots=1)))
+    folders = [str(tmp_path / name) for name in "ab"]
+    client.create()
+    for folder in folders:
+        client.run(jobs.SaveAdapterJob, adapter_id="a", folder=folder, for_sampling=True)
+    assert len(client.engine._snapshots) == 1
+    tokens = [client.sample([1], adapter_folder=f, max_tokens=4, seed=1) for f in folders * 2]
+    assert len({tuple(result.sequences[0].tokens) for result in tokens}) == 1
+    client.engine.close()
 
 
 @pytest.mark.parametrize(

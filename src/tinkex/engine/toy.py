@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from tinkex.engine import jobs
 from tinkex.engine.rng import fresh_seed, sample_key, uniform
+from tinkex.engine.toy_cache import PrefixCache, Recent
 from tinkex.engine.toy_data import check_tokens, prepare
 from tinkex.engine.toy_losses import custom_loss_and_slopes, loss_and_slopes
 from tinkex.engine.toy_model import ToyAdapter
@@ -59,6 +60,10 @@ class ToyConfig:
     deterministic: bool = True
     """Jobs without a seed take one from their content, so that equal jobs give equal samples."""
     decode: Callable[[Sequence[int]], str] = toy_decode
+    num_cache_blocks: int = 65536
+    """Blocks of 16 prompt tokens that are remembered; the oldest are forgotten first."""
+    num_snapshots: int = 256
+    """Sampling snapshots kept in memory; others are read again from their folder."""
 
 
 @dataclass(order=True, slots=True)
@@ -78,9 +83,9 @@ class ToyEngine:
     def __init__(self, config: ToyConfig | None = None) -> None:
         self.config = config or ToyConfig()
         self._adapters: dict[str, ToyAdapter] = {}
-        self._snapshots: dict[str, ToyAdapter] = {}
+        self._snapshots: Recent[str, ToyAdapter] = Recent(self.config.num_snapshots)
         self._bases: dict[str, ToyAdapter] = {}
-        self._seen_blocks: set[tuple[str, bytes]] = set()
+        self._prefixes = PrefixCache(self.config.num_cache_blocks)
         self._agenda: list[_Due] = []
         self._order = itertools.count()
         self._lane_free_at: dict[str, float] = {}
@@ -212,6 +217,9 @@ class ToyEngine:
                 return self._save(job, due)
             case jobs.DropAdapterJob():
                 self._adapters.pop(job.adapter_id, None)
+                with self._wake:
+                    if self._lane_free_at.get(job.adapter_id, 0.0) <= time.monotonic():
+                        self._lane_free_at.pop(job.adapter_id, None)  # nothing waits behind us
                 return jobs.AdapterResult()
             case jobs.TrainJob():
                 return self._train(job)
@@ -306,16 +314,14 @@ class ToyEngine:
             self._disk.submit(self._attempt, due, write)
             return None
         result = write()
-        self._snapshots[job.folder] = self._read(folder, with_optimizer=False)
+        self._snapshots.put(job.folder, self._read(folder, with_optimizer=False))
         return result
 
     def _snapshot(self, job: jobs.SampleJob, emit: Emit) -> ToyAdapter:
         base = self._base(job.base_model, job.job_id, emit)
         if (folder := job.adapter_folder) is None:
             return base
-        if folder not in self._snapshots:
-            self._snapshots[folder] = self._read(Path(folder), with_optimizer=False)
-        return self._snapshots[folder]
+        return self._snapshots.get(folder, lambda: self._read(Path(folder), with_optimizer=False))
 
     # ------------------------------------------------------------------------------- training
 
@@ -367,7 +373,7 @@ class ToyEngine:
             sequences=sequences,
             num_prompt_tokens=len(job.prompt),
             num_sampled_tokens=sum(len(s.tokens) for s in sequences),
-            prompt_cache_hit_tokens=self._cache_hits(job),
+            prompt_cache_hit_tokens=self._prefixes.hits(job.adapter_folder or "", job.prompt),
             **prompt_scores(job, adapter, seed),
         )
 
@@ -375,16 +381,6 @@ class ToyEngine:
         if not self.config.deterministic:
             return fresh_seed()
         return int.from_bytes(np.asarray(job.prompt).tobytes()[-8:], "little")
-
-    def _cache_hits(self, job: jobs.SampleJob) -> int:
-        """Prompt tokens in whole blocks of 16 that an earlier prompt of the same weights had."""
-        version, raw, hits = job.adapter_folder or "", np.asarray(job.prompt).tobytes(), 0
-        width = 16 * np.asarray(job.prompt).itemsize
-        for end in range(width, len(raw), width):
-            block = (version, raw[:end])
-            hits += 16 * (block in self._seen_blocks)
-            self._seen_blocks.add(block)
-        return hits
 
     def _generate(
         self, job: jobs.SampleJob, adapter: ToyAdapter, key: int, max_tokens: int
