@@ -1,7 +1,11 @@
-"""Tiny random models of each family, ours and transformers' side by side."""
+"""Tiny random models of each family, ours and transformers' side by side.
+
+The harness of this folder's tests is importable: `training`, `peft_oracle`.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from peft_oracle import exact_norms
 
 TINY_VOCAB = 97
 _SHAPE = {
@@ -98,7 +105,7 @@ def _make(family: str, folder: Path) -> Tiny:
             if parameter.ndim == 1:  # norms and biases start trivial; make them count
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
-    return Tiny(family, folder, model.double())
+    return Tiny(family, folder, exact_norms(model.double()))
 
 
 @pytest.fixture

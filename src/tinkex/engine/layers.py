@@ -83,7 +83,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    if (y_TO := packed_weights.product(x_TI, weight_OI, bias_O, None)) is not None:
+    if (y_TO := packed_weights.product(x_TI, weight_OI, bias_O)) is not None:
         return y_TO
     return x_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, x_TI, weight_OI.t())
 
@@ -167,14 +167,14 @@ def _plain_linear(
     residual_TO: Tensor | None,
     slots: Sequence[Slot],
 ) -> tuple[Tensor, list[Tensor]]:
-    if residual_TO is None:
-        y_TO = _affine(x_TI, weight_OI, bias_O)
-    elif (fast_TO := packed_weights.product(x_TI, weight_OI, bias_O, residual_TO)) is not None:
-        y_TO = fast_TO
-    else:
-        y_TO = torch.addmm(residual_TO, x_TI, weight_OI.t())
+    if residual_TO is not None and x_TI.is_cuda:
+        y_TO = torch.addmm(residual_TO, x_TI, weight_OI.t())  # the sum is rounded to bf16 once
         if bias_O is not None:
             y_TO += bias_O
+    else:
+        y_TO = _affine(x_TI, weight_OI, bias_O)
+        if residual_TO is not None:
+            y_TO += residual_TO  # last: terms summed onto a large residual lose their low bits
     return y_TO, add_low_rank(y_TO, x_TI, slots)
 
 

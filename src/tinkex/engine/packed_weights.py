@@ -64,10 +64,8 @@ def _free_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def product(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, residual_TO: Tensor | None
-) -> Tensor | None:
-    """x @ weight.T + bias + residual with the packed copy; None where the plain way is to be taken.
+def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor | None:
+    """x @ weight.T + bias with the packed copy; None where the plain way is to be taken.
 
     The result may be overwritten; the arguments are not.
     """
@@ -80,6 +78,4 @@ def product(
     if num_rows < FEWEST_ROWS:
         x_TI = F.pad(x_TI, (0, 0, 0, FEWEST_ROWS - num_rows))
     y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, packed, bias_O, "none", [], "")
-    if num_rows < FEWEST_ROWS:
-        y_TO = y_TO[:num_rows]
-    return y_TO if residual_TO is None else y_TO.add_(residual_TO)
+    return y_TO[:num_rows] if num_rows < FEWEST_ROWS else y_TO
