@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -431,14 +432,23 @@ def test_the_first_session_lives_on_while_its_server_knows_it(server):
 
 
 def pipelined(client) -> list[float]:
-    """Four steps under way at any time; only some of them are ever awaited."""
-    waiting, losses = [], []
-    for step in range(14):
-        waiting.append(client.forward_backward(batch(step), "cross_entropy"))
-        client.optim_step(ADAM)
-        if len(waiting) > 3:
-            losses.append(waiting.pop(0).result(60).metrics["loss:sum"])
-    return losses + [future.result(60).metrics["loss:sum"] for future in waiting]
+    """Four steps under way at any time, some of them with a look at the state between the two
+    halves; each is awaited on a thread of its own, and optimizer steps never are."""
+
+    def loss(future) -> float:
+        return future.result(120).metrics["loss:sum"]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        losses = []
+        for step in range(14):
+            waiting = [client.forward_backward(batch(step), "cross_entropy")]
+            client.optim_step(ADAM)
+            if step % 3 == 0:
+                waiting.append(client.forward(batch(99), "cross_entropy"))
+            losses += [threads.submit(loss, future) for future in waiting]
+            if len(losses) > 4:
+                losses[-5].result()
+        return [future.result() for future in losses]
 
 
 @pytest.mark.slow
