@@ -224,6 +224,23 @@ async def test_compressed_bodies_are_read_and_bombs_refused(tmp_path: Path) -> N
         assert (await world.post("forward_backward", b"x", headers=gzip)).status_code == 415
 
 
+@pytest.mark.parametrize("level", [1, 3, 19, 22])
+async def test_zstd_windows_of_real_clients_are_read_and_larger_ones_refused(
+    app_world: AppWorld, level: int
+) -> None:
+    """Level 19 has a window of 8 MiB; 22 would cost 128 MiB before a byte is checked."""
+    model = await app_world.model()
+    packer = zstandard.ZstdCompressor(level=level).compressobj()  # no size, so the full window
+    body = packer.compress(train_body(model, 1, TOKENS)) + packer.flush()
+    zstd = {**PROTO, "content-encoding": "zstd"}
+    answer = await app_world.post("forward_backward", body, headers=zstd)
+    if level <= 19:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 400
+        assert "window of the body is larger than 8 MiB" in answer.json()["detail"]
+
+
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [

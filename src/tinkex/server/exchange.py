@@ -14,12 +14,12 @@ import orjson
 import zstandard
 from fastapi import Request, Response
 
-from tinkex.errors import WireError
 from tinkex.server import decode
 from tinkex.server.auth import Auth, credential_of
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.store import User
+from tinkex.wire.body import BodyTooLargeError, unpack
 
 T = TypeVar("T")
 LARGE_BYTES = 64 * 1024
@@ -74,19 +74,24 @@ async def read_body(request: Request) -> bytes:
     if encoding != "zstd":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
     limit = service_of(request).config.max_body_bytes
-    return await off_loop(len(body), _decompress, body, limit)
+    return await off_loop(_size_unpacked(body), _decompress, body, limit)
+
+
+def _size_unpacked(body: bytes) -> int:
+    """As its header says; a frame that does not say may be of any size."""
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return len(body)
+    return max(size, len(body)) if size >= 0 else LARGE_BYTES
 
 
 def _decompress(body: bytes, limit: int) -> bytes:
     """Bounded: a small body that unpacks into gigabytes is refused while it unpacks."""
-    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body)
     try:
-        plain = bytes(reader.read(limit + 1))
-    except zstandard.ZstdError as exc:
-        raise WireError(f"the body is not valid zstd: {exc}.") from exc
-    if len(plain) > limit:
-        raise _too_large(limit)
-    return plain
+        return unpack(body, "zstd", max_bytes=limit)
+    except BodyTooLargeError as exc:
+        raise _too_large(limit) from exc
 
 
 def _too_large(limit: int) -> ApiError:

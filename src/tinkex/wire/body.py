@@ -18,6 +18,12 @@ _MAX_WINDOW_BYTES = 8 * 1024 * 1024
 _CHUNK_BYTES = 1024 * 1024
 
 
+class BodyTooLargeError(WireError):
+    """A body has more bytes than the reader allows, compressed or not."""
+
+    code = "too_large"
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     """What goes into an HTTP message: the bytes and the two headers that explain them."""
@@ -49,7 +55,7 @@ def unpack(
     if encoding != "identity":
         raise WireError(f"content encoding {short(encoding)} is not known; use zstd or none")
     if len(content) > max_bytes:
-        raise WireError(_too_large(len(content), max_bytes))
+        raise BodyTooLargeError(_too_large(len(content), max_bytes))
     return content
 
 
@@ -57,16 +63,21 @@ def _unzstd(content: bytes, max_bytes: int) -> bytes:
     try:
         declared = zstandard.frame_content_size(content)
         if declared > max_bytes:
-            raise WireError(_too_large(declared, max_bytes))
+            raise BodyTooLargeError(_too_large(declared, max_bytes))
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         reader = decompressor.stream_reader(content, read_across_frames=True)
         parts, total = [], 0
         while part := reader.read(_CHUNK_BYTES):
             total += len(part)
             if total > max_bytes:
-                raise WireError(_too_large(total, max_bytes))
+                raise BodyTooLargeError(_too_large(total, max_bytes))
             parts.append(part)
     except zstandard.ZstdError as exc:
+        if "too much memory" in str(exc):
+            raise WireError(
+                f"the zstd window of the body is larger than {_MAX_WINDOW_BYTES >> 20} MiB. "
+                "Compress with a level up to 19 and without long-distance matching."
+            ) from exc
         raise WireError(f"the body is not valid zstd: {exc}") from exc
     if declared > 0 and total < declared:
         raise WireError(f"the zstd body is cut short: {total} of {declared} bytes")
