@@ -10,8 +10,15 @@ import transformers
 from tinkex.engine.attention import PackedCausal
 from tinkex.engine.decoder import load_decoder
 from tinkex.engine.foreign import ForeignDecoder
-from tinkex.engine.jobs import CreateAdapterJob, LoraSpec, SaveAdapterJob, TrainDatum, TrainJob
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.jobs import (
+    CreateAdapterJob,
+    LoraSpec,
+    SaveAdapterJob,
+    TrainDatum,
+    TrainJob,
+    TrainResult,
+)
+from tinkex.engine.trainer import Trainer, TrainerConfig
 from tinkex.errors import NotSupportedError
 
 SMALL = {
@@ -89,6 +96,37 @@ def test_logits_and_gradients_match_peft(name, tmp_path, rng):
             expected = theirs[f"{prefix}.lora_{side}.default.weight"].grad
             torch.testing.assert_close(view, expected, rtol=1e-4, atol=1e-4)
         at += 2
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_recomputed_layers_keep_little_and_give_the_same_gradient(name, tmp_path, rng):
+    save_model(FOREIGN[name], tmp_path / "base")
+    tokens, targets = rng.integers(0, 97, 40), rng.integers(0, 97, 40)
+    inputs = {"target_tokens": targets, "weights": np.ones(40, np.float32)}
+    job = TrainJob(
+        job_id="",
+        adapter_id="a",
+        data=(TrainDatum(tokens=tokens, inputs=inputs),),
+        loss_fn="cross_entropy",
+    )
+    grads, kept_bytes = [], []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept_bytes[-1] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    for activation_bytes in (1 << 30, 1):
+        config = TrainerConfig(activation_bytes=activation_bytes)
+        trainer = Trainer(load_decoder(str(tmp_path / "base")), base_model=name, config=config)
+        spec = LoraSpec(rank=3, seed=0)
+        trainer.create(CreateAdapterJob(job_id="", adapter_id="a", base_model=name, lora=spec))
+        kept_bytes.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            (result,) = trainer.train([job])
+        assert isinstance(result, TrainResult)
+        grads.append(trainer.adapters["a"].grad)
+    assert torch.equal(*grads)
+    assert kept_bytes[1] < kept_bytes[0] / 4
 
 
 def test_capped_attention_is_refused_by_name(tmp_path):

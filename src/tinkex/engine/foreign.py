@@ -2,18 +2,20 @@
 
 The same interface as `decoder.py`, slower: transformers computes the layers, but attention goes to
 our `Attend` and every linear carries our LoRA, so packing, tenants and the sampler's paged cache
-work unchanged. At load a probe compares the result with the untouched model: a model that does more
-than this wrapper sees (scaled or capped logits, state-space layers, attention sinks) is refused,
-never computed wrong. `recompute` is accepted and has no effect here.
+work unchanged. Layers are recomputed in the backward pass when the trainer asks for that. At load a
+probe compares the result with the untouched model: a model that does more than this wrapper sees
+(scaled or capped logits, state-space layers, attention sinks) is refused, never computed wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.attention import Attend, PackedCausal
 from tinkex.engine.decoder import compute_dtype
@@ -47,12 +49,14 @@ class ForeignDecoder:
         self._attend: Attend | None = None
         self._lora: LoraBatch | None = None
         self._num_attended = 0
+        self._recompute = False
         tokens_T = torch.arange(_PROBE_TOKENS, device=self.device) % config.vocab_size
         with torch.no_grad():
             expected_TV = self._model(tokens_T[None], use_cache=False).logits[0].float()
         _register_backend()
         self._model.set_attn_implementation(_BACKEND)
         self.targets: Mapping[str, Target] = dict(self._adapt())
+        self._wrap_layers()
         self._probe(tokens_T, expected_TV)
 
     def forward(
@@ -64,22 +68,18 @@ class ForeignDecoder:
         *,
         recompute: bool = False,
     ) -> Tensor:
-        self._attend, self._lora, self._num_attended = attend, lora, 0
-        try:
+        self._num_attended = 0
+        self._recompute = recompute and torch.is_grad_enabled()
+        with self._using(attend, lora):
             out = self._model.base_model(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False
             )
-        finally:
-            self._attend = self._lora = None
         hidden_TD: Tensor = out.last_hidden_state[0]
         return hidden_TD
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        self._lora = lora
-        try:
+        with self._using(None, lora):
             logits_NV: Tensor = self._model.get_output_embeddings()(hidden_ND)
-        finally:
-            self._lora = None
         return logits_NV.float()
 
     def head_backward(
@@ -93,6 +93,46 @@ class ForeignDecoder:
         return hidden_ND.grad
 
     # ------------------------------------------------------------------------------- wrapping
+
+    @contextmanager
+    def _using(self, attend: Attend | None, lora: LoraBatch | None) -> Iterator[None]:
+        """What the wrapped modules find while they run."""
+        before = self._attend, self._lora
+        self._attend, self._lora = attend, lora
+        try:
+            yield
+        finally:
+            self._attend, self._lora = before
+
+    def _wrap_layers(self) -> None:
+        """Let every decoder layer keep its inputs only, and run again in the backward pass.
+
+        Not by transformers' own switch: that one works in training mode alone, with dropout.
+        """
+        num_layers = self.config.num_layers
+        stacks = [
+            module
+            for module in self._model.base_model.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers
+        ]
+        if len(stacks) != 1:
+            self._refuse(f"{len(stacks)} lists of {num_layers} layers, where one is expected")
+        for layer in stacks[0]:
+            layer.forward = self._recomputing(layer.forward)
+
+    def _recomputing(self, compute: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._recompute:
+                return compute(*args, **kwargs)
+            attend, lora = self._attend, self._lora
+
+            def again(*args: Any) -> Any:
+                with self._using(attend, lora):
+                    return compute(*args, **kwargs)
+
+            return checkpoint(again, *args, use_reentrant=False)
+
+        return forward
 
     def _adapt(self) -> Iterator[tuple[str, Target]]:
         """Let every attention module find us, and every linear carry adapters."""

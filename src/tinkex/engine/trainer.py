@@ -311,6 +311,8 @@ class Trainer:
         qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
         attended = (1 + config.qk_norm) * config.num_heads * config.head_size
         per_layer = 2 * config.hidden_size + qkv + attended + 2 * config.mlp_size
+        if not config.native:
+            per_layer = per_layer * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
         return one.num_tokens * config.num_layers * per_layer * self.decoder.dtype.itemsize
 
     def _settle(self, tasks: Mapping[int, Task]) -> list[int]:
