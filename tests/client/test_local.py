@@ -124,6 +124,38 @@ def test_a_killed_server_is_started_again_and_the_loop_never_hears_of_it(home: P
     assert _ended(record["pid"], within_s=20)
 
 
+_NEIGHBOUR = """
+import sys, tinkex
+service = tinkex.ServiceClient()
+client = service.create_lora_training_client({model!r}, rank=4, seed=1)
+print("ready", flush=True)
+sys.stdin.readline()
+print(client.get_info().model_id == client.model_id, service.holder.config.base_url, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_programs_that_share_a_server_both_go_on_when_it_is_killed(home: Path) -> None:
+    """Whoever finds it dead first starts it; the other one finds it where it was."""
+    program = [sys.executable, "-c", _NEIGHBOUR.format(model=MODEL)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        tinkex.ServiceClient() as service,
+        subprocess.Popen(program, **pipes) as neighbour,
+    ):
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == "ready\n"
+        _kill(home)
+        print(file=neighbour.stdin, flush=True)
+        assert client.get_info().model_id == client.model_id
+        url = service.holder.config.base_url
+        assert neighbour.stdout.readline() == f"True {url}\n"
+        record = json.loads((home / "local-toy.json").read_text())
+        assert (record["base_url"], len(record["restarts"])) == (url, 1)
+        neighbour.communicate("\n", timeout=60)
+
+
 def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
