@@ -341,6 +341,33 @@ def test_a_custom_loss_does_not_wait_for_a_server_that_died(server):
     client.close()
 
 
+def test_a_call_that_never_arrived_is_a_loss_for_those_after_it(server):
+    """The server is back and knows the run, but waits for a number that will never come."""
+    expected = undisturbed(server, 4)
+    client = new_client(server).with_recovery(quick(server))
+    losses = train(client, range(2))
+    port = int(server.base_url.rpartition(":")[2])
+    server.kill()
+    client.forward_backward(batch(2), "cross_entropy")  # given up, and never awaited
+    wait_until(lambda: client._calls[-1].made[0].done())
+    server.start(port)
+    client.optim_step(ADAM)
+    losses += train(client, range(3, 4))
+    assert losses == expected[:2] + expected[3:]
+    assert client.num_recoveries == 1
+    client.close()
+
+
+def test_a_step_with_a_wrong_half_leaves_nothing_behind(server):
+    expected = undisturbed(server, 2)
+    client = new_client(server).with_recovery(quick(server))
+    losses = train(client, range(1))
+    with pytest.raises(InvalidInputError):
+        client.train_step(batch(7), "cross_entropy", AdamParams(learning_rate=-1.0))
+    assert losses + train(client, range(1, 2)) == expected
+    client.close()
+
+
 def lose_the_answer(client, future) -> None:
     """As if the last call's answer had got lost on its way."""
     future.result(30)

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinkex.client import events
+from tinkex.client import events, validation
 from tinkex.client.loss_tracing import LossHandle
 from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.run_monitor import SLICE_S, RunHealth, RunMonitor, Watch, check_service
@@ -64,6 +64,10 @@ _WAITING = frozenset(
     """save_weights_and_get_sampling_client save_weights_and_get_sampling_client_sync
     create_sampling_client get_info get_tokenizer""".split()
 )
+
+
+_LOSSES = (APIConnectionError, RetryableException, LocalServerError)
+"""What ends a run whatever the server thinks of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +188,7 @@ class RecoveringTrainingClient:
         """`forward_backward` and `optim_step` together, as `TrainingClient.train_step`."""
         from tinkex.client.train_step import TrainStepResult
 
+        validation.check_optim_params(optim_params, None)  # before anything is sent
         with self._lock:
             loss = self._make("forward_backward", (data, loss_fn, loss_fn_config), {})
             step = self._make("optim_step", (optim_params,), {})
@@ -295,11 +300,22 @@ class RecoveringTrainingClient:
 
     def _health(self, run: TrainingClient) -> RunHealth:
         known = self._lost if run is self.client else None
+        known = known or self._never_sent(run)
         return RunHealth("lost", known) if known else self._monitor.check(run)
+
+    def _never_sent(self, run: TrainingClient) -> str | None:
+        """Why a call did not arrive. The server misses its number, so none after it will run."""
+        for call in self._calls:
+            future, made_on = call.made
+            if made_on is run and future.done() and not future.cancelled():
+                error = future.exception()
+                if isinstance(error, _LOSSES):
+                    return str(error)
+        return None
 
     def _is_loss(self, error: TinkerError, run: TrainingClient) -> bool:
         """True when the error means that this run cannot go on."""
-        if isinstance(error, APIConnectionError | RetryableException | LocalServerError):
+        if isinstance(error, _LOSSES):
             return True
         if isinstance(error, APIStatusError) and error.category == "server":
             return True
