@@ -332,11 +332,27 @@ sample = jobs.SampleJob(
     max_tokens=20, seed=7, stop_tokens=(),
 )
 result = run(sample)
+train = jobs.TrainJob(job_id="t", adapter_id="a", data=data, loss_fn="cross_entropy")
+run(train)  # gradients without a step: the snapshot must hold them
+state = jobs.SaveAdapterJob(
+    job_id="s", adapter_id="a", folder=out + "-state", with_optimizer=True, with_gradients=True
+)
+run(state)
+run(jobs.LoadAdapterJob(
+    job_id="l", adapter_id="b", base_model=model, folder=out + "-state", with_optimizer=True
+))
+ends = []
+for name in "ab":
+    run(jobs.OptimJob(job_id="o", adapter_id=name, params=jobs.AdamParams(learning_rate=5e-3)))
+    end = jobs.SaveAdapterJob(job_id="s", adapter_id=name, folder=out + "-" + name)
+    run(end)
+    ends.append(open(end.folder + "/adapter_model.safetensors", "rb").read())
 weights = open(out + "/adapter_model.safetensors", "rb").read()
 print(json.dumps({
     "losses": losses,
     "tokens": [s.tokens.tolist() for s in result.sequences],
     "sha": hashlib.sha256(weights).hexdigest(),
+    "resumes": ends[0] == ends[1] != weights,
 }))
 engine.close()
 """
@@ -364,7 +380,7 @@ def saved_model(folder):
 
 
 def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path):
-    """Two fresh processes: equal losses, weights and samples; and the loss falls."""
+    """Two fresh processes: equal losses, weights and samples; the loss falls; resuming is exact."""
     import json
     import subprocess
     import sys
@@ -384,4 +400,5 @@ def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         runs.append(json.loads(done.stdout.splitlines()[-1]))
     assert runs[0] == runs[1]
+    assert runs[0]["resumes"]
     assert runs[0]["losses"][-1] < 0.8 * runs[0]["losses"][0]
