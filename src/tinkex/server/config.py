@@ -104,6 +104,8 @@ class ServerConfig:
     """How long later requests of a model wait for a missing seq_id. Clients retry for 300 s."""
     park_after_s: float = 300.0
     """A session without a heartbeat for this long gives its memory back; its state stays."""
+    state_ttl_s: float = 14 * 86_400.0
+    """How long a model's state outlives the last sign of life of its session; checkpoints stay."""
     snapshot_every_ops: int = 256
     """State-changing requests of a model between two recovery snapshots."""
     snapshot_every_s: float = 60.0

@@ -33,6 +33,7 @@ from tinkex.engine.jobs import (
 )
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server import disk
+from tinkex.server.decode import MAX_SEQ_ID
 from tinkex.server.futures import Outcome
 from tinkex.server.lanes import Lane, Op, never_created
 from tinkex.server.operations import FORCES_SNAPSHOT, MUTATES
@@ -246,8 +247,13 @@ class StateKeeper:
         if lane.generation == lane.place.worker.generation and lane.place.worker.is_ready:
             await self._run(lane, self._drop_job(lane), lane.generation)
         lane.generation = -1
-        await self._store.call(self._store.models.drop_snapshot, lane.model_id)
-        folder = self._root / lane.model_id.replace(":", "-")
+        await self.forget(lane.model_id)
+
+    async def forget(self, model_id: str) -> None:
+        """Remove what a model without a lane could be restored from: its snapshot and bodies."""
+        await self._store.call(self._store.models.drop_snapshot, model_id)
+        self._store.journal.release_bodies(model_id, MAX_SEQ_ID)
+        folder = self._root / model_id.replace(":", "-")
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def _drop_job(self, lane: Lane) -> DropAdapterJob:

@@ -41,6 +41,7 @@ from tinkex.store.journal import body_hash
 
 logger = logging.getLogger(__name__)
 TICK_S = 5.0
+LOOK_FOR_SILENT_S = 3600.0
 MAX_KNOWN = 2048
 """Numbers of a lane whose request is remembered in memory; older ones are looked up."""
 
@@ -133,9 +134,13 @@ class Service:
             await worker.close()
 
     async def _keep_house(self) -> None:
+        looked_at = -LOOK_FOR_SILENT_S
         while True:
             await asyncio.sleep(TICK_S)
             try:
+                if time.monotonic() - looked_at >= LOOK_FOR_SILENT_S:
+                    looked_at = time.monotonic()
+                    await self.drop_silent(time.time())
                 self.promises.forget_expired()
                 self.samples.forget()
                 for session_id in self.sessions.fell_silent(self.config.park_after_s):
@@ -153,6 +158,17 @@ class Service:
                 self._lanes.pop(lane.model_id, None)
                 self._known.pop(lane.model_id, None)
         self.sessions.forget(session_id)
+
+    async def drop_silent(self, now: float) -> None:
+        """Drop the state of models that nobody used for `state_ttl_s`; their checkpoints stay."""
+        limit = now - self.config.state_ttl_s
+        for model_id in await self.store.call(self.store.models.silent_since, limit):
+            async with self._opening.setdefault(model_id, asyncio.Lock()):
+                if model_id not in self._lanes:
+                    await self.store.call(self.store.models.mark, model_id, unloaded=True)
+                    await self.keeper.forget(model_id)
+                    logger.info("%s was silent for too long; its state is dropped", model_id)
+            self._opening.pop(model_id, None)
 
     async def finish_session(self, session_id: str) -> None:
         """Its client said goodbye: give the memory back as soon as the running work allows."""
@@ -176,7 +192,7 @@ class Service:
         if model is None or model.user_id != user.user_id:
             raise ApiError(404, f"No model {model_id!r} of yours; create it first.")
         if model.unloaded:
-            raise ApiError(400, f"{model_id!r} was unloaded; load a checkpoint into a new one.")
+            raise _unloaded(model_id)
         return model
 
     async def lane(self, user: User, model_id: str) -> Lane:
@@ -249,6 +265,8 @@ class Service:
         model = await self.store.call(self.store.models.get, model_id)
         if model is None:
             raise ApiError(404, f"No model {model_id!r}.")
+        if model.unloaded:
+            raise _unloaded(model_id)
         session = await self.store.call(self.store.sessions.get, model.session_id)
         base_model = self.catalog.resolve(model.base_model)
         operations = ModelOperations(
@@ -532,6 +550,14 @@ def _is_same_unnamed_save(row: Row, kind: str, body: bytes) -> bool:
         {k: v for k, v in orjson.loads(text).items() if k not in drop} for text in (row.body, body)
     )
     return bool(first == again and first.get("path") is None)
+
+
+def _unloaded(model_id: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{model_id!r} was unloaded, or unused for so long that its state was dropped "
+        "(state_ttl_s); load a checkpoint into a new model.",
+    )
 
 
 def _conflict(seq_id: int) -> SeqConflictError:
