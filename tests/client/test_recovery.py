@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
@@ -524,6 +525,21 @@ async def test_it_works_the_same_when_awaited(server):
         await (await client.optim_step_async(ADAM))
         losses.append((await future).metrics["loss:sum"])
     assert losses == undisturbed(server, 4)
+    client.close()
+
+
+async def test_calls_from_coroutines_keep_the_order_in_which_they_were_made(server):
+    """R11: also when they had to wait, here for the lock that a rebuild holds."""
+    client = new_client(server).with_recovery(quick(server, save_every_steps=0))
+    wanted = ["forward_backward", "optim_step", "forward", "forward_backward", "optim_step"] * 4
+    calls = []
+    with client._lock:
+        for step, name in enumerate(wanted):
+            args = (ADAM,) if name == "optim_step" else (batch(step), "cross_entropy")
+            calls.append(asyncio.ensure_future(getattr(client, f"{name}_async")(*args)))
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*[await call for call in calls])
+    assert [call.method for call in client._calls] == wanted
     client.close()
 
 

@@ -79,6 +79,7 @@ class Collector:
         self._sleep = sleep
         self._cursor = 0
         self._waiters: dict[str, asyncio.Future[Completion]] = {}
+        self._listeners: dict[str, OnWaiting] = {}
         # Ready before its waiter registered: the poll may overtake the submit's answer.
         self._early: dict[str, Completion | RequestFailedError] = {}
         self._retrieved: set[str] = set()
@@ -86,8 +87,8 @@ class Collector:
         self._dead: TinkerError | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def wait(self, request_id: str) -> Completion:
-        """Wait until the result is ready.
+    async def wait(self, request_id: str, on_waiting: OnWaiting | None = None) -> Completion:
+        """Wait until the result is ready. `on_waiting` hears why it is not, where the server says.
 
         Raises:
             RequestFailedError: The server said why it failed.
@@ -102,11 +103,14 @@ class Collector:
             return early
         waiter: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = waiter
+        if on_waiting is not None:
+            self._listeners[request_id] = on_waiting
         self._wake()
         try:
             return await waiter
         finally:
             self._waiters.pop(request_id, None)
+            self._listeners.pop(request_id, None)
 
     def acknowledge(self, request_id: str) -> None:
         """The result was read, or nobody wants it: the server may forget it."""
@@ -209,6 +213,9 @@ class Collector:
             payload = bytes(payloads[offset : offset + size]) if size else None
             offset += size
             self._settle(entry, payload)
+        for entry in header.get("waiting") or ():
+            if (listener := self._listeners.get(entry.get("request_id"))) is not None:
+                listener(entry.get("queue_state"), entry.get("queue_state_reason"))
         cursor = header.get("cursor")
         self._cursor = cursor if isinstance(cursor, int) else self._cursor
 

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import logging
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -149,6 +152,8 @@ class RecoveringTrainingClient:
         self._config = client.holder.given_config
         self._sleep = sleep
         self._lock = threading.RLock()
+        # A call from a coroutine may have to wait for a rebuild; one thread keeps their order.
+        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="tinkex-recovery")
         self._calls: list[_Call] = []
         self._saved: list[_Saved] = []
         self._saves_done: deque[_Saved] = deque()  # filled on the background loop, without the lock
@@ -179,8 +184,13 @@ class RecoveringTrainingClient:
             )
         plain = name.removesuffix("_async")
         if plain != name and plain in _RECORDED | _WAITING | {"train_step"}:
-            return lambda *args, **kwargs: asyncio.to_thread(getattr(self, plain), *args, **kwargs)
+            return functools.partial(self._elsewhere, getattr(self, plain))
         return getattr(self.client, name)
+
+    async def _elsewhere(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it without blocking the event loop, after all that was called like this before."""
+        call = functools.partial(contextvars.copy_context().run, method, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._in_order, call)
 
     def train_step(
         self, data: Any, loss_fn: str, optim_params: Any, loss_fn_config: Any = None
@@ -201,6 +211,7 @@ class RecoveringTrainingClient:
     def close(self) -> None:
         """Stop watching, and close what a recovery opened."""
         self._monitor.stop()
+        self._in_order.shutdown(wait=False)
         if self._service is not None:
             self._service.close().result(self.policy.attempt_timeout_s)
 

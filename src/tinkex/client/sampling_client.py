@@ -371,7 +371,12 @@ class SamplingClient:
         if not self.holder.flags.sample_use_retrieve_futures:
             return await self._poll(request_id, waiting, roundtrip_s, None)
         collector = self._collecting()
-        done = await collector.wait(request_id)
+
+        def still_waiting(state: str | None, reason: str | None) -> None:
+            waiting.state, waiting.reason = "queued", reason or state
+            self._watch.saw(request_id, state, reason)
+
+        done = await collector.wait(request_id, still_waiting)
         try:
             if done.payload is not None:
                 answer: types.SampleResponse = codec.decode_sample(done.payload)
