@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 from app_world import AppWorld, open_app
+from server_process import ServerProcess
 
+import tinkex
 from tinkex.server.samples import SampleLedger
 from tinkex.wire import tinker_public_pb2 as pb
 
@@ -257,3 +260,49 @@ class HalfWriter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Path) -> None:
+    settings = {"max_running_samples": 1, "toy_token_latency_s": 0.2, "hold_s": 0.3}
+    async with open_app(tmp_path, **settings) as world:
+        await world.model()  # loads the base model
+        session = await open_sampler(world)
+        for number in range(3):
+            await world.ok("asample", body_of(session, number, params={"max_tokens": 50}))
+        target = {"type": "sampling_session", "sampling_session_id": session}
+        poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
+        (size,) = struct.unpack_from("<I", poll.content)
+        header = orjson.loads(poll.content[4 : 4 + size])
+        assert header["completions"] == []
+        reasons = [(e["queue_state"], e["queue_state_reason"]) for e in header["waiting"]]
+        assert [e["request_id"] for e in header["waiting"]] == [f"{session}:{n}" for n in range(3)]
+        assert reasons[0] == ("active", "sampling")
+        assert reasons[2][0] == "paused_capacity"
+        assert "samples ahead" in reasons[2][1]
+        await world.ok("cancel_future", {"request_id": f"{session}:0"})
+        poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
+        assert [p.request_id for p in world.service.samples.waiting(session, 0, 9)] == [
+            f"{session}:1",
+            f"{session}:2",
+        ]
+
+
+def test_the_status_of_a_waiting_sample_says_why(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text("hold_s = 0.5\nmax_running_samples = 1\n")
+    flags = ("--engine", "toy", "--config", str(settings), "--toy-token-latency", "0.1")
+    with ServerProcess(tmp_path, *flags) as server:
+        with tinkex.ServiceClient(base_url=server.base_url) as service:
+            sampler = service.create_sampling_client(base_model="toy")
+            prompt = tinkex.types.ModelInput.from_ints([1, 2])
+            sampler.sample(prompt, 1, tinkex.types.SamplingParams(max_tokens=1)).result()
+            params = tinkex.types.SamplingParams(max_tokens=100)
+            futures = [sampler.sample(prompt, 1, params) for _ in range(3)]
+            deadline = time.monotonic() + 30
+            while not (futures[0].status().reason and futures[2].status().reason):
+                assert time.monotonic() < deadline, "no reason came"
+                time.sleep(0.1)
+            assert futures[0].status().reason == "sampling"
+            assert "samples ahead" in str(futures[2].status().reason)
+            for future in futures:
+                future.cancel()

@@ -13,6 +13,7 @@ were made in the same moment into one `/asample_batch`:
          header: {"cursor", "completions": [{"state": "finished", "request_id", "size"}
                   | {"state": "failed", "request_id", "error", "category"}, ...]}
          A finished one of size 0 was too large to inline and is fetched by /retrieve_future.
+         Without completions also "waiting": [{"request_id", "queue_state", "queue_state_reason"}].
 
 Neither knows what a sample is made of.
 """
@@ -48,6 +49,8 @@ FRAMES = "application/x-tinkex-frames"
 _POLL_TIMEOUT_S = 45.0
 _RETRY_S = 1.0
 _MAX_BAD_REQUESTS = 3
+OnWaiting = Callable[[str | None, str | None], None]
+"""Hears the queue state and the reason of waiting."""
 
 
 @dataclass(frozen=True, slots=True)

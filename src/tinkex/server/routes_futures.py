@@ -25,6 +25,8 @@ router = APIRouter(prefix="/api/v1", tags=["futures"])
 FRAMES = "application/x-tinkex-frames"
 MAX_INLINE_BYTES = 16_000_000
 MAX_INLINE_ITEM_BYTES = 1_000_000
+MAX_REASONS = 256
+"""Samples of a poll that are told why they wait, the oldest first."""
 
 
 @router.post("/retrieve_future")
@@ -45,17 +47,15 @@ async def retrieve_future(request: Request, user: CurrentUser) -> Response:
 
 
 def _pending(promise: Promise) -> Response:
+    body = {"type": "try_again", "request_id": promise.request_id, **_queue_state(promise)}
+    return answer(body, status=408)
+
+
+def _queue_state(promise: Promise) -> dict[str, str]:
     reason = promise.reason()
     moving = reason in ("running", "sampling")
-    return answer(
-        {
-            "type": "try_again",
-            "request_id": promise.request_id,
-            "queue_state": "active" if moving else "paused_capacity",
-            "queue_state_reason": reason,
-        },
-        status=408,
-    )
+    state = "active" if moving else "paused_capacity"
+    return {"queue_state": state, "queue_state_reason": reason}
 
 
 async def _result(promise: Promise, outcome: Outcome, accept: str) -> Response:
@@ -114,7 +114,8 @@ async def retrieve_futures(request: Request, user: CurrentUser) -> Response:
     if not found and not service.stopping.is_set():
         found = await log.wait_after(cursor, min(hold_s, service.config.hold_s))
     if decode.boolean(body, "inline_results", default=False):
-        return _frames(service, found, cursor)
+        waiting = service.samples.waiting(session.sampling_session_id, clone, MAX_REASONS)
+        return _frames(service, found, cursor, waiting)
     return answer(
         {
             "completions": [_completion(entry) for entry in found],
@@ -141,8 +142,13 @@ def _completion(entry: Completion) -> dict[str, Any]:
     return body
 
 
-def _frames(service: Service, found: list[Completion], cursor: int) -> Response:
-    """Our own SDK's form: the results themselves, joined behind one header."""
+def _frames(
+    service: Service, found: list[Completion], cursor: int, waiting: list[Promise]
+) -> Response:
+    """Our own SDK's form: the results themselves, joined behind one header.
+
+    A poll that found nothing says why instead, for each sample that waits.
+    """
     entries: list[dict[str, Any]] = []
     payloads: list[bytes] = []
     total = 0
@@ -169,6 +175,9 @@ def _frames(service: Service, found: list[Completion], cursor: int) -> Response:
             size = len(outcome.payload)
             entries.append({"state": "finished", "request_id": entry.request_id, "size": size})
         cursor = entry.cursor
-    header = orjson.dumps({"cursor": cursor, "completions": entries})
+    about: dict[str, Any] = {"cursor": cursor, "completions": entries}
+    if not found:
+        about["waiting"] = [{"request_id": p.request_id, **_queue_state(p)} for p in waiting]
+    header = orjson.dumps(about)
     content = b"".join([struct.pack("<I", len(header)), header, *payloads])
     return Response(content, media_type=FRAMES)

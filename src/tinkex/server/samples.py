@@ -157,10 +157,10 @@ class Samples:
         self._logs: dict[tuple[str, int], CompletionLog] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._hashes: dict[str, bytes] = {}
+        self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
         for request_id in ledger.lost:
-            session_id, _, seq_id = request_id.rpartition(":")
-            if seq_id.isdigit():
-                self.log(session_id, int(seq_id) // CLONE_STRIDE).add(request_id, 0)
+            if (key := _line(request_id)) is not None:
+                self.log(*key).add(request_id, 0)
 
     # ------------------------------------------------------------------------ sampling sessions
 
@@ -318,16 +318,28 @@ class Samples:
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
         promise.on_settle = self._settled
+        if (key := _line(request_id)) is not None:
+            self._pending.setdefault(key, {})[request_id] = promise
         task = self._launch(promise, user, session, job, None)
         promise.cancel = task.cancel  # type: ignore[assignment]
         return Accepted(promise, _sequence_ids(request_id, job.num_samples))
 
     def _settled(self, promise: Promise) -> None:
         self._promises.settled(promise)
-        session_id, _, seq_id = promise.request_id.rpartition(":")
-        if seq_id.isdigit():
-            size = len(promise.outcome.payload) if promise.outcome else 0
-            self.log(session_id, int(seq_id) // CLONE_STRIDE).add(promise.request_id, size)
+        key = _line(promise.request_id)
+        if key is None:
+            return
+        waiting = self._pending.get(key, {})
+        waiting.pop(promise.request_id, None)
+        if not waiting:
+            self._pending.pop(key, None)
+        size = len(promise.outcome.payload) if promise.outcome else 0
+        self.log(*key).add(promise.request_id, size)
+
+    def waiting(self, sampling_session_id: str, clone: int, limit: int) -> list[Promise]:
+        """The samples of a batched poller that are not done, oldest first."""
+        found = self._pending.get((sampling_session_id, clone), {})
+        return [promise for promise, _ in zip(found.values(), range(limit), strict=False)]
 
     # ------------------------------------------------------------------------ running
 
@@ -479,6 +491,12 @@ def _model_of(session: SamplingSession) -> str | None:
     if session.model_path is not None:
         return parse_path(session.model_path).run_id
     return None
+
+
+def _line(request_id: str) -> tuple[str, int] | None:
+    """The (sampling session, clone) whose poller waits for a sample; None when it has no number."""
+    session_id, _, seq_id = request_id.rpartition(":")
+    return (session_id, int(seq_id) // CLONE_STRIDE) if seq_id.isdigit() else None
 
 
 def _sequence_ids(request_id: str, num_samples: int) -> tuple[str, ...]:
