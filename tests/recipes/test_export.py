@@ -95,7 +95,7 @@ def check_round_trip(service, base_url, model, base, tmp_path, tokens=TOKENS, ra
     adapted = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
     torch.testing.assert_close(scores(adapted, tokens), expected, atol=1e-4, rtol=0)
 
-    options = ["-o", str(tmp_path / "merged"), "--merged", "--base", str(base)]
+    options = ["-o", str(tmp_path / "merged"), "--to", "merged", "--base", str(base)]
     assert run_cli(["--base-url", base_url, "export", path, *options]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(scores(merged, tokens), expected, atol=1e-4, rtol=0)

@@ -12,7 +12,7 @@ import click
 from tinkex.cli.state import State
 from tinkex.client.downloads import download_checkpoint, folder_name, progress_bar
 
-__all__ = ["fetch_folder", "folder_name", "keep_adapter_only", "make_room", "push_to_hub"]
+__all__ = ["check_room", "fetch_folder", "folder_name", "keep_adapter_only", "push_to_hub", "put"]
 
 # What a run needs to go on and nobody needs to load the adapter.
 _STATE_FILES = ("optimizer.safetensors", "gradients.safetensors")
@@ -20,6 +20,7 @@ _STATE_FILES = ("optimizer.safetensors", "gradients.safetensors")
 
 def fetch_folder(state: State, path: str, folder: Path, *, force: bool = False) -> int:
     """Download a checkpoint into `folder`; gives its size in bytes."""
+    check_room(folder, force=force)
     with state.service(patient=False) as service, progress_bar("Downloading") as report:
         return download_checkpoint(service, path, folder, force=force, on_progress=report)
 
@@ -31,12 +32,16 @@ def keep_adapter_only(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def make_room(folder: Path, *, force: bool) -> None:
-    if not folder.exists():
-        return
-    if not force:
-        raise click.ClickException(f"{folder} exists. Name another folder, or give --force.")
-    shutil.rmtree(folder)
+def check_room(target: Path, *, force: bool) -> None:
+    if target.exists() and not force:
+        raise click.ClickException(f"{target} exists. Name another, or give --force.")
+
+
+def put(made: Path, target: Path) -> None:
+    """Move what was made aside to where it belongs, replacing what is there only now."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    made.replace(target)
 
 
 def push_to_hub(

@@ -1,0 +1,77 @@
+"""An exception as words for a person at a prompt.
+
+The SDK's errors speak to programmers (status, route, keyword arguments) and the server's to whoever
+writes requests. Here the same facts name commands and options instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from tinkex.errors import APIStatusError, TinkerError
+
+__all__ = ["program", "words"]
+
+# A module that one of these extras brings is missing: say how to get it, not which import failed.
+_EXTRA_OF = {
+    "torch": "local",
+    "transformers": "local",
+    "safetensors": "local",
+    "fastapi": "server",
+    "uvicorn": "server",
+    "sqlalchemy": "server",
+    "alembic": "server",
+    "matplotlib": "local",
+    "huggingface_hub": "hub",
+    "gguf": "gguf",
+    "ray": "cluster",
+}
+_COMMAND_OF = {
+    "GET /checkpoints": "`tinkex checkpoint list`",
+    "GET /training_runs": "`tinkex run list`",
+    "GET /sessions": "`tinkex session list`",
+}
+
+
+def words(exc: Exception) -> str:
+    if isinstance(exc, ModuleNotFoundError) and (root := (exc.name or "").split(".")[0]):
+        if extra := _EXTRA_OF.get(root):
+            return f"this command needs {root}. Install it with: pip install 'tinkex[{extra}]'"
+    if isinstance(exc, APIStatusError):
+        return _answer(exc)
+    if isinstance(exc, TinkerError | OSError | TimeoutError):
+        return str(exc) or type(exc).__name__
+    return (
+        f"{type(exc).__name__}: {exc}\n"
+        "This looks like a bug in tinkex. Run again with TINKEX_DEBUG=1 for the traceback."
+    )
+
+
+def program() -> str:
+    """How to call us again: by name where the shell finds it, else by the path just used."""
+    used = sys.argv[0]
+    return used if Path(used).name == "tinkex" and not shutil.which("tinkex") else "tinkex"
+
+
+def _answer(exc: APIStatusError) -> str:
+    """What the server said, without the request it said it to."""
+    detail = exc.body.get("detail") if isinstance(exc.body, dict) else None
+    text = detail if isinstance(detail, str) and detail else str(exc)
+    for route, command in _COMMAND_OF.items():
+        text = text.replace(route, command)
+    if exc.status_code == 401 and not _has_key():
+        return (
+            "The server wants an API key and none is set: `tinkex auth login`, or TINKER_API_KEY."
+        )
+    if "is served here" in text and not os.environ.get("TINKER_BASE_URL"):
+        text += " The server of this machine: TINKEX_LOCAL_MODEL=NAME tinkex ..."
+    return text
+
+
+def _has_key() -> bool:
+    from tinkex import auth
+
+    return auth.tinker_has_credentials()
