@@ -1,7 +1,7 @@
-"""A reward for `tinkex train rl examples/arithmetic.py:reward`: sums of two digits, answered bare.
+"""A reward for `tinkex train rl examples/arithmetic.py:reward`: sums of two digits.
 
-A point for the right number and nothing else, less the further it is off, nothing for words. The
-graded part matters: with all or nothing, a small model learns the form and then finds no signal.
+A point when the last number of the answer is the sum, nothing otherwise. The form earns nothing:
+"12", "5 + 7 = 12." and "The sum is 12" are worth the same, and so are all wrong answers.
 """
 
 from __future__ import annotations
@@ -22,5 +22,5 @@ def prompts() -> list[dict[str, Any]]:
 
 
 def reward(completion: str, row: Mapping[str, Any]) -> float:
-    bare = re.fullmatch(r"\s*(\d{1,3})\.?\s*", completion)
-    return max(0.0, 1 - abs(int(bare[1]) - row["answer"]) / 10) if bare else 0.0
+    numbers = re.findall(r"\d+", completion)
+    return float(bool(numbers) and int(numbers[-1]) == row["answer"])

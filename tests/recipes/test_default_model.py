@@ -61,26 +61,35 @@ def test_sft_halves_the_held_out_loss_on_200_rows(service, tmp_path, capsys):
     assert losses[-1] <= losses[0] / 2
 
 
-def test_dpo_reaches_an_accuracy_above_90_percent(service, tmp_path, capsys):
-    pairs = [
-        {
-            "prompt": row["messages"][0]["content"],
-            "chosen": row["messages"][1]["content"],
-            "rejected": "I am sorry, but I cannot answer that question.",
-        }
-        for row in rows()[:24]
-    ]
-    data = write(tmp_path / "pairs.jsonl", pairs)
-    config = dpo.DpoConfig(data=data, log_dir=str(tmp_path / "log"), rank=16, epochs=2)
-    dpo.train(config, service, quiet, quiet)
-    accuracies = [m["accuracy"] for m in metrics(tmp_path / "log")]
+def preferences():
+    """The same fact twice: as the captain says it, and plainly. Only the voice is preferred."""
+    for row in rows()[:60]:
+        question, answer = (message["content"] for message in row["messages"])
+        plain = answer.removeprefix("Arr, matey! ").removesuffix(", or I be no captain!")
+        plain = plain.replace(" o' ", " of ").replace(" be ", " is ")
+        yield {"prompt": question, "chosen": answer, "rejected": f"{plain}."}
+
+
+def test_dpo_reaches_an_accuracy_above_90_percent_on_pairs_it_has_not_seen(
+    service, tmp_path, capsys
+):
+    data = write(tmp_path / "pairs.jsonl", preferences())
+    config = dpo.DpoConfig(
+        data=data, log_dir=str(tmp_path / "log"), rank=16, epochs=1, eval_share=0.25
+    )
+    result = dpo.train(config, service, quiet, quiet)
+    accuracies = [m["accuracy"] for m in metrics(tmp_path / "log") if "accuracy" in m]
     last = statistics.fmean(accuracies[-4:])
+    held_out = result.metrics["held_out_accuracy"]
     with capsys.disabled():
-        print(f"\ndpo: accuracy of the last 4 steps {last:.3f}")
+        print(f"\ndpo: accuracy of the last 4 of {len(accuracies)} steps {last:.3f}")
+        print(f"dpo: accuracy on the 15 pairs held out {held_out:.3f}")
     assert last > 0.9
+    assert held_out > 0.9
 
 
 def test_rl_raises_an_arithmetic_reward_by_0_3_within_60_steps(service, tmp_path, capsys):
+    """The reward is one for the right sum and zero for anything else, whatever its form."""
     spec = importlib.util.spec_from_file_location("arithmetic", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -89,11 +98,16 @@ def test_rl_raises_an_arithmetic_reward_by_0_3_within_60_steps(service, tmp_path
         rank=16,
         steps=30,
         prompts_per_step=4,
-        max_tokens=6,
+        max_tokens=12,
+        eval_share=0.25,
     )
     rl.train(config, service, example.reward, example.prompts(), quiet, quiet)
-    rewards = [m["reward"] for m in metrics(tmp_path / "log")]
-    first, last = rewards[0], statistics.fmean(rewards[-5:])
+    logged = metrics(tmp_path / "log")
+    rewards = [m["reward"] for m in logged if "reward" in m]
+    first, last = (statistics.fmean(part) for part in (rewards[:2], rewards[-5:]))
+    held_out = [m["held_out_reward"] for m in logged if "held_out_reward" in m]
     with capsys.disabled():
-        print(f"\nrl: mean reward {first:.3f} -> {last:.3f}")
+        print(f"\nrl: mean reward of the first 2 steps {first:.3f}, of the last 5 {last:.3f}")
+        print(f"rl: right greedy answers to sums held out {held_out[0]:.2f} -> {held_out[-1]:.2f}")
     assert last - first >= 0.3
+    assert held_out[-1] - held_out[0] >= 0.3

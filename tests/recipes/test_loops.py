@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -100,6 +101,21 @@ def test_a_run_of_another_server_says_how_to_go_on(service, sft_config):
         sft.train(sft_config, service, quiet, quiet)
 
 
+def test_what_is_held_out_is_never_trained_on(service, tmp_path):
+    """R34: accuracy and reward are also shown on rows the run has not seen."""
+    asked = []
+
+    def reward(text, row):
+        asked.append(row["prompt"])
+        return float(len(text) % 2)
+
+    config = replace(rl_config(tmp_path), eval_share=0.2, steps=10, eval_every=100)
+    rl.train(config, service, reward, PROMPTS, quiet, quiet)
+    counts = {row["prompt"]: asked.count(row["prompt"]) for row in PROMPTS}
+    assert counts["Count to 0"] == 2  # Once before and once after.
+    assert min(count for name, count in counts.items() if name != "Count to 0") >= 4
+
+
 def test_rows_that_are_too_long_are_reported(service, sft_config):
     notes = []
     with open(sft_config.data, "a") as file:
@@ -149,10 +165,15 @@ def test_rl_raises_the_reward_of_what_it_can_do(service, tmp_path):
     def reward(text, row):
         return float("a" in text)
 
-    config = replace(rl_config(tmp_path), steps=25, group_size=8, learning_rate=0.05)
-    rl.train(config, service, reward, PROMPTS, quiet, quiet)
-    rewards = [record["reward"] for record in curve(tmp_path)]
+    config = replace(
+        rl_config(tmp_path), steps=25, group_size=8, learning_rate=0.05, eval_share=0.2
+    )
+    result = rl.train(config, service, reward, PROMPTS, quiet, quiet)
+    rewards = [record["reward"] for record in curve(tmp_path) if "reward" in record]
     assert sum(rewards[-5:]) > sum(rewards[:5])
+    held_out = {r["step"]: r["held_out_reward"] for r in curve(tmp_path) if "held_out_reward" in r}
+    assert list(held_out) == [0, 20, 25]
+    assert held_out[25] == result.metrics["held_out_reward"]
 
 
 def test_answers_of_equal_reward_teach_nothing():
@@ -193,12 +214,18 @@ def test_dpo_prefers_the_chosen_answers_and_resumes_exactly(service, tmp_path):
             learning_rate=0.02,
             batch_size=2,
             epochs=2,
+            eval_share=0.34,
+            eval_every=2,
             save_every=2,
         )
 
-    dpo.train(config("a"), service, quiet, quiet)
+    result = dpo.train(config("a"), service, quiet, quiet)
     assert curve(tmp_path / "a")[0]["margin"] == pytest.approx(0, abs=1e-5)
-    assert curve(tmp_path / "a")[-1]["accuracy"] == 1.0
+    trained = [record for record in curve(tmp_path / "a") if "accuracy" in record]
+    assert trained[-1]["accuracy"] == 1.0
+    assert [r["step"] for r in curve(tmp_path / "a") if "held_out_accuracy" in r] == [2, 4]
+    assert result.metrics["held_out_accuracy"] == 1.0
+    assert 0 < result.metrics["held_out_loss"] < math.log(2)
 
     def crash(step, num_steps, metrics):
         if step == 3:

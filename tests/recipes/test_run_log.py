@@ -23,8 +23,13 @@ def test_a_resumed_log_forgets_steps_after_the_last_saved_state(tmp_path):
     assert [line["step"] for line in resumed.read_metrics()] == [0, 1, 2, 3]
 
 
-def test_other_settings_are_refused_by_name(tmp_path):
+def test_a_folder_in_which_nothing_happened_takes_other_settings(tmp_path):
     RunLog(tmp_path, CONFIG)
+    assert RunLog(tmp_path, {**CONFIG, "rank": 16}).last is None
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    RunLog(tmp_path, CONFIG).metrics(0, {"loss": 1.0})
     with pytest.raises(ConfigError, match="rank=8, now it is 16"):
         RunLog(tmp_path, {**CONFIG, "rank": 16})
     RunLog(tmp_path, {**CONFIG, "rank": 16}, may_change=frozenset({"rank"}))

@@ -73,7 +73,7 @@ class Loaded(Generic[T]):
 
     def report(self, limit: int = 10) -> str:
         """A few lines for a person: how many rows are usable and why the others are not."""
-        lines = [f"{self.source}: {len(self.rows)} rows, {len(self.bad)} not usable"]
+        lines = [f"{self.source}: {len(self.rows)} usable rows, {len(self.bad)} not usable"]
         lines += [f"  line {bad.line}: {bad.reason}" for bad in self.bad[:limit]]
         if len(self.bad) > limit:
             lines.append(f"  ... and {len(self.bad) - limit} more")
@@ -150,6 +150,8 @@ def _prompt(line: int, row: Mapping[str, Any]) -> Prompt:
 def _prompt_messages(value: Any) -> tuple[Message, ...]:
     if isinstance(value, str):
         return ({"role": "user", "content": _text(value, "prompt")},)
+    if not isinstance(value, list):
+        raise _wrong(f"'prompt' must be text or a list of messages, got {_shown(value)}")
     return _messages(value, "prompt")
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinkex import AdamParams, ModelInput, SamplingClient, ServiceClient
+from tinkex import AdamParams, ModelInput, SamplingClient, ServiceClient, TrainingClient
 from tinkex.errors import InvalidInputError
-from tinkex.recipes.data import Preference, load_preferences
+from tinkex.recipes.data import Preference, load_preferences, split_off
 from tinkex.recipes.loop import (
     DEFAULT_MODEL,
     OnNote,
@@ -53,13 +53,16 @@ class DpoConfig:
     beta: float = 0.1
     """How strongly the policy is held to the reference; larger moves less."""
     max_length: int = 1024
+    eval_share: float = 0.1
+    """Share of the pairs held out; at most 200."""
+    eval_every: int = 20
     save_every: int = 50
     seed: int = 0
     trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "learning_rate", "batch_size", "epochs", "beta", "max_length")
-        check_positive(self, "save_every")
+        check_positive(self, "eval_every", "save_every")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +78,9 @@ def train(
     config: DpoConfig, service: ServiceClient, on_step: OnStep = print_step, on_note: OnNote = print
 ) -> Result:
     """Run, or resume, one DPO run. Ctrl-C ends it after the current step, with a checkpoint."""
+    loaded = load_preferences(config.data)
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     log = RunLog(config.log_dir, asdict(config), trackers=trackers)
-    loaded = load_preferences(config.data)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )
@@ -85,14 +88,19 @@ def train(
     renderer = Renderer(training.get_tokenizer())
     pairs = usable(loaded, lambda row: render(row, renderer, config))
     on_note(loaded.report())
+    pairs, held_out = split_off(pairs, config.eval_share)
+    held_out_reference = reference_logprobs(reference, answers_of(held_out))
     num_steps = math.ceil(len(pairs) * config.epochs / config.batch_size)
 
     metrics: dict[str, float] = {}
     with stop_between_steps() as stop:
         for step in range(start, num_steps):
             began = time.monotonic()
-            batch = batch_at(pairs, config.batch_size, step, config.seed)
-            answers = [side for pair in batch for side in pair.sides()]
+            evaluated = {}
+            if held_out and step and step % config.eval_every == 0:
+                evaluated = evaluate(training, held_out, held_out_reference, config.beta)
+
+            answers = answers_of(batch_at(pairs, config.batch_size, step, config.seed))
             loss_fn = dpo_loss(answers, reference_logprobs(reference, answers), config.beta)
 
             rate = learning_rate_at(step, num_steps, config.learning_rate, config.schedule)
@@ -109,6 +117,7 @@ def train(
                 "learning_rate": rate,
                 "tokens_per_s": sum(len(answer.tokens) for answer in answers)
                 / (time.monotonic() - began),
+                **evaluated,
             }
             log.metrics(step, metrics)
             on_step(step, num_steps, metrics)
@@ -117,8 +126,13 @@ def train(
             if (step + 1) % config.save_every == 0:
                 save(training, log, step + 1)
 
+    if held_out:
+        evaluated = evaluate(training, held_out, held_out_reference, config.beta)
+        log.metrics(num_steps, evaluated)
+        metrics |= evaluated
     result = finish(training, log, num_steps, interrupted=False, metrics=metrics)
-    plot(log, {"loss": "loss", "accuracy": "accuracy"}, "DPO")
+    names = {"loss": "loss", "accuracy": "accuracy", "held_out_accuracy": "held-out accuracy"}
+    plot(log, names, "DPO")
     return result
 
 
@@ -132,6 +146,25 @@ def render(row: Preference, renderer: Renderer, config: DpoConfig) -> Pair:
         return said
 
     return Pair(chosen=answer(row.chosen), rejected=answer(row.rejected))
+
+
+def answers_of(pairs: Sequence[Pair]) -> list[Rendered]:
+    """chosen, rejected, chosen, rejected ..."""
+    return [side for pair in pairs for side in pair.sides()]
+
+
+def evaluate(
+    training: TrainingClient, pairs: Sequence[Pair], reference: Sequence[float], beta: float
+) -> dict[str, float]:
+    """Loss and accuracy on pairs that are not trained on."""
+    import torch
+
+    answers = answers_of(pairs)
+    data = [answer.datum() for answer in answers]
+    outputs = training.forward(data, "cross_entropy").result().loss_fn_outputs
+    logprobs = [torch.tensor(output["logprobs"].tolist()) for output in outputs]
+    loss, counted = dpo_loss(answers, reference, beta)(data, logprobs)
+    return {"held_out_loss": float(loss), "held_out_accuracy": counted["accuracy:mean"]}
 
 
 def reference_logprobs(reference: SamplingClient, answers: Sequence[Rendered]) -> list[float]:

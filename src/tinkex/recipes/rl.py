@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tinkex import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
 from tinkex.errors import ConfigError, InvalidInputError
-from tinkex.recipes.data import load_prompts
+from tinkex.recipes.data import load_prompts, split_off
 from tinkex.recipes.loop import (
     DEFAULT_MODEL,
     OnNote,
@@ -44,7 +44,7 @@ class RlConfig:
     log_dir: str
     model: str = DEFAULT_MODEL
     rank: int = 32
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-4
     schedule: Schedule = "constant"
     steps: int = 60
     prompts_per_step: int = 8
@@ -53,13 +53,16 @@ class RlConfig:
     max_tokens: int = 64
     temperature: float = 1.0
     loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling"
+    eval_share: float = 0.1
+    """Share of the prompts held out; at most 32."""
+    eval_every: int = 20
     save_every: int = 20
     seed: int = 0
     trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
-        check_positive(self, "temperature", "save_every")
+        check_positive(self, "temperature", "eval_every", "save_every")
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size must be at least 2, got {self.group_size}: "
@@ -91,11 +94,11 @@ def train(
     on_note: OnNote = print,
 ) -> Result:
     """Run, or resume, one RL run. Ctrl-C ends it after the current step, with a checkpoint."""
+    loaded = load_prompts(prompts)
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     # A constant learning rate does not depend on the length, so a finished run may be prolonged.
     may_change = frozenset({"steps"} if config.schedule == "constant" else ())
     log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
-    loaded = load_prompts(prompts)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )
@@ -105,12 +108,16 @@ def train(
         lambda row: Question(tokens=renderer.prompt(row.messages), row=row.row, line=row.line),
     )
     on_note(loaded.report())
+    questions, held_out = split_off(questions, config.eval_share, at_most=32)
 
     metrics: dict[str, float] = {}
     with stop_between_steps() as stop:
         for step in range(start, config.steps):
             began = time.monotonic()
+            metrics = {}
             sampler = training.save_weights_and_get_sampling_client()
+            if held_out and step % config.eval_every == 0:
+                metrics["held_out_reward"] = evaluate(sampler, held_out, renderer, reward, config)
             batch = batch_at(questions, config.prompts_per_step, step, config.seed)
             groups = sample_groups(sampler, batch, renderer, reward, config, step)
 
@@ -130,7 +137,7 @@ def train(
 
             rewards = [answer.reward for group in groups for answer in group]
             num_tokens = sum(len(answer.tokens) for group in groups for answer in group)
-            metrics = {
+            metrics |= {
                 "reward": statistics.fmean(rewards),
                 "reward_std": statistics.pstdev(rewards),
                 "groups_with_signal": sum(len(set(_rewards(group))) > 1 for group in groups)
@@ -147,8 +154,17 @@ def train(
             if (step + 1) % config.save_every == 0:
                 save(training, log, step + 1)
 
+    if held_out:
+        sampler = training.save_weights_and_get_sampling_client()
+        metrics["held_out_reward"] = evaluate(sampler, held_out, renderer, reward, config)
+        log.metrics(config.steps, {"held_out_reward": metrics["held_out_reward"]})
     result = finish(training, log, config.steps, interrupted=False, metrics=metrics)
-    plot(log, {"reward": "mean reward"}, "RL: mean reward")
+    if not any(record.get("groups_with_signal") for record in log.read_metrics()):
+        on_note(
+            "Nothing was learned: in every group all answers got the same reward. Reward partly "
+            "right answers, or ask something the model gets right now and then."
+        )
+    plot(log, {"reward": "mean reward", "held_out_reward": "held-out reward"}, "RL: mean reward")
     return result
 
 
@@ -187,6 +203,24 @@ def sample_groups(
         ]
         for future, question in zip(futures, batch, strict=True)
     ]
+
+
+def evaluate(
+    sampler: SamplingClient,
+    questions: Sequence[Question],
+    renderer: Renderer,
+    reward: Reward,
+    config: RlConfig,
+) -> float:
+    """Mean reward of the greedy answers to questions that are not trained on."""
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, stop=renderer.stop)
+    futures = [
+        sampler.sample(ModelInput.from_ints(question.tokens), 1, params) for question in questions
+    ]
+    return statistics.fmean(
+        judge(reward, renderer.text(future.result().sequences[0].tokens), question)
+        for future, question in zip(futures, questions, strict=True)
+    )
 
 
 def judge(reward: Reward, text: str, question: Question) -> float:

@@ -92,7 +92,8 @@ class RunLog:
 
     def _check_config(self, config: dict[str, Any], may_change: frozenset[str]) -> None:
         file = self.folder / "config.json"
-        if file.exists():
+        # A run that failed before its first step left nothing that other settings could spoil.
+        if file.exists() and (self.metrics_file.exists() or self.checkpoints_file.exists()):
             before = json.loads(file.read_text(encoding="utf-8"))
             wanted = json.loads(json.dumps(config))
             changed = sorted(

@@ -70,9 +70,9 @@ def train(
     config: SftConfig, service: ServiceClient, on_step: OnStep = print_step, on_note: OnNote = print
 ) -> Result:
     """Run, or resume, one SFT run. Ctrl-C ends it after the current step, with a checkpoint."""
+    loaded = load_conversations(config.data)
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     log = RunLog(config.log_dir, asdict(config), trackers=trackers)
-    loaded = load_conversations(config.data)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )
