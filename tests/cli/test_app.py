@@ -57,8 +57,45 @@ def test_every_option_has_a_help_line():
 
 
 def test_version_is_one_line(cli):
-    assert cli("version").out == f"tinkex {__version__}\n"
+    assert cli("version").out == cli("--version").out == f"tinkex {__version__}\n"
     assert cli("version", "--json").out == f"tinkex {__version__}\n"
+
+
+def test_what_the_server_said_is_told_in_commands_and_without_the_request(cli):
+    said = cli("run", "info", "nobody:train:0").err
+    assert said == (
+        "Error: No training run 'nobody:train:0' of yours. List them with `tinkex run list`.\n"
+    )
+
+
+def test_a_server_that_wants_a_key_says_so_when_none_is_set(cli, start_server, tmp_path):
+    flags = ("--engine", "toy", "--api-key", "tml-secret=ada")
+    with start_server(tmp_path, *flags) as base_url:
+        ran = cli("--base-url", base_url, "run", "list")
+        assert ran.code == 1
+        assert "wants an API key and none is set: `tinkex auth login`" in ran.err
+        assert "Credentials available: no\n" in cli("--base-url", base_url, "auth", "status").out
+
+
+def test_the_start_of_a_local_server_is_no_warning():
+    code = (
+        "import logging; from tinkex.cli.app import run; run(['version']);"
+        "logging.getLogger('tinkex.local').warning('Starting %s', 'here');"
+        "logging.getLogger('tinkex.other').warning('Beware')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "Starting here\nWARNING tinkex.other: Beware\n"
+
+
+def test_the_next_command_is_named_so_that_it_runs(monkeypatch, tmp_path):
+    """In a fresh clone nothing of ours is on the PATH yet."""
+    from tinkex.cli.messages import program
+
+    monkeypatch.setattr(sys, "argv", [".venv/bin/tinkex", "quickstart"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == ".venv/bin/tinkex"
+    (tmp_path / "tinkex").touch(mode=0o755)
+    assert program() == "tinkex"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -86,6 +86,28 @@ def test_train_sft_reports_bad_rows_and_where_the_weights_are(cli, data):
     assert (data.parent / "log2" / "metrics.jsonl").read_text().count("\n") == 7
 
 
+def test_a_run_that_failed_before_its_first_step_leaves_the_folder_free(cli, data):
+    bad = data.with_name("bad.jsonl")
+    bad.write_text('{"a": 1}\n')
+    assert "line 1: needs 'messages'" in cli("train", "sft", bad, "--log-dir", "log").err
+    assert cli("train", "sft", data, "--model", "", "--log-dir", "log").code == 1
+    assert cli("train", "sft", data, *SFT, "--log-dir", "log").code == 0
+
+
+def test_every_file_has_a_log_folder_of_its_own(cli, data):
+    other = data.with_name("other.jsonl")
+    other.write_text(data.read_text())
+    for file in (data, other):
+        assert cli("train", "sft", file, *SFT).code == 0
+    assert (data.parent / "runs" / "sft-other" / "metrics.jsonl").exists()
+
+
+def test_the_help_shows_the_defaults_of_the_recipe(cli):
+    shown = " ".join(cli("train", "sft", "--help").out.split())
+    assert "LoRA rank. [default: 32]" in shown
+    assert "Passes over the data. [default: 3.0]" in shown
+
+
 def test_train_sft_without_data_fails(cli):
     ran = cli("train", "sft", "nowhere.jsonl")
     assert ran.code == 1
@@ -117,7 +139,7 @@ def test_train_dpo(cli, tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ("--batch-size", "2", "--epochs", "1", "--rank", "4")
-    assert "accuracy" in cli("train", "dpo", path, *options, "--log-dir", "a").out
+    assert "Accuracy" in cli("train", "dpo", path, *options, "--log-dir", "a").out
     shown = cli("train", "dpo", path, *options, "--log-dir", "b", "--json").json
     assert shown["metrics"]["accuracy"] in (0.0, 0.5, 1.0)
     failed = cli("train", "dpo", path, "--beta", "-1")
@@ -142,9 +164,17 @@ def test_train_rl(cli, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     table = cli("train", "rl", "rewards.py:reward", *RL, "--log-dir", "a")
     assert table.code == 0, table.err
-    assert "reward" in table.out
+    assert "Reward" in table.out
     shown = cli("train", "rl", "rewards.py:reward", *RL, "--log-dir", "b", "--json").json
     assert 0 <= shown["metrics"]["reward"] <= 1
+    assert "Nothing was learned" not in table.err
+
+
+def test_train_rl_says_when_no_answer_was_better_than_another(cli, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("len(completion) % 2", "1"))
+    ran = cli("train", "rl", "rewards.py:reward", *RL)
+    assert ran.code == 0
+    assert "Nothing was learned" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -219,8 +249,24 @@ def test_export_into_a_folder_in_use_fails(cli, saved, tmp_path):
     ran = cli("export", saved.state_path, "-o", "mine")
     assert ran.code == 1
     assert (tmp_path / "mine" / "precious.txt").exists()
-    assert cli("export", saved.state_path, "-o", "mine", "--merged").code == 1
-    assert cli("export", saved.state_path, "-o", "x", "--base", "y").code == 2
+    assert "give --force" in ran.err
+    assert cli("export", saved.state_path, "-o", "mine", "--to", "merged").code == 1
+    # --force replaces the folder only once there is something to put there: a toy cannot be merged.
+    assert cli("export", saved.state_path, "-o", "mine", "--to", "merged", "--force").code == 1
+    assert (tmp_path / "mine" / "precious.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("-o", "x", "--base", "y"),
+        ("-o", "x", "--type", "f16"),
+        ("-o", "x", "--to", "gguf"),
+        ("-o", "x.gguf"),
+    ],
+)
+def test_export_options_that_do_not_go_together_are_wrong_usage(cli, saved, options):
+    assert cli("export", saved.state_path, *options).code == 2
 
 
 def test_import_of_something_that_is_no_adapter_fails(cli, saved, tmp_path):

@@ -50,6 +50,11 @@ def test_a_long_cell_is_never_cut_in_a_pipe(capsys):
     assert "Yes" in out
 
 
+def test_a_listing_without_rows_and_columns_still_says_so(capsys):
+    print_table(Table(title="Usage (0)", columns=(), rows=[]))
+    assert capsys.readouterr().out == "Usage (0)\n"
+
+
 def test_pages_are_collected_until_the_limit_or_the_end():
     calls = []
 

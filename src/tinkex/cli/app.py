@@ -17,8 +17,9 @@ from importlib import import_module
 
 import click
 
+from tinkex import __version__
+from tinkex.cli.messages import words
 from tinkex.cli.state import State, shared_options
-from tinkex.errors import TinkerError
 
 # name -> (module:attribute, the line `tinkex --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -29,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("tinkex.cli.completion:completion", "Print a shell completion script."),
     "conformance": ("tinkex.cli.conformance:conformance", "Test a server against the contract."),
     "doctor": ("tinkex.cli.doctor:doctor", "Check this machine and a server."),
-    "export": ("tinkex.cli.export:export", "Write a checkpoint as PEFT or merged model."),
+    "export": ("tinkex.cli.export:export", "Write a checkpoint as PEFT, merged or GGUF."),
     "import": ("tinkex.cli.import_:import_", "Turn a PEFT adapter into a checkpoint."),
     "keys": ("tinkex.cli.keys:keys", "Add, list and revoke keys of your own server."),
     "model": ("tinkex.cli.model:model", "What the server can train and sample."),
@@ -40,20 +41,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "session": ("tinkex.cli.session:session", "List and inspect sessions."),
     "train": ("tinkex.cli.train:train", "Fine-tune with SFT, RL or DPO."),
     "version": ("tinkex.cli.version:version", "Print the version."),
-}
-
-# A module that one of these extras brings is missing: say how to get it, not which import failed.
-_EXTRA_OF = {
-    "torch": "local",
-    "transformers": "local",
-    "safetensors": "local",
-    "fastapi": "server",
-    "uvicorn": "server",
-    "sqlalchemy": "server",
-    "alembic": "server",
-    "matplotlib": "local",
-    "huggingface_hub": "hub",
-    "ray": "cluster",
 }
 
 
@@ -97,6 +84,7 @@ def _closest(name: str) -> str:
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     no_args_is_help=True,
 )
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Train and sample language models through the Tinker API.
@@ -137,30 +125,25 @@ def main() -> None:
 def _report(exc: Exception) -> int:
     if os.environ.get("TINKEX_DEBUG"):
         traceback.print_exception(exc)
-    click.echo(f"Error: {_message(exc)}", err=True)
+    click.echo(f"Error: {words(exc)}", err=True)
     return 1
-
-
-def _message(exc: Exception) -> str:
-    if isinstance(exc, ModuleNotFoundError) and (root := (exc.name or "").split(".")[0]):
-        if extra := _EXTRA_OF.get(root):
-            return f"this command needs {root}. Install it with: pip install 'tinkex[{extra}]'"
-    if isinstance(exc, TinkerError | OSError | TimeoutError):
-        return str(exc) or type(exc).__name__
-    return (
-        f"{type(exc).__name__}: {exc}\n"
-        "This looks like a bug in tinkex. Run again with TINKEX_DEBUG=1 for the traceback."
-    )
 
 
 def _set_up_logging() -> None:
     level = os.environ.get("TINKER_LOG", "").upper()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Plain("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(
-        level=level if level in ("DEBUG", "INFO") else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+        level=level if level in ("DEBUG", "INFO") else logging.WARNING, handlers=[handler]
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class _Plain(logging.Formatter):
+    """That a server starts here is news, not a warning, to someone who typed the command."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage() if record.name == "tinkex.local" else super().format(record)
 
 
 __all__ = ["COMMANDS", "cli", "main", "run"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from tinkex.cli.messages import words
 from tinkex.cli.output import properties
 from tinkex.cli.state import Noun, State, pass_state
 
@@ -66,15 +67,15 @@ def status(state: State) -> None:
     from tinkex import auth as credentials
 
     available = credentials.tinker_has_credentials()
-    needless = not available and _is_local(state)
-    said = "yes" if available else "no (a server on this machine needs none)" if needless else "no"
-    click.echo(f"Credentials available: {said}")
     reason = ""
     try:
         with state.service(patient=False) as service:
             service.get_server_capabilities()
     except TinkerError as exc:
-        reason = str(exc)
+        reason = words(exc)
+    needless = not available and not reason and _is_local(state)
+    said = "yes" if available else "no (this server needs none)" if needless else "no"
+    click.echo(f"Credentials available: {said}")
     click.echo(f"Tinker accessible: {'no' if reason else 'yes'}")
     if reason:
         raise click.ClickException(reason)

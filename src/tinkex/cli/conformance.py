@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 
 from tinkex.cli.output import Table
-from tinkex.cli.progress import stderr_console
+from tinkex.cli.progress import waiting
 from tinkex.cli.state import Leaf, State, pass_state
 
 
@@ -26,16 +26,13 @@ def conformance(state: State, model: str | None, only: str, timeout: float) -> N
     from tinkex.conformance import run_suite
     from tinkex.conformance.probe import Probe
 
-    console = stderr_console()
     outcomes = []
-    with resolve_address(state) as (base_url, api_key):
+    with resolve_address(state) as (base_url, api_key), waiting("Testing") as report:
         probe = Probe(base_url, api_key, model=model, timeout_s=timeout)
         try:
             for outcome in run_suite(probe, only):
                 outcomes.append(outcome)
-                console.print(
-                    f"{outcome.status:12}{outcome.section:5}{outcome.claim}", markup=False
-                )
+                report(f"{outcome.status:12}{outcome.section:5}{outcome.claim}")
         finally:
             probe.close()
     if not outcomes:

@@ -36,6 +36,9 @@ def print_table(table: Table) -> None:
     from rich.table import Table as RichTable
     from rich.text import Text
 
+    if not table.columns:
+        print(table.title or "")
+        return
     shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns:
         shown.add_column(column, overflow="fold")

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -36,9 +37,9 @@ class Steps:
 
     def __call__(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
         text = "  ".join(
-            f"{name.replace('_', ' ')} {_short(value)}"
-            for name, value in metrics.items()
-            if name in _SHOWN
+            f"{label(name).lower()} {_short(metrics[name])}"
+            for name in (*RESULTS, "tokens_per_s")
+            if name in metrics
         )
         if not self._console.is_terminal:
             self._line(step, num_steps, text)
@@ -71,7 +72,24 @@ class Steps:
             self._bar.stop()
 
 
-_SHOWN = frozenset({"loss", "reward", "accuracy", "held_out_loss", "tokens_per_s"})
+RESULTS = (
+    "loss",
+    "reward",
+    "accuracy",
+    "held_out_loss",
+    "held_out_accuracy",
+    "held_out_reward",
+)
+"""The metrics that say how well a run goes, in the order they are shown."""
+
+
+def label(metric: str) -> str:
+    return (
+        metric.replace("held_out", "held-out")
+        .replace("_per_s", "/s")
+        .replace("_", " ")
+        .capitalize()
+    )
 
 
 def _short(value: float) -> str:
@@ -92,12 +110,12 @@ def steps(headline: str) -> Iterator[Steps]:
 
 
 @contextlib.contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """A spinner while something takes a while; one line where no one watches."""
+def waiting(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner whose text can be changed; plain lines where no one watches."""
     console = stderr_console()
     if console.is_terminal:
-        with console.status(text):
-            yield
+        with console.status(escape(text)) as status:
+            yield lambda changed: status.update(escape(changed))
     else:
-        console.print(text)
-        yield
+        console.print(text, markup=False)
+        yield lambda changed: console.print(changed, markup=False)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.cli.messages import program
 from tinkex.cli.progress import stderr_console, steps, waiting
 from tinkex.cli.state import Leaf, State, pass_state
 
@@ -81,9 +82,13 @@ def _remove(folder: Path) -> None:
 def _say_how_to_resume(state: State, folder: Path) -> None:
     option = "" if folder == Path("quickstart") else f" --folder {folder}"
     if (folder / "checkpoints.jsonl").is_file():
-        state.note(f"\nStopped; the training so far is saved. Resume: tinkex quickstart{option}")
+        state.note(
+            f"\nStopped; the training so far is saved. Resume: {program()} quickstart{option}"
+        )
     else:
-        state.note(f"\nStopped before the first checkpoint. Start again: tinkex quickstart{option}")
+        state.note(
+            f"\nStopped before the first checkpoint. Start again: {program()} quickstart{option}"
+        )
 
 
 def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: float) -> None:
@@ -116,7 +121,7 @@ def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: 
         f"in {outcome.result.step} steps, {seconds:.0f} s."
     )
     click.echo(f"Plot     {folder / 'loss.png'}\nAdapter  {adapter} (PEFT)")
-    stderr_console().print(f"\nNext: tinkex chat {outcome.result.sampler_path}", markup=False)
+    stderr_console().print(f"\nNext: {program()} chat {outcome.result.sampler_path}", markup=False)
 
 
 def _one_line(text: str) -> str:

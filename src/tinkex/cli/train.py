@@ -5,6 +5,7 @@ The loops are in `tinkex.recipes`; this module turns options into a config and a
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.messages import program
 from tinkex.cli.output import properties
-from tinkex.cli.progress import steps
+from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
 
@@ -29,12 +31,14 @@ def train() -> None:
     """Fine-tune with SFT, RL or DPO. The loops live in tinkex/recipes: copy them freely."""
 
 
-def _options(*specs: tuple[str, Any, str]) -> Callable[[Command], Command]:
+def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], Command]:
     """Options whose default is the recipe's own: not given means None means the recipe decides."""
 
     def add(command: Command) -> Command:
         for flag, kind, text in reversed((*specs, *_COMMON)):
-            command = click.option(flag, type=kind, default=None, help=text)(command)
+            command = click.option(
+                flag, type=kind, default=None, help=text, cls=_RecipeOption, config=config
+            )(command)
         return click.option(
             "--tracker",
             "trackers",
@@ -44,6 +48,30 @@ def _options(*specs: tuple[str, Any, str]) -> Callable[[Command], Command]:
         )(command)
 
     return add
+
+
+class _RecipeOption(click.Option):
+    """Shows the recipe's default in the help, and imports the recipe for nothing else."""
+
+    def __init__(self, *args: Any, config: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._config = config
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        default = _defaults(self._config).get(str(self.name))
+        return (
+            (record[0], f"{record[1]}  [default: {default}]")
+            if record and default is not None
+            else record
+        )
+
+
+def _defaults(config: str) -> dict[str, Any]:
+    module, _, name = config.partition(":")
+    recipe = getattr(importlib.import_module(f"tinkex.recipes.{module}"), name)
+    shown = {field.name: field.default for field in fields(recipe) if field.default is not MISSING}
+    return {**shown, "log_dir": f"runs/{module}-NAME, after the file"}
 
 
 _COMMON: tuple[tuple[str, Any, str], ...] = (
@@ -61,14 +89,19 @@ _LENGTH: tuple[tuple[str, Any, str], ...] = (
     ("--max-length", int, "Longest row in tokens; longer ones are reported and left out."),
 )
 
+_EVAL: tuple[tuple[str, Any, str], ...] = (
+    ("--eval-share", float, "Share of rows held out."),
+    ("--eval-every", int, "Steps between evaluations."),
+)
+
 
 @train.command()
 @click.argument("data")
 @_options(
+    "sft:SftConfig",
     *_LENGTH,
     ("--learn", click.Choice(["all", "last"]), "Learn all assistant turns, or the last."),
-    ("--eval-share", float, "Share of rows held out."),
-    ("--eval-every", int, "Steps between evaluations."),
+    *_EVAL,
 )
 @pass_state
 def sft(state: State, /, data: str, **options: Any) -> None:
@@ -77,7 +110,7 @@ def sft(state: State, /, data: str, **options: Any) -> None:
     from tinkex.recipes.sft import SftConfig
     from tinkex.recipes.sft import train as run
 
-    config = SftConfig(data=data, **_given(SftConfig, "sft", options))
+    config = SftConfig(data=data, **_given("sft", data, options))
     with state.service() as service, steps("sft") as on_step:
         result = run(config, service, on_step, state.note)
     _show(state, config.log_dir, result)
@@ -85,14 +118,19 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 
 @train.command()
 @click.argument("data")
-@_options(*_LENGTH, ("--beta", float, "Hold on the reference; larger moves less."))
+@_options(
+    "dpo:DpoConfig",
+    *_LENGTH,
+    ("--beta", float, "Hold on the reference; larger moves less."),
+    *_EVAL,
+)
 @pass_state
 def dpo(state: State, /, data: str, **options: Any) -> None:
     """Prefer `chosen` over `rejected` in the rows of DATA."""
     from tinkex.recipes.dpo import DpoConfig
     from tinkex.recipes.dpo import train as run
 
-    config = DpoConfig(data=data, **_given(DpoConfig, "dpo", options))
+    config = DpoConfig(data=data, **_given("dpo", data, options))
     with state.service() as service, steps("dpo") as on_step:
         result = run(config, service, on_step, state.note)
     _show(state, config.log_dir, result)
@@ -102,6 +140,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
 @click.argument("reward")
 @click.option("--prompts", help="File or dataset of prompts; default: prompts() beside REWARD.")
 @_options(
+    "rl:RlConfig",
     ("--steps", int, "Training steps."),
     ("--prompts-per-step", int, "Prompts per step."),
     ("--group-size", int, "Answers per prompt."),
@@ -112,6 +151,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
         click.Choice(["importance_sampling", "ppo", "cispo"]),
         "Loss of the sampled answers.",
     ),
+    *_EVAL,
 )
 @pass_state
 def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> None:
@@ -127,7 +167,7 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
         raise click.UsageError(
             "Give --prompts FILE, or define prompts() beside the reward, returning rows."
         )
-    config = RlConfig(**_given(RlConfig, "rl", options))
+    config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
     rows = prompts if prompts is not None else module.prompts()
     with state.service() as service, steps("rl") as on_step:
         result = run(config, service, function, rows, on_step, state.note)
@@ -156,13 +196,12 @@ def load_function(name: str) -> tuple[Any, Callable[..., float]]:
     return module, function
 
 
-def _given(config: type[Any], recipe: str, options: dict[str, Any]) -> dict[str, Any]:
+def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given; the recipe's defaults stand for the others."""
     given = {name: value for name, value in options.items() if value is not None}
     given["trackers"] = tuple(given.get("trackers", ()))
-    required = {field.name for field in fields(config) if field.default is MISSING}
-    if "log_dir" in required and "log_dir" not in given:
-        given["log_dir"] = f"runs/{recipe}"
+    # Named after what is trained on: a second file never meets the log of the first.
+    given.setdefault("log_dir", f"runs/{recipe}-{Path(source).stem}")
     return given
 
 
@@ -177,7 +216,7 @@ def _show(state: State, log_dir: str, result: Result) -> None:
             None,
             {
                 "Steps": result.step,
-                **{name: f"{value:.4g}" for name, value in result.metrics.items()},
+                **{label(name): f"{result.metrics[name]:.4g}" for name in _shown(result)},
                 "State": result.state_path,
                 "Sampler": result.sampler_path,
                 "Log": log_dir,
@@ -194,4 +233,9 @@ def _show(state: State, log_dir: str, result: Result) -> None:
     )
     if result.interrupted:
         raise click.exceptions.Exit(130)
-    state.note(f"Talk to it: tinkex chat {result.sampler_path}")
+    state.note(f"Talk to it: {program()} chat {result.sampler_path}")
+
+
+def _shown(result: Result) -> list[str]:
+    """What a person asks first; the rest is in metrics.jsonl and in the JSON."""
+    return [name for name in RESULTS if name in result.metrics]
