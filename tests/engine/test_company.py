@@ -87,3 +87,15 @@ def test_in_deterministic_mode_company_changes_no_bit(tiny, rng):
     for a, b in zip(got.outputs, expected.outputs, strict=True):
         np.testing.assert_array_equal(a["logprobs"], b["logprobs"])
     assert torch.equal(alone.adapters["a"].grad, company.adapters["a"].grad)
+
+
+def test_in_deterministic_mode_order_and_split_change_no_bit_of_a_logprob(tiny, rng):
+    data = make_data(rng)
+    trainer = tiny("qwen3").trainer(deterministic=True)
+    make(trainer)
+    (whole,) = train(trainer, job(data))
+    (reversed_,) = train(trainer, job(data[::-1]))
+    pieces = [output for datum in data for output in train(trainer, job((datum,)))[0].outputs]
+    for one, two, three in zip(whole.outputs, reversed_.outputs[::-1], pieces, strict=True):
+        np.testing.assert_array_equal(one["logprobs"], two["logprobs"])
+        np.testing.assert_array_equal(one["logprobs"], three["logprobs"])

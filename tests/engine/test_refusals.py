@@ -36,10 +36,19 @@ TARGETS = np.array([1, 2, 3])
          InvalidInputError),
         (job((TrainDatum(tokens=np.zeros(129, int), inputs={
             "target_tokens": np.zeros(129, int), "weights": np.zeros(129)}),)), InvalidInputError),
+        (job((TrainDatum(tokens=TARGETS, inputs={"target_tokens": TARGETS, "weights": ONES[:2]}),)),
+         InvalidInputError),
+        (job((TrainDatum(tokens=TARGETS, inputs={
+            "target_tokens": TARGETS[:2], "weights": ONES[:2]}),)),
+         InvalidInputError),
+        (job((TrainDatum(tokens=TARGETS, inputs={
+            "target_tokens": TARGETS[:, None], "logprobs": ONES, "advantages": ONES}),), "ppo"),
+         InvalidInputError),
         (job(make_data(np.random.default_rng(0)), loss_fn_config={"beta": 1.0}), InvalidInputError),
         (job(make_data(np.random.default_rng(0)), "custom"), InvalidInputError),
     ],
-    ids=["empty", "no adapter", "no loss", "token", "nan", "context", "setting", "no graph"],
+    ids=["empty", "no adapter", "no loss", "token", "nan", "context", "weights shape",
+         "targets shape", "2-D targets for RL", "setting", "no graph"],
 )  # fmt: skip
 def test_a_refused_job_changes_nothing_and_the_next_one_works(tiny, rng, wrong, error):
     """Issue B: a typed error before any state changes; neighbours in the same call are served."""
@@ -114,6 +123,8 @@ def test_impossible_adapters_are_refused(tiny, spec, field):
         )
     assert caught.value.path == field
     assert trainer.adapters == {}
+    make(trainer)
+    assert set(trainer.adapters) == {"a"}
 
 
 def test_a_refused_step_changes_nothing(tiny, rng):
