@@ -350,7 +350,7 @@ def test_a_call_that_never_arrived_is_a_loss_for_those_after_it(server):
     port = int(server.base_url.rpartition(":")[2])
     server.kill()
     client.forward_backward(batch(2), "cross_entropy")  # given up, and never awaited
-    wait_until(lambda: client._calls[-1].made[0].done())
+    wait_until(lambda: client._log.calls[-1].made[0].done())
     server.start(port)
     client.optim_step(ADAM)
     losses += train(client, range(3, 4))
@@ -372,9 +372,9 @@ def test_a_step_with_a_wrong_half_leaves_nothing_behind(server):
 def lose_the_answer(client, future) -> None:
     """As if the last call's answer had got lost on its way."""
     future.result(30)
-    call = client._calls[-1]
+    call = client._log.calls[-1]
     call.is_answered, call.made = False, (APIFuture(), call.made[1])
-    client._saves_done.clear()
+    client._log._done.clear()
 
 
 def test_a_call_is_never_answered_from_a_later_state(server):
@@ -399,7 +399,9 @@ def test_a_name_being_saved_again_is_not_trusted(server):
     train(client, range(1, 2))
     lose_the_answer(client, client.save_state("last", overwrite=True))
     delete_run(server, client)
-    with pytest.raises(RecoveryFailedError, match=r"'last'.*a name of its own"):
+    with pytest.raises(
+        RecoveryFailedError, match=r"/last was being saved again.*a name of its own"
+    ):
         client.forward(batch(0), "cross_entropy").result(60)
     client.close()
 
@@ -413,7 +415,7 @@ def test_a_checkpoint_that_is_gone_is_passed_over(server):
     )
     losses = train(client, range(5))
     newest = f"tinker://{client.model_id}/weights/recovery-000004"
-    wait_until(lambda: client._take_saves() or client._saved[-1].path == newest)
+    wait_until(lambda: client._take_saves() or client._log.saved[-1].path == newest)
     rest = server.connect().create_rest_client()
     rest.delete_checkpoint_from_tinker_path(newest).result(30)
     delete_run(server, client)
@@ -430,7 +432,7 @@ def test_a_mistake_that_was_told_is_not_remembered(server):
     with pytest.raises((RequestFailedError, InvalidInputError, ValueError)):
         client.forward_backward(wrong, "cross_entropy").result(30)
     train(client, range(6))
-    wait_until(lambda: client._take_saves() or len(client._calls) <= 6)
+    wait_until(lambda: client._take_saves() or len(client._log.calls) <= 6)
     client.close()
 
 
@@ -539,7 +541,7 @@ async def test_calls_from_coroutines_keep_the_order_in_which_they_were_made(serv
             calls.append(asyncio.ensure_future(getattr(client, f"{name}_async")(*args)))
         await asyncio.sleep(0.1)
     await asyncio.gather(*[await call for call in calls])
-    assert [call.method for call in client._calls] == wanted
+    assert [call.method for call in client._log.calls] == wanted
     client.close()
 
 

@@ -22,14 +22,15 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tinkex import types
 from tinkex.client import events, validation
+from tinkex.client.call_log import BLOCKS, RECORDED, CallLog, RecordedCall, Saved
 from tinkex.client.loss_tracing import LossHandle
 from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.run_monitor import SLICE_S, RunHealth, RunMonitor, Watch, check_service
@@ -54,57 +55,12 @@ __all__ = ["RecoveringFuture", "RecoveringTrainingClient"]
 
 logger = logging.getLogger("tinkex.recovery")
 
-_CHANGES_STATE = frozenset(
-    """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
-    load_state_with_optimizer""".split()
-)
-_BLOCKS = frozenset({"forward_backward_custom", "forward_backward_regularized"})
-"""Recorded calls that wait for a forward pass before they return."""
-_RECORDED = _CHANGES_STATE | frozenset(
-    "forward save_state save_weights_for_sampler save_weights_external".split()
-)
 _WAITING = frozenset(
     """save_weights_and_get_sampling_client save_weights_and_get_sampling_client_sync
     create_sampling_client get_info get_tokenizer""".split()
 )
-
-
 _LOSSES = (APIConnectionError, RetryableException, LocalServerError)
 """What ends a run whatever the server thinks of it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One call: where in the order it stands, and on which run it was made last."""
-
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    position: int
-    is_ours: bool = False
-    """A checkpoint of the recovery's own, which nobody waits for."""
-    made: tuple[Any, Any] = (None, None)
-    """Its future and its run, replaced together."""
-    is_answered: bool = False
-    """Its result, or an error of the caller's own making, was delivered."""
-
-    @property
-    def is_settled(self) -> bool:
-        """It was answered, or its result is here to be."""
-        if self.is_answered:
-            return True
-        future = self.made[0]
-        return bool(future.done() and not future.cancelled() and not future.exception())
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A checkpoint that exists, and where in the order of calls it stands."""
-
-    path: str
-    position: int
-    metric: float | None = None
-    is_ours: bool = False
 
 
 class _HopelessError(TinkerError):
@@ -154,14 +110,9 @@ class RecoveringTrainingClient:
         self._lock = threading.RLock()
         # A call from a coroutine may have to wait for a rebuild; one thread keeps their order.
         self._in_order = ThreadPoolExecutor(1, thread_name_prefix="tinkex-recovery")
-        self._calls: list[_Call] = []
-        self._saved: list[_Saved] = []
-        self._saves_done: deque[_Saved] = deque()  # filled on the background loop, without the lock
-        self._position = 0
-        self._step_began = 0
+        self._log = CallLog(self.policy)
         self._num_steps = 0
         self._num_in_vain = 0
-        self._forgotten = -1  # calls up to this position are no longer remembered
         self._metric: float | None = None
         self._lost: str | None = None
         self._first_holder = client.holder
@@ -176,14 +127,14 @@ class RecoveringTrainingClient:
         return len(self.run_ids) - 1
 
     def __getattr__(self, name: str) -> Any:
-        if name in _RECORDED:
+        if name in RECORDED:
             return lambda *args, **kwargs: self._make(name, args, kwargs)
         if name in _WAITING:
             return lambda *args, **kwargs: self._on_a_live_run(
                 lambda run: getattr(run, name)(*args, **kwargs)
             )
         plain = name.removesuffix("_async")
-        if plain != name and plain in _RECORDED | _WAITING | {"train_step"}:
+        if plain != name and plain in RECORDED | _WAITING | {"train_step"}:
             return functools.partial(self._elsewhere, getattr(self, plain))
         return getattr(self.client, name)
 
@@ -223,7 +174,6 @@ class RecoveringTrainingClient:
             call = self._record(method, args, kwargs)
             if method == "optim_step":
                 self._num_steps += 1
-                self._step_began = self._position
                 every = self.policy.save_every_steps
                 if every and self._num_steps % every == 0:
                     self._save()
@@ -233,21 +183,20 @@ class RecoveringTrainingClient:
 
     def _record(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_ours: bool = False
-    ) -> _Call:
-        call = _Call(method, args, kwargs, self._position, is_ours)
+    ) -> RecordedCall:
+        call = RecordedCall(method, args, kwargs, self._log.position, is_ours)
         call.made = self._on_a_live_run(
-            lambda run: self._submit(call, run), blocks=method in _BLOCKS
+            lambda run: self._submit(call, run), blocks=method in BLOCKS
         )
-        self._position += 1
-        self._calls.append(call)
+        self._log.add(call)
         return call
 
-    def _submit(self, call: _Call, run: TrainingClient) -> tuple[Any, Any]:
+    def _submit(self, call: RecordedCall, run: TrainingClient) -> tuple[Any, Any]:
         args = [_rebound(arg, run) for arg in call.args]
         kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
         future = getattr(run, call.method)(*args, **kwargs)
         if call.method == "save_state":
-            self._watch_save(call, future)
+            self._log.watch_save(call, future)
         return future, run
 
     def _on_a_live_run(self, act: Callable[[TrainingClient], Any], *, blocks: bool = True) -> Any:
@@ -265,7 +214,7 @@ class RecoveringTrainingClient:
                         raise
                     self._recover(run, exc)
 
-    def _wait(self, call: _Call, timeout: float | None) -> Any:
+    def _wait(self, call: RecordedCall, timeout: float | None) -> Any:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             future, run = made = call.made
@@ -316,7 +265,7 @@ class RecoveringTrainingClient:
 
     def _never_sent(self, run: TrainingClient) -> str | None:
         """Why a call did not arrive. The server misses its number, so none after it will run."""
-        for call in self._calls:
+        for call in self._log.calls:
             future, made_on = call.made
             if made_on is run and future.done() and not future.cancelled():
                 error = future.exception()
@@ -342,112 +291,34 @@ class RecoveringTrainingClient:
         if run is self.client:
             self._lost = reason
 
-    def _note(self, call: _Call, answer: Any) -> None:
+    def _note(self, call: RecordedCall, answer: Any) -> None:
         if call.method.startswith("forward_backward"):
             metrics = getattr(answer, "forward_backward", answer).metrics
             self._metric = metrics.get(self.policy.metric, self._metric)
 
     # -- checkpoints
 
-    def _save(self) -> _Call:
+    def _save(self) -> RecordedCall:
         metadata = {} if self._metric is None else {self.policy.metric: repr(self._metric)}
         name = f"recovery-{self._num_steps:06d}"
         return self._record("save_state", (name,), {"user_metadata": metadata}, is_ours=True)
 
-    def _watch_save(self, call: _Call, future: Any) -> None:
-        metadata = call.kwargs.get("user_metadata") or {}
-        metric = _number(metadata.get(self.policy.metric))
-
-        def saved(done: Any) -> None:
-            if not done.cancelled() and done.exception() is None:
-                path = done.result().path
-                self._saves_done.append(_Saved(path, call.position, metric, call.is_ours))
-
-        future.add_done_callback(saved)
-
     def _take_saves(self) -> None:
-        """Count in the checkpoints that were finished meanwhile; forget what they make needless."""
-        if not self._saves_done:
-            return
-        while self._saves_done:
-            self._saved.append(self._saves_done.popleft())
-        self._saved.sort(key=lambda saved: saved.position)
-        # A checkpoint holds all that came before it; the one before it stays a second chance, and
-        # so does the one from which calls that still wait for an answer can be made again.
-        needed = self._saved[-2].position if len(self._saved) > 1 else -1
-        usable = [saved.position for saved in self._saved if saved.position < self._first_open]
-        needed = min(needed, max(usable, default=-1))
-        if not self._is_exact:
-            needed = self._step_began - 1
-        self._forgotten = max(self._forgotten, needed)
-        self._calls = [
-            c for c in self._calls if c.position > needed or not (c.is_ours or c.is_settled)
-        ]
-        ours = [saved for saved in self._saved if saved.is_ours]
-        best = self._best(ours)
-        for old in ours[: -self.policy.keep]:
-            if old is not best and not (self._is_exact and old.position >= needed):
-                self._saved.remove(old)
-                _delete(self.client, old.path)
+        for needless in self._log.take_saves():
+            _delete(self.client, needless.path)
 
-    @property
-    def _first_open(self) -> int:
-        """Where in the order the first call stands whose answer never came."""
-        waiting = (c.position for c in self._calls if not (c.is_ours or c.is_settled))
-        return min(waiting, default=self._position)
-
-    def _best(self, saved: list[_Saved]) -> _Saved | None:
-        scored = [(one.metric, one) for one in saved if one.metric is not None]
-        if self.policy.checkpoint != "best" or not scored:
-            return None
-        pick = min if self.policy.metric_mode == "min" else max
-        return pick(scored, key=lambda pair: pair[0])[1]
-
-    def _candidates(self, service: ServiceClient) -> list[_Saved]:
-        """Checkpoints to try, the wanted one first."""
+    def _known(self, service: ServiceClient) -> list[Saved]:
+        """The checkpoints there are, newest first."""
         if self.policy.checkpoint.startswith("tinker://"):
-            return [_Saved(self.policy.checkpoint, self._position)]
-        known = list(reversed(self._saved)) or self._listed(service)
-        known = [one for one in known if not self._was_saved_again(one)]
-        first = [one for one in known if one is self._best(known)]
-        if self._is_exact:
-            # A checkpoint past a call whose answer never came could not give that answer any more.
-            first = [one for one in known if one.position < self._first_open]
-        return first + [one for one in known if one not in first]
-
-    def _was_saved_again(self, saved: _Saved) -> bool:
-        """Its name was used again later: nobody knows which of the two states it stands for."""
-        return any(
-            other.position > saved.position and other.path == saved.path for other in self._saved
-        ) or any(
-            c.position > saved.position
-            and c.method == "save_state"
-            and saved.path == f"tinker://{c.made[1].model_id}/weights/{_name(c)}"
-            for c in self._calls
-        )
-
-    def _listed(self, service: ServiceClient) -> list[_Saved]:
-        """What the server has of our runs, newest first; saves of ours stand where we made them."""
+            return [Saved(self.policy.checkpoint, self._log.position)]
+        if self._log.saved:
+            return self._log.saved[::-1]
         rest = service.create_rest_client()
-        places = {_name(c): c.position for c in reversed(self._calls) if c.method == "save_state"}
-        found = []
+        found: list[types.Checkpoint] = []
         for run_id in self.run_ids:
             with contextlib.suppress(NotFoundError):
                 found += rest.list_checkpoints(run_id).result().checkpoints
-        found = [one for one in found if one.checkpoint_type == "training"]
-        found.sort(key=lambda one: one.time, reverse=True)
-        return [
-            _Saved(
-                path=one.tinker_path,
-                position=places.get(one.tinker_path.rpartition("/")[2], -1),
-                metric=_number((one.user_metadata or {}).get(self.policy.metric)),
-            )
-            for one in found
-        ]
-
-    @property
-    def _is_exact(self) -> bool:
-        return self.policy.checkpoint == "latest" and self.policy.repeat_calls
+        return self._log.place(found)
 
     # -- rebuilding
 
@@ -508,7 +379,7 @@ class RecoveringTrainingClient:
             self._take_saves()
             with watch.during(lambda reason: service.close("errored", reason)):
                 saved, run = self._load_first(service, event.run_id)
-                calls = self._calls_to_repeat(saved)
+                calls = self._log.to_repeat(saved)
                 made = [self._submit(call, run) for call in calls]
         except BaseException:
             service.close("errored", "an attempt to rebuild a run failed")
@@ -521,10 +392,10 @@ class RecoveringTrainingClient:
             new_run_id=run.model_id,
             checkpoint=saved.path,
             num_repeated=len(calls),
-            num_forgotten=max(0, self._forgotten - saved.position) if self._is_exact else 0,
+            num_forgotten=self._log.num_forgotten(saved),
         )
 
-    def _move(self, service: ServiceClient, run: TrainingClient, saved: _Saved) -> None:
+    def _move(self, service: ServiceClient, run: TrainingClient, saved: Saved) -> None:
         """From here on the new run is the run, and nothing calls for the old one any more."""
         lost, self.client, self._lost = self.client, run, None
         self.run_ids.append(run.model_id)
@@ -545,13 +416,14 @@ class RecoveringTrainingClient:
         window_s = min(self._config.retry_window_s, self.policy.attempt_timeout_s)
         return ServiceClient(config=self._config.replace(retry_window_s=window_s))
 
-    def _load_first(self, service: ServiceClient, lost: str) -> tuple[_Saved, TrainingClient]:
+    def _load_first(self, service: ServiceClient, lost: str) -> tuple[Saved, TrainingClient]:
         """A new run from the first checkpoint that can still be loaded."""
         create: Callable[..., TrainingClient] = service.create_training_client_from_state
         if self.policy.restore_optimizer:
             create = service.create_training_client_from_state_with_optimizer
-        refusals = []
-        for saved in self._candidates(service):
+        known = self._known(service)
+        refusals = self._log.distrusted(known)
+        for saved in self._log.candidates(known):
             try:
                 return saved, create(saved.path, user_metadata={"recovered_from": lost})
             except (NotFoundError, BadRequestError, RequestFailedError) as exc:
@@ -559,33 +431,13 @@ class RecoveringTrainingClient:
                     raise
                 logger.warning("Checkpoint %s cannot be loaded: %s", saved.path, exc)
                 refusals.append(f"{saved.path}: {exc}")
-        refusals += [
-            f"{_name(call)!r} was being saved again, so it may hold another state: give each "
-            "save a name of its own"
-            for call in self._calls
-            if call.method == "save_state" and not call.is_ours and not call.is_settled
-        ]
         raise _HopelessError(
             "no checkpoint can be loaded. "
             + ("; ".join(refusals) or "None was saved: set save_every_steps, or call save_state.")
         )
 
-    def _calls_to_repeat(self, saved: _Saved) -> list[_Call]:
-        """What the checkpoint does not hold, and whatever can and must still be answered."""
-        if self._is_exact:
-            after = [call for call in self._calls if call.position > saved.position]
-            return [c for c in after if c.method in _CHANGES_STATE or not c.is_settled]
-        recent = [c for c in self._calls if c.position >= self._step_began or not c.is_settled]
-        # A checkpoint of ours would name a state that is no longer the one it was made for.
-        return [call for call in recent if not call.is_ours]
-
 
 # ------------------------------------------------------------------------------------- small things
-
-
-def _name(call: _Call) -> Any:
-    """The name that a `save_state` was given."""
-    return call.args[0] if call.args else call.kwargs.get("name")
 
 
 def _rebound(value: Any, run: TrainingClient) -> Any:
@@ -593,13 +445,6 @@ def _rebound(value: Any, run: TrainingClient) -> Any:
     if isinstance(value, LossHandle) and value.session_id != run.holder.session_id:
         return replace(value, session_id=run.holder.session_id or "", loss_id=None)
     return value
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 def _delete(client: TrainingClient, path: str) -> None:
