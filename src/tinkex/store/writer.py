@@ -10,7 +10,8 @@ A write must therefore do nothing but talk to its connection.
 writes of the same group; the caller never depends on the order of two writes that both wait.
 
 `deferred` sources are asked about once a second for what they gathered in memory (heartbeats, token
-counts): such rows may lag by a second and need no future.
+counts): such rows may lag by a second and need no future. What a source gave and the database could
+not take just now (a full disk) is kept and written first once it can; the sources gather meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import TinkerError
 
@@ -47,6 +49,7 @@ class _Write:
     run: Callable[[Connection], Any] | None = None
     handler: BulkHandler | None = None
     row: Any = None
+    is_deferred: bool = False
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -58,6 +61,7 @@ class GroupWriter:
         self._closing = False
         self._deferred: list[Callable[[], Callable[[Connection], None] | None]] = []
         self._deferred_at = time.monotonic()
+        self._kept: deque[_Write] = deque()  # deferred writes that found no room
         self._thread = threading.Thread(target=self._loop, name="tinkex-store-writer", daemon=True)
         self._thread.start()
 
@@ -77,14 +81,17 @@ class GroupWriter:
 
     def flush(self) -> None:
         """Write what the deferred sources hold; wait until all that was handed in is committed."""
-        writes = [write for source in self._deferred if (write := source()) is not None]
-        writes.append(lambda connection: None)  # Behind everything that waits already.
-        for future in [self.submit(write) for write in writes]:
+        writes = [*self._take_kept(), *self._gathered()]
+        writes.append(_Write(run=lambda connection: None))  # Behind everything that waits already.
+        for future in [self._put(write) for write in writes]:
             future.result()
 
     def close(self) -> None:
-        """Commit what waits, then stop."""
-        self.flush()
+        """Commit what waits, then stop. What a full disk cannot take then is lost, and logged."""
+        try:
+            self.flush()
+        except OperationalError as exc:
+            log.error("the last heartbeats and token counts are lost: %s", exc.orig)
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -114,7 +121,17 @@ class GroupWriter:
         if time.monotonic() - self._deferred_at < DEFER_S:
             return []
         self._deferred_at = time.monotonic()
-        return [_Write(run=write) for source in self._deferred if (write := source()) is not None]
+        return self._take_kept() or self._gathered()
+
+    def _gathered(self) -> list[_Write]:
+        found = (source() for source in self._deferred)
+        return [_Write(run=write, is_deferred=True) for write in found if write is not None]
+
+    def _take_kept(self) -> list[_Write]:
+        taken = []
+        while self._kept:
+            taken.append(_Write(run=self._kept.popleft().run, is_deferred=True))
+        return taken
 
     def _commit(self, group: list[_Write]) -> None:
         try:
@@ -122,6 +139,8 @@ class GroupWriter:
         except BaseException as exc:
             if len(group) == 1:
                 log.warning("a write to the store failed: %s", exc)
+                if group[0].is_deferred and isinstance(exc, OperationalError):
+                    self._kept.append(group[0])
                 group[0].future.set_exception(exc)
             else:
                 for write in group:
