@@ -541,10 +541,17 @@ class Holder:
         # The null is sent: the server tells "no detail" from "not given".
         body = orjson.dumps({"reason": {"type": status}, "detail": detail})
         path = f"sessions/{self.session_id}/finish"
-        call = Call(method="POST", path=path, body=body, timeout_s=_FINISH_TIMEOUT_S / 2)
+        call = Call(
+            method="POST",
+            path=path,
+            body=body,
+            timeout_s=_FINISH_TIMEOUT_S / 2,
+            max_retries=None if self._local is None else 0,
+        )
         try:
             async with asyncio.timeout(_FINISH_TIMEOUT_S):
-                await self.execute(call)
+                # Nobody starts a dead embedded server again for a goodbye.
+                await self.execute(call, window=self._local is None)
         except (APIStatusError, APIConnectionError, TimeoutError) as exc:
             logger.info("The session could not be finished on the server: %s", exc)
 
