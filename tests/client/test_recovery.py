@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import json
 import os
 import random
@@ -698,6 +699,28 @@ def test_it_gives_up_after_its_attempts_and_says_why(server):
     assert len(told) == 2
     assert caught.value.__cause__ is not None
     client._monitor.stop()
+
+
+def test_a_connect_that_fails_is_a_failed_attempt(server):
+    """Whatever finds the server may not find it yet."""
+    answers = [OSError("no such host"), KeyError("address")]
+
+    def connect() -> ServiceClient:
+        if answers:
+            raise answers.pop()
+        return server.connect()
+
+    client = new_client(server).with_recovery(quick(server, connect=connect))
+    delete_run(server, client)
+    assert len(train(client, range(1))) == 1
+    assert (client.num_recoveries, answers) == (1, [])
+    client.close()
+
+
+def test_a_copy_is_a_second_hand_on_the_same_run(server):
+    client = new_client(server).with_recovery(quick(server))
+    assert copy.copy(client).model_id == client.model_id
+    client.close()
 
 
 def test_without_any_checkpoint_it_says_what_to_do(server):

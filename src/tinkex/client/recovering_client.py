@@ -127,6 +127,8 @@ class RecoveringTrainingClient:
         return len(self.run_ids) - 1
 
     def __getattr__(self, name: str) -> Any:
+        if name == "client" or name.startswith("__"):  # not made yet: `copy` looks before that
+            raise AttributeError(name)
         if name in RECORDED:
             return lambda *args, **kwargs: self._make(name, args, kwargs)
         if name in _WAITING:
@@ -412,7 +414,10 @@ class RecoveringTrainingClient:
         from tinkex.client.service_client import ServiceClient
 
         if self.policy.connect is not None:
-            return self.policy.connect()
+            try:
+                return self.policy.connect()
+            except Exception as exc:
+                raise RetryableException(f"connect() failed: {exc!r}") from exc
         window_s = min(self._config.retry_window_s, self.policy.attempt_timeout_s)
         return ServiceClient(config=self._config.replace(retry_window_s=window_s))
 
