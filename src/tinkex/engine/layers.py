@@ -82,21 +82,10 @@ class _RmsNorm(torch.autograd.Function):
 # -------------------------------------------------------------------------------- fused linears
 
 
-_SLICE = 96
-"""Inputs that a CPU's product sums in one go while training. Slices add up with a quarter less
-rounding than the whole does and cost no time; shorter ones are better and slower (dev/LOG.md)."""
-
-
 def _affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    if x_TI.is_cuda or torch.is_inference_mode_enabled():
-        if (y_TO := packed_weights.product(x_TI, weight_OI, bias_O)) is not None:
-            return y_TO
-        return x_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, x_TI, weight_OI.t())
-    first, *others = zip(x_TI.split(_SLICE, dim=1), weight_OI.split(_SLICE, dim=1), strict=True)
-    y_TO = torch.mm(first[0], first[1].t())
-    for x_Ti, weight_Oi in others:
-        y_TO.addmm_(x_Ti, weight_Oi.t())
-    return y_TO if bias_O is None else y_TO.add_(bias_O)
+    if (y_TO := packed_weights.product(x_TI, weight_OI, bias_O)) is not None:
+        return y_TO
+    return x_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, x_TI, weight_OI.t())
 
 
 def _linear_backward(
