@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,6 +113,13 @@ def datum(length: int, seed: int = 0) -> jobs.TrainDatum:
         tokens=tokens[:-1],
         inputs={"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)},
     )
+
+
+def weighted(weights: list[float], length: int | None = None, token: int = 2) -> jobs.TrainDatum:
+    """A datum of one token over and over, as long as its weights unless told otherwise."""
+    tokens = np.full(length or len(weights), token)
+    inputs = {"target_tokens": np.ones_like(tokens), "weights": np.array(weights, np.float32)}
+    return jobs.TrainDatum(tokens=tokens, inputs=inputs)
 
 
 @pytest.fixture
@@ -308,19 +316,14 @@ BAD = {
     "no adapter to step": (lambda c: c.step("ghost"), "No adapter 'ghost' is loaded"),
     "unknown loss": (lambda c: c.train(loss_fn="nonsense"), "nonsense"),
     "rank 0": (lambda c: c.create("z", rank=0), "rank"),
-    "token out of range": (
-        lambda c: c.train(
-            data=(
-                jobs.TrainDatum(
-                    tokens=np.array([VOCAB]),
-                    inputs={
-                        "target_tokens": np.array([1]),
-                        "weights": np.ones(1, np.float32),
-                    },
-                ),
-            )
-        ),
-        str(VOCAB),
+    "token out of range": (lambda c: c.train(data=(weighted([1.0], token=VOCAB),)), str(VOCAB)),
+    "nan weight": (
+        lambda c: c.train(data=(weighted([1.0, math.nan]),)),
+        "data[0].loss_fn_inputs.weights",
+    ),
+    "wrong shape": (
+        lambda c: c.train(data=(weighted([1.0, 1.0], length=3),)),
+        "data[0].loss_fn_inputs.weights",
     ),
     "context overflow": (lambda c: c.train(data=(datum(300),)), "256"),
     "no folder": (lambda c: c.sample(Path("/nowhere/at/all")), "/nowhere/at/all"),
