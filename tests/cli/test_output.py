@@ -50,6 +50,17 @@ def test_a_long_cell_is_never_cut_in_a_pipe(capsys):
     assert "Yes" in out
 
 
+def test_a_path_is_never_folded_on_a_narrow_terminal(monkeypatch, capsys):
+    """One copies it from the screen; words beside it may fold."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    path = "tinker://" + "x" * 90
+    print_table(Table(columns=("Path", "Note"), rows=[(path, "words " * 30)]))
+    out = capsys.readouterr().out
+    assert path in out
+    assert max(map(len, out.splitlines())) < 200  # Styles count, too.
+
+
 def test_a_listing_without_rows_and_columns_still_says_so(capsys):
     print_table(Table(title="Usage (0)", columns=(), rows=[]))
     assert capsys.readouterr().out == "Usage (0)\n"

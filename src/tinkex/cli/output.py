@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 MISSING = "N/A"
+_NARROW = 30  # What a column of words should have before it is folded.
 _PIPE_WIDTH = 1000  # Nobody wraps lines in a pipe: a cut id is worse than a long line.
 
 
@@ -40,13 +41,19 @@ def print_table(table: Table) -> None:
         print(table.title or "")
         return
     shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns:
-        shown.add_column(column, overflow="fold")
-    for row in table.rows:
-        cells = [cell(value) for value in row]
-        shown.add_row(*(Text(text, style=table.styles.get(text, "")) for text in cells))
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    Console(file=sys.stdout, width=width, highlight=False).print(shown)
+    rows = [[cell(value) for value in row] for row in table.rows]
+    wide = 0
+    for index, column in enumerate(table.columns):
+        longest = max(len(column), *(len(row[index]) for row in rows))
+        whole = any(row[index].startswith("tinker://") for row in rows)
+        shown.add_column(column, overflow="fold", no_wrap=whole)
+        wide += longest + 3 if whole else min(longest, _NARROW) + 3
+    for row in rows:
+        shown.add_row(*(Text(text, style=table.styles.get(text, "")) for text in row))
+    console = Console(file=sys.stdout, highlight=False)
+    # A path is there to be copied: on a narrow terminal the line runs over, the path stays whole.
+    console.width = max(console.width, wide) if sys.stdout.isatty() else _PIPE_WIDTH
+    console.print(shown)
 
 
 def cell(value: Any) -> str:

@@ -67,6 +67,10 @@ class Steps:
             self._printed_at = now
             self._console.print(f"{self._headline} {step + 1}/{num_steps}  {text}")
 
+    def note(self, text: str) -> None:
+        """A recipe's `on_note`: a line of its own, above the bar while that moves."""
+        self._console.print(text, markup=False)
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -47,7 +47,7 @@ def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: st
             _fetch_model()
         state.note(f"Training a LoRA adapter on {model}; Ctrl-C saves and stops.")
         with state.service() as service, steps("quickstart") as on_step:
-            outcome = run(folder, service, on_step, state.note, model=model, epochs=epochs)
+            outcome = run(folder, service, on_step, on_step.note, model=model, epochs=epochs)
         if outcome.result.interrupted:
             raise KeyboardInterrupt
         adapter = _export(state, outcome.result.sampler_path, folder / "adapter")

@@ -112,7 +112,7 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 
     config = SftConfig(data=data, **_given("sft", data, options))
     with state.service() as service, steps("sft") as on_step:
-        result = run(config, service, on_step, state.note)
+        result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result)
 
 
@@ -132,7 +132,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
 
     config = DpoConfig(data=data, **_given("dpo", data, options))
     with state.service() as service, steps("dpo") as on_step:
-        result = run(config, service, on_step, state.note)
+        result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result)
 
 
@@ -170,7 +170,7 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
     config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
     rows = prompts if prompts is not None else module.prompts()
     with state.service() as service, steps("rl") as on_step:
-        result = run(config, service, function, rows, on_step, state.note)
+        result = run(config, service, function, rows, on_step, on_step.note)
     _show(state, config.log_dir, result)
 
 
