@@ -39,7 +39,8 @@ _COMMAND_OF = {
 def words(exc: Exception) -> str:
     if isinstance(exc, ModuleNotFoundError) and (root := (exc.name or "").split(".")[0]):
         if extra := _EXTRA_OF.get(root):
-            return f"this command needs {root}. Install it with: pip install 'tinkex[{extra}]'"
+            install = f"pip install 'tinkex[{extra}]' (in a clone: '.[{extra}]')"
+            return f"this command needs {root}. Install it with: {install}"
     if isinstance(exc, APIStatusError):
         return _answer(exc)
     if isinstance(exc, TinkerError | OSError | TimeoutError):
