@@ -6,6 +6,7 @@ be any user's script: no retries of its own, no knowledge of the server.
 
 import json
 import sys
+import time
 
 import tinker
 from tinker import types
@@ -28,6 +29,7 @@ def main() -> None:
     for step in range(NUM_STEPS):
         passes = [trainer.forward_backward([datum(step, p)], "cross_entropy") for p in range(2)]
         done = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        time.sleep(0.15)  # a script has other things to do; without it thirty steps take a second
         losses += [each.result().metrics["loss:sum"] for each in passes]
         done.result()
         print(f"step {step}", file=sys.stderr, flush=True)

@@ -75,12 +75,12 @@ def test_a_killed_server_leaves_no_worker_behind(tmp_path: Path) -> None:
 
 def test_a_private_server_ends_with_its_last_client(tmp_path: Path) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with ServerProcess(tmp_path, "--engine", "toy", "--until-idle", "0.3") as server:
+    with ServerProcess(tmp_path, "--engine", "toy", "--until-idle", "2") as server:
         process = server._process
         assert process is not None
         attached = httpx.post(f"{server.base_url}/tinkex/v1/attach", json={"pid": sleeper.pid})
         assert attached.status_code == 200
-        time.sleep(1.5)
+        time.sleep(3.5)
         assert process.poll() is None, "its client lives, however quiet"
         sleeper.communicate(b"\n")
         assert process.wait(timeout=10) == 0
