@@ -128,6 +128,7 @@ def test_ctrl_c_ends_training_with_130_and_a_checkpoint(cli, data, monkeypatch):
     ran = cli("train", "sft", data, *SFT, "--log-dir", "log", "--json")
     assert ran.code == 130
     assert ran.json["steps"] == 3
+    assert "Stopping after this step" in ran.err
     assert "Resume with the same command" in ran.err
     monkeypatch.setattr(RunLog, "metrics", real)
     resumed = cli("train", "sft", data, *SFT, "--log-dir", "log", "--json")

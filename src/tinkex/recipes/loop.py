@@ -158,7 +158,7 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_between_steps() -> Iterator[StopRequest]:
+def stop_between_steps(on_note: OnNote) -> Iterator[StopRequest]:
     """Let a first Ctrl-C end the loop after the step that runs; a second one interrupts at once.
 
     Only the main thread hears signals; elsewhere (a notebook's worker thread) nothing changes.
@@ -172,6 +172,8 @@ def stop_between_steps() -> Iterator[StopRequest]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
+        with contextlib.suppress(RuntimeError):  # The signal may fall into the middle of a print.
+            on_note("Stopping after this step, with a checkpoint; Ctrl-C again stops at once.")
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

@@ -70,7 +70,7 @@ def run(
     on_note("Asking the untrained model ...")
     before = ask(service.create_sampling_client(base_model=model), QUESTIONS_TO_SHOW)
     on_note(f"Training on {len(rows())} questions and answers ...")
-    result = train(config, service, on_step, on_note=lambda text: None)
+    result = train(config, service, on_step, on_note)
     losses = _held_out_losses(folder)
     if result.interrupted:
         return Outcome(result=result, loss_before=losses[0], loss_after=losses[-1])

@@ -111,7 +111,7 @@ def train(
     questions, held_out = split_off(questions, config.eval_share, at_most=32)
 
     metrics: dict[str, float] = {}
-    with stop_between_steps() as stop:
+    with stop_between_steps(on_note) as stop:
         for step in range(start, config.steps):
             began = time.monotonic()
             metrics = {}

@@ -83,7 +83,7 @@ def train(
     num_steps = math.ceil(len(examples) * config.epochs / config.batch_size)
 
     metrics: dict[str, float] = {}
-    with stop_between_steps() as stop:
+    with stop_between_steps(on_note) as stop:
         for step in range(start, num_steps):
             began = time.monotonic()
             metrics = {}
