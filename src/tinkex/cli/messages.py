@@ -68,7 +68,7 @@ def _answer(exc: APIStatusError) -> str:
             "The server wants an API key and none is set: `tinkex auth login`, or TINKER_API_KEY."
         )
     if "is served here" in text and not os.environ.get("TINKER_BASE_URL"):
-        text += " The server of this machine: TINKEX_LOCAL_MODEL=NAME tinkex ..."
+        text += " The private server of this machine takes TINKEX_LOCAL_MODEL=NAME."
     return text
 
 
