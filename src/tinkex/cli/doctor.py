@@ -126,8 +126,8 @@ def _package(name: str) -> Finding:
         return Finding(
             check=name,
             verdict="warn",
-            detail="not installed; a local server needs it: pip install 'tinkex[local]' (in a clone: "
-            "'.[local]')",
+            detail="not installed; a local server needs it: pip install 'tinkex[local]' "
+            "(in a clone: '.[local]')",
         )
 
 
