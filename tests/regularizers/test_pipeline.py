@@ -203,3 +203,19 @@ def test_no_specs_is_the_base_alone():
     total, output = Pipeline(base).compute([], logprobs())
     assert total.item() == pytest.approx(1.08)
     assert output.regularizers == {}
+
+
+@pytest.mark.timeout(120)
+def test_terms_side_by_side_never_stop_each_other():
+    """Two threads on one leaf tensor deadlock inside torch 2.13 within some thousand rounds."""
+
+    def base(data, logprobs):
+        return -sum((x * torch.ones_like(x)).sum() for x in logprobs), {}
+
+    def last(data, logprobs):
+        return -sum(x[-1] for x in logprobs), {}
+
+    specs = [RegularizerSpec(last, 0.1, name=name) for name in ("a", "b")]
+    for _ in range(3000):
+        leaves = [torch.randn(5, requires_grad=True) for _ in range(4)]
+        Pipeline(base, specs).compute([None] * 4, leaves)

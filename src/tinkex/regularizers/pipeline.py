@@ -98,8 +98,10 @@ class Pipeline:
         """
         tensors = as_tensors(logprobs)
         deadline_s = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        terms = [_Term("base", 1.0, self.base, data, logprobs, is_base=True)]
-        terms += [_Term(spec.name, spec.weight, spec.fn, data, logprobs) for spec in self.specs]
+        terms = [_Term("base", 1.0, self.base, data, self._own(logprobs), is_base=True)]
+        terms += [
+            _Term(spec.name, spec.weight, spec.fn, data, self._own(logprobs)) for spec in self.specs
+        ]
         for batch in [terms] if self.parallel else [[term] for term in terms]:
             _run(batch, deadline_s, self.timeout_s)
         (base, base_metrics), *answers = [term.answer() for term in terms]
@@ -122,6 +124,21 @@ class Pipeline:
             regularizer_total=math.fsum(out.contribution for out in outputs.values()),
             total_grad_norm=norm(total, tensors),
         )
+
+    def _own(self, logprobs: Logprobs) -> Logprobs:
+        """Tensors for one term alone, where terms run side by side.
+
+        Two threads that use one leaf can stop for good in torch 2.13: one waits for the GIL with
+        the leaf's lock in hand (`grad_accumulator`), the other for that lock with the GIL.
+        """
+        import torch
+
+        if not self.parallel or not self.specs:
+            return logprobs
+        with torch.enable_grad():
+            if isinstance(logprobs, torch.Tensor):
+                return logprobs.clone()
+            return [tensor.clone() for tensor in logprobs]
 
 
 def _output(
