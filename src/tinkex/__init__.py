@@ -6,6 +6,8 @@ a server.
 
 from __future__ import annotations
 
+import atexit
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -194,3 +196,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+@atexit.register
+def _end_clients() -> None:
+    """Registered on import: exit handlers of those who import us come first and can still send."""
+    if (loop := sys.modules.get("tinkex.client.loop")) is not None:
+        loop.end_background()

@@ -55,6 +55,7 @@ class _HereLoop(LoopThread):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pending = deque()
         self._waking = False
+        self._ended = False
         self._lock = threading.Lock()
         self.loop = loop
         self._thread = threading.current_thread()

@@ -3,7 +3,8 @@
 Started by the first call, never at import; a daemon, so that it never keeps a program alive. Work
 handed over from other threads is queued and the loop is woken once for all of it: waking costs a
 system call, and thousands of samples are submitted in a burst. After a fork the child starts
-afresh, because threads do not survive one.
+afresh, because threads do not survive one. When the interpreter ends, so does the loop: a callback
+of uvloop that came later would ask a dead interpreter for its lock and crash the process.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["LoopThread", "background", "loop_time"]
+from tinkex.errors import ClientClosedError
+
+__all__ = ["LoopThread", "background", "end_background", "loop_time"]
 
 logger = logging.getLogger("tinkex.loop")
+_END_S = 3.0
 
 
 class LoopThread:
@@ -28,6 +32,7 @@ class LoopThread:
         self.pid = os.getpid()
         self._pending: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waking = False
+        self._ended = False
         self._lock = threading.Lock()
         self.loop = _new_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -43,13 +48,29 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def submit(self, callback: Callable[..., object], *args: Any) -> None:
-        """Call `callback(*args)` soon on the loop. Calls keep the order in which they were made."""
+        """Call `callback(*args)` soon on the loop. Calls keep the order in which they were made.
+
+        Raises:
+            ClientClosedError: The program is ending and the loop has ended.
+        """
         with self._lock:
+            if self._ended:
+                raise ClientClosedError(
+                    "The program is ending and requests have stopped. Send the last ones earlier, "
+                    "or register your exit handler after `import tinkex`."
+                )
             self._pending.append((callback, args))
             if self._waking:
                 return
             self._waking = True
         self.loop.call_soon_threadsafe(self._drain)
+
+    def end(self) -> None:
+        """Stop the loop and wait for its thread, a few seconds at most."""
+        with self._lock:
+            self._ended = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_END_S)
 
     def _drain(self) -> None:
         with self._lock:
@@ -90,6 +111,12 @@ def background() -> LoopThread:
         if _background is None:
             _background = LoopThread()
         return _background
+
+
+def end_background() -> None:
+    """For the exit of the interpreter; see `tinkex/__init__.py`."""
+    if _background is not None:
+        _background.end()
 
 
 def _forget_after_fork() -> None:
