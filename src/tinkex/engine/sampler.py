@@ -30,6 +30,7 @@ from tinkex.engine.lora import Adapter, LoraBatch, Span
 from tinkex.engine.paged import PagedAttend, PagedCache, kv_bytes_per_token
 from tinkex.engine.prompt_scores import PromptScores
 from tinkex.engine.rng import fresh_seed, sample_key, uniform
+from tinkex.engine.sample_checks import check_sample_job
 from tinkex.engine.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.engine.stopping import Detokenize, StopWatch
@@ -216,7 +217,7 @@ class Sampler:
         self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str
     ) -> _Request:
         config = self.decoder.config
-        _check_job(job, config.vocab_size)
+        check_sample_job(job, config.vocab_size)
         max_tokens = self._max_tokens(job)
         stop_ids = job.stop_tokens
         if stop_ids is None:
@@ -577,32 +578,3 @@ def _sequence(sample: _Sample) -> jobs.SampledTokens:
         stop_reason=sample.reason,
         topk=topk,
     )
-
-
-def _check_job(job: jobs.SampleJob, vocab_size: int) -> None:
-    """What needs the model, and what would otherwise fail deep inside."""
-    prompt = np.asarray(job.prompt)
-    if prompt.ndim != 1 or len(prompt) == 0:
-        raise InvalidInputError("must hold at least one token", path="prompt")
-    if prompt.min() < 0 or prompt.max() >= vocab_size:
-        at = int(np.flatnonzero((prompt < 0) | (prompt >= vocab_size))[0])
-        raise InvalidInputError(
-            f"token {prompt[at]} is outside the vocabulary 0..{vocab_size - 1}",
-            path=f"prompt[{at}]",
-        )
-    for path, value, ok, need in (
-        ("num_samples", job.num_samples, job.num_samples >= 1, "at least 1"),
-        ("max_tokens", job.max_tokens, (job.max_tokens or 0) >= 0, "not negative"),
-        (
-            "temperature",
-            job.temperature,
-            math.isfinite(job.temperature) and job.temperature >= 0,
-            "a number not below 0",
-        ),
-        ("top_p", job.top_p, 0 < job.top_p <= 1, "above 0 and at most 1"),
-        ("topk_prompt_logprobs", job.topk_prompt_logprobs, job.topk_prompt_logprobs >= 0, "0 up"),
-        ("topk_sample_logprobs", job.topk_sample_logprobs, job.topk_sample_logprobs >= 0, "0 up"),
-        ("prompt_alt_tokens_k", job.prompt_alt_tokens_k, job.prompt_alt_tokens_k >= 0, "0 up"),
-    ):
-        if not ok:
-            raise InvalidInputError(f"must be {need}, got {value}", path=path)
