@@ -126,18 +126,24 @@ def our_step(trainer: Trainer, batches: list[tuple[jobs.TrainDatum, ...]]) -> No
         trainer.optim(jobs.OptimJob(job_id="", adapter_id=job.adapter_id, params=params))
 
 
-def our_train_seconds(data: tuple[jobs.TrainDatum, ...]) -> float:
+EVEN = [2048] * 8
+RAGGED = [int(n) for n in np.random.default_rng(0).integers(256, 2049, 8)]
+
+
+def our_train_rates() -> tuple[float, float, float]:
+    """(tokens per second of equal lengths, peak memory in GiB, tokens per second of ragged ones)"""
     trainer = our_trainer(1)
     torch.cuda.reset_peak_memory_stats()
-    return seconds(lambda: our_step(trainer, [data]), 5)
+    even = seconds(lambda: our_step(trainer, [datums(EVEN)]), 5)
+    peak = torch.cuda.max_memory_allocated() / GIB
+    ragged = seconds(lambda: our_step(trainer, [datums(RAGGED)]), 5)
+    return sum(EVEN) / even, peak, sum(RAGGED) / ragged
 
 
 def train_figures(flops: float) -> list[report.Figure]:
-    tokens, data = 8 * 2048, datums([2048] * 8)
-    ours = tokens / our_train_seconds(data)
-    peak = torch.cuda.max_memory_allocated() / GIB
+    ours, peak, ours_ragged = our_train_rates()
     free()
-    peer = tokens / peer_train_seconds(data)
+    peer, peer_ragged = peer_train_rates()
     free()
     # A frozen weight costs one product forward and one backward (its input's gradient): 4 FLOP.
     achieved = ours * 4 * num_weights()
@@ -152,6 +158,13 @@ def train_figures(flops: float) -> list[report.Figure]:
             f"the card's {flops / 1e12:.0f}",
         ),
         report.Figure(name="gpu_train_peak_memory", ours=peak, unit="GiB", bar=70),
+        report.Figure(
+            name="gpu_train_ragged",
+            ours=ours_ragged,
+            peer=peer_ragged,
+            unit="tokens/s",
+            note=f"8 datums of {min(RAGGED)} to {max(RAGGED)} tokens; the peer fills them up",
+        ),
     ]
 
 
@@ -202,7 +215,8 @@ def peer_model() -> torch.nn.Module:
     return model.to(torch.bfloat16)
 
 
-def peer_train_seconds(data: tuple[jobs.TrainDatum, ...]) -> float:
+def peer_train_rates() -> tuple[float, float]:
+    """Tokens per second of equal lengths and of ragged ones, filled up to the longest."""
     from peft import LoraConfig, get_peft_model
 
     # bf16 adapters: faster for the peer than its fp32 default, which does not fit the card here.
@@ -213,22 +227,32 @@ def peer_train_seconds(data: tuple[jobs.TrainDatum, ...]) -> float:
     )
     model.train()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-5)
-    tokens = torch.tensor(np.stack([datum.tokens for datum in data]), device="cuda")
-    targets = torch.tensor(np.stack([d.inputs["target_tokens"] for d in data]), device="cuda")
 
-    def step() -> None:
-        # Logits a row at a time: the whole batch's would need 10 GB on their own.
-        hidden = model.base_model.model.model(input_ids=tokens).last_hidden_state
-        head = model.base_model.model.lm_head
-        loss = sum(
-            torch.nn.functional.cross_entropy(head(h).float(), t, reduction="sum")
-            for h, t in zip(hidden, targets, strict=True)
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def rate(lengths: list[int]) -> float:
+        data, longest = datums(lengths), max(lengths)
+        tokens = torch.zeros(len(data), longest, dtype=torch.long, device="cuda")
+        for row, datum in zip(tokens, data, strict=True):
+            row[: len(datum.tokens)] = torch.as_tensor(datum.tokens)
+        places = torch.arange(longest, device="cuda")
+        mask = places < torch.tensor(lengths, device="cuda")[:, None]
+        filled = {} if mask.all() else {"attention_mask": mask.long()}
+        targets = [torch.as_tensor(datum.inputs["target_tokens"]).cuda() for datum in data]
 
-    return seconds(step, 3)
+        def step() -> None:
+            # Logits a row at a time: the whole batch's would need 10 GB on their own.
+            hidden = model.base_model.model.model(input_ids=tokens, **filled).last_hidden_state
+            head = model.base_model.model.lm_head
+            loss = sum(
+                torch.nn.functional.cross_entropy(head(h[: len(t)]).float(), t, reduction="sum")
+                for h, t in zip(hidden, targets, strict=True)
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return sum(lengths) / seconds(step, 3)
+
+    return rate(EVEN), rate(RAGGED)
 
 
 # ---------------------------------------------------------------------- sampling

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 
 from tinkex.engine import kernels
 from tinkex.engine.lora import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
+from tinkex.engine.lora_operand import BatchLora
 from tinkex.engine.slot_lora import Slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,3 +189,28 @@ def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count):
         off = (sorted_y[: len(owner)] - expected[order]).norm() / expected.norm()
         assert off < 2e-3  # the GPU's fp32 products are TF32
         assert torch.equal(sorted_y[len(owner) :], y[filled[len(owner) :]])
+
+
+# ---------------------------------------------------------------------- adapters on spans
+
+
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 20, 20), (1, 3, 70)], ids=str)
+def test_adapters_on_spans_add_to_outputs_and_to_the_gradients_of_inputs(ranks):
+    spans = [(3, 140), (140, 141), (150, 300)]  # rows before, between and behind have no adapter
+    adapters = [adapter(ranks if number else (5, 5, 5), number) for number in range(3)]
+    batch = LoraBatch(Span(*rows, a) for rows, a in zip(spans, adapters, strict=True))
+    operand = BatchLora(batch, 310, torch.float32).get("x")
+    x, dy, y, dx = randn(310, 40), randn(310, 300), randn(310, 300), randn(310, 40)
+    want_y, want_dx = y.clone(), dx.clone()
+    for (start, stop), lora in zip(spans, adapters, strict=True):
+        for part, a, b in lora.modules():
+            columns = slice(part.target.start, part.target.stop)
+            want_y[start:stop, columns] += part.scale * x[start:stop] @ a.t() @ b.t()
+            want_dx[start:stop] += part.scale * dy[start:stop, columns] @ b @ a
+    inner = operand.add_(y, x)
+    operand.backward_input_(dx, dy)
+    assert [len(h) for h in inner] == [stop - start for start, stop in spans]
+    for ours, want in ((y, want_y), (dx, want_dx)):
+        assert (ours - want).norm() / want.norm() < 2e-3  # the GPU's fp32 products are TF32
+        assert torch.equal(ours[:3], want[:3])
+        assert torch.equal(ours[300:], want[300:])

@@ -25,6 +25,7 @@ from torch import Tensor
 from tinkex.engine import kernels
 from tinkex.engine.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.decoder import Decoder, _Layer
+from tinkex.engine.flash import PackedFlash, State
 from tinkex.engine.lora import LoraBatch
 from tinkex.engine.lora_operand import BatchLora, LoraAddend, LoraOperand
 from tinkex.engine.models import ModelConfig
@@ -48,7 +49,7 @@ class _Saved:
     rstd1_T: Tensor
     qkv_TX: Tensor
     attn_THd: Tensor
-    attn_state: tuple[Tensor, ...]
+    attn_states: list[State]
     x2_TD: Tensor
     rstd2_T: Tensor
     gate_up_TX: Tensor
@@ -57,12 +58,11 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """One packed batch: where each token stands and where each sequence begins."""
+    """One packed batch: where each token stands, and how it attends to those before it."""
 
     cos_Th: Tensor
     sin_Th: Tensor
-    cu_seqlens: Tensor
-    max_length: int
+    attention: PackedFlash
 
 
 class CudaDecoder(Decoder):
@@ -86,6 +86,8 @@ class CudaDecoder(Decoder):
             return out
         with torch.no_grad():
             batch = BatchLora(lora, len(tokens_T), self.dtype)
+            if isinstance(attend, PackedCausal):
+                attend = PackedFlash(attend.lengths, self.config, self.device)
             return self.infer(tokens_T, positions_T, attend, batch)
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
@@ -153,9 +155,7 @@ class CudaDecoder(Decoder):
     # ------------------------------------------------------------------------------- training
 
     def stream(self, positions_T: Tensor, lengths: list[int]) -> _Stream:
-        stops = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        cos_Th, sin_Th = self._angles(positions_T)
-        return _Stream(cos_Th, sin_Th, stops.to(self.device, non_blocking=True), max(lengths))
+        return _Stream(*self._angles(positions_T), PackedFlash(lengths, self.config, self.device))
 
     def train_layer(
         self, index: int, x: Tensor, delta: Tensor | None, stream: _Stream, lora: Operands
@@ -165,13 +165,13 @@ class CudaDecoder(Decoder):
         x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
         qkv, inner["qkv"] = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
         q, k, v = self._split(qkv, w, stream.cos_Th, stream.sin_Th)
-        attn, *state = self._attend(index, q, k, v, stream)
+        attn, states = stream.attention.forward(index, q, k, v)
         out, inner["o"] = _linear(attn.flatten(1), w.out, None, lora.get(f"{index}.o"))
         x2, y2, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
         gate_up, inner["gate_up"] = _linear(y2, w.gate_up, None, lora.get(f"{index}.gate_up"))
         act = kernels.swiglu(gate_up)
         delta, inner["down"] = _linear(act, w.down, None, lora.get(f"{index}.down"))
-        return x2, delta, _Saved(x, rstd1, qkv, attn, tuple(state), x2, rstd2, gate_up, inner)
+        return x2, delta, _Saved(x, rstd1, qkv, attn, states, x2, rstd2, gate_up, inner)
 
     def train_layer_backward(
         self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: BatchLora
@@ -199,7 +199,9 @@ class CudaDecoder(Decoder):
         dattn, dh = _linear_backward(dx, w.out, ops["o"])
         gather("o", s.attn_THd.flatten(1), dx, dh)
         q, k, v = self._split(s.qkv_TX, w, stream.cos_Th, stream.sin_Th)
-        grads_qkv = self._attend_backward(index, dattn.view_as(s.attn_THd), q, k, v, s, stream)
+        grads_qkv = stream.attention.backward(
+            index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.attn_states
+        )
         dqkv = kernels.rope_backward(
             *grads_qkv, s.qkv_TX, stream.cos_Th, stream.sin_Th, _norms(w), eps
         )
@@ -208,38 +210,6 @@ class CudaDecoder(Decoder):
             y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
             gather("qkv", y1, dqkv, dh)
         kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
-
-    def _attend(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, stream: _Stream
-    ) -> tuple[Tensor, ...]:
-        cu, longest = stream.cu_seqlens, stream.max_length
-        out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, cu, cu, longest, longest, 0.0, True, False, **self._attention_options(index)
-        )
-        return out, lse, seed, offset
-
-    def _attend_backward(
-        self,
-        index: int,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        s: _Saved,
-        stream: _Stream,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        cu, longest, (lse, *rng) = stream.cu_seqlens, stream.max_length, s.attn_state
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, s.attn_THd, lse, cu, cu, longest, longest, 0.0, True, *rng,
-            **self._attention_options(index),
-        )  # fmt: skip
-        return dq, dk, dv
-
-    def _attention_options(self, index: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"scale": self.config.head_size**-0.5}
-        if (window := self.config.window(index)) is not None:
-            options |= {"window_size_left": window - 1, "window_size_right": 0}
-        return options
 
 
 class _TrainingPass(torch.autograd.Function):
@@ -261,7 +231,7 @@ class _TrainingPass(torch.autograd.Function):
         leaf: Tensor,
     ) -> Tensor:
         stream = decoder.stream(positions_T, attend.lengths)
-        ops = BatchLora(lora, len(tokens_T), decoder.dtype, trained=True)
+        ops = BatchLora(lora, len(tokens_T), decoder.dtype)
         x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
         delta: Tensor | None = None
         saved: list[Any] = []

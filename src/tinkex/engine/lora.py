@@ -88,9 +88,10 @@ class Adapter:
         starts = [0]
         for tensor in given:
             starts.append(starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED)
-        self._layout = [
-            (at, tuple(t.shape), (t.shape[1], 1)) for at, t in zip(starts, given, strict=False)
-        ]
+        self.layout = tuple(
+            (at, (t.shape[0], t.shape[1])) for at, t in zip(starts, given, strict=False)
+        )
+        """Where each parameter starts, and its shape."""
         device = given[0].device if given else torch.device("cpu")
         self.flat = torch.zeros(starts[-1], device=device)
         self.grad: Tensor | None = None
@@ -108,7 +109,7 @@ class Adapter:
     def views(self, flat: Tensor) -> list[Tensor]:
         """A buffer of this adapter's layout, parameter by parameter."""
         start = flat.storage_offset()
-        return [flat.as_strided(shape, step, start + at) for at, shape, step in self._layout]
+        return [flat.as_strided(shape, (shape[1], 1), start + at) for at, shape in self.layout]
 
     def fold(self, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of `views`: tensors parallel to the parameters, in one new buffer."""

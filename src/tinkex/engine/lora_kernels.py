@@ -1,12 +1,12 @@
-"""Triton kernels for many adapters in one decode step.
+"""Triton kernels for the adapters of a batch, one or many.
 
-A decode step has few rows per adapter, so its products with A and B are a matter of launches and of
-reading the weights once. Two launches serve a linear whatever the number of adapters: `shrink`
-multiplies each row with its adapter's A, `expand_` adds the product with B to the output. Rows are
-sorted by slot and cut into blocks, [M, 3]: a block's slot, its first row, and where its slot's rows
-end. Rows outside every block have no adapter. Sums are in fp32 and in a fixed order.
+Buffers of adapters of one layout lie in slots, [S, P]. Rows are sorted by slot and cut into blocks,
+[M, 3]: a block's slot, its first row, and where its slot's rows end. Rows outside every block have
+no adapter. `shrink` multiplies each row with its adapter's A, for the few rows of a decode step;
+`expand_` adds the product with B to an output (or, on the way back, with A to the gradient of an
+input) in one pass over it. Sums are in fp32 and in a fixed order.
 
-This module knows shapes and pointers; `slot_lora` knows adapters.
+This module knows shapes and pointers; `lora_operand` and `slot_lora` know adapters.
 
 Letters: B rows, S slots, M blocks of rows, I inputs, O outputs, R ranks of all modules of a linear,
 C splits of the summed dimension.
@@ -14,13 +14,17 @@ C splits of the summed dimension.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 ROWS = 16
-"""Rows of a block."""
+"""Rows of a block of a decode step."""
+TRAINED_ROWS = 64
+"""Rows of a block of a training pass."""
 COLUMNS = 128
 """Most columns of a tile."""
 _RANKS = 32
@@ -88,31 +92,56 @@ def shrink(
     return out_BR
 
 
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """Matrices [O, r] of one rank and scale in a slot's buffer, as `expand_` takes them.
+
+    `tiles` holds what one program covers, [., 4] int64: where its rows lie in a slot's buffer, its
+    first column of y, how many columns (at most `COLUMNS`), its first column of h. `steps` are the
+    distances of two rows and of two columns of a matrix in the buffer.
+    """
+
+    rank: int
+    scale: float
+    steps: tuple[int, int]
+    tiles: Tensor
+    aligned: bool
+    """Whether all numbers of `tiles` are multiples of 8: memory is then read 16 bytes at a time."""
+
+
 @triton.jit
 def _expand(
-    y, h, flat, tiles, blocks, slot_stride, num_out, R, rank, scale,
-    BM: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr,
+    y, h, flat, tiles, blocks, slot_stride, y_stride, h_stride, rank, step_o, step_r, scale,
+    BM: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0)
+    m = tl.program_id(1)
     slot = tl.load(blocks + m * 3).to(tl.int64)
     first = tl.load(blocks + m * 3 + 1)
     last = tl.load(blocks + m * 3 + 2)
     if first < last:
-        tile = tiles + tl.program_id(1) * 4
+        tile = tiles + tl.program_id(0) * 4
         at = tl.load(tile)
         column = tl.load(tile + 1)
         width = tl.load(tile + 2)
         inner = tl.load(tile + 3)
+        if ALIGNED:
+            at = tl.multiple_of(at, 8)
+            column = tl.multiple_of(column, 8)
+            width = tl.multiple_of(width, 8)
+            inner = tl.multiple_of(inner, 8)
         rows = (first + tl.arange(0, BM)).to(tl.int64)[:, None]
         o = tl.arange(0, BO)
-        B = flat + slot * slot_stride + at + o[:, None] * rank
+        B = flat + slot * slot_stride + at + o[None, :] * step_o
         added = tl.zeros((BM, BO), tl.float32)
         for start in range(0, rank, BR):
-            r = start + tl.arange(0, BR)[None, :]
-            hv = tl.load(h + rows * R + inner + r, (rows < last) & (r < rank), other=0.0)
-            bv = tl.load(B + r, (o < width)[:, None] & (r < rank), other=0.0)
-            added += tl.dot(hv, tl.trans(bv))
-        to = y + rows * num_out + column + o[None, :]
+            r = start + tl.arange(0, BR)
+            inside = r < rank
+            hv = tl.load(
+                h + rows * h_stride + inner + r[None, :], (rows < last) & inside[None, :], other=0.0
+            )
+            bv = tl.load(B + r[:, None] * step_r, (o < width)[None, :] & inside[:, None], other=0.0)
+            added += tl.dot(hv, bv)
+        to = y + rows * y_stride + column + o[None, :]
         mask = (rows < last) & (o < width)[None, :]
         tl.store(to, tl.load(to, mask, other=0.0).to(tl.float32) + added * scale, mask)
 
@@ -121,20 +150,15 @@ def expand_(
     y_BO: Tensor,
     h_BR: Tensor,
     flat_SP: Tensor,
-    tiles: Tensor,
+    factor: Factor,
     blocks_M3: Tensor,
     *,
-    rank: int,
-    scale: float,
+    rows: int = ROWS,
 ) -> None:
-    """y += scale * h times B, for modules of one rank and scale.
-
-    `tiles` holds what one program covers, [., 4] int64: where its rows of B lie in a slot's buffer,
-    its first column of y, how many columns (at most `COLUMNS`), its first column of h.
-    """
-    R = h_BR.shape[1]
-    _expand[(len(blocks_M3), len(tiles))](
-        y_BO, h_BR, flat_SP, tiles, blocks_M3, flat_SP.stride(0), y_BO.stride(0), R, rank, scale,
-        BM=ROWS, BO=COLUMNS, BR=min(64, max(16, triton.next_power_of_2(rank))), num_warps=4,
-        num_stages=2,
+    """y += scale * h times the factor of each row's slot. `rows` is the size of a block."""
+    block_r = min(64, max(16, triton.next_power_of_2(factor.rank)))
+    _expand[(len(factor.tiles), len(blocks_M3))](
+        y_BO, h_BR, flat_SP, factor.tiles, blocks_M3, flat_SP.stride(0), y_BO.stride(0),
+        h_BR.stride(0), factor.rank, *factor.steps, factor.scale,
+        BM=rows, BO=COLUMNS, BR=block_r, ALIGNED=factor.aligned, num_warps=4, num_stages=2,
     )  # fmt: skip

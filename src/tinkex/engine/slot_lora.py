@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.engine import lora_kernels
-from tinkex.engine.lora import Adapter, LoraBatch, LoraPart
+from tinkex.engine.lora import Adapter, LoraBatch
+from tinkex.engine.lora_layout import LinearLayout, layouts
 from tinkex.engine.lora_operand import low_precision_flat
 from tinkex.engine.transfer import send
 
@@ -34,11 +34,7 @@ class Slots:
         widest = max(len(group.a_RI) for group in like.groups.values())
         self.arrived = torch.zeros(num_blocks * widest, dtype=torch.int32, device=device)
         self._held: list[tuple[Adapter, int] | None] = [None] * count
-        views = iter(like.views(like.flat))
-        self.operands: dict[str, SlotLora] = {}
-        for key, group in like.groups.items():
-            A, *Bs = (next(views) for _ in group.tensors())
-            self.operands[key] = SlotLora.of(self, A, Bs, group.parts)
+        self.operands = {key: SlotLora(self, layout) for key, layout in layouts(like).items()}
 
     def most_blocks(self, num_rows: int) -> int:
         """Blocks that so many rows can need, however they are shared out."""
@@ -76,50 +72,17 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class _Modules:
-    """Modules of a linear that share rank and scale, cut into what one program covers."""
-
-    rank: int
-    scale: float
-    tiles: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class SlotLora:
     """One linear's adapters of all slots. See `fused`: `add_` is all that decoding asks for."""
 
     slots: Slots
-    at: int
-    """Where A lies in a slot's buffer."""
-    ranks: int
-    modules: tuple[_Modules, ...]
-
-    @classmethod
-    def of(
-        cls, slots: Slots, A: Tensor, Bs: Sequence[Tensor], parts: Sequence[LoraPart]
-    ) -> SlotLora:
-        pairs = sorted(zip(parts, Bs, strict=True), key=lambda pair: (pair[0].rank, pair[0].scale))
-        modules = []
-        for (rank, scale), group in groupby(pairs, lambda pair: (pair[0].rank, pair[0].scale)):
-            tiles = [tile for part, B in group for tile in _tiles(part, B)]
-            modules.append(_Modules(rank, scale, send(tiles, A.device, torch.int64)))
-        return cls(slots, int(A.storage_offset()), len(A), tuple(modules))
+    layout: LinearLayout
 
     def add_(self, y_BO: Tensor, x_BI: Tensor) -> None:
-        flat_SP, arrived = self.slots.flat_SP, self.slots.arrived
+        flat_SP, layout = self.slots.flat_SP, self.layout
         blocks_M3 = self.slots.blocks_M3[: self.slots.most_blocks(len(x_BI))]
-        h_BR = lora_kernels.shrink(x_BI, flat_SP, blocks_M3, arrived, self.at, self.ranks)
-        for one in self.modules:
-            lora_kernels.expand_(
-                y_BO, h_BR, flat_SP, one.tiles, blocks_M3, rank=one.rank, scale=one.scale
-            )
-
-
-def _tiles(part: LoraPart, B: Tensor) -> list[tuple[int, int, int, int]]:
-    """See `lora_kernels.expand_`."""
-    first, width = int(B.storage_offset()), lora_kernels.COLUMNS
-    num_outputs = part.target.stop - part.target.start
-    return [
-        (first + at * part.rank, part.target.start + at, min(width, num_outputs - at), part.row)
-        for at in range(0, num_outputs, width)
-    ]
+        h_BR = lora_kernels.shrink(
+            x_BI, flat_SP, blocks_M3, self.slots.arrived, layout.at, layout.ranks
+        )
+        for factor in layout.outer:
+            lora_kernels.expand_(y_BO, h_BR, flat_SP, factor, blocks_M3)
