@@ -85,7 +85,7 @@ def test_sparse_is_used_only_when_it_is_smaller():
         (lambda: TensorData([1e300], "float32"), "data[0]", "float32"),
         (lambda: TensorData([1], "int32"), "dtype", "int32"),
         (lambda: TensorData([1]), "dtype", "needed"),
-        (lambda: TensorData([1, 2], "int64", [3]), "", "expected 3 values, got 2"),
+        (lambda: TensorData([1, 2], "int64", [3]), "", "expected 3 values for shape [3], got 2"),
         (lambda: TensorData([1, 2], "int64", [-2]), "shape", "0 or more"),
         (lambda: TensorData([1, 2], "int64", [1.5]), "shape", "1.5"),
         (lambda: TensorData([[1, 2], [3]], "int64"), "data", "rectangular"),

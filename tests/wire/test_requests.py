@@ -19,6 +19,8 @@ DATUM = {
     "loss_fn_inputs": {"weights": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2]}},
 }
 
+SPARSE = {"data": [1.0], "sparse_crow_indices": [0, 1], "sparse_col_indices": [7]}
+
 
 def old_pass(**changes: object) -> bytes:
     inner = {"data": [DATUM, DATUM | changes], "loss_fn": "cross_entropy"}
@@ -33,18 +35,27 @@ def weights(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("changes", "path", "words"),
     [
-        (weights(shape=[128]), "data[1].loss_fn_inputs.weights", "expected 128 values, got 2"),
+        (weights(shape=[128]), "data[1].loss_fn_inputs.weights",
+         "expected 128 values for shape [128], got 2"),
         (weights(dtype="int32"), "data[1].loss_fn_inputs.weights.dtype", "int32"),
-        (weights(dtype=None), "data[1].loss_fn_inputs.weights.dtype", "float32"),
-        (weights(data=[1, "a"]), "data[1].loss_fn_inputs.weights[1]", "'a'"),
-        (weights(data=[[1], [2, 3]]), "data[1].loss_fn_inputs.weights", "rectangular"),
-        (weights(data=7), "data[1].loss_fn_inputs.weights", "list"),
+        (weights(dtype=None), "data[1].loss_fn_inputs.weights.dtype", "got None"),
+        (weights(data=[1, "a"]), "data[1].loss_fn_inputs.weights.data[1]", "'a'"),
+        (weights(data=[[1], [2, 3]]), "data[1].loss_fn_inputs.weights.data", "rectangular"),
+        (weights(data=[[1], [2]]), "data[1].loss_fn_inputs.weights.data[0]", "a number"),
+        (weights(data=[1, True]), "data[1].loss_fn_inputs.weights.data[1]", "got True"),
+        (weights(data=7), "data[1].loss_fn_inputs.weights.data", "list"),
+        (weights(**SPARSE, shape=[1, 2**40]), "data[1].loss_fn_inputs.weights.shape", "cells"),
+        ({"loss_fn_inputs": {"weights": [1.0, 2.0]}}, "data[1].loss_fn_inputs.weights", "tensor"),
         (weights(data=[1, float("nan")]), "data[1].loss_fn_inputs.weights[1]", "finite"),
         (weights(data=[float("inf"), 1]), "data[1].loss_fn_inputs.weights[0]", "finite"),
         (weights(shape=[-1, -2]), "data[1].loss_fn_inputs.weights.shape", "0 or more"),
         ({"model_input": None}, "data[1].model_input", "object"),
         ({"model_input": {"chunks": [{"tokens": ["a"]}]}},
          "data[1].model_input.chunks[0].tokens[0]", "'a'"),
+        ({"model_input": {"chunks": [{"tokens": [2, False]}]}},
+         "data[1].model_input.chunks[0].tokens[1]", "got False"),
+        ({"model_input": {"chunks": [{"tokens": {}}]}},
+         "data[1].model_input.chunks[0].tokens", "list"),
         ({"model_input": {"chunks": [{}]}}, "data[1].model_input.chunks[0].type", "unknown"),
         ({"loss_fn_inputs": []}, "data[1].loss_fn_inputs", "object"),
     ],
@@ -54,6 +65,70 @@ def test_a_wrong_datum_is_named_by_its_path(changes, path, words):
         requests.decode("forward_backward", old_pass(**changes))
     assert caught.value.path == path
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [3, 257, 5000])
+def test_truth_is_no_number_however_long_the_list(length):
+    """Of a long list the types are looked at only where a value is 0 or 1."""
+    for value, start in ((True, 2.0), (False, 2.0), (True, 0.0)):
+        data = [start] * (length - 1) + [value]
+        with pytest.raises(WireError, match=f"data.{length - 1}.: expected a number, got {value}"):
+            requests.decode("forward_backward", old_pass(**weights(data=data, shape=None)))
+    numbers = [0, 1, 0.0] + [1.0] * (length - 3)
+    body = old_pass(**weights(data=numbers, shape=None))
+    assert requests.decode("forward_backward", body).input.data[1].loss_fn_inputs["weights"]
+
+
+def test_a_long_nested_list_is_refused():
+    with pytest.raises(WireError, match="expected a number"):
+        requests.decode("forward_backward", old_pass(**weights(data=[[2.0]] * 300, shape=None)))
+
+
+def test_missing_loss_inputs_are_none_at_all():
+    """SDK 0.4.1 leaves out what was not set."""
+    request = requests.decode("forward_backward", old_pass(loss_fn_inputs=None))
+    assert request.input.data[1].loss_fn_inputs == {}
+
+
+def pass_with(name, values, shape):
+    message = pb.ForwardBackwardRequest(model_id="m", loss_fn="kl_divergence")
+    tensor = message.data.add().loss_fn_inputs[name]
+    tensor.dense, tensor.dtype = np.array(values, "<f4").tobytes(), pb.DTYPE_FLOAT32
+    tensor.shape.extend(shape)
+    return message.SerializeToString()
+
+
+def test_only_logprobs_of_candidates_may_be_minus_infinity():
+    """A candidate of probability zero; anything else that is not finite is a mistake."""
+    values = [-1.0, -np.inf]
+    request = requests.decode("forward_backward", pass_with("logprobs", values, [1, 2]), PROTOBUF)
+    assert request.input.data[0].loss_fn_inputs["logprobs"].data == values
+    for name, wrong, shape in (
+        ("logprobs", values, [2]),
+        ("weights", values, [1, 2]),
+        ("logprobs", [-np.inf, np.nan], [1, 2]),
+        ("logprobs", [-np.inf, np.inf], [1, 2]),
+    ):
+        with pytest.raises(WireError, match=rf"{name}.1.: must be finite"):
+            requests.decode("forward_backward", pass_with(name, wrong, shape), PROTOBUF)
+
+
+def test_settings_of_both_maps_count_and_the_newer_one_wins():
+    """Nothing that was sent is dropped."""
+    message = pb.ForwardBackwardRequest(model_id="m", loss_fn="ppo")
+    message.loss_fn_config.update({"a": 1.0, "b": 2.0})
+    message.loss_fn_config_v2["b"].number = 3.0
+    message.loss_fn_config_v2["c"].text = "x"
+    request = requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
+    assert request.input.loss_fn_config == {"a": 1.0, "b": 3.0, "c": "x"}
+
+
+def test_a_setting_of_a_thousand_digits_is_refused():
+    """It becomes a Python integer only where a NaN forces the slower parser."""
+    inner = b'{"data":[],"loss_fn":"ppo","loss_fn_config":{"a":' + b"9" * 1000 + b',"b":NaN}}'
+    body = b'{"model_id":"m","forward_backward_input":' + inner + b"}"
+    with pytest.raises(WireError, match="loss_fn_config.a: must be finite"):
+        requests.decode("forward_backward", body)
 
 
 def test_a_wrong_tensor_in_protobuf_is_named_by_its_path():
@@ -74,7 +149,7 @@ def test_a_wrong_tensor_in_protobuf_is_named_by_its_path():
         (lambda m: m.loss_fn_config_v2["x"], "loss_fn_config.x"),
         (lambda m: m.loss_fn_config.update({"x": float("nan")}), "loss_fn_config.x"),
         (lambda m: setattr(m.data[0].loss_fn_inputs["w"], "dense", b"abc"),
-         "data[0].loss_fn_inputs.w"),
+         "data[0].loss_fn_inputs.w.dtype"),
     ],
 )  # fmt: skip
 def test_a_hollow_protobuf_message_is_refused(change, path):

@@ -44,6 +44,7 @@ from tinkex.server.futures import Outcome
 from tinkex.server.lanes import Op
 from tinkex.server.write_behind import WriteBehind
 from tinkex.store import Checkpoint, CheckpointKind, Model, SamplingSession, Store, UsageCount
+from tinkex.wire import proto_requests
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ LARGE_RESULT_BYTES = 65_536
 def decode_train(kind: str, body: bytes) -> decode.TrainRequest:
     """Read back the body of a forward or forward_backward op."""
     if body[:1] == PROTO_BODY:
-        return decode.train_from_proto(decode.parse_train_proto(body[1:]))
+        return decode.train_from_proto(proto_requests.parse(body[1:]))
     return decode.train_from_json(decode.load_json(body[1:]), forward_only=kind == "forward")
 
 

@@ -24,6 +24,7 @@ from tinkex.server.operations import JSON_BODY, PROTO_BODY, SAVES
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service, canonical, new_model, new_seed
 from tinkex.store import Checkpoint, User
+from tinkex.wire import proto_requests
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
 
@@ -70,7 +71,7 @@ async def _train(request: Request, user: User, *, is_forward: bool) -> Response:
 
 
 async def _train_proto(service: Service, user: User, raw: bytes, *, is_forward: bool) -> Response:
-    message = await off_loop(len(raw), decode.parse_train_proto, raw)
+    message = await off_loop(len(raw), proto_requests.parse, raw)
     lane = await service.lane(user, message.model_id)
     kind = "forward" if is_forward or message.forward_only else "forward_backward"
 

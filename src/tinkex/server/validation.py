@@ -1,9 +1,9 @@
 """Refuse a request that cannot work, before anything is queued.
 
-Names, shapes, ranges, finite numbers, token ids within the vocabulary, context length, and what
-each loss needs. A refusal names the field, the value and the fix. What we do not do (dimuon,
-stable_reinforce, stability records) is refused by name, never accepted and ignored. The engine
-checks again what depends on its state.
+Names, shapes, ranges, token ids within the vocabulary, context length, and what each loss needs;
+that tensors are finite is the business of `wire`. A refusal names the field, the value and the fix.
+What we do not do (dimuon, stable_reinforce, stability records) is refused by name, never accepted
+and ignored. The engine checks again what depends on its state.
 """
 
 from __future__ import annotations
@@ -96,12 +96,15 @@ def _check_datum(
             path=f"{where}.loss_fn_inputs.target_tokens",
         )
     _check_targets(targets, len(datum.tokens), f"{where}.loss_fn_inputs.target_tokens", info)
-    if request.loss_fn != "custom":
-        _check_input_names(request.loss_fn, datum, where)
+    if request.loss_fn == "custom":  # its inputs are its own affair
+        return
+    _check_input_names(request.loss_fn, datum, where)
     for name, value in datum.inputs.items():
-        if name != "target_tokens":
-            path = f"{where}.loss_fn_inputs.{name}"
-            _check_input(value, path, targets, name, is_custom=request.loss_fn == "custom")
+        if tuple(value.shape) != tuple(targets.shape):
+            raise InvalidInputError(
+                f"has shape {list(value.shape)}, target_tokens has {list(targets.shape)}",
+                path=f"{where}.loss_fn_inputs.{name}",
+            )
 
 
 def _check_input_names(loss_fn: str, datum: TrainDatum, where: str) -> None:
@@ -152,24 +155,6 @@ def _check_targets(
             f"has shape {list(shape)}, but the model input has {num_tokens} tokens", path=path
         )
     _check_vocabulary(values, path, info)
-
-
-def _check_input(
-    value: Array | CsrArray, path: str, targets: Array | CsrArray, name: str, *, is_custom: bool
-) -> None:
-    values = value.values if isinstance(value, CsrArray) else value
-    if not is_custom and tuple(value.shape) != tuple(targets.shape):
-        raise InvalidInputError(
-            f"has shape {list(value.shape)}, target_tokens has {list(targets.shape)}", path=path
-        )
-    finite = np.isfinite(values)
-    if name == "logprobs" and len(targets.shape) == 2:
-        finite |= values == -np.inf  # a candidate of probability zero
-    if not finite.all():
-        at = int(np.flatnonzero(~finite.reshape(-1))[0])
-        raise InvalidInputError(
-            f"value {values.reshape(-1)[at]} at position {at} is not finite", path=path
-        )
 
 
 # ------------------------------------------------------------------------------------ models

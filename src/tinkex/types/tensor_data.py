@@ -230,7 +230,7 @@ class TensorData(_Fields, Value):
         if not isinstance(data, list):
             raise InvalidInputError(f"expected a list, got {type(data).__name__}", path="data")
         if not isinstance(dtype, str):
-            raise InvalidInputError("expected 'float32' or 'int64'", path="dtype")
+            raise InvalidInputError(f"expected 'float32' or 'int64', got {dtype!r}", path="dtype")
         return cls(data, dtype, *(_listed(value, name) for name in names))
 
     def to_dict(self) -> dict[str, Any]:
@@ -323,7 +323,9 @@ def _shaped(
     for size in sizes:
         expected *= size
     if expected != array.size:
-        raise InvalidInputError(f"expected {expected} values, got {array.size}")
+        raise InvalidInputError(
+            f"expected {expected} values for shape {list(sizes)}, got {array.size}"
+        )
     return array.reshape(sizes), sizes
 
 

@@ -4,7 +4,7 @@ Both sides meet here, so that they cannot disagree:
 
     client: body = requests.encode("optim_step", request, generation)
             value = results.decode(OptimStepResponse, content, content_type)
-    server: request = requests.decode("optim_step", content, content_type)
+    server: request = requests.decode("forward_backward", content, content_type)
             body = results.encode(value, accept)
 
 `metrics` and `chunking` hold the two computations that client and server must agree on. Every

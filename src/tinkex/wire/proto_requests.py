@@ -36,7 +36,7 @@ from tinkex.types.tensor_data import TensorData
 from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.paths import at
-from tinkex.wire.tensors import decode_tensor, dtype_code, encode_tensor, int32s
+from tinkex.wire.tensors import check_finite, decode_tensor, dtype_code, encode_tensor, int32s
 
 Pass = ForwardBackwardRequest | ForwardRequest
 _Piece = Any  # bytes, or an array whose memory is joined without a copy in between
@@ -255,39 +255,45 @@ def _fill_datum(message: Any, datum: Datum) -> None:
 # ------------------------------------------------------------------------------------ reading
 
 
-def decode(content: bytes) -> Pass:
-    """The request in the bytes; `forward_only` gives a `ForwardRequest`."""
+def parse(content: bytes) -> Any:
+    """The message as it arrived: its `model_id` and `seq_id` count, its arrays are not read yet."""
     budget.check_protobuf(content, budget.REQUEST)
     try:
-        message = pb.ForwardBackwardRequest.FromString(content)
+        return pb.ForwardBackwardRequest.FromString(content)
     except DecodeError as exc:
         raise WireError(f"the body is not a valid ForwardBackwardRequest: {exc}") from exc
+
+
+def read(message: Any, *, with_spans: bool = True) -> Pass:
+    """The request in a message; `forward_only` gives a `ForwardRequest`.
+
+    Arrays are views of the message's bytes where the types agree. Without `with_spans`, where the
+    tokens came from is not looked at.
+    """
     data = []
     for index, item in enumerate(message.data):
         with at(f"data[{index}]"):
-            data.append(_read_datum(item))
+            data.append(_read_datum(item, with_spans))
     given = ForwardBackwardInput(data, message.loss_fn, _read_config(message))
     kind = ForwardRequest if message.forward_only else ForwardBackwardRequest
     return kind(given, message.model_id, message.seq_id)
 
 
 def _read_config(message: Any) -> dict[str, float | str] | None:
-    """The newer map where it is filled, else the legacy one."""
-    config: dict[str, float | str] = {}
+    """Both maps; where they differ the newer one counts."""
+    config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
         if kind is None:
             raise WireError("has neither a number nor a text", path=f"loss_fn_config.{key}")
         config[key] = getattr(value, kind)
-    if not config:
-        config.update(message.loss_fn_config)
     for key, value in config.items():
         if not isinstance(value, str) and not np.isfinite(value):
             raise WireError(f"must be finite, got {value}", path=f"loss_fn_config.{key}")
     return config or None
 
 
-def _read_datum(message: Any) -> Datum:
+def _read_datum(message: Any, with_spans: bool) -> Datum:
     chunks = []
     for index, item in enumerate(message.model_input):
         with at(f"model_input.chunks[{index}]"):
@@ -295,9 +301,9 @@ def _read_datum(message: Any) -> Datum:
     inputs = {}
     for name, tensor in message.loss_fn_inputs.items():
         with at(f"loss_fn_inputs.{name}"):
-            inputs[name] = checked_finite(decode_tensor(tensor))
+            inputs[name] = check_finite(decode_tensor(tensor), name)
     model_input = ModelInput.wrap(chunks)
-    if not message.model_input_spans and not message.loss_fn_input_spans:
+    if not with_spans or not (message.model_input_spans or message.loss_fn_input_spans):
         return Datum.wrap(model_input, inputs)
     return Datum(
         model_input,
@@ -305,14 +311,6 @@ def _read_datum(message: Any) -> Datum:
         _read_spans(message.model_input_spans, "model_input_spans"),
         _read_spans(message.loss_fn_input_spans, "loss_fn_input_spans"),
     )
-
-
-def checked_finite(tensor: TensorData) -> TensorData:
-    """The tensor itself, unless a value in it is NaN or infinite."""
-    if tensor.array.dtype.kind == "f" and not np.isfinite(tensor.array).all():
-        index = int(np.flatnonzero(~np.isfinite(tensor.array.ravel()))[0])
-        raise WireError(f"must be finite, got {tensor.array.ravel()[index]}", path=f"[{index}]")
-    return tensor
 
 
 def _read_chunk(message: Any) -> ModelInputChunk:
@@ -325,7 +323,7 @@ def _read_chunk(message: Any) -> ModelInputChunk:
         return ImageChunk(image.data, image.format, count)
     if kind == "dmel":
         return DmelChunk(message.dmel.dmel)
-    raise WireError("is neither text, image nor audio")
+    raise WireError("is neither text, image nor audio; send encoded_text")
 
 
 def _read_spans(messages: Sequence[Any], path: str) -> ProvenanceSpans:

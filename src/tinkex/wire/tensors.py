@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def from_bytes(raw: bytes, code: int) -> NDArray[Any]:
 
 def _dtype(code: int) -> np.dtype[Any]:
     if code not in _WIDE:
-        raise WireError(f"unknown dtype code {code}")
+        raise WireError(f"unknown dtype code {code}; send float32, int64 or int32", path="dtype")
     dtype: np.dtype[Any] = _WIDE[code]
     return dtype
 
@@ -83,7 +84,7 @@ def _shaped(array: NDArray[Any], shape: list[int]) -> TensorData:
             raise InvalidInputError(f"sizes must be 0 or more, got {shape}", path="shape")
         expected *= size
     if expected != array.size:
-        raise InvalidInputError(f"expected {expected} values, got {array.size}")
+        raise InvalidInputError(f"expected {expected} values for shape {shape}, got {array.size}")
     if len(shape) == 1:
         return TensorData.wrap(array)
     if len(shape) > 32:
@@ -93,15 +94,40 @@ def _shaped(array: NDArray[Any], shape: list[int]) -> TensorData:
 
 def _decode_sparse(message: Any, shape: list[int]) -> TensorData:
     csr = message.sparse_csr
-    if len(shape) == 2 and shape[0] * shape[1] > MAX_DENSE_CELLS:
-        raise InvalidInputError(f"{shape} has more than {MAX_DENSE_CELLS} cells", path="shape")
-    return TensorData(
+    tensor = TensorData(
         from_bytes(csr.values, message.dtype),
         None,
         shape,
         from_bytes(csr.crow_indices, pb.DTYPE_INT64),
         from_bytes(csr.col_indices, pb.DTYPE_INT64),
     )
+    return check_cells(tensor)
+
+
+def check_cells(tensor: TensorData) -> TensorData:
+    """The tensor itself, unless it is sparse and too large to be read densely."""
+    if tensor.is_sparse and math.prod(tensor.shape or ()) > MAX_DENSE_CELLS:
+        raise InvalidInputError(
+            f"{tensor.shape} has more than {MAX_DENSE_CELLS} cells", path="shape"
+        )
+    return tensor
+
+
+def check_finite(tensor: TensorData, name: str) -> TensorData:
+    """The tensor itself, unless a value in it is NaN or infinite.
+
+    `logprobs` of several candidates per position may hold -inf: a candidate of probability zero.
+    """
+    if tensor.array.dtype.kind != "f" or np.isfinite(tensor.array).all():
+        return tensor
+    values = tensor.array.ravel()
+    wrong = ~np.isfinite(values)
+    if name == "logprobs" and len(tensor.shape or ()) == 2:
+        wrong &= values != -np.inf
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        raise WireError(f"must be finite, got {values[index]}", path=f"[{index}]")
+    return tensor
 
 
 def encode_tensor(tensor: TensorData, message: Any) -> None:
