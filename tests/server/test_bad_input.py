@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from wire_client import PROTO, loss_of, train_body
 from tinkex.server.openapi import BODIES
 from tinkex.wire import tinker_public_pb2 as pb
 
+FUZZ = Path(__file__).parents[1] / "wire" / "fuzz.py"
 FEW, MANY = 2, 100
 TOKENS = [1, 2, 3, 4]
 
@@ -239,6 +241,37 @@ async def test_zstd_windows_of_real_clients_are_read_and_larger_ones_refused(
     else:
         assert answer.status_code == 400
         assert "window of the body is larger than 8 MiB" in answer.json()["detail"]
+
+
+def test_a_frame_that_asks_for_a_large_window_gets_no_memory(tmp_path: Path) -> None:
+    extra_mib = runpy.run_path(str(FUZZ))["extra_mib"]
+    wide = zstandard.ZstdCompressionParameters(window_log=27)
+    packer = zstandard.ZstdCompressor(compression_params=wide).compressobj()
+    frame = b"".join([packer.compress(bytes(2**24)) for _ in range(6)]) + packer.flush()
+    assert len(frame) < 2**15
+    with asyncio.Runner() as runner:
+        opened = open_app(tmp_path)
+        world = runner.run(opened.__aenter__())
+        headers = {**PROTO, "content-encoding": "zstd"}
+        answers = []
+
+        def send() -> None:
+            post = world.post("forward_backward", frame, headers=headers)
+            answers.append(runner.run(post))
+
+        send()  # what a first request loads is not the frame's doing
+        grown_mib = extra_mib(lambda: [send() for _ in range(4)])
+        runner.run(opened.__aexit__(None, None, None))
+    assert {answer.status_code for answer in answers} == {400}
+    assert "without long-distance matching" in answers[-1].json()["detail"]
+    assert grown_mib < 8
+
+    def obey() -> None:
+        reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(frame)
+        while reader.read(2**20):
+            pass
+
+    assert extra_mib(obey) > 64, "the frame is harmless, so this test shows nothing"
 
 
 @pytest.mark.parametrize(
