@@ -44,6 +44,8 @@ class DecoderLike(Protocol):
 
     config: ModelConfig
     targets: Mapping[str, Target]
+    uncovered: Mapping[Kind, str]
+    """By kind, a weight that can carry no adapter: such a kind is not trained by halves."""
     device: torch.device
     dtype: torch.dtype
 
@@ -100,6 +102,7 @@ class Decoder:
         self.final_norm_D = read.one("model.norm.weight")
         self.head_VD = self.embed_VD if config.tied_head else read.one("lm_head.weight")
         self.targets: Mapping[str, Target] = native_targets(config)
+        self.uncovered: Mapping[Kind, str] = {}
         self._inv_freq_h = rope_frequencies(config.rope, config.head_size).to(self.device)
 
     def forward(

@@ -1,17 +1,19 @@
 """Any other causal language model, through transformers' own implementation.
 
 The same interface as `decoder.py`, slower: transformers computes the layers, but attention goes to
-our `Attend` and every linear carries our LoRA, so packing, tenants and the sampler's paged cache
-work unchanged. Layers are recomputed in the backward pass when the trainer asks for that. At load a
-probe compares the result with the untouched model: a model that does more than this wrapper sees
-(scaled or capped logits, state-space layers, attention sinks) is refused, never computed wrong.
+our `Attend` and every linear, those of experts too, carries our LoRA, so packing, tenants and the
+sampler's paged cache work unchanged. Layers are recomputed in the backward pass when the trainer
+asks for that. At load a probe compares the result with the untouched model: a model that does more
+than this wrapper sees (scaled or capped logits, state-space layers, attention sinks) is refused,
+never computed wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.attention import Attend, PackedCausal
 from tinkex.engine.decoder import compute_dtype
+from tinkex.engine.experts import Experts, is_experts
 from tinkex.engine.layers import linear
 from tinkex.engine.lora import Kind, LoraBatch, Target, TargetPart
 from tinkex.engine.models import ModelConfig, ModelSource
@@ -46,18 +49,25 @@ class ForeignDecoder:
         self._name = source.name
         model = _load(source, config, self.dtype)
         self._model = model.to(self.device).eval().requires_grad_(False)
-        self._attend: Attend | None = None
-        self._lora: LoraBatch | None = None
+        self._batch = _Batch()
         self._num_attended = 0
         self._recompute = False
         tokens_T = torch.arange(_PROBE_TOKENS, device=self.device) % config.vocab_size
-        with torch.no_grad():
-            expected_TV = self._model(tokens_T[None], use_cache=False).logits[0].float()
+        try:
+            with torch.no_grad():
+                expected_TV = self._model(tokens_T[None], use_cache=False).logits[0].float()
+        except (AttributeError, KeyError, RuntimeError, TypeError) as exc:
+            self._refuse(f"a forward pass that fails in transformers itself ({exc})", exc)
         _register_backend()
         self._model.set_attn_implementation(_BACKEND)
         self.targets: Mapping[str, Target] = dict(self._adapt())
+        bare = list(self._bare_weights())
+        self.uncovered: Mapping[Kind, str] = dict(reversed(bare))
         self._wrap_layers()
-        self._probe(tokens_T, expected_TV)
+        try:
+            self._probe(tokens_T, expected_TV)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as exc:
+            self._refuse(f"a forward pass that our wrapper cannot follow ({exc})", exc)
 
     def forward(
         self,
@@ -70,7 +80,7 @@ class ForeignDecoder:
     ) -> Tensor:
         self._num_attended = 0
         self._recompute = recompute and torch.is_grad_enabled()
-        with self._using(attend, lora):
+        with self._using(_Batch(attend, lora, len(tokens_T))):
             out = self._model.base_model(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False
             )
@@ -78,7 +88,7 @@ class ForeignDecoder:
         return hidden_TD
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        with self._using(None, lora):
+        with self._using(_Batch(None, lora, len(hidden_ND))):
             logits_NV: Tensor = self._model.get_output_embeddings()(hidden_ND)
         return logits_NV.float()
 
@@ -95,14 +105,13 @@ class ForeignDecoder:
     # ------------------------------------------------------------------------------- wrapping
 
     @contextmanager
-    def _using(self, attend: Attend | None, lora: LoraBatch | None) -> Iterator[None]:
+    def _using(self, batch: _Batch) -> Iterator[None]:
         """What the wrapped modules find while they run."""
-        before = self._attend, self._lora
-        self._attend, self._lora = attend, lora
+        before, self._batch = self._batch, batch
         try:
             yield
         finally:
-            self._attend, self._lora = before
+            self._batch = before
 
     def _wrap_layers(self) -> None:
         """Let every decoder layer keep its inputs only, and run again in the backward pass.
@@ -124,10 +133,10 @@ class ForeignDecoder:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._recompute:
                 return compute(*args, **kwargs)
-            attend, lora = self._attend, self._lora
+            batch = self._batch
 
             def again(*args: Any) -> Any:
-                with self._using(attend, lora):
+                with self._using(batch):
                     return compute(*args, **kwargs)
 
             return checkpoint(again, *args, use_reentrant=False)
@@ -140,6 +149,10 @@ class ForeignDecoder:
         for name, module in self._model.named_modules():
             if hasattr(module, "layer_idx"):
                 module.tinkex_attend = self._run_attend
+            if is_experts(module):
+                experts = Experts(name, module, lambda: self._batch.lora)
+                module.forward = experts
+                yield from experts.targets()
             weight_OI = _weight(module)
             kind = _kind(name, module is head)
             if weight_OI is not None and kind is not None:
@@ -147,10 +160,24 @@ class ForeignDecoder:
                 part = TargetPart(name, kind, 0, weight_OI.shape[0])
                 yield name, Target(weight_OI.shape[1], (part,))
 
+    def _bare_weights(self) -> Iterator[tuple[Kind, str]]:
+        """Matrices of the layers that carry no adapter, though their kind can be asked for."""
+        for name, module in self._model.named_modules():
+            wrapped = isinstance(module.forward, Experts) or _weight(module) is not None
+            if wrapped or isinstance(module, nn.Embedding):
+                continue
+            for leaf, weight in module.named_parameters(recurse=False):
+                kind = _kind(name, is_head=False)
+                if weight.ndim >= 2 and kind is not None:
+                    yield kind, f"{name}.{leaf}"
+
     def _adapted_linear(self, key: str, weight_OI: Tensor, bias_O: Tensor | None) -> Any:
         def forward(x: Tensor) -> Tensor:
-            slots = () if self._lora is None else self._lora.slots(key)
-            return linear(x.flatten(0, -2), weight_OI, bias_O, slots).view(*x.shape[:-1], -1)
+            x_TI, lora = x.flatten(0, -2), self._batch.lora
+            if lora is not None and len(x_TI) != self._batch.num_rows:
+                self._refuse(f"a linear, {key}, that sees {len(x_TI)} of the batch's rows")
+            slots = () if lora is None else lora.slots(key)
+            return linear(x_TI, weight_OI, bias_O, slots).view(*x.shape[:-1], -1)
 
         return forward
 
@@ -166,9 +193,9 @@ class ForeignDecoder:
                 f"an attention window of {window} in layer {layer_index}, where its config says "
                 f"{config.window(layer_index)}"
             )
-        assert self._attend is not None
+        assert self._batch.attend is not None
         self._num_attended += 1
-        return self._attend(layer_index, q_THd, k_TKd, v_TKd)
+        return self._batch.attend(layer_index, q_THd, k_TKd, v_TKd)
 
     def _probe(self, tokens_T: Tensor, expected_TV: Tensor) -> None:
         attend = PackedCausal([0, len(tokens_T)], self.config.windows)
@@ -183,10 +210,19 @@ class ForeignDecoder:
         if not error < (1e-4 if self.dtype == torch.float32 else 0.1):
             self._refuse(f"arithmetic that our wrapper does not see (logits differ by {error:.1e})")
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, cause: Exception | None = None) -> NoReturn:
         raise NotSupportedError(
             f"model type {self.config.arch!r} of {self._name!r} is not supported: it has {what}"
-        )
+        ) from cause
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What one pass is about."""
+
+    attend: Attend | None = None
+    lora: LoraBatch | None = None
+    num_rows: int = 0
 
 
 def _load(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Any:
@@ -216,7 +252,7 @@ def _kind(name: str, is_head: bool) -> Kind | None:
     if is_head:
         return "unembed"
     leaf = name.rpartition(".")[2]
-    if leaf in ("gate", "router") or "router" in name:
+    if leaf in ("gate", "router", "shared_expert_gate") or "router" in name:
         return None  # routing decides where tokens go; adapters do not change it
     return "attn" if "attn" in name or "attention" in name.lower() else "mlp"
 

@@ -118,6 +118,13 @@ class Trainer:
         kinds += ["attn"] if spec.train_attn else []
         kinds += ["mlp"] if spec.train_mlp else []
         kinds += ["unembed"] if spec.train_unembed else []
+        for kind in kinds:
+            if (name := self.decoder.uncovered.get(kind)) is not None:
+                raise InvalidInputError(
+                    f"{job.base_model!r} has weights that cannot carry an adapter, such as "
+                    f"{name!r}; pass train_{kind}=False to train the others",
+                    path=f"lora.train_{kind}",
+                )
         adapter = fresh_adapter(
             self.decoder.targets,
             rank=spec.rank,
