@@ -1,8 +1,9 @@
 """Run the server as a process: settings in, a listening socket out.
 
 The first line on stdout is JSON, `{"port": N, "base_url": ...}`, printed once requests are
-answered; everything else goes to stderr. SIGTERM and SIGINT end it gracefully: waiting polls are
-answered at once, running requests get a few seconds, state is in the journal anyway.
+answered; a terminal gets a few lines for a person instead, unless `--json` is given. Everything
+else goes to stderr. SIGTERM and SIGINT end it gracefully: waiting polls are answered at once,
+running requests get a few seconds, state is in the journal anyway.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import gc
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -28,6 +30,7 @@ from tinkex.server import disk
 from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
 from tinkex.server.config import ENGINES, ServerConfig, load_config
+from tinkex.server.greeting import greeting
 from tinkex.server.tls import check_tls
 from tinkex.server.worker import WorkerSpec
 from tinkex.server.workers import ProcessWorker
@@ -36,14 +39,17 @@ from tinkex.store.database import sqlite_file
 
 logger = logging.getLogger("tinkex.server")
 GRACE_S = 5
+CLAIM_QUICK_S = 1.0
+CLAIM_S = 10.0
+"""How long to wait for a server that is just ending to let go of its data."""
 SWITCH_S = 0.001
 """How long a store or decoding thread may hold up the event loop (Python's default is 5 ms)."""
 
 
 class _Server(uvicorn.Server):
-    """Announces its port once it answers, and wakes waiting polls when told to stop."""
+    """Announces itself once it answers, and wakes waiting polls when told to stop."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, announce: dict[str, Any]) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, announce: str) -> None:
         super().__init__(config)
         self._app = app
         self._announce = announce
@@ -53,7 +59,7 @@ class _Server(uvicorn.Server):
         gc.collect()
         gc.freeze()  # what start-up made stays; walking it again and again would cost pauses
         if self.started:
-            print(json.dumps(self._announce), flush=True)
+            print(self._announce, flush=True)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,30 +75,49 @@ class _Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Answer waiting polls and end. A second call does not wait for running requests."""
+        logger.info("stopping now" if self.should_exit else "stopping; what was accepted is kept")
         self.force_exit = self.should_exit
         self.should_exit = True
         self._app.state.service.begin_stop()
 
 
-def run(config: ServerConfig) -> None:
-    """Serve until a signal, or until the last client is gone when `until_idle_s` is set."""
+def run(config: ServerConfig, *, for_person: bool = False) -> None:
+    """Serve until a signal, or until the last client is gone when `until_idle_s` is set.
+
+    Args:
+        for_person: Say on stdout what a person wants to know, instead of one line of JSON.
+    """
     logging.basicConfig(
         level=config.log_level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,  # the command line has set up its own, which shows warnings only
     )
     for noisy in ("alembic", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
-    logger.info("effective config: %s", json.dumps(config.describe()))
+    level = logging.DEBUG if for_person else logging.INFO  # the greeting says what was changed
+    logger.log(level, "effective config: %s", json.dumps(config.describe()))
+    _check_models(config)
     config.require_key(is_any_stored=not config.is_loopback and _has_stored_key(config))
     if config.tls_cert:
         check_tls(config.tls_cert, config.tls_key)
     sock = _bind(config)
     try:
-        _run_loop(_serve(config, sock))
+        _run_loop(_serve(config, sock, for_person))
     finally:
         sock.close()
+
+
+def _check_models(config: ServerConfig) -> None:
+    """A path that is not there is told now, not to whoever first uses the model."""
+    for model in config.models if config.engine == "torch" else ():
+        is_path = model.startswith(("/", "./", "../", "~"))
+        if is_path and not Path(model).expanduser().exists():
+            raise ConfigError(
+                f"there is no model at {model}. --model takes a Hugging Face id, a folder with "
+                "safetensors, or a GGUF file."
+            )
 
 
 def _run_loop(main: Any) -> None:
@@ -104,14 +129,19 @@ def _run_loop(main: Any) -> None:
         uvloop.run(main)
 
 
-async def _serve(config: ServerConfig, sock: socket.socket) -> None:
+async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) -> None:
     config.data_dir.mkdir(parents=True, exist_ok=True)
     store = await asyncio.to_thread(open_store, config)
     try:
-        app = await asyncio.to_thread(create_app, config, store, make_workers(config))
+        workers = make_workers(config)
+        app = await asyncio.to_thread(create_app, config, store, workers)
         host, port = sock.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
-        announce = {"port": port, "base_url": f"{scheme}://{_url_host(host)}:{port}"}
+        base_url = f"{scheme}://{_url_host(host)}:{port}"
+        announce = json.dumps({"port": port, "base_url": base_url})
+        if for_person:
+            needs_key = bool(config.api_keys or store.accounts.active_keys())
+            announce = greeting(config, base_url, needs_key=needs_key)
         options = uvicorn.Config(
             app,
             http="httptools",
@@ -127,6 +157,9 @@ async def _serve(config: ServerConfig, sock: socket.socket) -> None:
         )
         server = _Server(options, app, announce)
         await _until_deserted(config, app, server, sock)
+        for worker in workers:
+            if worker.refusal:
+                raise ConfigError(worker.refusal)
     finally:
         await asyncio.to_thread(store.close)
 
@@ -168,11 +201,19 @@ def open_store(config: ServerConfig) -> Store:
     """The database a config names, for this server alone."""
     store = connect_store(config)
     try:
-        store.claim()
+        _claim(store)
     except ConfigError:
         store.close()
         raise
     return store
+
+
+def _claim(store: Store) -> None:
+    try:
+        store.claim(CLAIM_QUICK_S)
+    except ConfigError as exc:
+        logger.warning("%s Waiting %d s for it to end.", exc, CLAIM_S)
+        store.claim(CLAIM_S)
 
 
 def make_workers(config: ServerConfig) -> list[ProcessWorker]:
@@ -191,9 +232,15 @@ def make_workers(config: ServerConfig) -> list[ProcessWorker]:
             ),
             name=f"worker-{index}",
             start_timeout_s=config.worker_start_timeout_s,
+            on_refusal=_end_server,
         )
         for index, device in enumerate(config.devices)
     ]
+
+
+def _end_server() -> None:
+    """A worker cannot run with these settings, and would not at the next attempt either."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _bind(config: ServerConfig) -> socket.socket:
@@ -249,11 +296,17 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--toy-latency", "toy_latency_s", type=float, help="Seconds per job of the toy.")
 @click.option("--toy-token-latency", "toy_token_latency_s", type=float, help="Seconds per token.")
 @click.option("--log-level", help="debug, info, warning or error.")
-def serve(file: Path | None, **flags: Any) -> None:
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the address as JSON on a terminal too."
+)
+@click.pass_context
+def serve(ctx: click.Context, /, file: Path | None, as_json: bool, **flags: Any) -> None:
     """Serve the Tinker API from this machine."""
+    as_json = as_json or getattr(ctx.obj, "format", "") == "json"  # `tinkex --json serve`
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
-        run(load_config(file=file, flags=given))
+        config = load_config(file=file, flags=given)
+        run(config, for_person=sys.stdout.isatty() and not as_json)
     except ConfigError as exc:
         raise click.ClickException(str(exc)) from exc
     except Exception as exc:

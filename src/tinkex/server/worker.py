@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.engine.jobs import Engine, Event, Failed
+from tinkex.errors import ConfigError
 
 HEADER = struct.Struct("<Q")
 logger = logging.getLogger(__name__)
@@ -50,6 +51,13 @@ class Ready:
     """The engine exists and takes jobs."""
 
     pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine cannot run with these settings; starting it again would not help."""
+
+    text: str
 
 
 class FrameSocket:
@@ -104,7 +112,11 @@ def serve(frames: FrameSocket) -> None:
     logging.basicConfig(
         level=spec.log_level.upper(), stream=sys.stderr, format="%(levelname)s worker: %(message)s"
     )
-    engine = build_engine(spec)
+    try:
+        engine = build_engine(spec)
+    except ConfigError as exc:
+        frames.send(Refused(str(exc)))
+        return
     frames.send(Ready(os.getpid()))
 
     def emit(event: Event) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.worker import HEADER, Cancel, Ready, WorkerSpec
+from tinkex.server.worker import HEADER, Cancel, Ready, Refused, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,18 @@ class ProcessWorker:
     """One child process with one engine. Create it, `await start()`, then `run` jobs."""
 
     def __init__(
-        self, spec: WorkerSpec, *, name: str = "worker", start_timeout_s: float = 300.0
+        self,
+        spec: WorkerSpec,
+        *,
+        name: str = "worker",
+        start_timeout_s: float = 300.0,
+        on_refusal: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.generation = 0
+        self.refusal = ""
+        """Why the engine cannot run with its settings at all; empty while it can."""
+        self._on_refusal = on_refusal
         self._spec = spec
         self._start_timeout_s = start_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -140,6 +148,11 @@ class ProcessWorker:
             self._fail_pending()
             if self._closing:
                 return
+            if self.refusal:
+                self._broken = self.refusal
+                if self._on_refusal is not None:
+                    self._on_refusal()
+                return
             failures = failures + 1 if time.monotonic() - started < 5 else 0
             logger.warning("%s ended with code %s; starting it again", self.name, code)
             if failures:
@@ -173,6 +186,8 @@ class ProcessWorker:
             if isinstance(message, Ready):
                 self._broken = ""
                 self._ready.set()
+            elif isinstance(message, Refused):
+                self.refusal = message.text
             else:
                 self._deliver(message)
 

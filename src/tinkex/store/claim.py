@@ -38,7 +38,8 @@ class Claim:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"Another server uses {self._engine.url.render_as_string()}{self._holder()}. "
-                    "Stop it, or give this one its own --data-dir or --database."
+                    "Stop it, or use it (TINKER_BASE_URL names its address), or give this one its "
+                    "own --data-dir, --database or TINKEX_HOME."
                 )
             time.sleep(POLL_S)
 
