@@ -358,13 +358,16 @@ engine.close()
 """
 
 
-def saved_model(folder):
-    """A tiny random Qwen3 as a Hugging Face folder."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+
+def saved_model(folder, kind, **extra):
+    """A tiny random model as a Hugging Face folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     hf = AutoConfig.for_model(
-        "qwen3",
+        kind,
         vocab_size=512,
         hidden_size=256,
         num_hidden_layers=3,
@@ -374,18 +377,22 @@ def saved_model(folder):
         intermediate_size=384,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
+        **extra,
     )
     AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
     return folder
 
 
-def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "extra"), [("qwen3", {}), ("qwen3_moe", EXPERTS)], ids=["ours", "through transformers"]
+)
+def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path, kind, extra):
     """Two fresh processes: equal losses, weights and samples; the loss falls; resuming is exact."""
     import json
     import subprocess
     import sys
 
-    model = saved_model(tmp_path / "model")
+    model = saved_model(tmp_path / "model", kind, **extra)
     script = tmp_path / "run.py"
     script.write_text(ENGINE_SCRIPT)
     runs = []
