@@ -38,6 +38,8 @@ _RUN = 4
 """Sequences that are of one length by intent; fewer may be so by chance, and of any length."""
 
 State = tuple[Any, ...]
+Three = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, or their gradients."""
 
 
 class PackedFlash:
@@ -61,8 +63,8 @@ class PackedFlash:
         window = self._config.window(layer_index)
         outs, states = [], []
         for stretch in self._stretches_of(window):
-            q, k, v = (t[stretch.rows] for t in (q_THd, k_TKd, v_TKd))
-            out, state = stretch.forward(q, k, v, self._scale, window)
+            rows = stretch.rows
+            out, state = stretch.forward((q_THd[rows], k_TKd[rows], v_TKd[rows]), window)
             outs.append(out)
             states.append(state)
         return _joined(outs), states
@@ -76,22 +78,19 @@ class PackedFlash:
         v_TKd: Tensor,
         out_THd: Tensor,
         states: Sequence[State],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Three:
         """Gradients of q, k and v."""
         window = self._config.window(layer_index)
         grads = []
         for stretch, state in zip(self._stretches_of(window), states, strict=True):
-            dout, q, k, v, out = (t[stretch.rows] for t in (dout_THd, q_THd, k_TKd, v_TKd, out_THd))
-            grads.append(stretch.backward(dout, q, k, v, out, state, self._scale, window))
+            rows = stretch.rows
+            qkv = (q_THd[rows], k_TKd[rows], v_TKd[rows])
+            grads.append(stretch.backward(dout_THd[rows], qkv, out_THd[rows], state, window))
         dqs, dks, dvs = zip(*grads, strict=True)
         return _joined(dqs), _joined(dks), _joined(dvs)
 
     def _stretches_of(self, window: int | None) -> list[Stretch]:
         return self._stretches if window is None else self._ragged
-
-    @property
-    def _scale(self) -> float:
-        return float(self._config.head_size**-0.5)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -107,21 +106,11 @@ class Stretch(Protocol):
     @property
     def rows(self) -> slice: ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, State]: ...
+    def forward(self, qkv: Three, window: int | None) -> tuple[Tensor, State]: ...
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        state: State,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, dout: Tensor, qkv: Three, out: Tensor, state: State, window: int | None
+    ) -> Three: ...
 
 
 def cut(lengths: Sequence[int], device: torch.device) -> list[Stretch]:
@@ -176,36 +165,29 @@ class Ragged:
         rows = slice(start, start + int(bounds[-1]))
         return cls(rows, send(bounds, device), max(lengths))
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, State]:
+    def forward(self, qkv: Three, window: int | None) -> tuple[Tensor, State]:
         out, *state, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, self.bounds, self.bounds, self.longest, self.longest, 0.0, True, False,
-            scale=scale, **_window_options(window),
+            *qkv, self.bounds, self.bounds, self.longest, self.longest, 0.0, True, False,
+            **_options(qkv, window),
         )  # fmt: skip
         return out, tuple(state)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        state: State,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, qkv: Three, out: Tensor, state: State, window: int | None
+    ) -> Three:
         lse, *rng = state
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, self.bounds, self.bounds, self.longest, self.longest, 0.0,
-            True, *rng, scale=scale, **_window_options(window),
+            dout, *qkv, out, lse, self.bounds, self.bounds, self.longest, self.longest, 0.0, True,
+            *rng, **_options(qkv, window),
         )  # fmt: skip
         return dq, dk, dv
 
 
-def _window_options(window: int | None) -> dict[str, Any]:
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+def _options(qkv: Three, window: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"scale": qkv[0].shape[-1] ** -0.5}
+    if window is not None:
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
+    return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,34 +202,22 @@ class Rectangle:
     def rows(self) -> slice:
         return slice(self.start, self.start + self.count * self.length)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> tuple[Tensor, State]:
+    def forward(self, qkv: Three, window: int | None) -> tuple[Tensor, State]:
         assert window is None
         out, *state, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            self._boxed(q), self._boxed(k), self._boxed(v), None, True, 0.0, True, False,
-            scale=scale,
-        )  # fmt: skip
+            *map(self._boxed, qkv), None, True, 0.0, True, False, **_options(qkv, None)
+        )
         return self._flat(out), tuple(state)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        state: State,
-        scale: float,
-        window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, qkv: Three, out: Tensor, state: State, window: int | None
+    ) -> Three:
         lse, bounds_q, bounds_k, most_q, most_k, *rng = state
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(self._boxed(t) for t in (dout, q, k, v, out)), lse, *rng, None, bounds_q, bounds_k,
-            most_q, most_k, 0.0, True, scale=scale,
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *map(self._boxed, (dout, *qkv, out)), lse, *rng, None, bounds_q, bounds_k, most_q,
+            most_k, 0.0, True, **_options(qkv, None),
         )  # fmt: skip
-        dq, dk, dv = (self._flat(grad) for grad in grads)
-        return dq, dk, dv
+        return self._flat(dq), self._flat(dk), self._flat(dv)
 
     def _boxed(self, rows: Tensor) -> Tensor:
         if self.count == 1 and (missing := rounded(self.length) - self.length):
@@ -270,11 +240,10 @@ def cudnn_agrees(heads: int, kv_heads: int, head_size: int, device: torch.device
         for n in (heads, kv_heads, kv_heads, heads)
     )
     answers = []
-    scale = head_size**-0.5
     for stretch in (Ragged.of(0, [length] * count, device), Rectangle(0, count, length)):
         try:
-            out, state = stretch.forward(q, k, v, scale, None)
-            grads = stretch.backward(dout, q, k, v, out, state, scale, None)
+            out, state = stretch.forward((q, k, v), None)
+            grads = stretch.backward(dout, (q, k, v), out, state, None)
         except RuntimeError:
             return False
         answers.append((out, *grads))
