@@ -26,6 +26,10 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
     from tinkex.client.futures import FutureStatus as FutureStatus
     from tinkex.client.loss_tracing import LossHandle as LossHandle
     from tinkex.client.loss_tracing import PerDatumLossFn as PerDatumLossFn
+    from tinkex.client.recovering_client import (
+        RecoveringTrainingClient as RecoveringTrainingClient,
+    )
+    from tinkex.client.recovery import RecoveryEvent as RecoveryEvent
     from tinkex.client.recovery import RecoveryPolicy as RecoveryPolicy
     from tinkex.client.rest_client import RestClient as RestClient
     from tinkex.client.retry import RetryConfig as RetryConfig
@@ -123,6 +127,8 @@ _EXPORTS: dict[str, str] = {
     "PermissionDeniedError": "tinkex.errors",
     "PromiseLostError": "tinkex.errors",
     "RateLimitError": "tinkex.errors",
+    "RecoveringTrainingClient": "tinkex.client.recovering_client",
+    "RecoveryEvent": "tinkex.client.recovery",
     "RecoveryFailedError": "tinkex.errors",
     "RecoveryPolicy": "tinkex.client.recovery",
     "RegularizerError": "tinkex.errors",

@@ -71,7 +71,7 @@ def test_a_call_that_waits_keeps_the_checkpoint_before_it(method):
     assert log.to_repeat(best)[0] is waiting
     # From a later one it could only be answered wrongly, so it is not made again.
     assert waiting not in log.to_repeat(later[0])
-    waiting.is_answered = True
+    waiting.answer._succeed(None)
     make(log, "save_state", "another", is_ours=True)
     assert positions(log.take_saves()) == [2, 6, 9]  # 12 is the second chance
 

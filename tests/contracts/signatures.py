@@ -1,4 +1,4 @@
-"""Write the signatures of the five clients into docs/parity.md: `python signatures.py --write`."""
+"""Write the signatures of the clients into docs/parity.md: `python signatures.py --write`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import tinkex
 
 PARITY = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 START, END = "<!-- signatures -->", "<!-- end of signatures -->"
-CLASSES = ("AdminClient", "RestClient", "SamplingClient", "ServiceClient", "TrainingClient")
+CLASSES = (
+    "AdminClient",
+    "RecoveringTrainingClient",
+    "RestClient",
+    "SamplingClient",
+    "ServiceClient",
+    "TrainingClient",
+)
 
 
 def section() -> str:

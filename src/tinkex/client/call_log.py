@@ -2,7 +2,7 @@
 
 Bookkeeping only. It decides which checkpoint to start from, which calls to make again on it, and
 what may be forgotten; making calls is for `recovering_client.py`, which also holds the lock around
-everything here. Only `_done` is filled without it, by the background loop.
+everything here. Only `_done` is filled and answers are ended without it, by the background loop.
 
 A call stands at a position in the order. A checkpoint holds the effect of all positions before its
 own, so a call can be answered from any checkpoint before it, and from none after it.
@@ -12,23 +12,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinkex import types
+from tinkex.client.futures import APIFuture
 from tinkex.client.recovery import RecoveryPolicy
 
-__all__ = ["BLOCKS", "RECORDED", "CallLog", "RecordedCall", "Saved"]
+__all__ = ["BLOCKS", "CallLog", "RecordedCall", "Saved"]
 
 CHANGES_STATE = frozenset(
     """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
     load_state_with_optimizer""".split()
 )
 BLOCKS = frozenset({"forward_backward_custom", "forward_backward_regularized"})
-"""Recorded calls that wait for a forward pass before they return."""
-RECORDED = CHANGES_STATE | frozenset(
-    "forward save_state save_weights_for_sampler save_weights_external".split()
-)
+"""Calls that wait for a forward pass before they return."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,14 +40,15 @@ class RecordedCall:
     is_ours: bool = False
     """A checkpoint of the recovery's own, which nobody waits for."""
     made: tuple[Any, Any] = (None, None)
-    """Its future and its run, replaced together."""
-    is_answered: bool = False
-    """Its result, or an error of the caller's own making, was delivered."""
+    """Its future on a run, and the run; replaced together."""
+    answer: APIFuture[Any] = field(default_factory=APIFuture)
+    """What the caller has. It ends with a result, an error of the caller's own making, or when
+    the caller cancels it: whichever comes first."""
 
     @property
     def is_settled(self) -> bool:
         """It was answered, or its result is here to be."""
-        if self.is_answered:
+        if self.answer.done():
             return True
         future = self.made[0]
         return bool(future.done() and not future.cancelled() and not future.exception())
@@ -96,6 +95,10 @@ class CallLog:
         self.position += 1
         if call.method == "optim_step":
             self._step_began = self.position
+
+    def drop(self, call: RecordedCall) -> None:
+        """The caller was told that it failed, so nobody will make it again."""
+        self.calls = [other for other in self.calls if other is not call]
 
     def watch_save(self, call: RecordedCall, future: Any) -> None:
         """Count the checkpoint in once its future says that it exists."""

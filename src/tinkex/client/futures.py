@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tinkex.client.loop import LoopThread, background
 from tinkex.errors import ResultTimeoutError, TinkerError
@@ -66,6 +66,16 @@ class Waiting:
         self.started_s = time.monotonic()
 
 
+class Ender(Protocol):
+    """Who ends futures: the background loop, or the keeper of a recovering client."""
+
+    @property
+    def is_current(self) -> bool:
+        """True where waiting for such a future would be waiting for oneself."""
+
+    def submit(self, callback: Callable[..., object], *args: Any) -> None: ...
+
+
 class APIFuture(concurrent.futures.Future[T]):
     """A result that will come. Wait with `.result()`, or `await` it.
 
@@ -77,9 +87,10 @@ class APIFuture(concurrent.futures.Future[T]):
     def __init__(self) -> None:
         super().__init__()
         self._task: asyncio.Task[T] | None = None
-        self._loop_thread: LoopThread | None = None
+        self._ender: Ender | None = None
         self._pid = os.getpid()
         self._ended_s: float | None = None
+        self._followed: APIFuture[Any] | None = None
         self.waiting = Waiting()
 
     # -- waiting
@@ -137,9 +148,9 @@ class APIFuture(concurrent.futures.Future[T]):
                 "This future was made before a fork and its result stays in the parent process. "
                 "Make clients in the process that uses them."
             )
-        if self._loop_thread is not None and self._loop_thread.is_current:
+        if self._ender is not None and self._ender.is_current:
             raise TinkerError(
-                "result() would block the SDK's own event loop: it was called in a callback. "
+                "result() would block the SDK's own thread: it was called in a callback. "
                 "Await the future, or wait in another thread."
             )
 
@@ -147,7 +158,7 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def status(self) -> FutureStatus:
         """Why this waits, or how it ended. Never blocks."""
-        waiting = self.waiting
+        waiting = self._told()
         until = self._ended_s if self._ended_s is not None else time.monotonic()
         state = waiting.state
         if self.cancelled():
@@ -159,8 +170,16 @@ class APIFuture(concurrent.futures.Future[T]):
             reason=None if self.done() else waiting.reason,
             request_id=waiting.request_id,
             num_polls=waiting.num_polls,
-            waited_s=until - waiting.started_s,
+            waited_s=until - self.waiting.started_s,
         )
+
+    def follow(self, other: APIFuture[Any] | None) -> None:
+        """Let `status()` tell what `other` waits for; None is back to its own."""
+        self._followed = other
+
+    def _told(self) -> Waiting:
+        followed = self._followed
+        return self.waiting if followed is None else followed._told()
 
     # -- ending
 
@@ -170,19 +189,32 @@ class APIFuture(concurrent.futures.Future[T]):
             return False
         self._ended_s = time.monotonic()
         self.set_running_or_notify_cancel()
-        if self._loop_thread is not None:
-            self._loop_thread.submit(self._cancel_task)
+        if self._ender is not None:
+            self._ender.submit(self._cancel_task)
         return True
 
     def _abandon(self, error: Exception) -> None:
         """End with an error now, and stop the wait behind it. No effect on one that ended."""
+        if self._fail(error) and self._ender is not None:
+            self._ender.submit(self._cancel_task)
+
+    def _succeed(self, result: T) -> bool:
+        """End with a result; False when it had ended before."""
+        self._ended_s = self._ended_s or time.monotonic()  # before anyone is woken who may ask
+        try:
+            self.set_result(result)
+        except concurrent.futures.InvalidStateError:
+            return False
+        return True
+
+    def _fail(self, error: BaseException) -> bool:
+        """End with an error; False when it had ended before."""
+        self._ended_s = self._ended_s or time.monotonic()
         try:
             self.set_exception(error)
         except concurrent.futures.InvalidStateError:
-            return
-        self._ended_s = time.monotonic()
-        if self._loop_thread is not None:
-            self._loop_thread.submit(self._cancel_task)
+            return False
+        return True
 
     def _cancel_task(self) -> None:
         if self._task is not None:
@@ -198,18 +230,14 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def _finish(self, task: asyncio.Task[T]) -> None:
         self._task = None
-        self._ended_s = time.monotonic()
-        error = None if task.cancelled() else task.exception()
-        try:
-            if task.cancelled():
-                if not self.cancelled() and super().cancel():
-                    self.set_running_or_notify_cancel()
-            elif error is not None:
-                self.set_exception(error)
-            else:
-                self.set_result(task.result())
-        except concurrent.futures.InvalidStateError:
-            pass  # the caller cancelled in the meantime
+        if task.cancelled():
+            self._ended_s = self._ended_s or time.monotonic()
+            if not self.cancelled() and super().cancel():
+                self.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            self._fail(error)
+        else:
+            self._succeed(task.result())
 
 
 AwaitableConcurrentFuture = APIFuture
@@ -221,7 +249,7 @@ def spawn(
     """Run `start(waiting)` on the background loop; returns at once."""
     thread = loop or background()
     future: APIFuture[T] = APIFuture()
-    future._loop_thread = thread
+    future._ender = thread
     thread.submit(future._launch, start(future.waiting))
     return future
 

@@ -41,6 +41,7 @@ from tinkex.errors import (
     ConfigError,
     NotFoundError,
     RateLimitError,
+    RetryableException,
     TinkerError,
 )
 from tinkex.wire import requests
@@ -101,6 +102,8 @@ class Holder:
         self._closed = False
         self._session_is_over = False
         """The server ended the session, or is gone: no more heartbeats, and no goodbye."""
+        self.successor: Holder | None = None
+        """Where its work goes on, once its session was lost and a run of it rebuilt elsewhere."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counters: dict[str, int] = {}
         self._cancels: asyncio.Queue[str] | None = None
@@ -130,6 +133,8 @@ class Holder:
             raise ClientClosedError("The client is closed. Make a new ServiceClient.")
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
+            # Closing may end all who wait for it; asyncio would complain about the error.
+            self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.shield(self._starting)
         except asyncio.CancelledError:
@@ -401,11 +406,15 @@ class Holder:
             assert task is not None
             self._calls.add(task)
             try:
+                if self.successor is not None:
+                    raise self._lost()
                 if not self._ready:
                     await self.ready()
                 return await work(waiting)
             except asyncio.CancelledError:
                 if task in self._ended_by_close:
+                    if self.successor is not None:
+                        raise self._lost() from None
                     raise ClientClosedError(
                         "The client was closed while this call waited."
                     ) from None
@@ -452,20 +461,45 @@ class Holder:
         await self.transport.call(call)
         events.emit("session.heartbeat", session_id=self.session_id)
 
-    def end_if_gone(self) -> APIFuture[None]:
-        """Its work goes on elsewhere: end the session here, unless the server still knows it.
+    def end_if_gone(self, successor: Holder) -> APIFuture[bool]:
+        """Its work goes on in `successor`: end the session here, unless the server still knows it.
 
-        A session that still lives may have other clients, and is kept alive for them.
+        A session that still lives may have other clients, and is kept alive for them. One that is
+        gone can serve nobody: its calls end, with an error that says where to go on. Gives whether
+        it is gone.
         """
 
-        async def look(waiting: Waiting) -> None:
+        async def look(waiting: Waiting) -> bool:
+            if self._closed:  # by its owner, for whom nothing goes on
+                return True
             try:
                 await self._beat()
             except TinkerError as exc:
                 logger.info("Session %s is left alone from now on: %s", self.session_id, exc)
                 self._session_is_over = True
+                self.successor = successor
+                self._ended_by_close.update(self._calls)
+                for task in self._calls | self._tasks:
+                    task.cancel()
+                return True
+            return False
 
-        return self.spawn(look)
+        return spawn(look)
+
+    def _lost(self) -> RetryableException:
+        return RetryableException(
+            f"Session {self.session_id} was lost with its server, and its training goes on in "
+            f"session {self.latest.session_id}. The ServiceClient has moved there: make this "
+            "client again from it."
+        )
+
+    @property
+    def latest(self) -> Holder:
+        """This holder, or the one in which its work goes on by now."""
+        holder = self
+        while holder.successor is not None:
+            holder = holder.successor
+        return holder
 
     def _warn_if_silent(self, last_success: float, error: Exception) -> None:
         silent_s = loop_time() - last_success

@@ -1,281 +1,268 @@
 """Train on through the loss of a run.
 
-`training_client.with_recovery(policy)` gives a client with the same methods. It saves a checkpoint
-every so many steps and remembers the calls made since. When the run is lost, or the server was away
-for longer than the SDK's own retries, it makes a new run from a checkpoint, repeats the remembered
-calls in their order and answers the waiting futures from them: the loop around it sees a pause.
+`training_client.with_recovery(policy)` gives a TrainingClient that saves a checkpoint every so many
+steps and remembers the calls made since. When the run is lost, or the server was away for longer
+than the SDK's own retries, it makes a new run from a checkpoint, repeats the remembered calls in
+their order and answers the waiting futures from them: the loop around it sees a pause.
 
-Who waits: the first to ask for a result rebuilds, on its own thread and under the lock; all others
-wait for that. The background loop never takes the lock, so it goes on meanwhile. A call moves to
-the new run only when all of them are there, so nobody ever waits on a half-built one. Whatever
-waits for a server, an attempt to rebuild included, is looked after: a silent server ends the wait.
+Who waits for whom: a call is made on the current run and returns at once with a future of its own,
+its answer. The background loop ends the answer when the run answers. Errors go to the keeper, one
+thread per client, which also looks after the run while any answer is open. It decides whether an
+error is a loss, and rebuilds; nobody else does. The lock is held only to put a call in its place,
+never while something is waited for, so calls can be made from anywhere, a callback included, while
+a run is rebuilt: they are repeated with the others. A call moves to the new run only when all of
+them are there. Whatever the keeper waits for is looked after too: a silent server ends the wait.
 Errors that the caller can fix pass through, and delivered results are not changed by a repeat.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import contextvars
 import functools
 import logging
 import random
 import threading
-import time
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from tinkex import types
-from tinkex.client import events, validation
-from tinkex.client.call_log import BLOCKS, RECORDED, CallLog, RecordedCall, Saved
+from tinkex.client import events
+from tinkex.client.call_log import BLOCKS, CallLog, RecordedCall, Saved
+from tinkex.client.futures import APIFuture, spawn
+from tinkex.client.keeper import Keeper
 from tinkex.client.loss_tracing import LossHandle
+from tinkex.client.rebuilder import HopelessError, Rebuilder
 from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
-from tinkex.client.run_monitor import SLICE_S, RunHealth, RunMonitor, Watch, check_service
+from tinkex.client.run_monitor import RunHealth, RunMonitor, Watch, check_service
+from tinkex.client.training_client import TrainingClient
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
-    BadRequestError,
+    ConfigError,
     LocalServerError,
-    NotFoundError,
     RecoveryFailedError,
     RequestFailedError,
-    ResultTimeoutError,
     RetryableException,
     TinkerError,
 )
 
 if TYPE_CHECKING:
+    from tinkex import types
+    from tinkex.client.holder import Holder
     from tinkex.client.service_client import ServiceClient
-    from tinkex.client.training_client import TrainingClient
 
-__all__ = ["RecoveringFuture", "RecoveringTrainingClient"]
+__all__ = ["RecoveringTrainingClient"]
 
 logger = logging.getLogger("tinkex.recovery")
+P = ParamSpec("P")
+T = TypeVar("T")
 
-_WAITING = frozenset(
-    """save_weights_and_get_sampling_client save_weights_and_get_sampling_client_sync
-    create_sampling_client get_info get_tokenizer""".split()
-)
 _LOSSES = (APIConnectionError, RetryableException, LocalServerError)
 """What ends a run whatever the server thinks of it."""
+_LEAVE_S = 15.0
+"""How long to look whether an old session still lives; its own request takes ten at most."""
 
 
-class _HopelessError(TinkerError):
-    """Trying again will not help."""
+def _outliving(
+    method: Callable[Concatenate[TrainingClient, P], APIFuture[T]],
+) -> Callable[Concatenate[RecoveringTrainingClient, P], APIFuture[T]]:
+    """The same method, as a call that outlives the run it is made on."""
+
+    @functools.wraps(method)
+    def make(self: RecoveringTrainingClient, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
+        return self._make(method.__name__, args, kwargs)
+
+    return make
 
 
-class RecoveringFuture:
-    """A result that survives the loss of the run it was asked of. Wait, or await."""
+class RecoveringTrainingClient(TrainingClient):
+    """A TrainingClient that outlives its run. Made by `TrainingClient.with_recovery`."""
 
-    def __init__(self, wait: Callable[[float | None], Any], is_done: Callable[[], bool]) -> None:
-        self._wait = wait
-        self.done = is_done
+    # All that a TrainingClient asks of its run. What it makes of these (`train_step`, every
+    # `_async` form, `get_info`, the samplers) is inherited.
+    forward = _outliving(TrainingClient.forward)
+    forward_backward = _outliving(TrainingClient.forward_backward)
+    forward_backward_custom = _outliving(TrainingClient.forward_backward_custom)
+    forward_backward_regularized = _outliving(TrainingClient.forward_backward_regularized)
+    optim_step = _outliving(TrainingClient.optim_step)
+    save_state = _outliving(TrainingClient.save_state)
+    save_weights_for_sampler = _outliving(TrainingClient.save_weights_for_sampler)
+    save_weights_external = _outliving(TrainingClient.save_weights_external)
+    load_state = _outliving(TrainingClient.load_state)
+    load_state_with_optimizer = _outliving(TrainingClient.load_state_with_optimizer)
+    _snapshot = _outliving(TrainingClient._snapshot)
+    _sampler = _outliving(TrainingClient._sampler)
+    _info = _outliving(TrainingClient._info)
 
-    def result(self, timeout: float | None = None) -> Any:
-        """The result; rebuilds the run first when it was lost.
-
-        Raises:
-            RecoveryFailedError: Every attempt failed.
-        """
-        return self._wait(timeout)
-
-    async def result_async(self, timeout: float | None = None) -> Any:
-        """Like `result`, without blocking the event loop."""
-        return await asyncio.to_thread(self._wait, timeout)
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        return self.result_async().__await__()
-
-
-class RecoveringTrainingClient:
-    """A TrainingClient that outlives its run; what is not defined here is the current client's."""
-
-    def __init__(
-        self,
-        client: TrainingClient,
-        policy: RecoveryPolicy | None = None,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, client: TrainingClient, policy: RecoveryPolicy | None = None) -> None:
+        # Not the base's: it would make a second order of calls on the same run.
         self.policy = policy or RecoveryPolicy()
-        self.client = client
-        """The client of the current run; another one after a recovery."""
-        self.run_ids = [client.model_id]
+        self.run_ids: list[str] = []
         """Every run so far, the current one last."""
-        self._config = client.holder.given_config
-        self._sleep = sleep
         self._lock = threading.RLock()
-        # A call from a coroutine may have to wait for a rebuild; one thread keeps their order.
-        self._in_order = ThreadPoolExecutor(1, thread_name_prefix="tinkex-recovery")
+        self._over = threading.Event()
         self._log = CallLog(self.policy)
+        self._rebuilder = Rebuilder(self.policy, self._log, client.holder.given_config)
+        self._unanswered: set[RecordedCall] = set()
         self._num_steps = 0
         self._num_in_vain = 0
         self._metric: float | None = None
         self._lost: str | None = None
+        self._rebuilding: str | None = None
+        self._lookout: tuple[TrainingClient, Watch] | None = None
         self._first_holder = client.holder
-        self._service: ServiceClient | None = None
+        self._opened: list[Holder] = []
+        self._keeper = Keeper("tinkex-recovery", self._look)
         self._monitor = RunMonitor(self._on_lost, interval_s=self.policy.monitor_interval_s or 1e9)
-        self._monitor.watch(client)
+        self._adopt(client)
         if self.policy.save_every_steps:
-            self._wait(self._save(), None)  # before it there would be nothing to go back to
+            self._save().result()  # before it there would be nothing to go back to
 
     @property
     def num_recoveries(self) -> int:
         return len(self.run_ids) - 1
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "client" or name.startswith("__"):  # not made yet: `copy` looks before that
-            raise AttributeError(name)
-        if name in RECORDED:
-            return lambda *args, **kwargs: self._make(name, args, kwargs)
-        if name in _WAITING:
-            return lambda *args, **kwargs: self._on_a_live_run(
-                lambda run: getattr(run, name)(*args, **kwargs)
-            )
-        plain = name.removesuffix("_async")
-        if plain != name and plain in RECORDED | _WAITING | {"train_step"}:
-            return functools.partial(self._elsewhere, getattr(self, plain))
-        return getattr(self.client, name)
+    def _adopt(self, run: TrainingClient) -> None:
+        self.client = run
+        """The client of the current run; another one after a recovery."""
+        self.holder, self.model_id, self.model_seq_id = run.holder, run.model_id, run.model_seq_id
+        self._lost = self._rebuilding = None
+        self.run_ids.append(run.model_id)
+        if run.holder not in (self._first_holder, *self._opened):
+            self._opened.append(run.holder)
+        self._monitor.watch(run)
 
-    async def _elsewhere(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call it without blocking the event loop, after all that was called like this before."""
-        call = functools.partial(contextvars.copy_context().run, method, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._in_order, call)
+    def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
+        """Free the model's memory on the server, for good: a run that you end is not rebuilt."""
+        self._end()
+        return super().unload_model()
 
-    def train_step(
-        self, data: Any, loss_fn: str, optim_params: Any, loss_fn_config: Any = None
-    ) -> RecoveringFuture:
-        """`forward_backward` and `optim_step` together, as `TrainingClient.train_step`."""
-        from tinkex.client.train_step import TrainStepResult
-
-        validation.check_optim_params(optim_params, None)  # before anything is sent
-        with self._lock:
-            loss = self._make("forward_backward", (data, loss_fn, loss_fn_config), {})
-            step = self._make("optim_step", (optim_params,), {})
-
-        def both(timeout: float | None) -> TrainStepResult:
-            return TrainStepResult(loss.result(timeout), step.result(timeout))
-
-        return RecoveringFuture(both, lambda: loss.done() and step.done())
+    def with_recovery(self, policy: RecoveryPolicy | None = None) -> RecoveringTrainingClient:
+        """Refused: one policy per run. Give it to the first `with_recovery`."""
+        raise ConfigError(
+            "This client outlives its run already. For another policy, call "
+            "client.client.with_recovery(policy) and go on with what that returns."
+        )
 
     def close(self) -> None:
-        """Stop watching, and close what a recovery opened."""
+        """Stop watching and rebuilding, and close what a recovery opened.
+
+        A session to which the ServiceClient has moved stays open: it is closed with that.
+        """
+        self._end()
+        home = self._first_holder.latest
+        closing = [_close(holder, "success") for holder in self._opened if holder is not home]
+        for closed in closing:
+            closed.result(self.policy.attempt_timeout_s)
+
+    def _end(self) -> None:
+        self._over.set()
         self._monitor.stop()
-        self._in_order.shutdown(wait=False)
-        if self._service is not None:
-            self._service.close().result(self.policy.attempt_timeout_s)
+
+    def __copy__(self) -> RecoveringTrainingClient:
+        return self  # two of them could not both know the current run
 
     # -- calls
 
-    def _make(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecoveringFuture:
-        with self._lock:
-            self._take_saves()
-            call = self._record(method, args, kwargs)
-            if method == "optim_step":
-                self._num_steps += 1
-                every = self.policy.save_every_steps
-                if every and self._num_steps % every == 0:
-                    self._save()
-        return RecoveringFuture(
-            lambda timeout: self._wait(call, timeout), lambda: bool(call.made[0].done())
-        )
-
-    def _record(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_ours: bool = False
-    ) -> RecordedCall:
-        call = RecordedCall(method, args, kwargs, self._log.position, is_ours)
-        call.made = self._on_a_live_run(
-            lambda run: self._submit(call, run), blocks=method in BLOCKS
-        )
-        self._log.add(call)
-        return call
-
-    def _submit(self, call: RecordedCall, run: TrainingClient) -> tuple[Any, Any]:
-        args = [_rebound(arg, run) for arg in call.args]
-        kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
-        future = getattr(run, call.method)(*args, **kwargs)
-        if call.method == "save_state":
-            self._log.watch_save(call, future)
-        return future, run
-
-    def _on_a_live_run(self, act: Callable[[TrainingClient], Any], *, blocks: bool = True) -> Any:
-        """Do something that may itself find the run lost: rebuild and do it again."""
+    def _make(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> APIFuture[Any]:
         while True:
             run = self.client
-            try:
-                if not blocks:
-                    return act(run)
-                with self._looked_after(run):
-                    return act(run)
-            except TinkerError as exc:
-                if self.client is run:
-                    if not self._is_loss(exc, run):
-                        raise
-                    self._recover(run, exc)
+            with contextlib.ExitStack() as placing:
+                if method in BLOCKS:
+                    seen: Any = _TwoHalves(self, run, placing)
+                else:
+                    seen = run = self._take_place(placing)
+                call = RecordedCall(method, args, kwargs, 0)
+                try:
+                    future = _submit(call, seen, run)
+                except _MovedError:
+                    continue
+                self._record(call, future, run)
+            return call.answer
 
-    def _wait(self, call: RecordedCall, timeout: float | None) -> Any:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            future, run = made = call.made
-            try:
-                answer = self._poll(future, run, deadline)
-            except ResultTimeoutError:
-                raise
-            except TinkerError as exc:
-                is_loss = run is self.client and self._is_loss(exc, run)
-                with self._lock:  # whoever rebuilds meanwhile has moved the call when it is done
-                    if call.made is not made:
-                        continue
-                    if not is_loss:
-                        call.is_answered = True
-                        raise
-                    self._recover(run, exc)
-                continue
-            with self._lock:
-                call.is_answered = True
+    def _take_place(self, placing: contextlib.ExitStack) -> TrainingClient:
+        """Nobody else makes a call until `placing` ends. Gives the current run."""
+        placing.enter_context(self._lock)
+        self._take_saves()
+        return self.client
+
+    def _record(self, call: RecordedCall, future: APIFuture[Any], run: TrainingClient) -> None:
+        call.position = self._log.position
+        call.answer._ender = self._keeper
+        self._unanswered.add(call)
+        call.answer.add_done_callback(lambda _: self._unanswered.discard(call))
+        self._log.add(call)
+        self._place(call, future, run)
+        future.add_done_callback(functools.partial(self._ended, call))
+        self._keeper.stay()
+        if call.method == "optim_step":
+            self._num_steps += 1
+            every = self.policy.save_every_steps
+            if every and self._num_steps % every == 0:
+                self._save()
+
+    def _place(self, call: RecordedCall, future: APIFuture[Any], run: TrainingClient) -> None:
+        """From here on the call is answered by this future."""
+        call.made = (future, run)
+        if call.method == "save_state":
+            self._log.watch_save(call, future)
+        if self._rebuilding is None:
+            call.answer.follow(future)
+        else:
+            call.answer.waiting.reason = self._rebuilding
+
+    def _ended(self, call: RecordedCall, future: APIFuture[Any]) -> None:
+        """The run answered. On the background loop, so nothing here may wait."""
+        if future.cancelled():
+            call.answer.cancel()
+        elif future.exception() is not None:
+            self._keeper.submit(self._judge, call, future)
+        else:
+            self._note(call, future.result())
+            if call.answer._succeed(future.result()):
                 self._num_in_vain = 0
-                self._note(call, answer)
-            return answer
 
-    def _poll(self, future: Any, run: TrainingClient, deadline: float | None) -> Any:
-        """Wait for a future, and look after its run meanwhile: a promise may never be kept."""
-        watch = self._watch(run)
-        while True:
-            left_s = SLICE_S if deadline is None else min(SLICE_S, deadline - time.monotonic())
-            try:
-                return future.result(max(left_s, 0.0))
-            except ResultTimeoutError:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise
-                if (reason := watch.look()) is not None and not future.done():
-                    raise RetryableException(reason) from None
+    def _note(self, call: RecordedCall, answer: Any) -> None:
+        if call.method.startswith("forward_backward"):
+            metrics = getattr(answer, "forward_backward", answer).metrics
+            self._metric = metrics.get(self.policy.metric, self._metric)
 
-    def _looked_after(self, run: TrainingClient) -> AbstractContextManager[None]:
-        """While a block waits for the run: end its wait when there is nothing to wait for."""
-        return self._watch(run).during(lambda why: run._abandon(RetryableException(why)))
+    # -- checkpoints
 
-    def _watch(self, run: TrainingClient) -> Watch:
-        return Watch(lambda: self._health(run), self.policy.unreachable_s)
+    def _save(self) -> APIFuture[Any]:
+        metadata = {} if self._metric is None else {self.policy.metric: repr(self._metric)}
+        name = f"recovery-{self._num_steps:06d}"
+        call = RecordedCall("save_state", (name,), {"user_metadata": metadata}, 0, is_ours=True)
+        with self._lock:
+            self._record(call, _submit(call, self.client, self.client), self.client)
+        return call.answer
 
-    def _health(self, run: TrainingClient) -> RunHealth:
-        known = self._lost if run is self.client else None
-        known = known or self._never_sent(run)
-        return RunHealth("lost", known) if known else self._monitor.check(run)
+    def _take_saves(self) -> None:
+        if self._rebuilding is None:  # else nothing is forgotten: it may be about to be repeated
+            for needless in self._log.take_saves():
+                _delete(self.client, needless.path)
 
-    def _never_sent(self, run: TrainingClient) -> str | None:
-        """Why a call did not arrive. The server misses its number, so none after it will run."""
-        for call in self._log.calls:
-            future, made_on = call.made
-            if made_on is run and future.done() and not future.cancelled():
-                error = future.exception()
-                if isinstance(error, _LOSSES):
-                    return str(error)
-        return None
+    # -- the keeper: is it a loss?
 
-    def _is_loss(self, error: TinkerError, run: TrainingClient) -> bool:
+    def _judge(self, call: RecordedCall, future: APIFuture[Any]) -> None:
+        """An error came in place of an answer."""
+        now, run = call.made
+        error = future.exception()
+        assert error is not None
+        if now is not future:
+            return  # the call has moved to another run meanwhile
+        try:
+            is_loss = run is self.client and self._is_loss(error, run)
+        except Exception as exc:
+            is_loss, error = False, exc
+        if not is_loss:
+            call.answer._fail(error)
+        elif call.answer.done():
+            self._on_lost(run, _text(error))  # it was cancelled: rebuild when someone waits
+        else:
+            self._lose(run, error)
+
+    def _is_loss(self, error: BaseException, run: TrainingClient) -> bool:
         """True when the error means that this run cannot go on."""
         if isinstance(error, _LOSSES):
             return True
@@ -286,87 +273,99 @@ class RecoveringTrainingClient:
         if isinstance(error, APIStatusError | RequestFailedError):
             # The request may be wrong, or the run may be gone: the server knows which. It may be
             # gone itself by now; then the request is made again where there is one.
-            return self._watch(run).decide() is not None
+            return self._watch_over(run).decide() is not None
         return False
+
+    def _look(self) -> bool:
+        """Look after the run while anything is awaited: a promise may never be kept."""
+        if not self._unanswered:
+            self._lookout = None
+            return False
+        run = self.client
+        if self._lookout is None or self._lookout[0] is not run:
+            self._lookout = run, self._watch_over(run)
+        if (reason := self._lost or self._lookout[1].look()) is not None:
+            self._lookout = None
+            self._lose(run, RetryableException(reason))
+        return True
+
+    def _watch_over(self, run: TrainingClient) -> Watch:
+        return Watch(lambda: self._health(run), self.policy.unreachable_s)
+
+    def _health(self, run: TrainingClient) -> RunHealth:
+        known = self._lost if run is self.client else None
+        return RunHealth("lost", known) if known else self._monitor.check(run)
 
     def _on_lost(self, run: TrainingClient, reason: str) -> None:
         if run is self.client:
             self._lost = reason
 
-    def _note(self, call: RecordedCall, answer: Any) -> None:
-        if call.method.startswith("forward_backward"):
-            metrics = getattr(answer, "forward_backward", answer).metrics
-            self._metric = metrics.get(self.policy.metric, self._metric)
-
-    # -- checkpoints
-
-    def _save(self) -> RecordedCall:
-        metadata = {} if self._metric is None else {self.policy.metric: repr(self._metric)}
-        name = f"recovery-{self._num_steps:06d}"
-        return self._record("save_state", (name,), {"user_metadata": metadata}, is_ours=True)
-
-    def _take_saves(self) -> None:
-        for needless in self._log.take_saves():
-            _delete(self.client, needless.path)
-
-    def _known(self, service: ServiceClient) -> list[Saved]:
-        """The checkpoints there are, newest first."""
-        if self.policy.checkpoint.startswith("tinker://"):
-            return [Saved(self.policy.checkpoint, self._log.position)]
-        if self._log.saved:
-            return self._log.saved[::-1]
-        rest = service.create_rest_client()
-        found: list[types.Checkpoint] = []
-        for run_id in self.run_ids:
-            with contextlib.suppress(NotFoundError):
-                found += rest.list_checkpoints(run_id).result().checkpoints
-        return self._log.place(found)
-
-    # -- rebuilding
-
-    def _recover(self, lost: TrainingClient, error: TinkerError) -> None:
-        """Replace `lost` by a new run. Whoever comes second finds it done."""
-        with self._lock:
-            if self.client is not lost:
-                return
-            reason = str(error) or type(error).__name__
-            event = RecoveryEvent(lost.model_id, reason)
-            logger.warning("Run %s is lost (%s); rebuilding it.", lost.model_id, reason)
-            events.emit("recovery.start", run_id=lost.model_id, error_type=type(error).__name__)
-            _tell(self.policy.on_lost, event)
-            self._num_in_vain += 1
-            try:
-                if self._num_in_vain > self.policy.max_attempts:
-                    raise _HopelessError(
-                        f"{self._num_in_vain - 1} new runs were lost at once"
-                    ) from error
-                done = self._try(event)
-            except TinkerError as exc:
-                events.emit("recovery.exception", run_id=lost.model_id)
-                _tell(self.policy.on_failed, replace(event, reason=str(exc)))
-                raise RecoveryFailedError(
-                    f"Run {lost.model_id} was lost ({reason}) and could not be rebuilt: {exc}"
-                ) from exc
-            logger.warning("It goes on as %s from %s.", done.new_run_id, done.checkpoint)
-            if done.num_forgotten:
-                logger.warning(
-                    "The newest checkpoints could not be loaded: the effect of %d calls is lost.",
-                    done.num_forgotten,
-                )
-            events.emit(
-                "recovery.stop",
-                run_id=done.new_run_id,
-                attempt=done.attempt,
-                checkpoint=done.checkpoint,
+    def _lose(self, run: TrainingClient, error: BaseException) -> None:
+        """The run cannot go on. Rebuild it, or tell everyone who waits for it."""
+        if self._over.is_set():
+            self._fail_all(lambda: error)
+            return
+        reason = _text(error)
+        event = RecoveryEvent(run.model_id, reason)
+        logger.warning("Run %s is lost (%s); rebuilding it.", run.model_id, reason)
+        events.emit("recovery.start", run_id=run.model_id, error_type=type(error).__name__)
+        _tell(self.policy.on_lost, event)
+        try:
+            done = self._rebuild(event)
+        except Exception as exc:
+            self._give_up(event, exc)
+            return
+        finally:
+            self._rebuilding = None
+        logger.warning("It goes on as %s from %s.", done.new_run_id, done.checkpoint)
+        if done.num_forgotten:
+            logger.warning(
+                "The newest checkpoints could not be loaded: the effect of %d calls is lost.",
+                done.num_forgotten,
             )
-            _tell(self.policy.on_recovered, done)
+        events.emit(
+            "recovery.stop",
+            run_id=done.new_run_id,
+            attempt=done.attempt,
+            checkpoint=done.checkpoint,
+        )
+        _tell(self.policy.on_recovered, done)
 
-    def _try(self, event: RecoveryEvent) -> RecoveryEvent:
+    def _give_up(self, event: RecoveryEvent, error: Exception) -> None:
+        self._num_in_vain = 0  # whoever asks again is given all attempts again
+        events.emit("recovery.exception", run_id=event.run_id)
+        _tell(self.policy.on_failed, replace(event, reason=str(error)))
+        text = f"Run {event.run_id} was lost ({event.reason}) and could not be rebuilt: {error}"
+
+        def failed() -> RecoveryFailedError:
+            told = RecoveryFailedError(text)
+            told.__cause__ = error
+            return told
+
+        self._fail_all(failed)
+
+    def _fail_all(self, error: Callable[[], BaseException]) -> None:
+        """All who wait are told; what they were told failed is not made again later."""
+        with self._lock:
+            waiting = [call for call in self._unanswered if not call.is_settled]
+            for call in waiting:
+                self._log.drop(call)
+                call.made = (None, None)  # whatever its run still says
+        for call in waiting:
+            call.answer._fail(error())
+
+    # -- the keeper: rebuilding
+
+    def _rebuild(self, event: RecoveryEvent) -> RecoveryEvent:
+        if self._num_in_vain >= self.policy.max_attempts:
+            raise HopelessError(f"{self._num_in_vain} new runs were lost at once")
         for attempt in range(1, self.policy.max_attempts + 1):
-            self._sleep(self.policy.delay_s(attempt, random.random()))
+            self._explain(f"run {event.run_id} was lost; attempt {attempt} to rebuild it")
+            if self._over.wait(self.policy.delay_s(attempt, random.random())):
+                raise HopelessError("the client was closed")
             try:
                 return self._attempt(replace(event, attempt=attempt))
-            except _HopelessError:
+            except HopelessError:
                 raise
             except TinkerError as exc:
                 logger.warning("Attempt %d to rebuild it failed: %s", attempt, exc)
@@ -374,75 +373,121 @@ class RecoveringTrainingClient:
                     raise
         raise AssertionError("unreachable")
 
-    def _attempt(self, event: RecoveryEvent) -> RecoveryEvent:
-        service = self._connect()
-        watch = Watch(lambda: check_service(service), self.policy.unreachable_s)
-        try:
+    def _explain(self, reason: str) -> None:
+        """Let `status()` of all who wait say why, from now on."""
+        with self._lock:
+            self._rebuilding = None
             self._take_saves()
-            with watch.during(lambda reason: service.close("errored", reason)):
-                saved, run = self._load_first(service, event.run_id)
-                calls = self._log.to_repeat(saved)
-                made = [self._submit(call, run) for call in calls]
+            self._rebuilding = reason
+            for call in self._unanswered:
+                call.answer.waiting.state, call.answer.waiting.reason = "queued", reason
+                call.answer.follow(None)
+
+    def _attempt(self, event: RecoveryEvent) -> RecoveryEvent:
+        service = self._rebuilder.connect()
+        try:
+            saved, run, num_repeated = self._move_to(service)
         except BaseException:
             service.close("errored", "an attempt to rebuild a run failed")
             raise
-        for call, now in zip(calls, made, strict=True):
-            call.made = now
-        self._move(service, run, saved)
         return replace(
             event,
             new_run_id=run.model_id,
             checkpoint=saved.path,
-            num_repeated=len(calls),
+            num_repeated=num_repeated,
             num_forgotten=self._log.num_forgotten(saved),
         )
 
-    def _move(self, service: ServiceClient, run: TrainingClient, saved: Saved) -> None:
-        """From here on the new run is the run, and nothing calls for the old one any more."""
-        lost, self.client, self._lost = self.client, run, None
-        self.run_ids.append(run.model_id)
-        self._monitor.watch(run)
+    def _move_to(self, service: ServiceClient) -> tuple[Saved, TrainingClient, int]:
+        """A new run there, on which every call is made that the checkpoint does not hold."""
+        watch = Watch(lambda: check_service(service), self.policy.unreachable_s)
+        made: dict[RecordedCall, APIFuture[Any]] = {}
+        with watch.during(lambda reason: service.close("errored", reason)):
+            saved, run = self._rebuilder.load_first(service, self.run_ids)
+        while True:
+            with watch.during(lambda reason: service.close("errored", reason)):
+                for call in self._log.to_repeat(saved):
+                    if call not in made:
+                        made[call] = _submit(call, run, run)
+            with self._lock:
+                rest = [call for call in self._log.to_repeat(saved) if call not in made]
+                if any(call.method in BLOCKS for call in rest):
+                    continue  # made meanwhile, and not to be waited for under the lock
+                made.update((call, _submit(call, run, run)) for call in rest)
+                lost = self.client
+                self._num_in_vain += 1
+                self._adopt(run)
+                for call, future in made.items():
+                    self._place(call, future, run)
+            break
+        self._leave_gone_sessions(run.holder)
+        for call, future in made.items():  # without the lock: answers wake foreign code
+            future.add_done_callback(functools.partial(self._ended, call))
+        self._abandon_run(lost, saved)
+        return saved, run, len(made)
+
+    def _abandon_run(self, lost: TrainingClient, saved: Saved) -> None:
+        """Nothing calls for it any more; who could not be answered from the checkpoint is told."""
         gone = f"Run {lost.model_id} was lost before it answered; it goes on from {saved.path}."
         lost._abandon(RetryableException(gone))
-        old, self._service = self._service, service
-        if old is not None and old is not service:
-            old.close("errored", "its run was lost")
-        if self._first_holder is not run.holder:
-            self._first_holder.end_if_gone()
+        for call in tuple(self._unanswered):
+            if call.made[1] is lost and not call.is_settled:
+                call.answer._fail(RetryableException(gone))
 
-    def _connect(self) -> ServiceClient:
-        from tinkex.client.service_client import ServiceClient
+    def _leave_gone_sessions(self, successor: Holder) -> None:
+        """A session that its server has lost moves, and so does the ServiceClient that made it.
 
-        if self.policy.connect is not None:
+        One that still lives stays for its other clients.
+        """
+        holders = [self._first_holder, *self._opened]
+        old = [one for one in holders if one.successor is None and one is not successor]
+        for holder, leaving in [(one, one.end_if_gone(successor)) for one in old]:
             try:
-                return self.policy.connect()
-            except Exception as exc:
-                raise RetryableException(f"connect() failed: {exc!r}") from exc
-        window_s = min(self._config.retry_window_s, self.policy.attempt_timeout_s)
-        return ServiceClient(config=self._config.replace(retry_window_s=window_s))
-
-    def _load_first(self, service: ServiceClient, lost: str) -> tuple[Saved, TrainingClient]:
-        """A new run from the first checkpoint that can still be loaded."""
-        create: Callable[..., TrainingClient] = service.create_training_client_from_state
-        if self.policy.restore_optimizer:
-            create = service.create_training_client_from_state_with_optimizer
-        known = self._known(service)
-        refusals = self._log.distrusted(known)
-        for saved in self._log.candidates(known):
-            try:
-                return saved, create(saved.path, user_metadata={"recovered_from": lost})
-            except (NotFoundError, BadRequestError, RequestFailedError) as exc:
-                if exc.category != "user":
-                    raise
-                logger.warning("Checkpoint %s cannot be loaded: %s", saved.path, exc)
-                refusals.append(f"{saved.path}: {exc}")
-        raise _HopelessError(
-            "no checkpoint can be loaded. "
-            + ("; ".join(refusals) or "None was saved: set save_every_steps, or call save_state.")
-        )
+                is_gone = leaving.result(_LEAVE_S)
+            except TinkerError as exc:
+                logger.warning("Session %s is left as it is: %s", holder.session_id, exc)
+                continue
+            if is_gone and holder is not self._first_holder:
+                self._opened.remove(holder)
+                _close(holder, "errored", "its run was lost")
 
 
 # ------------------------------------------------------------------------------------- small things
+
+
+class _MovedError(Exception):
+    """The run was replaced between the halves of a call."""
+
+
+class _TwoHalves:
+    """A client as a custom loss sees it: the forward pass is waited for, the backward placed.
+
+    The wait is that of a call which outlives the run. When it did, the halves belong to different
+    runs, and the call has to begin again.
+    """
+
+    def __init__(
+        self,
+        owner: RecoveringTrainingClient,
+        run: TrainingClient,
+        placing: contextlib.ExitStack,
+    ) -> None:
+        self._owner, self._run, self._placing = owner, run, placing
+        self.holder = run.holder
+        self.forward = owner.forward
+
+    def forward_backward(self, *args: Any, **kwargs: Any) -> APIFuture[Any]:
+        if self._owner._take_place(self._placing) is not self._run:
+            raise _MovedError
+        return self._run.forward_backward(*args, **kwargs)
+
+
+def _submit(call: RecordedCall, seen: Any, run: TrainingClient) -> APIFuture[Any]:
+    """Make the call on `run`, or on what stands for it."""
+    args = [_rebound(arg, run) for arg in call.args]
+    kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
+    future: APIFuture[Any] = getattr(TrainingClient, call.method)(seen, *args, **kwargs)
+    return future
 
 
 def _rebound(value: Any, run: TrainingClient) -> Any:
@@ -450,6 +495,14 @@ def _rebound(value: Any, run: TrainingClient) -> Any:
     if isinstance(value, LossHandle) and value.session_id != run.holder.session_id:
         return replace(value, session_id=run.holder.session_id or "", loss_id=None)
     return value
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _close(holder: Holder, status: str, detail: str | None = None) -> APIFuture[None]:
+    return spawn(lambda waiting: holder.close(status, detail))
 
 
 def _delete(client: TrainingClient, path: str) -> None:

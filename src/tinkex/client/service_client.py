@@ -74,11 +74,15 @@ class ServiceClient:
 
     @property
     def holder(self) -> Holder:
-        """The inside of this client: session, connections, background tasks."""
+        """The inside of this client: session, connections, background tasks.
+
+        Another one after `with_recovery` rebuilt a run whose session was lost: see
+        `docs/recovery.md`.
+        """
         with self._lock:
             if self._holder is None:
                 self._holder = Holder(self.config)
-            return self._holder
+            return self._holder.latest
 
     # -- the service
 
@@ -102,7 +106,7 @@ class ServiceClient:
         """The session's own holder when there is one, else one that needs no session."""
         with self._lock:
             if self._holder is not None:
-                return self._holder
+                return self._holder.latest
             if self._plain_holder is None:
                 self._plain_holder = Holder(self.config, with_session=False)
             return self._plain_holder
@@ -415,10 +419,10 @@ class ServiceClient:
 
     def get_console_url(self) -> str:
         """Where a browser shows this session (or all of them, before the first call)."""
-        return session_url(self._holder.session_id if self._holder else None)
+        return session_url(self._holder.latest.session_id if self._holder else None)
 
     def get_telemetry(self) -> Any:
-        return self._holder.reporter if self._holder else None
+        return self._holder.latest.reporter if self._holder else None
 
     # -- ending
 
@@ -426,7 +430,8 @@ class ServiceClient:
         """Tell the server how the program ended and let the connections go. Returns at once."""
         with self._lock:
             if self._closing is None:
-                holders = [self._holder, self._plain_holder]
+                first, plain = self._holder, self._plain_holder
+                holders = [first, first.latest if first else None, plain]  # closing twice is fine
 
                 async def close(waiting: Waiting) -> None:
                     for holder in holders:

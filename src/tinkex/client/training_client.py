@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import types
 from tinkex.client import validation
-from tinkex.client.futures import APIFuture, Waiting, warn_if_in_loop
+from tinkex.client.futures import APIFuture, Waiting, spawn, warn_if_in_loop
 from tinkex.client.polling import Expect
 from tinkex.client.submission import Part
 from tinkex.client.train_step import TrainStepResult
@@ -132,13 +132,13 @@ class TrainingClient(TrainingCalls):
             waiting.state = "queued"
             try:
                 first = await loss
-                future.waiting = step.waiting
+                future.follow(step)
                 return TrainStepResult(first, await step)
             finally:
                 step.cancel()  # no effect once it ended; else nobody would hear its error
 
-        future = self.holder.spawn(both)
-        future.waiting = loss.waiting  # status() tells what the half that runs now waits for
+        future = spawn(both)
+        future.follow(loss)  # status() tells what the half that runs now waits for
         return future
 
     async def train_step_async(
