@@ -42,6 +42,14 @@ FOREIGN = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "granite-scaled": transformers.GraniteConfig(
+        **SMALL,
+        logits_scaling=4.0,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+    ),
+    "cohere-scaled": transformers.CohereConfig(**SMALL, logit_scale=0.25, pad_token_id=0),
 }
 
 
@@ -137,8 +145,9 @@ def test_capped_attention_is_refused_by_name(tmp_path):
 
 
 def test_arithmetic_behind_the_head_is_found_by_the_probe(tmp_path):
-    """Granite divides its logits; scoring without that would be silently different."""
-    save_model(transformers.GraniteConfig(**SMALL, logits_scaling=4.0), tmp_path)
+    """Capped logits: scoring without the cap would be silently different."""
+    config = transformers.Gemma3TextConfig(**SMALL, head_dim=16, final_logit_softcapping=0.5)
+    save_model(config, tmp_path)
     with pytest.raises(NotSupportedError, match="logits differ"):
         load_decoder(str(tmp_path))
 

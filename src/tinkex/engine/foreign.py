@@ -4,8 +4,8 @@ The same interface as `decoder.py`, slower: transformers computes the layers, bu
 our `Attend` and every linear, those of experts too, carries our LoRA, so packing, tenants and the
 sampler's paged cache work unchanged. Layers are recomputed in the backward pass when the trainer
 asks for that. At load a probe compares the result with the untouched model: a model that does more
-than this wrapper sees (scaled or capped logits, state-space layers, attention sinks) is refused,
-never computed wrong.
+than this wrapper sees (capped logits, state-space layers, attention sinks) is refused, never
+computed wrong.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class ForeignDecoder:
         self._name = source.name
         model = _load(source, config, self.dtype)
         self._model = model.to(self.device).eval().requires_grad_(False)
+        self._logit_factor = _logit_factor(self._model.config)
         self._batch = _Batch()
         self._num_attended = 0
         self._recompute = False
@@ -90,7 +91,7 @@ class ForeignDecoder:
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         with self._using(_Batch(None, lora, len(hidden_ND))):
             logits_NV: Tensor = self._model.get_output_embeddings()(hidden_ND)
-        return logits_NV.float()
+        return logits_NV.float() * self._logit_factor
 
     def head_backward(
         self, dlogits_NV: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
@@ -236,6 +237,13 @@ def _load(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Any:
         raise NotSupportedError(
             f"transformers cannot load {source.name!r} (model type {config.arch!r}): {exc}"
         ) from exc
+
+
+def _logit_factor(config: Any) -> float:
+    """What Granite divides its logits by, and Cohere multiplies them with."""
+    return float(getattr(config, "logit_scale", None) or 1) / float(
+        getattr(config, "logits_scaling", None) or 1
+    )
 
 
 def _weight(module: nn.Module) -> Tensor | None:
