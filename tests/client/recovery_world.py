@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tinkex.client.config import ClientConfig
@@ -54,6 +56,14 @@ class Server:
         self._child.wait(30)
         assert self._child.stdout is not None
         self._child.stdout.close()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Connections are taken and nobody answers."""
+        assert self._child is not None
+        self._child.send_signal(signal.SIGSTOP)
+        yield
+        self._child.send_signal(signal.SIGCONT)
 
     def restart(self) -> None:
         """Another process on the same address and data: its runs come back by themselves."""

@@ -221,3 +221,9 @@ def test_one_policy_per_run(server):
     with pytest.raises(ConfigError, match=r"client\.client\.with_recovery"):
         client.with_recovery(quick(server))
     client.close()
+    other = client.client.with_recovery(quick(server))
+    train(other, range(1))
+    delete_run(server, other)
+    train(other, range(1))
+    assert (client.num_recoveries, other.num_recoveries) == (0, 1)
+    other.close()

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import logging
 import random
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -104,6 +105,7 @@ class RecoveringTrainingClient(TrainingClient):
         self._log = CallLog(self.policy)
         self._rebuilder = Rebuilder(self.policy, self._log, client.holder.given_config)
         self._unanswered: set[RecordedCall] = set()
+        self._tag = secrets.token_hex(2)  # the same run may have been looked after before
         self._num_steps = 0
         self._num_in_vain = 0
         self._metric: float | None = None
@@ -231,7 +233,7 @@ class RecoveringTrainingClient(TrainingClient):
 
     def _save(self) -> APIFuture[Any]:
         metadata = {} if self._metric is None else {self.policy.metric: repr(self._metric)}
-        name = f"recovery-{self._num_steps:06d}"
+        name = f"recovery-{self._tag}-{self._num_steps:06d}"
         call = RecordedCall("save_state", (name,), {"user_metadata": metadata}, 0, is_ours=True)
         with self._lock:
             self._record(call, _submit(call, self.client, self.client), self.client)
