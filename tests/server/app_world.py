@@ -70,6 +70,13 @@ class AppWorld:
         promise = await self.ok("create_model", body, **kwargs)
         return str((await self.result(promise, **kwargs))["model_id"])
 
+    async def facts(self) -> None:
+        """Wait until the vocabulary is known here: before that the engine alone can refuse a token.
+
+        A server gives a busy engine five seconds to say it, then goes on without.
+        """
+        assert await self.service.catalog.info("toy", timeout_s=60) is not None
+
     async def train(
         self, model_id: str, seq_id: int, tokens: list[int], **fields: Any
     ) -> httpx.Response:

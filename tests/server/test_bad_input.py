@@ -179,6 +179,7 @@ def _mutations() -> dict[str, Callable[[Any], None]]:
 
 
 async def test_a_wrong_protobuf_body_is_refused_by_name(app_world: AppWorld) -> None:
+    await app_world.facts()
     for name, mutate in _mutations().items():
         model = await app_world.model()
         message = pb.ForwardBackwardRequest.FromString(train_body(model, 1, TOKENS))

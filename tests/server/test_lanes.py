@@ -52,6 +52,7 @@ async def test_another_body_under_a_used_number_is_refused(app_world: AppWorld) 
 async def test_a_refused_request_consumes_its_number(app_world: AppWorld) -> None:
     """R11: an error in one call leaves the client usable."""
     model = await app_world.model()
+    await app_world.facts()
     refused = await app_world.train(model, 1, [10**6])
     assert refused.status_code == 400
     assert "outside the vocabulary" in refused.json()["detail"]
