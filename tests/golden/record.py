@@ -3,8 +3,8 @@
     python tests/golden/record.py 0.4.1 0.36.0
 
 For each version a throw-away venv runs this file again with `--inside`: it starts a server on a
-loopback port that keeps every body, sends each request of cases.py through the SDK's own client,
-and dumps each result with the SDK's own classes. Only bodies are stored, never the SDK's code.
+loopback port that keeps every body, sends each request of request_cases.py through the SDK's own
+client, and dumps each result with the SDK's own classes. Only bodies are stored, never its code.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import request_cases
+import result_cases
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(HERE))
-
-import cases  # noqa: E402
-
 CACHE = Path.home() / ".cache" / "tinkex-peers"
 
 
@@ -124,7 +123,7 @@ async def _requests(version: str, address: str) -> dict[str, Any]:
 
     client = AsyncTinker(api_key="tml-recorded", base_url=address)
     recorded = {}
-    for case, endpoint, build in cases.requests(version):
+    for case, endpoint, build in request_cases.requests(version):
         send = _sender(client, endpoint)
         if send is None:
             continue
@@ -215,7 +214,7 @@ def _public_calls(address: str) -> dict[str, Any]:
     keep("weights_info", "weights_info", lambda: info(path), "/weights_info")
     assign = rest.assign_session_project
     keep("assign_session_project", "assign_session_project", lambda: assign("S", "p"), "/project")
-    for case, endpoint, build in cases.requests("0.36.0"):
+    for case, endpoint, build in request_cases.requests("0.36.0"):
         if endpoint == "search_sessions":
             request = build(types)
             keep(case, endpoint, lambda r=request: rest.search_sessions(r), "/search")
@@ -246,12 +245,14 @@ def _results(version: str) -> dict[str, str]:
     from tinker import types
 
     recorded = {}
-    for kind, fields in cases.results(version):
+    for kind, fields in result_cases.results(version):
         recorded[kind] = getattr(types, kind)(**fields).model_dump_json()
     if version == "0.4.1":
-        recorded["SampleResponse"] = types.SampleResponse(**cases.SAMPLE_V04).model_dump_json()
+        recorded["SampleResponse"] = types.SampleResponse(
+            **result_cases.SAMPLE_V04
+        ).model_dump_json()
         recorded["ForwardBackwardOutput"] = types.ForwardBackwardOutput(
-            **cases.PASS_V04
+            **result_cases.PASS_V04
         ).model_dump_json()
     return recorded
 

@@ -9,23 +9,21 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from gguf_models import FAMILIES, TEXT, make, write_tokenizer
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-torch = pytest.importorskip("torch")
-gguf = pytest.importorskip("gguf")
-from gguf_models import FAMILIES, TEXT, make, write_tokenizer  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from tinkex import AdamParams, Datum, ModelInput, ServiceClient  # noqa: E402
-from tinkex.cli.app import run as run_cli  # noqa: E402
-from tinkex.engine.attention import PackedCausal  # noqa: E402
-from tinkex.engine.decoder import load_decoder  # noqa: E402
-from tinkex.engine.gguf import GgufFile  # noqa: E402
-from tinkex.engine.models import config_from_gguf  # noqa: E402
-from tinkex.engine.tokenizer import tokenizer_json  # noqa: E402
-from tinkex.engine.weights import GgufWeights  # noqa: E402
-from tinkex.errors import InvalidInputError, NotSupportedError  # noqa: E402
-from tinkex.recipes.gguf import write_gguf  # noqa: E402
+from tinkex import AdamParams, Datum, ModelInput, ServiceClient
+from tinkex.cli.app import run as run_cli
+from tinkex.engine.attention import PackedCausal
+from tinkex.engine.decoder import load_decoder
+from tinkex.engine.gguf import GgufFile
+from tinkex.engine.models import config_from_gguf
+from tinkex.engine.tokenizer import tokenizer_json
+from tinkex.engine.weights import GgufWeights
+from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.recipes.gguf import write_gguf
 
 TOKENS = torch.arange(3, 60, 3)
 READ_BACK = sorted(set(FAMILIES) - {"llama3"})  # Our reader refuses files with rope factors.

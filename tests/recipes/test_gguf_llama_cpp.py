@@ -13,14 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from gguf_models import FAMILIES, TEXT, make
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("gguf")
-from gguf_models import FAMILIES, TEXT, make  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-
-from tinkex.recipes.gguf import write_gguf  # noqa: E402
+from tinkex.recipes.gguf import write_gguf
 
 pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(900)]
 VERSION = "2026.10.11549"

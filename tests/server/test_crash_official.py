@@ -19,26 +19,6 @@ from venvs import sdk_python
 NUM_KILLS, NUM_STEPS = 20, 30
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=2,
-    )
-    transformers.set_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 def run_loop(server: ServerProcess, model: Path, disturb: Any = None) -> tuple[list[float], bytes]:
     """Run the official client's loop to its end, calling `disturb` until it has nothing to do."""
     command = [str(sdk_python("0.36.0")), str(Path(__file__).parent / "official_loop.py")]

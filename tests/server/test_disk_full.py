@@ -112,26 +112,6 @@ def test_a_save_without_room_fails_clearly_and_leaves_nothing(world: World, kind
     assert loss_of(client.result(client.train(world.load(again["path"]), 1, probe))) == first
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=2,
-    )
-    transformers.set_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 def test_a_real_engine_leaves_nothing_partial_either(tmp_path: Path, tiny_model: Path) -> None:
     flags = ("--engine", "torch", "--device", "cpu", "--model", str(tiny_model))
     with open_world(tmp_path, *flags, "--alias", f"toy={tiny_model}") as world:

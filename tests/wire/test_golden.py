@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib.util
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "golden"))
+import record
+import request_cases
 
 from tinkex import types
 from tinkex.wire import Generation, requests, results
@@ -21,18 +25,6 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 GENERATIONS = {"0.4.1": Generation.V0_4, "0.36.0": Generation.V0_36}
 
 
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"golden_{name}", GOLDEN / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases, record = _load("cases"), _load("record")
-
-
 @functools.cache
 def recorded(sdk: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"sdk-{sdk}.json").read_text())
@@ -41,9 +33,9 @@ def recorded(sdk: str) -> dict[str, Any]:
 BUILDERS = {
     (sdk, case): (endpoint, build)
     for sdk in GENERATIONS
-    for case, endpoint, build in cases.requests(sdk)
+    for case, endpoint, build in request_cases.requests(sdk)
 }
-# Bodies of calls that have no builder in cases.py, because only the public clients make them.
+# Bodies of calls without a builder in request_cases.py: only the public clients make them.
 PUBLIC = {
     "assign_session_project": types.AssignSessionProjectRequest(project_id="p"),
     "finish_session/detail": types.FinishSessionRequest(reason={"type": "errored"}, detail="why"),
