@@ -14,7 +14,12 @@ from recovery_world import (
 )
 
 from tinkex.client.futures import APIFuture
-from tinkex.errors import InvalidInputError, RecoveryFailedError, RequestFailedError
+from tinkex.errors import (
+    BadRequestError,
+    InvalidInputError,
+    RecoveryFailedError,
+    RequestFailedError,
+)
 from tinkex.types import Datum, ModelInput
 
 
@@ -144,6 +149,33 @@ def test_a_name_being_saved_again_is_not_trusted(server):
         RecoveryFailedError, match=r"/last was being saved again.*a name of its own"
     ):
         client.forward(batch(0), "cross_entropy").result(60)
+    client.close()
+
+
+def test_a_call_that_cannot_be_repeated_is_told(server):
+    """Without its effect the new run would be another one; nobody would notice."""
+    client = new_client(server).with_recovery(quick(server))
+    path = client.save_state("mine").result(30).path
+    train(client, range(1))
+    client.load_state_with_optimizer(path).result(30)
+    server.connect().create_rest_client().delete_checkpoint_from_tinker_path(path).result(30)
+    delete_run(server, client)
+    for _ in range(2):  # and it stays so
+        with pytest.raises(RecoveryFailedError, match="load_state_with_optimizer had succeeded"):
+            client.forward(batch(0), "cross_entropy").result(60)
+    assert client.num_recoveries == 0
+    client.close()
+
+
+def test_a_call_that_failed_fails_again_and_nothing_else(server):
+    """The mistake was told; on the new run it is the same mistake."""
+    expected = undisturbed(server, 2)
+    client = new_client(server).with_recovery(quick(server))
+    losses = train(client, range(1))
+    with pytest.raises(BadRequestError):
+        client.load_state(f"tinker://{client.model_id}/weights/nothing").result(30)
+    delete_run(server, client)
+    assert losses + train(client, range(1, 2)) == expected
     client.close()
 
 

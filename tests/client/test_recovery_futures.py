@@ -216,6 +216,21 @@ def test_a_copy_is_a_second_hand_on_the_same_run(server):
     client.close()
 
 
+async def test_the_queue_of_every_run_is_heard(server):
+    """R18: whoever listened to the first run, or listens to the recovering client, still does."""
+    plain = await asyncio.to_thread(new_client, server)
+    client = await asyncio.to_thread(plain.with_recovery, quick(server))
+    heard = []
+    plain.on_queue_state_change = lambda state, reason: heard.append(("plain", reason))
+    client.client._watch.saw("r", "paused_capacity", "first")
+    client.on_queue_state_change = lambda state, reason: heard.append(("ours", reason))
+    await asyncio.to_thread(delete_run, server, client)
+    await asyncio.to_thread(train, client, range(1))
+    client.client._watch.saw("r", "paused_capacity", "second")
+    assert heard == [("plain", "first"), ("ours", "second")]
+    client.close()
+
+
 def test_one_policy_per_run(server):
     client = new_client(server).with_recovery(quick(server))
     with pytest.raises(ConfigError, match=r"client\.client\.with_recovery"):

@@ -54,6 +54,12 @@ class RecordedCall:
         return bool(future.done() and not future.cancelled() and not future.exception())
 
     @property
+    def has_succeeded(self) -> bool:
+        """Its result was delivered."""
+        answer = self.answer
+        return answer.done() and not answer.cancelled() and answer.exception() is None
+
+    @property
     def is_open(self) -> bool:
         """Someone may still ask for its answer, which is not here."""
         return not (self.is_ours or self.is_settled)

@@ -32,6 +32,7 @@ from tinkex.client.call_log import BLOCKS, CallLog, RecordedCall, Saved
 from tinkex.client.futures import APIFuture, spawn
 from tinkex.client.keeper import Keeper
 from tinkex.client.loss_tracing import LossHandle
+from tinkex.client.polling import QueueWatch
 from tinkex.client.rebuilder import HopelessError, Rebuilder
 from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.run_monitor import RunHealth, RunMonitor, Watch, check_service
@@ -128,11 +129,16 @@ class RecoveringTrainingClient(TrainingClient):
         self.client = run
         """The client of the current run; another one after a recovery."""
         self.holder, self.model_id, self.model_seq_id = run.holder, run.model_id, run.model_seq_id
+        run._watch = QueueWatch(f"Training of {run.model_id}", self)
         self._lost = self._rebuilding = None
         self.run_ids.append(run.model_id)
         if run.holder not in (self._first_holder, *self._opened):
             self._opened.append(run.holder)
         self._monitor.watch(run)
+
+    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+        """Called when the reason of waiting changes; override to react to it, on every run."""
+        self.client.on_queue_state_change(queue_state, queue_state_reason)
 
     def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
         """Free the model's memory on the server, for good: a run that you end is not rebuilt."""
@@ -402,15 +408,21 @@ class RecoveringTrainingClient(TrainingClient):
 
     def _move_to(self, service: ServiceClient) -> tuple[Saved, TrainingClient, int]:
         """A new run there, on which every call is made that the checkpoint does not hold."""
+
+        def give_up(reason: str) -> None:
+            service.close("errored", reason)
+
         watch = Watch(lambda: check_service(service), self.policy.unreachable_s)
         made: dict[RecordedCall, APIFuture[Any]] = {}
-        with watch.during(lambda reason: service.close("errored", reason)):
+        with watch.during(give_up):
             saved, run = self._rebuilder.load_first(service, self.run_ids)
         while True:
-            with watch.during(lambda reason: service.close("errored", reason)):
+            with self._watch_over(run).during(give_up):
                 for call in self._log.to_repeat(saved):
                     if call not in made:
                         made[call] = _submit(call, run, run)
+                for call, future in made.items():
+                    self._check_repeated(call, future, run)
             with self._lock:
                 rest = [call for call in self._log.to_repeat(saved) if call not in made]
                 if any(call.method in BLOCKS for call in rest):
@@ -427,6 +439,21 @@ class RecoveringTrainingClient(TrainingClient):
             future.add_done_callback(functools.partial(self._ended, call))
         self._abandon_run(lost, saved)
         return saved, run, len(made)
+
+    def _check_repeated(
+        self, call: RecordedCall, future: APIFuture[Any], run: TrainingClient
+    ) -> None:
+        """Wait for a call whose result was delivered. Failing now, it would leave another state."""
+        if not call.has_succeeded:
+            return
+        try:
+            future.result()
+        except TinkerError as exc:
+            if self._is_loss(exc, run):
+                raise
+            raise HopelessError(
+                f"{call.method} had succeeded, and fails when it is made again: {exc}"
+            ) from exc
 
     def _abandon_run(self, lost: TrainingClient, saved: Saved) -> None:
         """Nothing calls for it any more; who could not be answered from the checkpoint is told."""
