@@ -195,6 +195,13 @@ def test_tokens_stream_while_they_are_generated(service: tinkex.ServiceClient) -
         list(stream)
 
 
+def test_a_stream_of_a_closed_client_is_an_error_not_a_wait(toy_server: str) -> None:
+    with tinkex.ServiceClient(base_url=toy_server, api_key="tml-clients") as service:
+        sampler = service.create_sampling_client(base_model=MODEL)
+    with pytest.raises(tinkex.ClientClosedError):
+        list(sampler.stream(PROMPT, PARAMS))
+
+
 async def test_a_stream_can_be_left_early_and_read_asynchronously(toy_server: str) -> None:
     service = tinkex.ServiceClient(base_url=toy_server, api_key="tml-clients")
     sampler = await service.create_sampling_client_async(base_model=MODEL)

@@ -22,6 +22,8 @@ RL = types.Datum(
     types.ModelInput.from_ints([1, 2]),
     {"target_tokens": [2, 3], "logprobs": [-1.0], "advantages": [1.0, 1.0]},
 )
+UNSHIFTED = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2, 3]})
+SHORT = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0]})
 PARAMS = types.SamplingParams(max_tokens=1)
 PROMPT = types.ModelInput.from_ints([1])
 
@@ -59,6 +61,23 @@ MISTAKES: list[tuple[Any, str]] = [
         "loss_fn: unknown loss 'crossentropy'; known: cross_entropy",
     ),
     (lambda: training().forward([], "cross_entropy"), "data: a batch needs at least one datum"),
+    (lambda: training().forward(DATUM, "cross_entropy"), "data: expected a list of Datum, got Dat"),
+    (lambda: training().forward(None, "cross_entropy"), "data: expected a list of Datum, got None"),
+    (lambda: training().forward([DATUM], "cross_entropy", 3), "loss_fn_config: expected a dict"),
+    (
+        lambda: training().forward([UNSHIFTED], "cross_entropy"),
+        r"target_tokens: 3 targets for 2 tokens of input; .* input tokens\[:-1\]",
+    ),
+    (
+        lambda: training().forward([SHORT], "cross_entropy"),
+        r"weights: expected as many numbers as target_tokens \(2\), got 1",
+    ),
+    (
+        lambda: training().optim_step(1e-4),
+        r"optim_params: expected AdamParams\(learning_rate=...\)",
+    ),
+    (lambda: adam(learning_rate=float("nan")), "learning_rate: must be a finite number, got nan"),
+    (lambda: training().save_state("a", user_metadata={"step": 3}), "'step' must be text, got int"),
     (lambda: training().forward(["x"], "cross_entropy"), r"data\[0\]: expected a Datum, got str"),
     (
         lambda: training().forward([DATUM], "ppo"),

@@ -92,17 +92,13 @@ class SampleStream:
     def _start(self) -> None:
         if self._future is not None:
             raise RuntimeError("A stream can be iterated once; call stream() again.")
-        self._future = self._client.holder.spawn(self._run)
+        self._future = self._client.holder.spawn(self._read)
+        # However it ends, also before it began (a closed client): the reader must hear of it.
+        self._future.add_done_callback(lambda _: self._items.put(_END))
 
     # -- on the background loop
 
-    async def _run(self, waiting: Waiting) -> None:
-        try:
-            await self._read()
-        finally:
-            self._items.put(_END)
-
-    async def _read(self) -> None:
+    async def _read(self, waiting: Waiting) -> None:
         holder = self._client.holder
         if not holder.flags.tinkex_sample_stream:
             raise NotSupportedError(

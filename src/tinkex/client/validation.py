@@ -8,7 +8,7 @@ from a queue costs minutes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tinkex import types
@@ -51,6 +51,10 @@ def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
             "forward_backward_custom.",
             path="loss_fn",
         )
+    if config is not None and not isinstance(config, Mapping):
+        raise InvalidInputError(
+            f"expected a dict of settings, got {config!r}", path="loss_fn_config"
+        )
     for key, value in (config or {}).items():
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise InvalidInputError(
@@ -70,6 +74,8 @@ def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
 
 def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
     """The datums as a list; each has what the loss needs, as long as its targets."""
+    if isinstance(data, types.Datum | str | Mapping) or not isinstance(data, Iterable):
+        raise InvalidInputError(f"expected a list of Datum, got {type(data).__name__}", path="data")
     datums = list(data)
     if not datums:
         raise InvalidInputError("a batch needs at least one datum, got none", path="data")
@@ -79,7 +85,34 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
                 f"expected a Datum, got {type(datum).__name__}", path=f"data[{index}]"
             )
         _check_inputs(datum.loss_fn_inputs, loss_fn, f"data[{index}].loss_fn_inputs")
+        if loss_fn != "custom":
+            _check_lengths(datum, f"data[{index}].loss_fn_inputs")
     return datums
+
+
+def _check_lengths(datum: types.Datum, path: str) -> None:
+    """One target per token of the input, and one weight per target."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    if targets is None or targets.is_sparse or targets.array.ndim == 0:
+        return
+    length = datum.model_input.length if _is_text(datum.model_input) else len(targets.array)
+    if len(targets.array) != length:
+        raise InvalidInputError(
+            f"{len(targets.array)} targets for {length} tokens of input; each token has the one "
+            "after it as its target: input tokens[:-1], targets tokens[1:]",
+            path=f"{path}.target_tokens",
+        )
+    weights = datum.loss_fn_inputs.get("weights")
+    if weights is not None and not weights.is_sparse and weights.array.size != targets.array.size:
+        raise InvalidInputError(
+            f"expected as many numbers as target_tokens ({targets.array.size}), got "
+            f"{weights.array.size}",
+            path=f"{path}.weights",
+        )
+
+
+def _is_text(model_input: types.ModelInput) -> bool:
+    return all(isinstance(chunk, types.EncodedTextChunk) for chunk in model_input.chunks)
 
 
 def _check_inputs(inputs: Mapping[str, types.TensorData], loss_fn: str, path: str) -> None:
@@ -113,6 +146,11 @@ def check_optim_params(optim_params: Any, adam_params: Any) -> Any:
     params = adam_params if optim_params is None else optim_params
     if isinstance(params, types.AdamParams):
         _check_adam(params)
+    elif not isinstance(params, types.OptimParamsBase | Mapping):
+        raise InvalidInputError(
+            f"expected AdamParams(learning_rate=...) or its like, got {params!r}",
+            path="optim_params",
+        )
     return params
 
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
+
+from tinkex.types._complaints import from_validation
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _InOurWords
+else:
+
+    class _InOurWords(type(BaseModel)):
+        """`SamplingParams(...)` complains as everything here does; `model_validate` as before."""
+
+        def __call__(cls, *args, **kwargs):
+            try:
+                return super().__call__(*args, **kwargs)
+            except ValidationError as exc:
+                raise from_validation(exc, cls.__name__, cls.model_fields) from exc
 
 
-class Request(BaseModel):
+class Request(BaseModel, metaclass=_InOurWords):
     """Frozen; an unknown or non-finite field is an error at construction, not on the server."""
 
     model_config = ConfigDict(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,12 @@ def token_array(tokens: Any, *, path: str = "tokens") -> NDArray[np.int32]:
     if isinstance(tokens, (list, tuple)):
         return pack_flat(tokens, "int32", path=path)
     if not hasattr(tokens, "__array__"):
+        if isinstance(tokens, Mapping):  # what transformers' tokenizers return when called
+            raise InvalidInputError(
+                f"expected token ids, got {type(tokens).__name__} with {short(list(tokens))}. "
+                "Take its ['input_ids'].",
+                path=path,
+            )
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
             raise InvalidInputError(
                 f"expected token ids, got {type(tokens).__name__}. Encode text with a tokenizer.",
@@ -37,7 +43,8 @@ def token_array(tokens: Any, *, path: str = "tokens") -> NDArray[np.int32]:
     array = as_numpy(tokens, path=path)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InvalidInputError(
-            f"expected a 1-D integer array, got {array.dtype} of shape {list(array.shape)}",
+            f"expected a 1-D integer array, got {array.dtype} of shape {list(array.shape)}"
+            + (". Take its first row, [0]." if array.ndim == 2 and len(array) == 1 else ""),
             path=path,
         )
     if array.size and array.dtype.itemsize >= 4 and array.dtype != np.int32:

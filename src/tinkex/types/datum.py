@@ -129,6 +129,8 @@ def _tensor(name: str, value: Any) -> TensorData:
     except InvalidInputError as exc:
         path = exc.path.removeprefix("data")  # the caller wrote a bare list, not `.data`
         text = str(exc).removeprefix(f"{exc.path}: ")
+        if name == "logprobs" and isinstance(value, list) and value[:1] == [None]:
+            text += ". The first token of compute_logprobs has none: leave it out with [1:]."
         raise nest(InvalidInputError(text, path=path), f"loss_fn_inputs.{name}") from exc
 
 
@@ -136,8 +138,8 @@ def _convert(name: str, value: Any) -> TensorData:
     if isinstance(value, (list, tuple)):
         if (dtype := LIST_DTYPES.get(name)) is None:
             raise InvalidInputError(
-                "a list has no dtype, and this input is not one with a known dtype. "
-                "Give a numpy array, a torch tensor or a TensorData."
+                "a list has no dtype, and this is none of the inputs whose dtype is known: "
+                f"{', '.join(LIST_DTYPES)}. Give a numpy array, a torch tensor or a TensorData."
             )
         return from_list(value, dtype)
     if isinstance(value, np.ndarray):
