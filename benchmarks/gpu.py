@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -331,6 +332,19 @@ def our_rates() -> tuple[float, float, float, float, float]:
     return decode, whole, rates(1)[0], rates(128, many[:1])[0], rates(128, many)[0]
 
 
+def deterministic_rate() -> float:
+    """Tokens per second of decode at batch 128 whose bits do not depend on the batch."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        sampler = our_sampler()
+        our_decode(sampler, 128, 512, 8)
+        return our_decode(sampler, 128, 512, 128)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def peer_rates() -> tuple[float, float, float]:
     """The same of transformers' `generate`; decode alone from the difference of two lengths."""
     model = peer_model().eval()
@@ -342,6 +356,8 @@ def peer_rates() -> tuple[float, float, float]:
 
 def sample_figures(bandwidth: float) -> list[report.Figure]:
     decode, whole, single, one_adapter, many_adapters = our_rates()
+    free()
+    deterministic = deterministic_rate()
     free()
     peer_decode, peer_whole, peer_single = peer_rates()
     free()
@@ -370,6 +386,10 @@ def sample_figures(bandwidth: float) -> list[report.Figure]:
         report.Figure(
             name="gpu_decode_128_16_adapters", ours=many_adapters, peer=decode, unit="tokens/s",
             note="8 samples of each; peer: ours without an adapter",
+        ),
+        report.Figure(
+            name="gpu_decode_128_deterministic", ours=deterministic, peer=decode, unit="tokens/s",
+            note="no bit depends on the batch; peer: ours without that",
         ),
     ]  # fmt: skip
 

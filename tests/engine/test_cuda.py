@@ -111,14 +111,24 @@ def test_shapes_the_kernels_do_not_know_are_left_to_the_plain_decoder():
 
 
 def generate(
-    kind, dtype, prompts, *, adapters=(), max_tokens=24, look_ahead=True, stops=(), **options
+    kind,
+    dtype,
+    prompts,
+    *,
+    adapters=(),
+    max_tokens=24,
+    look_ahead=True,
+    stops=(),
+    kv_bytes=64 << 20,
+    pass_tokens=64,
+    **options,
 ):
     from tinkex.engine import jobs
     from tinkex.engine.sampler import Sampler, SamplerConfig
 
     cfg = FAMILIES["qwen3"]
     decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
-    sampler = Sampler(decoder, SamplerConfig(kv_bytes=64 << 20, max_pass_tokens=64))
+    sampler = Sampler(decoder, SamplerConfig(kv_bytes=kv_bytes, max_pass_tokens=pass_tokens))
     makers = adapters or [None] * len(prompts)
     known = {make: make(decoder) for make in makers if make}
     ends = {}
@@ -133,7 +143,7 @@ def generate(
             stop_tokens=stops,
             **options,
         )
-        sampler.add(job, lora, lambda event: ends.setdefault(event.job_id, event))
+        sampler.add(job, lora, lambda event: ends.update({event.job_id: event}))
     while sampler.has_work:
         sampler.step(look_ahead=look_ahead)
     return [ends[str(number)].result.sequences[0] for number in range(len(prompts))]
@@ -292,6 +302,40 @@ def test_a_traced_custom_loss_runs_on_the_device():
 
 
 # ---------------------------------------------------------------------- the whole engine
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+CROWDS = {
+    "together": {},
+    "in other chunks": {"pass_tokens": 17},
+    "short of memory": {"kv_bytes": 1536 * 16 * 22},  # 22 blocks of 16 tokens: someone must yield
+    "read at once": {"look_ahead": False},
+}
+
+
+@pytest.mark.parametrize("crowd", CROWDS.values(), ids=CROWDS)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["all", "top_p"])
+def test_a_deterministic_sample_is_the_same_alone_and_in_a_crowd(deterministic, crowd, options):
+    """To the bit, logprobs too: with adapters of two ranks, and with none."""
+    generator = torch.Generator().manual_seed(9)
+    lengths = [50, 9, 33, 100, 1, 20]
+    prompts = [torch.randint(0, 512, (n,), generator=generator).numpy() for n in lengths]
+    one, two = noisy_adapter(8, 1), noisy_adapter(20, 2)
+    adapters = [None, one, two, one, None, two]
+    options = {"seed": 5, "max_tokens": 40, **options}
+    crowded = generate(CudaDecoder, torch.bfloat16, prompts, adapters=adapters, **options, **crowd)
+    for prompt, make, sample in zip(prompts, adapters, crowded, strict=True):
+        (alone,) = generate(CudaDecoder, torch.bfloat16, [prompt], adapters=[make], **options)
+        assert alone.tokens.tolist() == sample.tokens.tolist()
+        assert alone.logprobs.tolist() == sample.logprobs.tolist()
+
 
 ENGINE_SCRIPT = """
 import sys, json, hashlib, queue

@@ -20,7 +20,8 @@ if not torch.cuda.is_available():
 from tinkex.engine import kernels
 from tinkex.engine.lora import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
 from tinkex.engine.lora_operand import BatchLora
-from tinkex.engine.slot_lora import Slots
+from tinkex.engine.row_product import row_product
+from tinkex.engine.slot_lora import Slots, row_addends
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -143,6 +144,21 @@ def test_paged_decode_matches_dense_attention(splits: int, window: int):
         )
 
 
+@pytest.mark.parametrize("shape", [(1, 40, 300), (70, 72, 33), (130, 16, 8200)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_row_s_product_is_right_and_does_not_depend_on_the_other_rows(shape, biased):
+    rows, num_in, num_out = shape
+    x, w, bias = randn(rows, num_in), randn(num_out, num_in), randn(num_out) if biased else None
+    y = row_product(x, w, bias)
+    expected = torch.nn.functional.linear(
+        x.double(), w.double(), None if bias is None else bias.double()
+    )
+    off = (y - expected).norm() / expected.norm()
+    assert off < 2e-3  # the GPU's fp32 products are TF32
+    for at in {0, rows // 2, rows - 1}:
+        assert torch.equal(row_product(x[at : at + 1], w, bias)[0], y[at])
+
+
 # ---------------------------------------------------------------------- adapters in slots
 
 
@@ -207,10 +223,12 @@ def test_adapters_on_spans_add_to_outputs_and_to_the_gradients_of_inputs(ranks):
             columns = slice(part.target.start, part.target.stop)
             want_y[start:stop, columns] += part.scale * x[start:stop] @ a.t() @ b.t()
             want_dx[start:stop] += part.scale * dy[start:stop, columns] @ b @ a
+    again = y.clone()
+    row_addends(batch, torch.float32)["x"].add_(again, x)
     inner = operand.add_(y, x)
     operand.backward_input_(dx, dy)
     assert [len(h) for h in inner] == [stop - start for start, stop in spans]
-    for ours, want in ((y, want_y), (dx, want_dx)):
+    for ours, want in ((y, want_y), (again, want_y), (dx, want_dx)):
         assert (ours - want).norm() / want.norm() < 2e-3  # the GPU's fp32 products are TF32
         assert torch.equal(ours[:3], want[:3])
         assert torch.equal(ours[300:], want[300:])

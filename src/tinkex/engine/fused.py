@@ -29,7 +29,10 @@ from tinkex.engine.flash import PackedFlash, State
 from tinkex.engine.lora import LoraBatch
 from tinkex.engine.lora_operand import BatchLora, LoraAddend, LoraOperand
 from tinkex.engine.models import ModelConfig
+from tinkex.engine.row_product import row_product
+from tinkex.engine.slot_lora import row_addends
 
+is_deterministic = torch.are_deterministic_algorithms_enabled
 Operands = BatchLora | Mapping[str, LoraAddend]
 LINEARS = ("qkv", "o", "gate_up", "down")
 
@@ -85,19 +88,29 @@ class CudaDecoder(Decoder):
             )
             return out
         with torch.no_grad():
-            batch = BatchLora(lora, len(tokens_T), self.dtype)
             if isinstance(attend, PackedCausal):
                 attend = PackedFlash(attend.lengths, self.config, self.device)
+                batch: Operands = BatchLora(lora, len(tokens_T), self.dtype)
+            else:
+                batch = self._addends(lora, len(tokens_T))
             return self.infer(tokens_T, positions_T, attend, batch)
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
             return super().head(hidden_ND, lora)
-        return self.logits(hidden_ND, BatchLora(lora, len(hidden_ND), self.dtype).get("head"))
+        return self.logits(hidden_ND, self._addends(lora, len(hidden_ND)).get("head"))
+
+    def _addends(self, lora: LoraBatch | None, num_rows: int) -> Operands:
+        if is_deterministic():
+            return row_addends(lora, self.dtype)
+        return BatchLora(lora, num_rows, self.dtype)
 
     def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
-        logits_NV = torch.mm(hidden_ND, self.head_VD.t(), out_dtype=torch.float32)
+        if is_deterministic():
+            logits_NV = row_product(hidden_ND, self.head_VD, dtype=torch.float32)
+        else:
+            logits_NV = torch.mm(hidden_ND, self.head_VD.t(), out_dtype=torch.float32)
         if lora is not None:
             lora.add_(logits_NV, hidden_ND)
         return logits_NV
@@ -111,21 +124,32 @@ class CudaDecoder(Decoder):
         attend: Attend,
         lora: Operands,
     ) -> Tensor:
-        """Hidden states without autograd, for adapters that are already in place."""
+        """Hidden states without autograd, for adapters that are already in place.
+
+        In deterministic mode a row of the sampler's is computed as if it were alone.
+        """
         eps = self.config.norm_eps
         cos_Th, sin_Th = self._angles(positions_T)
+        cache = attend if isinstance(attend, CachedAttend) else None
+        product = row_product if cache is not None and is_deterministic() else F.linear
+
+        def linear(x_TX: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
+            y_TX = product(x_TX, weight, bias)
+            if (addend := lora.get(key)) is not None:
+                addend.add_(y_TX, x_TX)
+            return y_TX
+
         x, delta = F.embedding(tokens_T, self.embed_VD), None
         for index, w in enumerate(self.layers):
             x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
-            qkv = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
-            target = attend.target(index) if isinstance(attend, CachedAttend) else None
+            qkv = linear(y, w.qkv, w.qkv_bias, f"{index}.qkv")
+            target = cache.target(index) if cache is not None else None
             q, k, v = self._split(qkv, w, cos_Th, sin_Th, target)
             mixed = attend(index, q, k, v).flatten(1)
-            out = _linear(mixed, w.out, None, lora.get(f"{index}.o"))[0]
+            out = linear(mixed, w.out, None, f"{index}.o")
             x, y, _ = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
-            gate_up = _linear(y, w.gate_up, None, lora.get(f"{index}.gate_up"))[0]
-            act = kernels.swiglu(gate_up)
-            delta = _linear(act, w.down, None, lora.get(f"{index}.down"))[0]
+            act = kernels.swiglu(linear(y, w.gate_up, None, f"{index}.gate_up"))
+            delta = linear(act, w.down, None, f"{index}.down")
         return kernels.add_rms_norm(x, delta, self.final_norm_D, eps)[1]
 
     def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:

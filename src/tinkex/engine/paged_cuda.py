@@ -2,10 +2,11 @@
 
 `CudaPagedAttend` does on a GPU what `paged.PagedAttend` does on a CPU: tokens that are alone in
 their chunk go through one paged-decode kernel whatever their lengths, prompt chunks through one
-call of variable-length flash attention. `DecodeGraphs` records a whole step of one token per
-sequence, head included, once per batch size, and replays it: a step of 36 layers is then one launch
-instead of a thousand. A graph reads its inputs from tensors that stay in place, adapters included;
-`run` fills them and replays.
+call of variable-length flash attention. In deterministic mode every token is treated as alone, so
+that its bits are the same in any chunk and in any company. `DecodeGraphs` records a whole step of
+one token per sequence, head included, once per batch size, and replays it: a step of 36 layers is
+then one launch instead of a thousand. A graph reads its inputs from tensors that stay in place,
+adapters included; `run` fills them and replays.
 
 Knows chunks, blocks and adapters; refuses to know requests and sampling.
 
@@ -36,6 +37,8 @@ from tinkex.engine.transfer import send
 Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""
 _NO_WINDOW = 1 << 30
+_MOST_SINGLES = 512
+"""Tokens in one call of the decode kernel, whose splits take fp32 memory."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
 
@@ -59,8 +62,9 @@ class CudaPagedAttend:
         slots_T = send(_slots(chunks, size), device)
         starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
         rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
-        singles = [(row, chunk) for row, chunk in rows if chunk.length == 1]
-        longs = [(row, chunk) for row, chunk in rows if chunk.length > 1]
+        alone = torch.are_deterministic_algorithms_enabled()
+        singles = [(row, chunk) for row, chunk in rows if alone or chunk.length == 1]
+        longs = [(row, chunk) for row, chunk in rows if not alone and chunk.length > 1]
         self.prepare(
             slots_T,
             _Singles.of(singles, size, device) if singles else None,
@@ -89,16 +93,22 @@ class CudaPagedAttend:
 
     def _decode(self, layer_index: int, q_BHd: Tensor, singles: _Singles) -> Tensor:
         window = self.cache.config.window(layer_index)
-        return kernels.paged_decode(
-            q_BHd.contiguous(),
-            self.cache.k[layer_index],
-            self.cache.v[layer_index],
-            singles.tables_BX,
-            singles.lengths_B,
-            scale=self._scale,
-            splits=_splits(len(q_BHd), self.cache),
-            window=window or _NO_WINDOW,
-        )
+        parts = [
+            kernels.paged_decode(
+                q_BHd[rows].contiguous(),
+                self.cache.k[layer_index],
+                self.cache.v[layer_index],
+                singles.tables_BX[rows],
+                singles.lengths_B[rows],
+                scale=self._scale,
+                splits=_splits(len(q_BHd), self.cache),
+                window=window or _NO_WINDOW,
+            )
+            for rows in (
+                slice(at, at + _MOST_SINGLES) for at in range(0, len(q_BHd), _MOST_SINGLES)
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prefill(self, layer_index: int, q_THd: Tensor, longs: _Longs) -> Tensor:
         window = self.cache.config.window(layer_index)
@@ -122,7 +132,7 @@ class CudaPagedAttend:
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Decoding sequences: their rows, blocks and lengths, the new token included."""
+    """Tokens that attend one by one: their rows, blocks and lengths, themselves included."""
 
     rows_B: Tensor
     tables_BX: Tensor
@@ -131,10 +141,13 @@ class _Singles:
     @classmethod
     def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Singles:
         chunks = [chunk for _, chunk in members]
+        counts = [chunk.length for chunk in chunks]
+        rows = [np.arange(row, row + chunk.length) for row, chunk in members]
+        ends = [np.arange(c.start, c.start + c.length, dtype=np.int32) + 1 for c in chunks]
         return cls(
-            send(np.array([row for row, _ in members]), device),
-            send(_tables(chunks, size, max(chunk.start // size + 1 for chunk in chunks)), device),
-            send(np.array([chunk.start + 1 for chunk in chunks], np.int32), device),
+            send(np.concatenate(rows), device),
+            send(np.repeat(_tables(chunks, size), counts, axis=0), device),
+            send(np.concatenate(ends), device),
         )
 
 
@@ -174,16 +187,21 @@ def _slots(chunks: Sequence[Chunk], size: int) -> Array:
     return np.concatenate([_rows(c, c.start, c.start + c.length, size) for c in chunks])
 
 
-def _tables(chunks: Sequence[Chunk], size: int, width: int) -> Array:
-    tables = np.zeros((len(chunks), width), np.int32)
-    for row, chunk in enumerate(chunks):
-        used = chunk.start // size + 1
-        tables[row, :used] = chunk.seq.blocks[:used]
+def _tables(chunks: Sequence[Chunk], size: int) -> Array:
+    used = [(chunk.start + chunk.length - 1) // size + 1 for chunk in chunks]
+    tables = np.zeros((len(chunks), max(used)), np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, used, strict=True)):
+        tables[row, :count] = chunk.seq.blocks[:count]
     return tables
 
 
 def _splits(batch: int, cache: PagedCache) -> int:
-    """Enough programs to fill a GPU of about 132 multiprocessors twice."""
+    """Enough programs to fill a GPU of about 132 multiprocessors twice.
+
+    In deterministic mode always the same: a sequence's sums may not depend on the batch.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return 4
     wanted = 264 // (batch * cache.config.num_kv_heads)
     return int(min(16, max(1, 1 << max(0, wanted.bit_length() - 1))))
 

@@ -1,10 +1,11 @@
 """From logits to tokens and logprobs, for a batch of rows with different settings.
 
 One uniform number per row decides (see `rng`): the token is the inverse distribution function at
-that number, so a row's draw depends on nothing but its own logits, settings and number. Temperature
-comes first, then top_k, then top_p on what is left. The reported logprob is that of the
-distribution sampled from; a greedy row, whose distribution is a single point, reports its logprob
-at temperature 1. So at temperature 1 without filters it is what the trainer computes.
+that number, so a row's draw depends on nothing but its own logits, settings and number. Weights are
+whole numbers (the likeliest token's is 2^40), so their sums are exact in whatever order a device
+adds. Temperature comes first, then top_k, then top_p on what is left. The reported logprob is that
+of the distribution sampled from; a greedy row, whose distribution is a single point, reports its
+logprob at temperature 1. So at temperature 1 without filters it is what the trainer computes.
 
 Knows tensors only. Nothing here waits for the device except `nucleus` on a CPU, where that is free.
 
@@ -22,6 +23,8 @@ from torch import Tensor
 from tinkex.engine.transfer import send
 
 EMPTY_LOGPROB = -99999.0
+_ONE = float(1 << 40)
+"""The weight of a row's likeliest token."""
 _WIDTH = 128
 _FEW = 512
 """Candidates tried before a whole vocabulary is sorted for top_p."""
@@ -79,16 +82,16 @@ def draw(logits_NV: Tensor, settings: Settings, uniform_N: Tensor) -> tuple[Tens
     """(tokens [N], logprobs [N]). Overwrites `logits_NV`."""
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
     scaled_NV = _scaled(logits_NV, settings)
-    tokens_N, logprobs_N = _draw_all(scaled_NV, uniform_N)
+    tokens_N, log_total_N = _draw_all(scaled_NV, uniform_N)
+    if greedy_tokens_N is not None:
+        tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
+    logprobs_N = scaled_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
     if settings.any_filter:
         kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N)
         plain_N = (settings.top_k_N == logits_NV.shape[1]) & (settings.top_p_N >= 1)
+        plain_N |= settings.greedy_N
         tokens_N = torch.where(plain_N, tokens_N, kept_N)
         logprobs_N = torch.where(plain_N, logprobs_N, kept_logprobs_N)
-    if greedy_tokens_N is not None:
-        tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
-        at_one_N = logprobs_of(scaled_NV, tokens_N)
-        logprobs_N = torch.where(settings.greedy_N, at_one_N, logprobs_N)
     return tokens_N, logprobs_N
 
 
@@ -100,33 +103,43 @@ def _scaled(logits_NV: Tensor, settings: Settings) -> Tensor:
     return logits_NV
 
 
+def _weights(scaled: Tensor) -> Tensor:
+    """exp, as whole numbers: 2^40 for the likeliest token."""
+    return torch.exp(scaled).mul_(_ONE).to(torch.int64)
+
+
+def _log(total: Tensor) -> Tensor:
+    """The logarithm of a sum of such weights, as a float."""
+    return (total.double() / _ONE).log().float()
+
+
+def _level(uniform_N: Tensor, total_N1: Tensor) -> Tensor:
+    """Where in the sum a row's number points: below it, so the cell found is never empty."""
+    below_one = uniform_N[:, None].double().clamp(max=1 - 2**-24)
+    return (below_one * total_N1.double()).to(torch.int64)
+
+
 def _draw_all(scaled_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the whole vocabulary in two levels: a chunk of cells, then a cell of it."""
+    """(tokens, log of the sum of weights): a chunk of cells is drawn, then a cell of it."""
     num_rows, vocab_size = scaled_NV.shape
     num_chunks = -(-vocab_size // _WIDTH)
-    weights = scaled_NV.new_empty(num_rows, num_chunks * _WIDTH)
-    weights[:, vocab_size:] = 0
-    torch.exp(scaled_NV, out=weights[:, :vocab_size])
+    weights = torch.zeros(num_rows, num_chunks * _WIDTH, dtype=torch.int64, device=scaled_NV.device)
+    weights[:, :vocab_size] = torch.exp(scaled_NV).mul_(_ONE)
     weights_NCW = weights.view(num_rows, num_chunks, _WIDTH)
     ends_NC = weights_NCW.sum(2).cumsum(1)
     total_N1 = ends_NC[:, -1:]
-    # Strictly below the total, so that the chunk found is never an empty one.
-    level_N1 = (uniform_N[:, None].clamp(max=1 - 2**-24) * total_N1).to(ends_NC.dtype)
-    chunk_N1 = torch.searchsorted(ends_NC, level_N1, right=True).clamp(max=num_chunks - 1)
+    level_N1 = _level(uniform_N, total_N1)
+    # Clamped for rows that are not numbers; their logprob says so.
+    chunk_N1 = torch.searchsorted(ends_NC, level_N1, right=True).clamp_(max=num_chunks - 1)
     before_N1 = torch.where(chunk_N1 > 0, ends_NC.gather(1, (chunk_N1 - 1).clamp(min=0)), 0)
     cells_NW = weights_NCW.gather(1, chunk_N1[:, :, None].expand(-1, -1, _WIDTH))[:, 0]
     inside_N1 = torch.searchsorted(cells_NW.cumsum(1), level_N1 - before_N1, right=True)
-    inside_N1 = inside_N1.clamp(max=_WIDTH - 1)
-    # Rounding may point at a cell of weight 0; the chunk's heaviest cell is then as good.
-    empty_N1 = cells_NW.gather(1, inside_N1) == 0
-    inside_N1 = torch.where(empty_N1, cells_NW.argmax(1, keepdim=True), inside_N1)
-    token_N1 = chunk_N1 * _WIDTH + inside_N1
-    logprobs_N = scaled_NV.gather(1, token_N1)[:, 0] - total_N1[:, 0].log()
-    return token_N1[:, 0], logprobs_N
+    token_N1 = (chunk_N1 * _WIDTH + inside_N1).clamp_(max=vocab_size - 1)
+    return token_N1[:, 0], _log(total_N1[:, 0])
 
 
-def filtered_logprobs(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(ids [N, K], logprobs [N, K]) of what top_k and top_p leave, best first; -inf is out."""
+def filtered(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(ids [N, K], scaled logits [N, K]) of what top_k and top_p leave, best first; -inf is out."""
     num_candidates = settings.max_top_k or scaled_NV.shape[1]
     few = min(_FEW, num_candidates)
     if scaled_NV.device.type == "cpu" and few < num_candidates and not settings.max_top_k:
@@ -142,32 +155,31 @@ def filtered_logprobs(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Te
 
 
 def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
-    """Normalised logprobs of sorted candidates, -inf where top_k or top_p ends."""
+    """Sorted candidates, -inf from where top_k or top_p ends."""
     num_candidates, vocab_size = values_NK.shape[1], scaled_NV.shape[1]
     rank_K = torch.arange(num_candidates, device=values_NK.device)
     kept_NK = values_NK.masked_fill(rank_K >= settings.top_k_N[:, None], float("-inf"))
+    weights_NK = _weights(kept_NK)
+    whole_N = weights_NK.sum(1)
     if num_candidates < vocab_size and not settings.max_top_k:
         # Candidates are not all there is: rows without top_k measure top_p against everything.
-        all_N = scaled_NV.logsumexp(1)
-        whole_N = torch.where(settings.top_k_N == vocab_size, all_N, kept_NK.logsumexp(1))
-    else:
-        whole_N = kept_NK.logsumexp(1)
-    probs_NK = (kept_NK - whole_N[:, None]).exp()
-    before_NK = probs_NK.cumsum(1) - probs_NK
-    out_NK = (before_NK >= settings.top_p_N[:, None]) & (rank_K > 0)
-    kept_NK = kept_NK.masked_fill(out_NK & (settings.top_p_N < 1)[:, None], float("-inf"))
-    return kept_NK.log_softmax(1)
+        all_N = _weights(scaled_NV).sum(1)
+        whole_N = torch.where(settings.top_k_N == vocab_size, all_N, whole_N)
+    before_NK = weights_NK.cumsum(1) - weights_NK
+    out_NK = before_NK >= (settings.top_p_N.double() * whole_N.double())[:, None]
+    out_NK &= (rank_K > 0) & (settings.top_p_N < 1)[:, None]
+    return kept_NK.masked_fill(out_NK, float("-inf"))
 
 
 def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from the candidates that top_k and top_p leave."""
-    ids_NK, logprobs_NK = filtered_logprobs(scaled_NV, settings)
-    ends_NK = logprobs_NK.exp().cumsum(1)
-    level_N1 = uniform_N[:, None].clamp(max=1 - 2**-24).to(ends_NK.dtype) * ends_NK[:, -1:]
-    index_N1 = torch.searchsorted(ends_NK, level_N1, right=True)
-    last_N1 = (logprobs_NK > float("-inf")).sum(1, keepdim=True) - 1
-    index_N1 = torch.minimum(index_N1, last_N1)
-    return ids_NK.gather(1, index_N1)[:, 0], logprobs_NK.gather(1, index_N1)[:, 0]
+    ids_NK, values_NK = filtered(scaled_NV, settings)
+    ends_NK = _weights(values_NK).cumsum(1)
+    total_N1 = ends_NK[:, -1:]
+    index_N1 = torch.searchsorted(ends_NK, _level(uniform_N, total_N1), right=True)
+    index_N1 = index_N1.clamp_(max=ids_NK.shape[1] - 1)
+    logprobs_N = values_NK.gather(1, index_N1)[:, 0] - _log(total_N1[:, 0])
+    return ids_NK.gather(1, index_N1)[:, 0], logprobs_N
 
 
 def top_logprobs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -183,7 +195,8 @@ def top_sampled(scaled_NV: Tensor, settings: Settings, k: int) -> tuple[Tensor, 
     """
     ids_NK, logprobs_NK = top_logprobs(scaled_NV, k)
     if settings.any_filter:
-        kept_ids, kept = filtered_logprobs(scaled_NV, settings)
+        kept_ids, kept = filtered(scaled_NV, settings)
+        kept = kept - _log(_weights(kept).sum(1))[:, None]
         width = min(ids_NK.shape[1], kept.shape[1])
         plain_N = (settings.top_k_N == scaled_NV.shape[1]) & (settings.top_p_N >= 1)
         use_N1 = ~(plain_N | settings.greedy_N)[:, None]

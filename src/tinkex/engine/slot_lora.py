@@ -1,4 +1,4 @@
-"""Adapters in fixed places, where a recorded decode step finds them.
+"""Adapters in fixed places, where a recorded decode step finds them, and the same on any rows.
 
 Letters: B rows, S slots, P parameters of an adapter, M blocks of rows, I inputs, O outputs,
 R ranks of all modules of a linear.
@@ -86,3 +86,53 @@ class SlotLora:
         )
         for factor in layout.outer:
             lora_kernels.expand_(y_BO, h_BR, flat_SP, factor, blocks_M3)
+
+
+# ---------------------------------------------------------------------- any rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One adapter's rows, with the kernels of a decode step: no row depends on its company."""
+
+    rows: slice
+    flat_1P: Tensor
+    blocks_M3: Tensor
+    arrived: Tensor
+    layout: LinearLayout
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
+        x_tI, y_tO, layout = x_TI[self.rows], y_TO[self.rows], self.layout
+        h_tR = lora_kernels.shrink(
+            x_tI, self.flat_1P, self.blocks_M3, self.arrived, layout.at, layout.ranks
+        )
+        for factor in layout.outer:
+            lora_kernels.expand_(y_tO, h_tR, self.flat_1P, factor, self.blocks_M3)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLora:
+    """All adapters of one linear in a batch; see `lora_operand.LoraAddend`."""
+
+    members: tuple[_Rows, ...]
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
+        for member in self.members:
+            member.add_(y_TO, x_TI)
+
+
+def row_addends(lora: LoraBatch | None, dtype: torch.dtype) -> dict[str, RowLora]:
+    """By linear: what a batch's adapters add, each row as if it were alone."""
+    members: dict[str, list[_Rows]] = {}
+    for span in lora.spans if lora is not None else ():
+        adapter, size = span.adapter, span.stop - span.start
+        device, flat_1P = adapter.flat.device, low_precision_flat(adapter, dtype)[None]
+        starts = range(0, size, lora_kernels.ROWS)
+        blocks_M3 = send([(0, at, size) for at in starts], device, torch.int32)
+        by_key = layouts(adapter)
+        widest = max(layout.ranks for layout in by_key.values())
+        arrived = torch.zeros(len(blocks_M3) * widest, dtype=torch.int32, device=device)
+        for key, layout in by_key.items():
+            one = _Rows(slice(span.start, span.stop), flat_1P, blocks_M3, arrived, layout)
+            members.setdefault(key, []).append(one)
+    return {key: RowLora(tuple(some)) for key, some in members.items()}
