@@ -58,7 +58,7 @@ def test_every_option_has_a_help_line():
 
 def test_version_is_one_line(cli):
     assert cli("version").out == cli("--version").out == f"tinkex {__version__}\n"
-    assert cli("version", "--json").out == f"tinkex {__version__}\n"
+    assert cli("version", "--json").json == {"version": __version__}
 
 
 def test_what_the_server_said_is_told_in_commands_and_without_the_request(cli):
@@ -177,3 +177,8 @@ def test_the_sdk_alone_samples_without_torch_transformers_and_server(toy_server)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "pip install 'tinkex[server]'" in done.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named(cli):
+    ran = cli("billing", "checkpoint-storage", "--csv", "/no/such/folder/x.csv")
+    assert ran.err == "Error: /no/such/folder/x.csv: No such file or directory\n"

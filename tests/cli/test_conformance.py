@@ -142,3 +142,10 @@ def test_the_real_engine_passes_every_check(torch_server, monkeypatch, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert [c for c in shown["checks"] if c["status"] != "pass"] == []
     assert code == 0
+
+
+def test_a_server_that_is_not_there_is_one_line(cli):
+    ran = cli("conformance", "--base-url", "http://127.0.0.1:9")
+    assert ran.code == 1
+    assert "Could not reach http://127.0.0.1:9" in ran.err
+    assert "fail" not in ran.out

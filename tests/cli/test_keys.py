@@ -69,7 +69,8 @@ def test_failures_name_the_next_move(keys, tmp_path):
     assert (unknown.code, unknown.out) == (1, "")
     assert "No key has the number 7. See `tinkex keys list`." in unknown.err
     keys("revoke", 1)
-    assert "Revoked before is the number 1" in keys("revoke", 1).err
+    assert "Keys (0)" in keys("list").out
+    assert "Key 1 is revoked already. See `tinkex keys list --all`." in keys("revoke", 1).err
 
 
 def test_a_database_that_is_none_is_refused(cli):

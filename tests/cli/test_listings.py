@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import json
 
 import pytest
@@ -154,9 +155,26 @@ def test_delete_by_run_with_filters(cli, saved):
 def test_delete_reports_what_it_could_not_delete(cli, saved):
     missing = "tinker://nobody:train:0/weights/x"
     ran = cli("checkpoint", "delete", missing, saved.state_path, "-y", "--json")
-    assert ran.code == 0
+    assert ran.code == 1, "a script must notice"
     assert ran.json["deleted_count"] == 1
     assert ran.json["failed"][0]["tinker_path"] == missing
+    ran = cli("checkpoint", "delete", missing, "-y")
+    assert (ran.code, ran.out) == (1, "Deleted 0 checkpoint(s)\n")
+    assert "List yours with `tinkex checkpoint list`" in ran.err
+    assert "/api/v1/" not in ran.err
+
+
+def test_what_changes_a_checkpoint_says_what_it_did(cli, saved):
+    path = saved.state_path
+    assert "every user of the server may read" in cli("checkpoint", "publish", path).err
+    assert "only you may read" in cli("checkpoint", "unpublish", path).err
+    assert "7200 seconds from now" in cli("checkpoint", "set-ttl", path, "--ttl", "7200").err
+    assert "stays until it is deleted" in cli("checkpoint", "set-ttl", path, "--remove").err
+
+
+def test_a_run_is_shown_under_its_own_name(cli, saved):
+    """Rich reads `:train:` in a title as the name of a picture."""
+    assert f"Training run {saved.run_id}" in cli("run", "info", saved.run_id).out
 
 
 @pytest.mark.parametrize(
@@ -259,7 +277,12 @@ def test_auth_status_of_a_dead_server_is_1(cli, monkeypatch):
 def test_auth_login_stores_a_key_the_server_accepts_and_logout_forgets_it(
     cli, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("click.prompt", lambda *args, **kwargs: "tml-secret-key")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    ran = cli("auth", "login")
+    assert ran.code == 1
+    assert "No key on stdin" in ran.err
+    assert "\033" not in ran.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("tml-secret-key\n"))
     ran = cli("auth", "login")
     assert ran.code == 0, ran.err
     assert "tml-secret-key" not in ran.out + ran.err

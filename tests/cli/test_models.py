@@ -305,3 +305,13 @@ def test_the_gap_between_sampler_and_trainer_has_a_verdict():
     apart = compare([-1.0, -2.0], [-1.5, -1.0])
     assert (apart.mean, apart.max, apart.verdict) == (0.75, 1.0, "fail")
     assert compare([-1.0], [-1.05]).verdict == "warn"
+
+
+def test_sample_names_the_model_it_took_and_speaks_to_a_person(cli):
+    ran = cli("sample", "hi", "--max-tokens", "2", "--json")
+    assert ran.json["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    ran = cli("sample", "hi", "--max-tokens", "100000000")
+    assert ran.code == 1
+    assert ran.err.startswith("Error: sampling_params.max_tokens: a prompt of")
+    ran = cli("chat", "-p", "hi", "--temperature", "nan")
+    assert ran.err == "Error: temperature: must be a finite number, got nan\n"

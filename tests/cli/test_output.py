@@ -76,3 +76,21 @@ def test_pages_are_collected_until_the_limit_or_the_end():
     assert collect(fetch, limit=12, offset=3, page=10)[0] == list(range(3, 15))
     assert calls == [(10, 3), (2, 13)]
     assert collect(fetch, limit=0, offset=0, page=10)[0] == list(range(25))
+
+
+def test_an_empty_table_is_its_title_and_columns(capsys):
+    print_table(Table(title="Keys (0)", columns=("ID", "User"), rows=[]))
+    shown = capsys.readouterr().out
+    assert "Keys (0)" in shown
+    assert "User" in shown
+
+
+def test_text_is_shown_as_it_is(capsys):
+    from tinkex.cli.progress import waiting
+
+    print_table(Table(title="run x:train:0 [bold]", columns=("A",), rows=[(":train:",)]))
+    with waiting("on :train:") as report:
+        report("still :train:")
+    captured = capsys.readouterr()
+    assert "run x:train:0 [bold]" in captured.out
+    assert captured.err == "on :train:\nstill :train:\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from typing import Any
 
 import click
@@ -33,12 +34,24 @@ def login(state: State) -> None:
     if credentials.load_default_key() is not None:
         raise click.ClickException("Already logged in. Run `tinkex auth logout` first.")
     url = f"{_CONSOLE}?new_key=true&key_name=tinker-cli-{platform.node()}"
-    state.note(f"Create a key at {_link(url)}")
-    key = click.prompt("API key", hide_input=True, err=True).strip()
+    key = _ask_for_key(state, url)
     me = _me("GET", _base_url(state), key)
     entry: dict[str, Any] = {k: v for k, v in me.items() if k in ("name", "note", "details")}
     credentials.store_default_key(str(me["key_id"]), {"type": "manual", "key": key, **entry})
     click.echo(f"Logged in as {me['details']['user_details']['email']}.")
+
+
+def _ask_for_key(state: State, url: str) -> str:
+    if sys.stdin.isatty():
+        state.note(f"Create a key at {_link(url)}")
+        return str(click.prompt("API key", hide_input=True, err=True)).strip()
+    key = sys.stdin.readline().strip()
+    if not key:
+        raise click.ClickException(
+            f"No key on stdin. Create one at {url} and log in on a terminal, or pipe it in: "
+            "`tinkex auth login < key.txt`."
+        )
+    return key
 
 
 @auth.command()
@@ -144,6 +157,8 @@ def _base_url(state: State) -> str:
 
 def _link(url: str) -> str:
     """An OSC-8 link: terminals that know it make it clickable, others show the URL."""
+    if not sys.stderr.isatty():
+        return url
     return f"\033]8;;{url}\033\\{url}\033]8;;\033\\"
 
 

@@ -113,6 +113,7 @@ def publish(state: State, path: str) -> None:
     """Let every user of the server read a checkpoint."""
     with state.rest() as rest:
         rest.publish_checkpoint_from_tinker_path(path).result()
+    state.note(f"Published: every user of the server may read {path}")
 
 
 @checkpoint.command()
@@ -122,6 +123,7 @@ def unpublish(state: State, path: str) -> None:
     """Keep a checkpoint to yourself again."""
     with state.rest() as rest:
         rest.unpublish_checkpoint_from_tinker_path(path).result()
+    state.note(f"Private: only you may read {path}")
 
 
 @checkpoint.command("set-ttl")
@@ -135,6 +137,8 @@ def set_ttl(state: State, path: str, ttl: int | None, remove: bool) -> None:
         raise click.UsageError("Give exactly one of --ttl SECONDS and --remove.")
     with state.rest() as rest:
         rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
+    until = "stays until it is deleted" if ttl is None else f"goes {ttl} seconds from now"
+    state.note(f"{path} {until}")
 
 
 @checkpoint.command()

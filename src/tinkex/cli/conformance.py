@@ -28,6 +28,7 @@ def conformance(state: State, model: str | None, only: str, timeout: float) -> N
 
     outcomes = []
     with resolve_address(state) as (base_url, api_key), waiting("Testing") as report:
+        _check_reachable(base_url)
         probe = Probe(base_url, api_key, model=model, timeout_s=timeout)
         try:
             for outcome in run_suite(probe, only):
@@ -50,3 +51,15 @@ def conformance(state: State, model: str | None, only: str, timeout: float) -> N
     )
     if counts["fail"]:
         raise click.exceptions.Exit(1)
+
+
+def _check_reachable(base_url: str) -> None:
+    """Sixty failed checks would say less than this one line."""
+    import httpx
+
+    try:
+        httpx.get(f"{base_url}/api/v1/healthz", timeout=30)
+    except (httpx.HTTPError, httpx.InvalidURL) as exc:
+        raise click.ClickException(
+            f"Could not reach {base_url}: {exc}. Is the server running, and the address right?"
+        ) from exc

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.arguments import IsoMoment, check_tinker_path
+from tinkex.cli.messages import words
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _delete_all(rest: RestClient, paths: Sequence[str]) -> list[dict[str, str]]:
         try:
             rest.delete_checkpoint_from_tinker_path(path).result()
         except Exception as exc:
-            return {"tinker_path": path, "error": str(exc)}
+            return {"tinker_path": path, "error": words(exc)}
         return None
 
     with ThreadPoolExecutor(_PARALLEL) as pool:
@@ -89,7 +90,9 @@ def _delete_all(rest: RestClient, paths: Sequence[str]) -> list[dict[str, str]]:
 def _report(state: State, num_deleted: int, failed: list[dict[str, str]]) -> None:
     if state.format == "json":
         click.echo(json.dumps({"deleted_count": num_deleted, "failed": failed}))
-        return
-    click.echo(f"Deleted {num_deleted} checkpoint(s)")
-    for failure in failed:
-        state.note(f"Failed: {failure['tinker_path']}: {failure['error']}")
+    else:
+        click.echo(f"Deleted {num_deleted} checkpoint(s)")
+        for failure in failed:
+            state.note(f"Failed: {failure['tinker_path']}: {failure['error']}")
+    if failed:
+        raise click.exceptions.Exit(1)

@@ -97,9 +97,12 @@ def revoke(state: State, /, key_id: int, **where: Any) -> None:
 
     with _store(where) as store:
         found = store.accounts.get_key(key_id)
-        if found is None or found.revoked_at is not None:
-            word = "No key has" if found is None else "Revoked before is"
-            raise click.ClickException(f"{word} the number {key_id}. See `tinkex keys list`.")
+        if found is None:
+            raise click.ClickException(f"No key has the number {key_id}. See `tinkex keys list`.")
+        if found.revoked_at is not None:
+            raise click.ClickException(
+                f"Key {key_id} is revoked already. See `tinkex keys list --all`."
+            )
         if is_configured(found):
             raise click.ClickException(
                 f"Key {key_id} stands in the server's configuration and would be back after a "

@@ -7,6 +7,7 @@ writes requests. Here the same facts name commands and options instead.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -27,13 +28,15 @@ _EXTRA_OF = {
     "matplotlib": "local",
     "huggingface_hub": "hub",
     "gguf": "gguf",
-    "ray": "cluster",
 }
 _COMMAND_OF = {
     "GET /checkpoints": "`tinkex checkpoint list`",
     "GET /training_runs": "`tinkex run list`",
     "GET /sessions": "`tinkex session list`",
 }
+
+
+_REQUEST = re.compile(r"^Error code: \d+ on [A-Z]+ \S+ - ")
 
 
 def words(exc: Exception) -> str:
@@ -43,6 +46,8 @@ def words(exc: Exception) -> str:
             return f"this command needs {root}. Install it with: {install}"
     if isinstance(exc, APIStatusError):
         return _answer(exc)
+    if isinstance(exc, OSError) and exc.filename is not None and exc.strerror:
+        return f"{exc.filename}: {exc.strerror}"
     if isinstance(exc, TinkerError | OSError | TimeoutError):
         return str(exc) or type(exc).__name__
     return (
@@ -60,7 +65,7 @@ def program() -> str:
 def _answer(exc: APIStatusError) -> str:
     """What the server said, without the request it said it to."""
     detail = exc.body.get("detail") if isinstance(exc.body, dict) else None
-    text = detail if isinstance(detail, str) and detail else str(exc)
+    text = detail if isinstance(detail, str) and detail else _REQUEST.sub("", str(exc))
     for route, command in _COMMAND_OF.items():
         text = text.replace(route, command)
     if exc.status_code == 401 and not _has_key():

@@ -40,11 +40,11 @@ def print_table(table: Table) -> None:
     if not table.columns:
         print(table.title or "")
         return
-    shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     rows = [[cell(value) for value in row] for row in table.rows]
     wide = 0
     for index, column in enumerate(table.columns):
-        longest = max(len(column), *(len(row[index]) for row in rows))
+        longest = max([len(column), *(len(row[index]) for row in rows)])
         whole = any(row[index].startswith("tinker://") for row in rows)
         shown.add_column(column, overflow="fold", no_wrap=whole)
         wide += longest + 3 if whole else min(longest, _NARROW) + 3
@@ -53,6 +53,9 @@ def print_table(table: Table) -> None:
     console = Console(file=sys.stdout, highlight=False)
     # A path is there to be copied: on a narrow terminal the line runs over, the path stays whole.
     console.width = max(console.width, wide) if sys.stdout.isatty() else _PIPE_WIDTH
+    if table.title:
+        # Text, not markup: in markup the `:train:` of a run's id becomes a picture of a tram.
+        console.print(Text(table.title, style="table.title"), soft_wrap=True)
     console.print(shown)
 
 

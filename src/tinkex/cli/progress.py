@@ -69,7 +69,7 @@ class Steps:
 
     def note(self, text: str) -> None:
         """A recipe's `on_note`: a line of its own, above the bar while that moves."""
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, emoji=False)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -101,7 +101,7 @@ def _short(value: float) -> str:
 
 
 def stderr_console() -> Console:
-    return Console(file=sys.stderr, stderr=True, highlight=False, soft_wrap=True)
+    return Console(file=sys.stderr, stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 @contextlib.contextmanager
@@ -122,4 +122,4 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
             yield lambda changed: status.update(escape(changed))
     else:
         console.print(text, markup=False)
-        yield lambda changed: console.print(changed, markup=False)
+        yield lambda changed: console.print(changed, markup=False, emoji=False)

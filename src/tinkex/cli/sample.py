@@ -45,6 +45,7 @@ def sample(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     with state.service() as service:
+        model = model or default_model(service)
         sampler = open_sampler(service, model)
         tokenizer = sampler.get_tokenizer()
         renderer = Renderer(tokenizer)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import click
 
 from tinkex import __version__
-from tinkex.cli.state import Leaf
+from tinkex.cli.output import print_json
+from tinkex.cli.state import Leaf, State, pass_state
 
 
 @click.command(cls=Leaf)
-def version() -> None:
+@pass_state
+def version(state: State) -> None:
     """Print the version."""
-    click.echo(f"tinkex {__version__}")
+    if state.format == "json":
+        print_json({"version": __version__})
+    else:
+        click.echo(f"tinkex {__version__}")
