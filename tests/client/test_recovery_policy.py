@@ -124,6 +124,14 @@ def test_closing_ends_the_attempts(server):
         waiting.result(10)
 
 
+def test_a_server_that_is_gone_before_the_first_checkpoint_is_told(server):
+    """There is nothing to go back to, and nothing to wait for."""
+    run = new_client(server)
+    server.kill()
+    with pytest.raises(RecoveryFailedError, match="could not be rebuilt"):
+        run.with_recovery(quick(server, max_attempts=2))
+
+
 def test_a_connect_that_fails_is_a_failed_attempt(server):
     """Whatever finds the server may not find it yet."""
     answers = [OSError("no such host"), KeyError("address")]

@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from tinkex.client import events
 from tinkex.client.call_log import BLOCKS, CallLog, RecordedCall, Saved
-from tinkex.client.futures import APIFuture, spawn
+from tinkex.client.futures import APIFuture
 from tinkex.client.keeper import Keeper
 from tinkex.client.loss_tracing import LossHandle
 from tinkex.client.polling import QueueWatch
 from tinkex.client.rebuilder import HopelessError, Rebuilder
 from tinkex.client.recovery import Callback, RecoveryEvent, RecoveryPolicy
+from tinkex.client.recovery_sessions import Sessions
 from tinkex.client.run_monitor import RunHealth, RunMonitor, Watch, check_service
 from tinkex.client.training_client import TrainingClient
 from tinkex.errors import (
@@ -50,7 +51,6 @@ from tinkex.errors import (
 
 if TYPE_CHECKING:
     from tinkex import types
-    from tinkex.client.holder import Holder
     from tinkex.client.service_client import ServiceClient
 
 __all__ = ["RecoveringTrainingClient"]
@@ -61,8 +61,6 @@ T = TypeVar("T")
 
 _LOSSES = (APIConnectionError, RetryableException, LocalServerError)
 """What ends a run whatever the server thinks of it."""
-_LEAVE_S = 15.0
-"""How long to look whether an old session still lives; its own request takes ten at most."""
 
 
 def _outliving(
@@ -113,13 +111,16 @@ class RecoveringTrainingClient(TrainingClient):
         self._lost: str | None = None
         self._rebuilding: str | None = None
         self._lookout: tuple[TrainingClient, Watch] | None = None
-        self._first_holder = client.holder
-        self._opened: list[Holder] = []
+        self._sessions = Sessions(client.holder)
         self._keeper = Keeper("tinkex-recovery", self._look)
         self._monitor = RunMonitor(self._on_lost, interval_s=self.policy.monitor_interval_s or 1e9)
         self._adopt(client)
         if self.policy.save_every_steps:
-            self._save().result()  # before it there would be nothing to go back to
+            try:
+                self._save().result()  # before it there would be nothing to go back to
+            except BaseException:
+                self._end()
+                raise
 
     @property
     def num_recoveries(self) -> int:
@@ -132,8 +133,7 @@ class RecoveringTrainingClient(TrainingClient):
         run._watch = QueueWatch(f"Training of {run.model_id}", self)
         self._lost = self._rebuilding = None
         self.run_ids.append(run.model_id)
-        if run.holder not in (self._first_holder, *self._opened):
-            self._opened.append(run.holder)
+        self._sessions.enter(run.holder)
         self._monitor.watch(run)
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
@@ -158,10 +158,7 @@ class RecoveringTrainingClient(TrainingClient):
         A session to which the ServiceClient has moved stays open: it is closed with that.
         """
         self._end()
-        home = self._first_holder.latest
-        closing = [_close(holder, "success") for holder in self._opened if holder is not home]
-        for closed in closing:
-            closed.result(self.policy.attempt_timeout_s)
+        self._sessions.close(self.policy.attempt_timeout_s)
 
     def _end(self) -> None:
         self._over.set()
@@ -434,7 +431,7 @@ class RecoveringTrainingClient(TrainingClient):
                 for call, future in made.items():
                     self._place(call, future, run)
             break
-        self._leave_gone_sessions(run.holder)
+        self._sessions.leave_gone(run.holder)
         for call, future in made.items():  # without the lock: answers wake foreign code
             future.add_done_callback(functools.partial(self._ended, call))
         self._abandon_run(lost, saved)
@@ -462,23 +459,6 @@ class RecoveringTrainingClient(TrainingClient):
         for call in tuple(self._unanswered):
             if call.made[1] is lost and not call.is_settled:
                 call.answer._fail(RetryableException(gone))
-
-    def _leave_gone_sessions(self, successor: Holder) -> None:
-        """A session that its server has lost moves, and so does the ServiceClient that made it.
-
-        One that still lives stays for its other clients.
-        """
-        holders = [self._first_holder, *self._opened]
-        old = [one for one in holders if one.successor is None and one is not successor]
-        for holder, leaving in [(one, one.end_if_gone(successor)) for one in old]:
-            try:
-                is_gone = leaving.result(_LEAVE_S)
-            except TinkerError as exc:
-                logger.warning("Session %s is left as it is: %s", holder.session_id, exc)
-                continue
-            if is_gone and holder is not self._first_holder:
-                self._opened.remove(holder)
-                _close(holder, "errored", "its run was lost")
 
 
 # ------------------------------------------------------------------------------------- small things
@@ -528,10 +508,6 @@ def _rebound(value: Any, run: TrainingClient) -> Any:
 
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _close(holder: Holder, status: str, detail: str | None = None) -> APIFuture[None]:
-    return spawn(lambda waiting: holder.close(status, detail))
 
 
 def _delete(client: TrainingClient, path: str) -> None:
