@@ -1,4 +1,4 @@
-"""Tinkex: the Tinker training API on your laptop, your GPUs, a cluster or the hosted service.
+"""Tinkex: the Tinker training API on your laptop, your GPUs or the hosted service.
 
 Names load when first touched, so `import tinkex` costs milliseconds and pulls in neither torch nor
 a server.

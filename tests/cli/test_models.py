@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -315,3 +318,20 @@ def test_sample_names_the_model_it_took_and_speaks_to_a_person(cli):
     assert ran.err.startswith("Error: sampling_params.max_tokens: a prompt of")
     ran = cli("chat", "-p", "hi", "--temperature", "nan")
     assert ran.err == "Error: temperature: must be a finite number, got nan\n"
+
+
+@pytest.mark.parametrize("command", [["sample", "hi"], ["chat", "-p", "hi"]])
+def test_a_question_does_not_wait_for_transformers(toy_server, default_model_dir, command):
+    """Importing it takes seconds, and the tokenizer of the default model needs none of it."""
+    script = (
+        "import sys; from tinkex.cli.app import run; code = run(sys.argv[1:]); "
+        "sys.exit(code or sum(name in sys.modules for name in ('transformers', 'torch')))"
+    )
+    args = [*command, "--max-tokens", "2", "--base-url", toy_server]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
+    env["TINKEX_CACHE"] = str(default_model_dir.parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip()

@@ -151,3 +151,45 @@ def test_without_transformers_the_tokenizers_library_is_enough(folder):
         "assert not {'torch', 'transformers'} & {k for k, v in sys.modules.items() if v}\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path.cwd())
+
+
+def test_the_light_tokenizer_of_the_default_model_is_that_of_transformers(
+    default_model_dir, monkeypatch
+):
+    monkeypatch.setenv("TINKEX_CACHE", str(default_model_dir.parents[1]))
+    tokenizers.clear_cache()
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    light, whole = tokenizers.load_light_tokenizer(name), load_tokenizer(name)
+    assert isinstance(light, FastTokenizer)
+    assert type(whole).__module__.startswith("transformers.")
+    messages = [
+        {"role": "user", "content": 'naïve " \n 1234 <b>'},
+        {"role": "assistant", "content": "  yes"},
+    ]
+    for generate in (False, True):
+        told = {"tokenize": False, "add_generation_prompt": generate}
+        text = whole.apply_chat_template(messages, **told)
+        assert light.apply_chat_template(messages, **told) == text
+        ids = whole.encode(text, add_special_tokens=False)
+        assert light.encode(text, add_special_tokens=False) == ids
+        assert light.decode(ids) == whole.decode(ids)
+    assert light.encode(" raw , text") == whole.encode(" raw , text")
+
+
+def test_another_tokenizer_is_left_to_transformers(folder):
+    assert not isinstance(tokenizers.load_light_tokenizer("acme/tiny"), FastTokenizer)
+
+
+def test_templates_have_the_helpers_of_transformers(folder):
+    light = FastTokenizer.from_folder(folder)
+    light._config["chat_template"] = (
+        "{% for m in messages %}{% if m['role'] == 'x' %}{% continue %}{% endif %}"
+        "{{ m | tojson }}{{ eos_token }}{% endfor %}"
+        "{% if not messages %}{{ raise_exception('no messages') }}{% endif %}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    messages = [{"role": "x", "content": ""}, {"role": "user", "content": "<é>"}]
+    text = light.apply_chat_template(messages, tokenize=False)
+    assert text == '{"role": "user", "content": "<é>"}</s>4'
+    with pytest.raises(Exception, match="no messages"):
+        light.apply_chat_template([], tokenize=False)

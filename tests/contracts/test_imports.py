@@ -5,6 +5,8 @@ where the design allows a heavy import to wait until it is needed.
 """
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,6 @@ BELOW = {
     "regularizers": {"wire", "types", "client"},
     "client": {"regularizers", "wire", "types"},
     "server": {"engine", "store", "wire", "types"},
-    "cluster": {"server", "engine", "store", "wire", "types"},
 }
 FREE = {"errors", "__init__"}
 ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "transformers", "triton"}
@@ -72,7 +73,7 @@ def test_the_engine_runs_where_only_torch_numpy_safetensors_and_transformers_are
 @pytest.mark.parametrize("package", ["types", "wire", "client", "regularizers", "cli"])
 def test_the_sdk_imports_nothing_heavy_until_it_is_needed(package: str):
     """R6 and issue A: `client` needs no torch; custom losses import it when they are called."""
-    heavy = {"torch", "transformers", "fastapi", "sqlalchemy", "ray", "matplotlib", "nicegui"}
+    heavy = {"torch", "transformers", "fastapi", "sqlalchemy", "matplotlib"}
     wrong = []
     for path in modules(package):
         for name, line in imports(path, top_level_only=True):
@@ -81,11 +82,17 @@ def test_the_sdk_imports_nothing_heavy_until_it_is_needed(package: str):
     assert not wrong, "\n".join(wrong)
 
 
-def test_only_cluster_imports_ray():
-    paths = [path for path in ROOT.rglob("*.py") if path.parent.name != "cluster"]
-    users = [
-        p
-        for p in paths
-        if any(n.split(".")[0] == "ray" for n, _ in imports(p, top_level_only=False))
-    ]
-    assert not users
+def test_every_extra_brings_something_that_is_used():
+    """An extra promises a feature: what it installs is imported here, or runs a server or tests."""
+    project = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["project"]
+    used = {
+        name.split(".")[0]
+        for path in ROOT.rglob("*.py")
+        for name, _ in imports(path, top_level_only=False)
+    }
+    runtime = {"httptools", "psycopg"}  # named as settings of uvicorn and SQLAlchemy
+    modules_of = {"pyjwt": "jwt", "prometheus-client": "prometheus_client"}
+    for extra, needs in project["optional-dependencies"].items():
+        names = {re.split(r"[\[>=; ]", need)[0].lower() for need in needs} - {"tinkex"}
+        modules = {modules_of.get(name, name.replace("-", "_")) for name in names} - runtime
+        assert extra == "dev" or not modules - used - {"opentelemetry_api"}, extra

@@ -24,7 +24,13 @@ from typing import Any
 
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
-__all__ = ["FastTokenizer", "candidate_ids", "clear_cache", "load_tokenizer"]
+__all__ = [
+    "FastTokenizer",
+    "candidate_ids",
+    "clear_cache",
+    "load_light_tokenizer",
+    "load_tokenizer",
+]
 
 logger = logging.getLogger("tinkex.tokenizers")
 
@@ -68,6 +74,19 @@ def load_tokenizer(
         f"{_model_cache()}, and on the Hugging Face hub. Put its tokenizer.json into a folder "
         f"{ids[0]!r} relative to the working directory, or connect to the hub once."
     )
+
+
+def load_light_tokenizer(model_name: str) -> Any:
+    """A tokenizer that encodes and decodes as `load_tokenizer`'s does, without its import time.
+
+    Importing transformers takes seconds, which a command that asks one question should not. A model
+    that a Tinkex server here has converted needs nothing but its tokenizer.json; any other may rely
+    on what transformers does on top, and gets `load_tokenizer`.
+    """
+    folder = _local_folder(candidate_ids(model_name)[0])
+    if folder is None or folder.parent != _model_cache():
+        return load_tokenizer(model_name)
+    return FastTokenizer.from_folder(folder)
 
 
 def candidate_ids(model_name: str, tokenizer_id: str | None = None) -> list[str]:
@@ -262,20 +281,19 @@ class FastTokenizer:
         add_generation_prompt: bool = False,
         tokenize: bool = True,
     ) -> list[int] | str:
-        """The messages in the model's own chat format. Needs jinja2."""
+        """The messages in the model's own chat format."""
         template = self._config.get("chat_template")
         if not template:
             raise NotSupportedError("this tokenizer has no chat template.", path="messages")
-        try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as exc:
-            raise NotSupportedError("chat templates need jinja2: pip install jinja2.") from exc
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        text = environment.from_string(template).render(
-            messages=messages,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.bos_token or "",
-            eos_token=self.eos_token or "",
+        special = {k: self._special(k) for k in self._config if k.endswith("_token")}
+        text = (
+            _templates()
+            .from_string(template)
+            .render(
+                **{name: token for name, token in special.items() if isinstance(token, str)},
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+            )
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -315,3 +333,25 @@ class FastTokenizer:
     def _special(self, name: str) -> str | None:
         value = self._config.get(name)
         return value.get("content") if isinstance(value, dict) else value
+
+
+def _templates() -> Any:
+    """What chat templates may use: jinja2 in its sandbox, and the helpers of transformers."""
+    from datetime import datetime
+
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
