@@ -102,7 +102,7 @@ def quick(server: Server, **options) -> RecoveryPolicy:
         "max_delay_s": 0.5,
         "attempt_timeout_s": 10.0,
         "monitor_interval_s": 0.0,
-        "unreachable_s": 1.0,
+        "unreachable_s": 2.0,
         "connect": server.connect,
     }
     return RecoveryPolicy(**{**defaults, **options})

@@ -134,6 +134,19 @@ def test_a_server_that_dies_while_results_are_awaited_is_noticed(server):
     client.close()
 
 
+def test_a_server_that_takes_connections_and_answers_nothing_is_left_in_time(server):
+    """The patience is the policy's, whatever a single request may take."""
+    expected = undisturbed(server, 1)
+    lost = threading.Event()
+    policy = quick(server, max_attempts=30, unreachable_s=1.0, on_lost=lambda event: lost.set())
+    client = new_client(server).with_recovery(policy)
+    with server.frozen():
+        waiting = client.train_step(batch(0), "cross_entropy", ADAM)
+        assert lost.wait(8)  # one request alone would wait for ten seconds
+    assert [waiting.result(60).loss] == expected
+    client.close()
+
+
 def test_a_server_killed_while_the_run_is_rebuilt_is_not_waited_for(server):
     """The promise to load the checkpoint was given; its server will never keep it."""
     expected = undisturbed(server, 4)

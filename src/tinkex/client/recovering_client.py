@@ -113,7 +113,12 @@ class RecoveringTrainingClient(TrainingClient):
         self._lookout: tuple[TrainingClient, Watch] | None = None
         self._sessions = Sessions(client.holder)
         self._keeper = Keeper("tinkex-recovery", self._look)
-        self._monitor = RunMonitor(self._on_lost, interval_s=self.policy.monitor_interval_s or 1e9)
+        self._ask_s = min(10.0, self.policy.unreachable_s)
+        self._monitor = RunMonitor(
+            self._on_lost,
+            interval_s=self.policy.monitor_interval_s or 1e9,
+            timeout_s=self._ask_s,
+        )
         self._adopt(client)
         if self.policy.save_every_steps:
             try:
@@ -409,7 +414,7 @@ class RecoveringTrainingClient(TrainingClient):
         def give_up(reason: str) -> None:
             service.close("errored", reason)
 
-        watch = Watch(lambda: check_service(service), self.policy.unreachable_s)
+        watch = Watch(lambda: check_service(service, self._ask_s), self.policy.unreachable_s)
         made: dict[RecordedCall, APIFuture[Any]] = {}
         with watch.during(give_up):
             saved, run = self._rebuilder.load_first(service, self.run_ids)
