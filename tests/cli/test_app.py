@@ -68,17 +68,6 @@ def test_what_the_server_said_is_told_in_commands_and_without_the_request(cli):
     )
 
 
-def test_a_model_that_is_not_served_is_told_with_the_way_to_serve_it_here(monkeypatch):
-    from tinkex.cli.messages import words
-    from tinkex.errors import BadRequestError
-
-    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
-    body = {"detail": "base_model: no base model 'x' is served here; served: y."}
-    said = words(BadRequestError("Error code: 400 on POST ...", status_code=400, body=body))
-    assert said.startswith("base_model: no base model 'x' is served here")
-    assert said.endswith("takes TINKEX_LOCAL_MODEL=NAME.")
-
-
 def test_a_server_that_wants_a_key_says_so_when_none_is_set(cli, start_server, tmp_path):
     flags = ("--engine", "toy", "--api-key", "tml-secret=ada")
     with start_server(tmp_path, *flags) as base_url:

@@ -16,6 +16,10 @@ from tinkex import types
 from tinkex.client.config import ClientConfig
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+IGNORED = types.Datum(
+    types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, -100], "weights": [1.0, 1.0]}
+)
+FULL = types.ModelInput.from_ints([1] * 32768)
 PROMPT = types.ModelInput.from_ints([11, 23, 35])
 PARAMS = types.SamplingParams(max_tokens=6, seed=3)
 
@@ -164,6 +168,9 @@ async def test_a_notebook_may_block_inside_its_running_loop(
     client = service.create_lora_training_client(MODEL, rank=4)
     assert client.forward([datum([1, 2])], "cross_entropy").result(30).metrics["loss:sum"] > 0
     assert "await create_lora_training_client_async() instead" in caplog.text
+    caplog.clear()
+    client.get_tokenizer()
+    assert caplog.text == "", "there is nothing to use instead"
     await service.close("success")
 
 
@@ -193,6 +200,38 @@ def test_tokens_stream_while_they_are_generated(service: tinkex.ServiceClient) -
     )
     with pytest.raises(RuntimeError, match="once"):
         list(stream)
+
+
+def test_a_prompt_of_one_token_has_one_logprob_and_it_is_none(
+    service: tinkex.ServiceClient,
+) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    assert sampler.compute_logprobs(types.ModelInput.from_ints([1])).result(30) == [None]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda s, t: t.forward([IGNORED], "cross_entropy").result(30),
+            r"target_tokens: token -100 .* keep its token and give it weight 0",
+        ),
+        (
+            lambda s, t: s.sample(FULL, 1, PARAMS).result(30),
+            r"leaves room for 0 .*; shorten the prompt",
+        ),
+        (
+            lambda s, t: s.sample(PROMPT, 1, types.SamplingParams(stop=[""])).result(30),
+            r"stop: must be a text, .* none of them empty .*, got \[''\]",
+        ),
+    ],
+)
+def test_the_server_names_the_fix_too(service: tinkex.ServiceClient, call: Any, says: str) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    training = service.create_lora_training_client(MODEL, rank=4)
+    with pytest.raises(tinkex.BadRequestError, match=says):
+        call(sampler, training)
+    assert training.forward([datum([1, 2])], "cross_entropy").result(30).metrics["loss:sum"] > 0
 
 
 def test_a_stream_of_a_closed_client_is_an_error_not_a_wait(toy_server: str) -> None:

@@ -63,6 +63,15 @@ def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
     assert _ended(record["pid"], within_s=20)
 
 
+def test_a_model_it_does_not_serve_is_refused_with_the_way_to_have_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKEX_LOCAL_MODEL", MODEL)
+    with tinkex.ServiceClient() as service:
+        with pytest.raises(tinkex.BadRequestError, match="set TINKEX_LOCAL_MODEL=acme/other"):
+            service.create_lora_training_client("acme/other")
+
+
 def test_a_dead_record_is_replaced_and_a_broken_server_shows_its_last_words(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,10 @@ MISTAKES: list[tuple[Any, str]] = [
     ),
     (lambda: training().load_state("run/weights/x"), "expected a path such as tinker://"),
     (lambda: sampling().sample([1], 1, PARAMS), "prompt: expected a ModelInput, got list"),
-    (lambda: sampling().sample(PROMPT, 0, PARAMS), "num_samples: must be at least 1, got 0"),
+    (
+        lambda: sampling().sample(PROMPT, 0, PARAMS),
+        "num_samples: must be a whole number of at least 1",
+    ),
     (lambda: sampling().sample(PROMPT, 1, None), "sampling_params: expected SamplingParams"),
     (
         lambda: sampling().sample(PROMPT, 1, PARAMS, prompt_logprobs_last_n=2),
@@ -179,7 +182,9 @@ def test_a_model_without_any_trained_layer_is_refused() -> None:
         service.create_lora_training_client(
             "m", train_mlp=False, train_attn=False, train_unembed=False
         )
-    with pytest.raises(tinkex.InvalidInputError, match="rank: must be at least 1, got 0"):
+    with pytest.raises(
+        tinkex.InvalidInputError, match="rank: must be a whole number of at least 1, got 0"
+    ):
         service.create_lora_training_client("m", rank=0)
     with pytest.raises(tinkex.ConfigError, match="TINKER_PROJECT_ID"):
         service.copy_weights("tinker://r/weights/x")

@@ -6,7 +6,6 @@ writes requests. Here the same facts name commands and options instead.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -72,8 +71,6 @@ def _answer(exc: APIStatusError) -> str:
         return (
             "The server wants an API key and none is set: `tinkex auth login`, or TINKER_API_KEY."
         )
-    if "is served here" in text and not os.environ.get("TINKER_BASE_URL"):
-        text += " The private server of this machine takes TINKEX_LOCAL_MODEL=NAME."
     return text
 
 

@@ -70,7 +70,8 @@ class SampleFields:
             or self.num_samples < 1
         ):
             raise InvalidInputError(
-                f"must be at least 1, got {self.num_samples!r}", path="num_samples"
+                f"must be a whole number of at least 1, got {self.num_samples!r}",
+                path="num_samples",
             )
         if not isinstance(self.params, types.SamplingParams):
             raise InvalidInputError(

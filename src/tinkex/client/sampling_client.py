@@ -438,7 +438,8 @@ class SamplingClient:
         """The tokenizer of the base model. Waits; the first call may download it."""
         from tinkex.client.tokenizers import load_tokenizer
 
-        return load_tokenizer(self.get_base_model())
+        # No warning in an event loop: this has no async twin.
+        return load_tokenizer(self._sampler_info().result().base_model)
 
     def get_telemetry(self) -> Any:
         return self.holder.reporter

@@ -160,7 +160,9 @@ class ServiceClient:
         if not base_model or not isinstance(base_model, str):
             raise InvalidInputError(f"expected a model name, got {base_model!r}", path="base_model")
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise InvalidInputError(f"must be at least 1, got {rank!r}", path="rank")
+            raise InvalidInputError(
+                f"must be a whole number of at least 1, got {rank!r}", path="rank"
+            )
         if not (train_mlp or train_attn or train_unembed):
             raise InvalidInputError(
                 "at least one of train_mlp, train_attn and train_unembed must be True",

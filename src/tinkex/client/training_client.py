@@ -457,7 +457,7 @@ class TrainingClient(TrainingCalls):
         """The tokenizer of the base model. Waits; the first call may download it."""
         from tinkex.client.tokenizers import load_tokenizer
 
-        info = self.get_info()
+        info = self._info().result()  # no warning in an event loop: this has no async twin
         name = info.model_data.model_name or info.model_name or ""
         return load_tokenizer(name, tokenizer_id=info.model_data.tokenizer_id)
 

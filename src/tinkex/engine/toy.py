@@ -248,11 +248,10 @@ class ToyEngine:
             eos_token_ids=(2,),
         )
 
-    def _base(self, base_model: str, job_id: str, emit: Emit) -> ToyAdapter:
-        """The untrained adapter of a base model; says so when it is loaded for the first time."""
+    def _base(self, base_model: str) -> ToyAdapter:
+        """The untrained adapter of a base model. There is nothing to load, so it says nothing."""
         if base_model not in self._bases:
             self._describe(base_model)
-            _tell(emit, jobs.Progress(job_id=job_id, text=f"loading {base_model}"))
             self._bases[base_model] = self._fresh(base_model, jobs.LoraSpec(rank=1))
         return self._bases[base_model]
 
@@ -273,12 +272,12 @@ class ToyEngine:
             raise InvalidInputError(f"must be 1 to 512, got {job.lora.rank}", path="lora.rank")
         if job.adapter_id in self._adapters:
             raise InvalidInputError(f"adapter {job.adapter_id!r} exists already; drop it first")
-        self._base(job.base_model, job.job_id, emit)
+        self._base(job.base_model)
         self._adapters[job.adapter_id] = self._fresh(job.base_model, job.lora, job.optimizer)
         return jobs.AdapterResult()
 
     def _load(self, job: jobs.LoadAdapterJob, emit: Emit) -> jobs.AdapterResult:
-        self._base(job.base_model, job.job_id, emit)
+        self._base(job.base_model)
         adapter = self._read(Path(job.folder), job.with_optimizer)
         if adapter.base_model != job.base_model:
             raise InvalidInputError(
@@ -318,7 +317,7 @@ class ToyEngine:
         return result
 
     def _snapshot(self, job: jobs.SampleJob, emit: Emit) -> ToyAdapter:
-        base = self._base(job.base_model, job.job_id, emit)
+        base = self._base(job.base_model)
         if (folder := job.adapter_folder) is None:
             return base
         return self._snapshots.get(folder, lambda: self._read(Path(folder), with_optimizer=False))

@@ -84,6 +84,8 @@ class ToyAdapter:
 
     def logprobs(self, tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[Any]:
         """log P(target | token), for targets of shape [T] or [T, K]."""
+        if len(tokens) == 0:  # a prompt of one token has nothing to score
+            return np.empty(targets.shape)
         flat_TK = targets.reshape(len(tokens), -1)
         out_TK = np.empty(flat_TK.shape)
         for t, (context, row_targets) in enumerate(

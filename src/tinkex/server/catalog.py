@@ -26,6 +26,7 @@ class Catalog:
     def __init__(self, config: ServerConfig, placement: Placement) -> None:
         self._names = config.models or (DEFAULT_MODEL,)
         self._aliases = dict(config.aliases)
+        self._is_private = bool(config.parent_pid)
         self._takes_any = config.engine == "toy" and not config.models
         self._placement = placement
         self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
@@ -46,9 +47,12 @@ class Catalog:
             return self._aliases[name]
         if name in self._names or name in self._aliases.values() or self._takes_any:
             return name
+        if self._is_private:
+            fix = f"To have it served on this machine, set TINKEX_LOCAL_MODEL={name[:200]}"
+        else:
+            fix = "Start the server with --model, or --alias to give a served model this name"
         raise InvalidInputError(
-            f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. "
-            "Start the server with --model, or --alias to give a served model this name.",
+            f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. {fix}.",
             path=path,
         )
 

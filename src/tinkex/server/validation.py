@@ -140,7 +140,13 @@ def _check_vocabulary(tokens: Array, path: str, info: ModelInfo | None) -> None:
     top = info.vocab_size if info is not None else 2**31
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= top):
         bad = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
-        raise InvalidInputError(f"token {bad} is outside the vocabulary 0..{top - 1}", path=path)
+        # Other libraries mark a position without a loss by this target.
+        hint = (
+            ". To leave a position out, keep its token and give it weight 0" if bad == -100 else ""
+        )
+        raise InvalidInputError(
+            f"token {bad} is outside the vocabulary 0..{top - 1}{hint}", path=path
+        )
 
 
 def _check_targets(
@@ -317,7 +323,8 @@ def _check_room(job: SampleJob, info: ModelInfo | None) -> None:
     if wanted > room:
         raise InvalidInputError(
             f"a prompt of {len(job.prompt)} tokens leaves room for {room} in the context of "
-            f"{info.max_context_length}, asked for {wanted}; lower max_tokens.",
+            f"{info.max_context_length}, asked for {wanted}; "
+            + ("lower max_tokens." if room > 0 else "shorten the prompt."),
             path="sampling_params.max_tokens",
         )
 
@@ -334,8 +341,8 @@ def _stops(stop: Any) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
         if all(type(item) is int and 0 <= item < 2**31 for item in items):
             return tuple(items), ()
     raise InvalidInputError(
-        "must be a text, a list of texts or a list of token ids (an empty list: no stop), "
-        f"got {str(stop)[:80]!r}",
+        "must be a text, a list of texts or a list of token ids, none of them empty (an empty "
+        f"list: no stop), got {repr(stop)[:80]}",
         path="sampling_params.stop",
     )
 
