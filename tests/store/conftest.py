@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psycopg
@@ -29,15 +29,24 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database; on PostgreSQL a schema of its own, which costs far less."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'tinkex.db'}"
-    cluster: Cluster = request.getfixturevalue("cluster")
-    name = f"test_{next(_numbers)}"
-    with psycopg.connect(cluster.url("postgres"), autocommit=True) as connection:
-        connection.execute(f"CREATE SCHEMA {name}")
-    return f"{cluster.url('postgres')}&options=-csearch_path%3D{name}"
+def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str]:
+    """Gives URLs of empty databases; on PostgreSQL each a schema, which costs far less."""
+
+    def make() -> str:
+        name = f"test_{next(_numbers)}"
+        if request.param == "sqlite":
+            return f"sqlite:///{tmp_path / name}.db"
+        cluster: Cluster = request.getfixturevalue("cluster")
+        with psycopg.connect(cluster.url("postgres"), autocommit=True) as connection:
+            connection.execute(f"CREATE SCHEMA {name}")
+        return f"{cluster.url('postgres')}&options=-csearch_path%3D{name}"
+
+    return make
+
+
+@pytest.fixture
+def url(new_url: Callable[[], str]) -> str:
+    return new_url()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import wait
 
 import pytest
@@ -114,17 +115,26 @@ def test_usage_is_counted_with_the_result(store: Store) -> None:
     assert [(row.kind, row.count, row.model_id) for row in rows] == [("training", 24, "s:train:0")]
 
 
-@pytest.mark.parametrize("rounds", [4])
-def test_the_cost_of_an_append_does_not_grow_with_history(store: Store, rounds: int) -> None:
-    """Appending behind 6,000 rows takes at most twice as long as into an empty table."""
+def test_the_cost_of_an_append_does_not_grow_with_history(
+    store: Store, new_url: Callable[[], str]
+) -> None:
+    """Appending behind 6,000 rows takes at most twice as long as into an empty table.
 
-    def fill(start: int) -> float:
+    The two take turns and each is judged by its best, so that a busy machine is no history.
+    """
+
+    def fill(into: Store, start: int, count: int = 200) -> float:
         began = time.perf_counter()
-        wait([store.journal.append(op(start + n)) for n in range(1500)], timeout=60)
+        wait([into.journal.append(op(start + n)) for n in range(count)], timeout=60)
         return time.perf_counter() - began
 
-    times = [fill(1500 * n) for n in range(rounds + 1)]
-    assert min(times[-2:]) < 2 * max(times[:2])
+    fill(store, 0, 6000)
+    fresh = Store(new_url(), full_sync=False)
+    starts = range(6000, 8000, 200)
+    turns = [(fill(store, n), fill(fresh, n)) for n in starts]
+    fresh.close()
+    long, short = (min(times) for times in zip(*turns, strict=True))
+    assert long < 2 * short
 
 
 def test_a_sweep_of_many_results_never_keeps_a_request_waiting(store: Store) -> None:

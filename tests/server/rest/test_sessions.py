@@ -145,7 +145,7 @@ async def test_a_trace_is_made_of_journal_timings(world: World) -> None:
     run = next(event for event in trace["traceEvents"] if event["ph"] == "X")
     assert run["name"] == "forward_backward"
     assert run["ts"] == pytest.approx((now - 1) * 1e6)
-    assert run["dur"] == pytest.approx(1e6, rel=0.5)
+    assert 1e6 <= run["dur"] <= (time.time() - now + 1) * 1e6  # it ended when `finish` was called
     assert run["args"]["waited_ms"] == pytest.approx(2000, rel=0.01)
     assert sum(event["ph"] == "i" for event in trace["traceEvents"]) == 1
 
