@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tinkex import ServiceClient
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes import dpo, rl, sft
 from tinkex.recipes.loop import batch_at, learning_rate_at
 from tinkex.recipes.run_log import RunLog
@@ -83,8 +83,10 @@ def test_a_crashed_sft_run_resumes_exactly(service, sft_config, tmp_path):
 def test_a_finished_run_started_again_trains_no_further(service, sft_config):
     first = sft.train(sft_config, service, quiet, quiet)
     before = curve(sft_config.log_dir)
-    assert sft.train(sft_config, service, quiet, quiet).state_path == first.state_path
+    notes = []
+    assert sft.train(sft_config, service, quiet, notes.append).state_path == first.state_path
     assert curve(sft_config.log_dir) == before
+    assert "holds a finished run" in notes[-1]
 
 
 def test_other_settings_in_the_same_folder_are_refused(service, sft_config):
@@ -121,6 +123,7 @@ def test_rows_that_are_too_long_are_reported(service, sft_config):
     with open(sft_config.data, "a") as file:
         file.write(json.dumps({"prompt": "long", "completion": "word " * 200}) + "\n")
     sft.train(replace(sft_config, max_length=100), service, quiet, notes.append)
+    assert notes[0].splitlines()[0].endswith(": 10 usable rows, 1 not usable")
     assert "line 11" in notes[0]
     assert "more than max_length 100" in notes[0]
 
@@ -194,6 +197,19 @@ def test_an_answers_advantage_is_its_reward_above_the_groups_mean():
     assert first.loss_fn_inputs["advantages"].tolist() == [0.0, 0.5, 0.5]
     assert second.loss_fn_inputs["advantages"].tolist() == [0.0, -0.5, -0.5]
     assert first.loss_fn_inputs["logprobs"].tolist() == [0.0, -1.0, -2.0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", None])
+def test_a_reward_that_is_no_number_names_the_prompt_and_the_answer(value):
+    question = rl.Question(tokens=[1], row={}, line=7)
+    with pytest.raises(InvalidInputError, match="reward function failed on prompt 7 .* 'said'"):
+        rl.judge(lambda text, row: value, "said", question)
+
+
+@pytest.mark.parametrize("share", [1, 2, -0.1, float("nan")])
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(sft_config, share):
+    with pytest.raises(ConfigError, match="eval_share must be at least 0 and below 1"):
+        replace(sft_config, eval_share=share)
 
 
 def test_a_group_of_one_is_refused(tmp_path):

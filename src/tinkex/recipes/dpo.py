@@ -23,8 +23,10 @@ from tinkex.recipes.loop import (
     Schedule,
     batch_at,
     check_positive,
+    check_share,
     finish,
     learning_rate_at,
+    note_if_finished,
     open_training,
     print_step,
     save,
@@ -63,6 +65,7 @@ class DpoConfig:
     def __post_init__(self) -> None:
         check_positive(self, "rank", "learning_rate", "batch_size", "epochs", "beta", "max_length")
         check_positive(self, "eval_every", "save_every")
+        check_share(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +94,7 @@ def train(
     pairs, held_out = split_off(pairs, config.eval_share)
     held_out_reference = reference_logprobs(reference, answers_of(held_out))
     num_steps = math.ceil(len(pairs) * config.epochs / config.batch_size)
+    note_if_finished(on_note, log, start, num_steps)
 
     metrics: dict[str, float] = {}
     with stop_between_steps(on_note) as stop:

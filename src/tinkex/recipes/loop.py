@@ -133,12 +133,14 @@ def usable(loaded: Loaded[T], convert: Callable[[T], R]) -> list[R]:
     """Convert every row; a row that does not convert joins the bad ones."""
     from tinkex.recipes.data import BadRow
 
-    converted = []
+    converted, kept = [], []
     for row in loaded.rows:
         try:
             converted.append(convert(row))
+            kept.append(row)
         except InvalidInputError as exc:
             loaded.bad.append(BadRow(line=row.line, reason=str(exc)))  # type: ignore[attr-defined]
+    loaded.rows = kept
     loaded.bad.sort(key=lambda bad: bad.line)
     if not converted:
         raise InvalidInputError(f"No usable row.\n{loaded.report()}")
@@ -149,6 +151,23 @@ def check_positive(config: Any, *names: str) -> None:
     for name in names:
         if not getattr(config, name) > 0:
             raise ConfigError(f"{name} must be above 0, got {getattr(config, name)}.")
+
+
+def check_share(config: Any) -> None:
+    if not 0 <= config.eval_share < 1:
+        raise ConfigError(
+            f"eval_share must be at least 0 and below 1, got {config.eval_share}: it is the part "
+            "of the rows that is held out, and the others are trained on."
+        )
+
+
+def note_if_finished(on_note: OnNote, log: RunLog, start: int, num_steps: int) -> None:
+    """A run that has nothing left to do should not look like one that was just trained."""
+    if start >= num_steps:
+        on_note(
+            f"{log.folder} holds a finished run of {start} steps; nothing is trained. "
+            "For another run name another log folder."
+        )
 
 
 class StopRequest:

@@ -8,6 +8,7 @@ answers to the same prompt, so no value model is needed (GRPO). The reward is an
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +26,10 @@ from tinkex.recipes.loop import (
     Schedule,
     batch_at,
     check_positive,
+    check_share,
     finish,
     learning_rate_at,
+    note_if_finished,
     open_training,
     print_step,
     save,
@@ -63,6 +66,7 @@ class RlConfig:
     def __post_init__(self) -> None:
         check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
         check_positive(self, "temperature", "eval_every", "save_every")
+        check_share(self)
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size must be at least 2, got {self.group_size}: "
@@ -109,6 +113,7 @@ def train(
     )
     on_note(loaded.report())
     questions, held_out = split_off(questions, config.eval_share, at_most=32)
+    note_if_finished(on_note, log, start, config.steps)
 
     metrics: dict[str, float] = {}
     with stop_between_steps(on_note) as stop:
@@ -226,7 +231,10 @@ def evaluate(
 def judge(reward: Reward, text: str, question: Question) -> float:
     """Call the user's function, and name the row when it goes wrong."""
     try:
-        return float(reward(text, question.row))
+        value = float(reward(text, question.row))
+        if not math.isfinite(value):
+            raise ValueError(f"a reward must be a finite number, got {value}")
+        return value
     except Exception as exc:
         raise InvalidInputError(
             f"the reward function failed on prompt {question.line} with the answer {text[:80]!r}: "

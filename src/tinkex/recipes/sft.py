@@ -23,8 +23,10 @@ from tinkex.recipes.loop import (
     Schedule,
     batch_at,
     check_positive,
+    check_share,
     finish,
     learning_rate_at,
+    note_if_finished,
     open_training,
     print_step,
     save,
@@ -64,6 +66,7 @@ class SftConfig:
             self, "rank", "learning_rate", "batch_size", "epochs", "max_length", "eval_every"
         )
         check_positive(self, "save_every")
+        check_share(self)
 
 
 def train(
@@ -81,6 +84,7 @@ def train(
     on_note(loaded.report())
     examples, held_out = split_off(rows, config.eval_share)
     num_steps = math.ceil(len(examples) * config.epochs / config.batch_size)
+    note_if_finished(on_note, log, start, num_steps)
 
     metrics: dict[str, float] = {}
     with stop_between_steps(on_note) as stop:
