@@ -152,12 +152,15 @@ def test_a_name_being_saved_again_is_not_trusted(server):
     client.close()
 
 
-def test_a_call_that_cannot_be_repeated_is_told(server):
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_call_that_cannot_be_repeated_is_told(server, is_awaited):
     """Without its effect the new run would be another one; nobody would notice."""
     client = new_client(server).with_recovery(quick(server))
     path = client.save_state("mine").result(30).path
     train(client, range(1))
-    client.load_state_with_optimizer(path).result(30)
+    loading = client.load_state_with_optimizer(path)
+    assert is_awaited or loading.cancel()
+    client.forward(batch(0), "cross_entropy").result(30)
     server.connect().create_rest_client().delete_checkpoint_from_tinker_path(path).result(30)
     delete_run(server, client)
     for _ in range(2):  # and it stays so

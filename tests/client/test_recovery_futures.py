@@ -231,6 +231,22 @@ async def test_the_queue_of_every_run_is_heard(server):
     client.close()
 
 
+def test_a_client_of_the_users_own_keeps_its_methods(server):
+    counted = []
+
+    class Counting(TrainingClient):
+        def forward(self, *args, **kwargs):
+            counted.append(args)
+            return super().forward(*args, **kwargs)
+
+    plain = new_client(server)
+    own = Counting(plain.holder, plain.model_seq_id, plain.model_id)
+    client = own.with_recovery(quick(server))
+    client.forward(batch(0), "cross_entropy").result(30)
+    assert len(counted) == 1
+    client.close()
+
+
 def test_one_policy_per_run(server):
     client = new_client(server).with_recovery(quick(server))
     with pytest.raises(ConfigError, match=r"client\.client\.with_recovery"):

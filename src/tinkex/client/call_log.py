@@ -44,6 +44,8 @@ class RecordedCall:
     answer: APIFuture[Any] = field(default_factory=APIFuture)
     """What the caller has. It ends with a result, an error of the caller's own making, or when
     the caller cancels it: whichever comes first."""
+    has_succeeded: bool = False
+    """A run did it, whether or not anyone waited for the result."""
 
     @property
     def is_settled(self) -> bool:
@@ -52,12 +54,6 @@ class RecordedCall:
             return True
         future = self.made[0]
         return bool(future.done() and not future.cancelled() and not future.exception())
-
-    @property
-    def has_succeeded(self) -> bool:
-        """Its result was delivered."""
-        answer = self.answer
-        return answer.done() and not answer.cancelled() and answer.exception() is None
 
     @property
     def is_open(self) -> bool:

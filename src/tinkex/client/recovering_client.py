@@ -228,6 +228,7 @@ class RecoveringTrainingClient(TrainingClient):
         elif future.exception() is not None:
             self._keeper.submit(self._judge, call, future)
         else:
+            call.has_succeeded = True
             self._note(call, future.result())
             if call.answer._succeed(future.result()):
                 self._num_in_vain = 0
@@ -357,7 +358,7 @@ class RecoveringTrainingClient(TrainingClient):
     def _fail_all(self, error: Callable[[], BaseException]) -> None:
         """All who wait are told; what they were told failed is not made again later."""
         with self._lock:
-            waiting = [call for call in self._unanswered if not call.is_settled]
+            waiting = [call for call in tuple(self._unanswered) if not call.is_settled]
             for call in waiting:
                 self._log.drop(call)
                 call.made = (None, None)  # whatever its run still says
@@ -389,7 +390,7 @@ class RecoveringTrainingClient(TrainingClient):
             self._rebuilding = None
             self._take_saves()
             self._rebuilding = reason
-            for call in self._unanswered:
+            for call in tuple(self._unanswered):  # the loop takes out what it answers meanwhile
                 call.answer.waiting.state, call.answer.waiting.reason = "queued", reason
                 call.answer.follow(None)
 
@@ -445,7 +446,7 @@ class RecoveringTrainingClient(TrainingClient):
     def _check_repeated(
         self, call: RecordedCall, future: APIFuture[Any], run: TrainingClient
     ) -> None:
-        """Wait for a call whose result was delivered. Failing now, it would leave another state."""
+        """Wait for a call that had succeeded. Failing now, it would leave another state."""
         if not call.has_succeeded:
             return
         try:
@@ -500,7 +501,7 @@ def _submit(call: RecordedCall, seen: Any, run: TrainingClient) -> APIFuture[Any
     """Make the call on `run`, or on what stands for it."""
     args = [_rebound(arg, run) for arg in call.args]
     kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
-    future: APIFuture[Any] = getattr(TrainingClient, call.method)(seen, *args, **kwargs)
+    future: APIFuture[Any] = getattr(type(run), call.method)(seen, *args, **kwargs)
     return future
 
 
