@@ -6,7 +6,7 @@ R ranks of all modules of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine import lora_kernels
-from tinkex.engine.lora import Adapter, LoraBatch
+from tinkex.engine.lora import Adapter, LoraBatch, Span
 from tinkex.engine.lora_layout import LinearLayout, layouts
 from tinkex.engine.lora_operand import low_precision_flat
 from tinkex.engine.transfer import send
@@ -79,13 +79,22 @@ class SlotLora:
     layout: LinearLayout
 
     def add_(self, y_BO: Tensor, x_BI: Tensor) -> None:
-        flat_SP, layout = self.slots.flat_SP, self.layout
-        blocks_M3 = self.slots.blocks_M3[: self.slots.most_blocks(len(x_BI))]
-        h_BR = lora_kernels.shrink(
-            x_BI, flat_SP, blocks_M3, self.slots.arrived, layout.at, layout.ranks
-        )
-        for factor in layout.outer:
-            lora_kernels.expand_(y_BO, h_BR, flat_SP, factor, blocks_M3)
+        slots = self.slots
+        blocks_M3 = slots.blocks_M3[: slots.most_blocks(len(x_BI))]
+        _add_(y_BO, x_BI, slots.flat_SP, blocks_M3, slots.arrived, self.layout)
+
+
+def _add_(
+    y_BO: Tensor,
+    x_BI: Tensor,
+    flat_SP: Tensor,
+    blocks_M3: Tensor,
+    arrived: Tensor,
+    layout: LinearLayout,
+) -> None:
+    h_BR = lora_kernels.shrink(x_BI, flat_SP, blocks_M3, arrived, layout.at, layout.ranks)
+    for factor in layout.outer:
+        lora_kernels.expand_(y_BO, h_BR, flat_SP, factor, blocks_M3)
 
 
 # ---------------------------------------------------------------------- any rows
@@ -99,15 +108,21 @@ class _Rows:
     flat_1P: Tensor
     blocks_M3: Tensor
     arrived: Tensor
-    layout: LinearLayout
+    layouts: Mapping[str, LinearLayout]
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        x_tI, y_tO, layout = x_TI[self.rows], y_TO[self.rows], self.layout
-        h_tR = lora_kernels.shrink(
-            x_tI, self.flat_1P, self.blocks_M3, self.arrived, layout.at, layout.ranks
+    @classmethod
+    def of(cls, span: Span, dtype: torch.dtype) -> _Rows:
+        adapter, size = span.adapter, span.stop - span.start
+        device, by_key = adapter.flat.device, layouts(adapter)
+        blocks = [(0, at, size) for at in range(0, size, lora_kernels.ROWS)]
+        widest = max(layout.ranks for layout in by_key.values())
+        return cls(
+            slice(span.start, span.stop),
+            low_precision_flat(adapter, dtype)[None],
+            send(blocks, device, torch.int32),
+            torch.zeros(len(blocks) * widest, dtype=torch.int32, device=device),
+            by_key,
         )
-        for factor in layout.outer:
-            lora_kernels.expand_(y_tO, h_tR, self.flat_1P, factor, self.blocks_M3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +130,16 @@ class RowLora:
     """All adapters of one linear in a batch; see `lora_operand.LoraAddend`."""
 
     members: tuple[_Rows, ...]
+    key: str
 
     def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        for member in self.members:
-            member.add_(y_TO, x_TI)
+        for one in self.members:
+            y_tO, x_tI = y_TO[one.rows], x_TI[one.rows]
+            _add_(y_tO, x_tI, one.flat_1P, one.blocks_M3, one.arrived, one.layouts[self.key])
 
 
 def row_addends(lora: LoraBatch | None, dtype: torch.dtype) -> dict[str, RowLora]:
     """By linear: what a batch's adapters add, each row as if it were alone."""
-    members: dict[str, list[_Rows]] = {}
-    for span in lora.spans if lora is not None else ():
-        adapter, size = span.adapter, span.stop - span.start
-        device, flat_1P = adapter.flat.device, low_precision_flat(adapter, dtype)[None]
-        starts = range(0, size, lora_kernels.ROWS)
-        blocks_M3 = send([(0, at, size) for at in starts], device, torch.int32)
-        by_key = layouts(adapter)
-        widest = max(layout.ranks for layout in by_key.values())
-        arrived = torch.zeros(len(blocks_M3) * widest, dtype=torch.int32, device=device)
-        for key, layout in by_key.items():
-            one = _Rows(slice(span.start, span.stop), flat_1P, blocks_M3, arrived, layout)
-            members.setdefault(key, []).append(one)
-    return {key: RowLora(tuple(some)) for key, some in members.items()}
+    members = [_Rows.of(span, dtype) for span in (lora.spans if lora is not None else ())]
+    keys = dict.fromkeys(key for one in members for key in one.layouts)
+    return {key: RowLora(tuple(m for m in members if key in m.layouts), key) for key in keys}
