@@ -28,14 +28,9 @@ format: $(STAMP)
 quickstart: $(STAMP)
 	$(BIN)/tinkex quickstart
 
-# What failed beside other work gets one more chance, alone and in plain sight: a test that needs it
-# depends on time and should be mended.
-AGAIN = { echo "make test: failed tests run once more, alone:"; $(BIN)/python -m pytest --last-failed \
-  --last-failed-no-failures none -m "not slow and not gpu"; }
-
 test: $(STAMP)
 	sh tests/store/install_postgres.sh
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" || $(AGAIN)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow"
