@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,23 @@ def test_a_dead_record_is_replaced_and_a_broken_server_shows_its_last_words(
     monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "nonsense")
     with pytest.raises(LocalServerError, match="(?s)ended at once.*nonsense"):
         tinkex.ServiceClient().get_server_capabilities()
+
+
+def test_a_folder_that_another_server_uses_is_one_line_with_the_ways_out(
+    home: Path, monkeypatch: pytest.MonkeyPatch, start_server: Callable[..., Any]
+) -> None:
+    """A `tinkex serve` of one's own on the same folder, the commonest way to meet it."""
+    (home / "server").mkdir()
+    (home / "local-server.log").write_text("old news\n")
+    with start_server(home / "server", "--engine", "toy") as base_url:
+        assert base_url
+        with pytest.raises(LocalServerError) as caught, tinkex.ServiceClient() as service:
+            service.get_server_capabilities()
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("The embedded server ended at once.")
+    assert len(rest) == 1
+    assert "Error: Another server uses" in rest[0]
+    assert "use it (TINKER_BASE_URL names its address)" in rest[0]
 
 
 def test_the_server_does_not_inherit_the_clients_settings(

@@ -204,6 +204,7 @@ def _start(
         )
     started = time.monotonic()
     with log_path.open("ab") as log:
+        before = log.seek(0, os.SEEK_END)
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -212,7 +213,7 @@ def _start(
             env={k: v for k, v in env.items() if not k.startswith(_NOT_FOR_THE_SERVER)},
             start_new_session=True,  # Ctrl-C in a notebook must not stop a shared server
         )
-    announced = _first_line(child, started, log_path)
+    announced = _first_line(child, started, log_path, before)
     _children[:] = [*(other for other in _children if other.poll() is None), child]
     base_url = str(announced["base_url"])
     _write_record(record, {**_read_record(record), "base_url": base_url, "pid": child.pid})
@@ -243,7 +244,9 @@ def _check_installed() -> None:
         )
 
 
-def _first_line(child: subprocess.Popen[bytes], started: float, log_path: Path) -> dict[str, Any]:
+def _first_line(
+    child: subprocess.Popen[bytes], started: float, log_path: Path, before: int
+) -> dict[str, Any]:
     """The JSON line that the server prints once it answers."""
     import selectors
 
@@ -268,16 +271,19 @@ def _first_line(child: subprocess.Popen[bytes], started: float, log_path: Path) 
         child.wait()
         how = "ended at once" if ended else f"did not start within {START_TIMEOUT_S:.0f} s"
         raise LocalServerError(
-            f"The embedded server {how}. Its last words ({log_path}):\n{_tail(log_path)}"
+            f"The embedded server {how}. Its last words ({log_path}):\n{_tail(log_path, before)}"
         ) from None
     finally:
         child.stdout.close()
     return dict(announced)
 
 
-def _tail(path: Path, num_lines: int = 12) -> str:
+def _tail(path: Path, since: int | None = None, num_lines: int = 12) -> str:
+    """The end of a log from byte `since` on; from its last error on, when it ends with one."""
     with contextlib.suppress(OSError):
-        return "\n".join(path.read_text("utf-8", "replace").splitlines()[-num_lines:])
+        lines = path.read_bytes()[since or 0 :].decode("utf-8", "replace").splitlines()[-num_lines:]
+        errors = [index for index, line in enumerate(lines) if line.startswith("Error: ")]
+        return "\n".join(lines[errors[-1] :] if since is not None and errors else lines)
     return ""
 
 
