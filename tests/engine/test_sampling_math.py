@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from tinkex.engine import jobs
-from tinkex.engine.rng import sample_key, uniform
+from tinkex.engine.rng import sample_key, uniform, uniforms
 from tinkex.engine.sampling_math import Settings, draw, logprobs_of, top_sampled
 from tinkex.engine.toy_model import Row
 from tinkex.engine.toy_sampling import _filtered
@@ -45,8 +47,12 @@ def expected(setting: tuple[float, int, float]) -> np.ndarray:
     return np.exp(_filtered(row, job))
 
 
+def numbers(keys: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([uniforms(key, 0) for key in keys], dtype=torch.float64)
+
+
 def drawn(setting: tuple[float, int, float], num: int = NUM) -> tuple[np.ndarray, np.ndarray]:
-    u = torch.tensor([uniform(sample_key(7, i), 0) for i in range(num)])
+    u = numbers(sample_key(7, i) for i in range(num))
     settings = Settings.of([setting] * num, VOCAB)
     tokens, logprobs = draw(logits().repeat(num, 1), settings, u)
     return tokens.numpy(), logprobs.numpy()
@@ -76,7 +82,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(name):
 def test_rows_of_one_batch_keep_their_own_settings():
     """A row gives the same alone and in a batch with every other setting."""
     rows = [*SETTINGS.values(), (0.0, -1, 1.0), (0.0, 3, 0.5)] * 20
-    u = torch.tensor([uniform(3, i) for i in range(len(rows))])
+    u = numbers(sample_key(3, i) for i in range(len(rows)))
     together, together_lp = draw(logits().repeat(len(rows), 1), Settings.of(rows, VOCAB), u)
     for i, row in enumerate(rows):
         alone, alone_lp = draw(logits()[None].clone(), Settings.of([row], VOCAB), u[i : i + 1])
@@ -97,7 +103,7 @@ def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(name, u):
     cruel = torch.full((1, VOCAB), -1e9)
     cruel[0, 100:103] = torch.tensor([0.0, -1.0, 0.5])
     settings = Settings.of([SETTINGS[name]], VOCAB)
-    tokens, logprobs = draw(cruel, settings, torch.tensor([u]))
+    tokens, logprobs = draw(cruel, settings, torch.tensor([[u, u, u]], dtype=torch.float64))
     assert tokens.item() in (100, 101, 102)
     assert logprobs.item() > -10
 
@@ -105,7 +111,7 @@ def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token(name, u):
 def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
     """A nearly flat row: its nucleus is wider than the short cut."""
     flat = torch.zeros(1, 2000)
-    u = torch.tensor([uniform(1, i) for i in range(4000)])
+    u = numbers(sample_key(1, i) for i in range(4000))
     settings = Settings.of([(1.0, -1, 0.9)] * 400, 2000)
     seen: set[int] = set()
     for part in u.split(400):
@@ -117,7 +123,7 @@ def test_top_sampled_lists_the_distribution_and_leaves_filtered_cells_empty():
     setting = (0.7, 3, 1.0)
     settings = Settings.of([setting, (1.0, -1, 1.0)], VOCAB)
     scaled = logits().repeat(2, 1)
-    draw(scaled, settings, torch.tensor([0.1, 0.1]))
+    draw(scaled, settings, torch.full((2, 3), 0.1))
     ids, values = top_sampled(scaled, settings, 5)
     probs = expected(setting)
     assert values[0, 3:].tolist() == [-99999.0] * 2
@@ -132,3 +138,34 @@ def test_uniform_numbers_are_uniform_and_independent_of_order():
     assert stats.kstest(numbers.ravel(), "uniform").pvalue > 0.001
     assert abs(np.corrcoef(numbers[:-1].ravel(), numbers[1:].ravel())[0, 1]) < 0.03
     assert abs(np.corrcoef(numbers[:, :-1].ravel(), numbers[:, 1:].ravel())[0, 1]) < 0.03
+
+
+def test_rounding_changes_hardly_any_token_of_a_large_flat_vocabulary():
+    """Logits that differ in their last bits, as they do with the batch: 3 of 20,000 may flip.
+
+    One number for all cells would flip about 300: the sum before a cell is off by more than the
+    cell's own weight.
+    """
+    vocab, num = 49_152, 200
+    generator = torch.Generator().manual_seed(1)
+    plain = (1.0, -1, 1.0)
+    flips = 0
+    for start in range(100):
+        row = torch.randn(vocab, generator=generator) * 2
+        noisy = row + torch.randn(vocab, generator=generator) * 5e-6
+        u = numbers(sample_key(start, i) for i in range(num))
+        settings = Settings.of([plain] * num, vocab)
+        one, other = (draw(x.expand(num, -1).clone(), settings, u)[0] for x in (row, noisy))
+        flips += int((one != other).sum())
+    assert flips <= 3
+
+
+def test_the_numbers_of_one_draw_are_independent():
+    sets = np.array([uniforms(sample_key(5, i), t) for i in range(200) for t in range(100)])
+    assert (
+        sets[:, 0] == [uniform(sample_key(5, i), t) for i in range(200) for t in range(100)]
+    ).all()
+    correlation = np.corrcoef(sets.T) - np.eye(sets.shape[1])
+    assert np.abs(correlation).max() < 0.03
+    for column in sets.T:
+        assert stats.kstest(column, "uniform").pvalue > 0.001

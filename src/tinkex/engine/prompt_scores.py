@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkex.engine import jobs
-from tinkex.engine.rng import PROMPT_ALT, sample_key, uniform
+from tinkex.engine.rng import PROMPT_ALT, sample_key, uniforms
 from tinkex.engine.sampling_math import EMPTY_LOGPROB, Settings, draw, logprobs_of, top_logprobs
+from tinkex.engine.transfer import send
 from tinkex.errors import InvalidInputError
 
 
@@ -78,8 +79,8 @@ class PromptScores:
         settings = Settings.of([setting] * len(rows), self.vocab_size, device)
         for j in range(job.prompt_alt_tokens_k):
             key = sample_key(self.seed, j, PROMPT_ALT)
-            uniform_N = torch.tensor([uniform(key, row) for row in rows], device=device)
-            tokens_N, logprobs_N = draw(logits_NV.clone(), settings, uniform_N)
+            uniform_N3 = send([uniforms(key, row) for row in rows], device, torch.float64)
+            tokens_N, logprobs_N = draw(logits_NV.clone(), settings, uniform_N3)
             self.alt.token_ids[rows.start : rows.stop, j] = tokens_N.cpu().numpy()
             self.alt.logprobs[rows.start : rows.stop, j] = logprobs_N.cpu().numpy()
 

@@ -13,6 +13,8 @@ _MASK = (1 << 64) - 1
 # Domain tags keep the draws of one job apart: token draws and alternative prompt draws.
 TOKEN = 0
 PROMPT_ALT = 1
+LEVELS = 3
+"""Numbers that one draw from a vocabulary takes; see `sampling_math`."""
 
 
 def _mix(x: int) -> int:
@@ -31,6 +33,15 @@ def sample_key(seed: int, sample_index: int, domain: int = TOKEN) -> int:
 def uniform(key: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits."""
     return float(_mix(key ^ _mix(position)) >> 11) * 2.0**-53
+
+
+def uniforms(key: int, position: int) -> tuple[float, ...]:
+    """`LEVELS` such numbers, of which `uniform` is the first."""
+    state, numbers = _mix(key ^ _mix(position)), []
+    for _ in range(LEVELS):
+        numbers.append(float(state >> 11) * 2.0**-53)
+        state = _mix(state)
+    return tuple(numbers)
 
 
 def fresh_seed() -> int:

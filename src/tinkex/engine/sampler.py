@@ -29,7 +29,7 @@ from tinkex.engine.kv_cache import BlockPool
 from tinkex.engine.lora import Adapter, LoraBatch, Span
 from tinkex.engine.paged import PagedAttend, PagedCache, kv_bytes_per_token
 from tinkex.engine.prompt_scores import PromptScores
-from tinkex.engine.rng import fresh_seed, sample_key, uniform
+from tinkex.engine.rng import fresh_seed, sample_key, uniforms
 from tinkex.engine.sample_checks import check_sample_job
 from tinkex.engine.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
@@ -441,9 +441,9 @@ class Sampler:
     def _draw(self, samples: list[_Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
         """Draw a token for each sample, of which `num_unread` drawn before are not read yet."""
         settings = self._settings_of(samples)
-        numbers = [uniform(sample.key, sample.num_sampled + num_unread) for sample in samples]
-        uniform_N = send(numbers, logits_NV.device, torch.float32)
-        tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N)
+        numbers = [uniforms(sample.key, sample.num_sampled + num_unread) for sample in samples]
+        uniform_N3 = send(numbers, logits_NV.device, torch.float64)
+        tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
         wanted = [torch.stack((tokens_N.double(), logprobs_N.double()))]
         if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
             wanted += top_sampled(logits_NV, settings, widest)

@@ -1,15 +1,18 @@
 """From logits to tokens and logprobs, for a batch of rows with different settings.
 
-One uniform number per row decides (see `rng`): the token is the inverse distribution function at
-that number, so a row's draw depends on nothing but its own logits, settings and number. Weights are
-whole numbers (the likeliest token's is 2^40), so their sums are exact in whatever order a device
-adds. Temperature comes first, then top_k, then top_p on what is left. The reported logprob is that
-of the distribution sampled from; a greedy row, whose distribution is a single point, reports its
-logprob at temperature 1. So at temperature 1 without filters it is what the trainer computes.
+Uniform numbers of a row's own decide (see `rng`), so its draw depends on nothing but its logits and
+settings: one picks a group of 4,096 cells by its share of the weight, one 64 of these, one the
+cell. A single number for all cells would make a token depend on the sum of all weights before it,
+and rounding that moves this sum by a millionth would change tokens that are rarer than that.
+Weights are whole numbers (the likeliest token's is 2^40), so their sums are exact in whatever order
+a device adds. Temperature comes first, then top_k, then top_p on what is left. The reported logprob
+is that of the distribution sampled from; a greedy row, whose distribution is a single point,
+reports its logprob at temperature 1. So at temperature 1 without filters it is what the trainer
+computes.
 
 Knows tensors only. Nothing here waits for the device except `nucleus` on a CPU, where that is free.
 
-Shapes: N rows, V vocabulary, C chunks of W cells, K candidates.
+Shapes: N rows, V vocabulary, K candidates, X some cells.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from tinkex.engine.transfer import send
 EMPTY_LOGPROB = -99999.0
 _ONE = float(1 << 40)
 """The weight of a row's likeliest token."""
-_WIDTH = 128
+_WIDTH = 64
+_GROUP = _WIDTH * _WIDTH
 _FEW = 512
 """Candidates tried before a whole vocabulary is sorted for top_p."""
 
@@ -78,16 +82,16 @@ def logprobs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     return picked_N - logits_NV.logsumexp(1)
 
 
-def draw(logits_NV: Tensor, settings: Settings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens [N], logprobs [N]). Overwrites `logits_NV`."""
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
     scaled_NV = _scaled(logits_NV, settings)
-    tokens_N, log_total_N = _draw_all(scaled_NV, uniform_N)
+    tokens_N, log_total_N = _pick(scaled_NV, uniform_N3)
     if greedy_tokens_N is not None:
         tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
     logprobs_N = scaled_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
     if settings.any_filter:
-        kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N)
+        kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N3)
         plain_N = (settings.top_k_N == logits_NV.shape[1]) & (settings.top_p_N >= 1)
         plain_N |= settings.greedy_N
         tokens_N = torch.where(plain_N, tokens_N, kept_N)
@@ -113,29 +117,31 @@ def _log(total: Tensor) -> Tensor:
     return (total.double() / _ONE).log().float()
 
 
-def _level(uniform_N: Tensor, total_N1: Tensor) -> Tensor:
-    """Where in the sum a row's number points: below it, so the cell found is never empty."""
-    below_one = uniform_N[:, None].double().clamp(max=1 - 2**-24)
-    return (below_one * total_N1.double()).to(torch.int64)
-
-
-def _draw_all(scaled_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens, log of the sum of weights): a chunk of cells is drawn, then a cell of it."""
-    num_rows, vocab_size = scaled_NV.shape
-    num_chunks = -(-vocab_size // _WIDTH)
-    weights = torch.zeros(num_rows, num_chunks * _WIDTH, dtype=torch.int64, device=scaled_NV.device)
-    weights[:, :vocab_size] = torch.exp(scaled_NV).mul_(_ONE)
-    weights_NCW = weights.view(num_rows, num_chunks, _WIDTH)
-    ends_NC = weights_NCW.sum(2).cumsum(1)
-    total_N1 = ends_NC[:, -1:]
-    level_N1 = _level(uniform_N, total_N1)
+def _pick(scaled_NX: Tensor, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
+    """(a cell of each row [N], the log of the row's weight [N])."""
+    num_rows, num_cells = scaled_NX.shape
+    num_groups = -(-num_cells // _GROUP)
+    shape = (num_rows, num_groups, _WIDTH, _WIDTH)
+    cells = torch.zeros(shape, dtype=torch.int64, device=scaled_NX.device)
+    cells.view(num_rows, -1)[:, :num_cells] = torch.exp(scaled_NX).mul_(_ONE)
+    lines = cells.sum(3)
+    groups = lines.sum(2)
+    group_N, total_N = _choose(groups, uniform_N3[:, 0])
+    every_N = torch.arange(num_rows, device=scaled_NX.device)
+    line_N, _ = _choose(lines[every_N, group_N], uniform_N3[:, 1])
+    cell_N, _ = _choose(cells[every_N, group_N, line_N], uniform_N3[:, 2])
     # Clamped for rows that are not numbers; their logprob says so.
-    chunk_N1 = torch.searchsorted(ends_NC, level_N1, right=True).clamp_(max=num_chunks - 1)
-    before_N1 = torch.where(chunk_N1 > 0, ends_NC.gather(1, (chunk_N1 - 1).clamp(min=0)), 0)
-    cells_NW = weights_NCW.gather(1, chunk_N1[:, :, None].expand(-1, -1, _WIDTH))[:, 0]
-    inside_N1 = torch.searchsorted(cells_NW.cumsum(1), level_N1 - before_N1, right=True)
-    token_N1 = (chunk_N1 * _WIDTH + inside_N1).clamp_(max=vocab_size - 1)
-    return token_N1[:, 0], _log(total_N1[:, 0])
+    picked_N = ((group_N * _WIDTH + line_N) * _WIDTH + cell_N).clamp_(max=num_cells - 1)
+    return picked_N, _log(total_N)
+
+
+def _choose(weights_NX: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(an index of each row by its weight, the row's sum); never one of weight 0."""
+    ends_NX = weights_NX.cumsum(1)
+    total_N = ends_NX[:, -1]
+    level_N = (uniform_N.double().clamp(max=1 - 2**-24) * total_N.double()).to(torch.int64)
+    index_N = torch.searchsorted(ends_NX, level_N[:, None], right=True)[:, 0]
+    return index_N.clamp_(max=weights_NX.shape[1] - 1), total_N
 
 
 def filtered(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -171,15 +177,13 @@ def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
     return kept_NK.masked_fill(out_NK, float("-inf"))
 
 
-def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from the candidates that top_k and top_p leave."""
     ids_NK, values_NK = filtered(scaled_NV, settings)
-    ends_NK = _weights(values_NK).cumsum(1)
-    total_N1 = ends_NK[:, -1:]
-    index_N1 = torch.searchsorted(ends_NK, _level(uniform_N, total_N1), right=True)
-    index_N1 = index_N1.clamp_(max=ids_NK.shape[1] - 1)
-    logprobs_N = values_NK.gather(1, index_N1)[:, 0] - _log(total_N1[:, 0])
-    return ids_NK.gather(1, index_N1)[:, 0], logprobs_N
+    place_N, log_total_N = _pick(values_NK, uniform_N3)
+    place_N1 = place_N[:, None]
+    logprobs_N = values_NK.gather(1, place_N1)[:, 0] - log_total_N
+    return ids_NK.gather(1, place_N1)[:, 0], logprobs_N
 
 
 def top_logprobs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
