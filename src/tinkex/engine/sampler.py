@@ -480,8 +480,14 @@ class Sampler:
             request.told_to_wait = False
             request.emit(jobs.Progress(job_id=sample.job_id, text="sampling"))
         if math.isnan(logprob):
-            name = request.job.adapter_folder or request.job.base_model
-            self._fail(request, f"the logits of {name} are not numbers; it has diverged", "user")
+            adapted = "an adapter of " if request.adapter is not None else ""
+            self._fail(
+                request,
+                f"the logits of {adapted}{request.job.base_model} are not finite: it has diverged. "
+                "Sample from an earlier checkpoint, and train on from there with a lower learning "
+                "rate.",
+                "user",
+            )
             return
         if request.max_tokens > 0:
             sample.tokens.append(token)
