@@ -266,13 +266,7 @@ def test_a_frame_that_asks_for_a_large_window_gets_no_memory(tmp_path: Path) -> 
     assert {answer.status_code for answer in answers} == {400}
     assert "without long-distance matching" in answers[-1].json()["detail"]
     assert grown_mib < 8
-
-    def obey() -> None:
-        reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(frame)
-        while reader.read(2**20):
-            pass
-
-    assert extra_mib(obey) > 64, "the frame is harmless, so this test shows nothing"
+    assert zstandard.get_frame_parameters(frame).window_size == 2**27
 
 
 @pytest.mark.parametrize(

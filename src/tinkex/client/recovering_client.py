@@ -322,7 +322,7 @@ class RecoveringTrainingClient(TrainingClient):
         events.emit("recovery.start", run_id=run.model_id, error_type=type(error).__name__)
         _tell(self.policy.on_lost, event)
         try:
-            done = self._rebuild(event)
+            done, answer = self._rebuild(event)
         except Exception as exc:
             self._give_up(event, exc)
             return
@@ -341,6 +341,7 @@ class RecoveringTrainingClient(TrainingClient):
             checkpoint=done.checkpoint,
         )
         _tell(self.policy.on_recovered, done)
+        answer()
 
     def _give_up(self, event: RecoveryEvent, error: Exception) -> None:
         self._num_in_vain = 0  # whoever asks again is given all attempts again
@@ -367,7 +368,8 @@ class RecoveringTrainingClient(TrainingClient):
 
     # -- the keeper: rebuilding
 
-    def _rebuild(self, event: RecoveryEvent) -> RecoveryEvent:
+    def _rebuild(self, event: RecoveryEvent) -> tuple[RecoveryEvent, Callable[[], None]]:
+        """What there is to tell, and the call that then lets the new run answer."""
         if self._num_in_vain >= self.policy.max_attempts:
             raise HopelessError(f"{self._num_in_vain} new runs were lost at once")
         for attempt in range(1, self.policy.max_attempts + 1):
@@ -394,23 +396,35 @@ class RecoveringTrainingClient(TrainingClient):
                 call.answer.waiting.state, call.answer.waiting.reason = "queued", reason
                 call.answer.follow(None)
 
-    def _attempt(self, event: RecoveryEvent) -> RecoveryEvent:
+    def _attempt(self, event: RecoveryEvent) -> tuple[RecoveryEvent, Callable[[], None]]:
         service = self._rebuilder.connect()
         try:
-            saved, run, num_repeated = self._move_to(service)
+            saved, made, lost = self._move_to(service)
         except BaseException:
             service.close("errored", "an attempt to rebuild a run failed")
             raise
-        return replace(
+        done = replace(
             event,
-            new_run_id=run.model_id,
+            new_run_id=self.client.model_id,
             checkpoint=saved.path,
-            num_repeated=num_repeated,
+            num_repeated=len(made),
             num_forgotten=self._log.num_forgotten(saved),
         )
 
-    def _move_to(self, service: ServiceClient) -> tuple[Saved, TrainingClient, int]:
-        """A new run there, on which every call is made that the checkpoint does not hold."""
+        def answer() -> None:
+            for call, future in made.items():  # without the lock: answers wake foreign code
+                future.add_done_callback(functools.partial(self._ended, call))
+            self._abandon_run(lost, saved)
+
+        return done, answer
+
+    def _move_to(
+        self, service: ServiceClient
+    ) -> tuple[Saved, dict[RecordedCall, APIFuture[Any]], TrainingClient]:
+        """A new run there, on which every call is made that the checkpoint does not hold.
+
+        Returns that checkpoint, those calls, which nobody is told of yet, and the run that is lost.
+        """
 
         def give_up(reason: str) -> None:
             service.close("errored", reason)
@@ -438,10 +452,7 @@ class RecoveringTrainingClient(TrainingClient):
                     self._place(call, future, run)
             break
         self._sessions.leave_gone(run.holder)
-        for call, future in made.items():  # without the lock: answers wake foreign code
-            future.add_done_callback(functools.partial(self._ended, call))
-        self._abandon_run(lost, saved)
-        return saved, run, len(made)
+        return saved, made, lost
 
     def _check_repeated(
         self, call: RecordedCall, future: APIFuture[Any], run: TrainingClient

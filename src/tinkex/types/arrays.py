@@ -29,9 +29,10 @@ def token_array(tokens: Any, *, path: str = "tokens") -> NDArray[np.int32]:
         return pack_flat(tokens, "int32", path=path)
     if not hasattr(tokens, "__array__"):
         if isinstance(tokens, Mapping):  # what transformers' tokenizers return when called
+            fix = ". Take its ['input_ids']." if "input_ids" in tokens else ""
             raise InvalidInputError(
-                f"expected token ids, got {type(tokens).__name__} with {short(list(tokens))}. "
-                "Take its ['input_ids'].",
+                f"expected a list of token ids, got {type(tokens).__name__} with "
+                f"{short(list(tokens))}{fix}",
                 path=path,
             )
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
