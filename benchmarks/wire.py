@@ -9,7 +9,6 @@ another, and the two take turns, so that a busy machine slows both. Figures are 
 from __future__ import annotations
 
 import json
-import runpy
 import statistics
 import subprocess
 import sys
@@ -17,9 +16,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests/golden")]
 
 import report  # noqa: E402
+from record import peer_python  # noqa: E402
 
 PEER = "0.36.0"
 DATUMS, TOKENS, TURNS = 256, 2048, 5
@@ -140,8 +140,8 @@ def import_s(python: str, code: str) -> float:
 
 def main() -> int:
     report.parse("wire")
-    peer_python = runpy.run_path(str(ROOT / "tests/golden/record.py"))["peer_python"](PEER)
-    ours, theirs = Child(sys.executable, OURS), Child(peer_python, THEIRS)
+    python = peer_python(PEER)
+    ours, theirs = Child(sys.executable, OURS), Child(python, THEIRS)
     if ours.size_bytes != theirs.size_bytes:
         raise SystemExit(f"bodies differ: {ours.size_bytes} and {theirs.size_bytes} bytes")
     bars = {"lists": 1.5, "arrays": 4.0, "decode": 1.0}
@@ -164,7 +164,7 @@ def main() -> int:
         ("wire_import_and_use", used, None),
     ):
         turns = [
-            (import_s(sys.executable, code), import_s(peer_python, "import tinker"))
+            (import_s(sys.executable, code), import_s(python, "import tinker"))
             for _ in range(TURNS)
         ]
         mine, peer = (statistics.median(side) * 1e3 for side in zip(*turns, strict=True))
