@@ -50,7 +50,7 @@ def test_twenty_kills_cost_an_official_client_nothing_but_time(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     flags = ("--engine", "torch", "--device", "cpu", "--deterministic", "--model", str(tiny_model))
-    flags += ("--snapshot-every", "9")
+    flags += ("--snapshot-every", "21")
     with ServerProcess(tmp_path / "calm", *flags) as server:
         expected = run_loop(server, tiny_model)
     chance = random.Random(0)
@@ -80,7 +80,8 @@ def test_twenty_kills_cost_an_official_client_nothing_but_time(
             return True
 
         losses, weights = run_loop(server, tiny_model, disturb)
-        num_replays = server.log.count("replaying")
+        # What a worker lost is replayed; a server that starts goes on with what it finds.
+        num_replays = server.log.count("replaying") + server.log.count("goes on with")
         print(f"{NUM_KILLS} kills, {num_replays} replays")
     assert losses == expected[0]
     assert weights == expected[1]
