@@ -163,7 +163,7 @@ class ProcessWorker:
         ours, theirs = socket.socketpair()
         # A thread of the mathematics that waits for its peers spins for a moment, then sleeps.
         # Spinning on made decoding five times slower beside another busy process; sleeping at
-        # once (which other OpenMP libraries than GNU's are told) costs a fifth when alone.
+        # once (which other OpenMP libraries than GNU's are told) costs a tenth when alone.
         env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **os.environ}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tinkex.server.worker", str(theirs.fileno())],
