@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
@@ -48,6 +49,15 @@ class _FirstErrorOnly(FailFast):
 
 Listing: TypeAlias = Annotated[list[T], _FirstErrorOnly()]
 """A list whose first wrong element ends the check: a hostile body must not buy a million errors."""
+
+
+def member_of(kind: type[Enum]) -> BeforeValidator:
+    """Read a value as the enum itself would: its `_missing_` forgives other spellings.
+
+    A function of its own, because pydantic reads the signature of what it is given, and that of
+    an enum class takes no value since Python 3.12.
+    """
+    return BeforeValidator(lambda value: kind(value))
 
 
 def _texts(value: object) -> object:

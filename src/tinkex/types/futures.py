@@ -5,9 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, member_of
 from tinkex.types.forward_backward import ForwardBackwardOutput
 from tinkex.types.identifiers import ModelID, RequestID
 from tinkex.types.models import CreateModelResponse, UnloadModelResponse
@@ -61,7 +61,7 @@ class TryAgainResponse(Response):
 
     type: Literal["try_again"] = "try_again"
     request_id: RequestID
-    queue_state: Annotated[QueueState, BeforeValidator(QueueState)] = QueueState.ACTIVE
+    queue_state: Annotated[QueueState, member_of(QueueState)] = QueueState.ACTIVE
     queue_state_reason: str | None = None
 
 
@@ -76,7 +76,7 @@ class RequestFailedResponse(Response):
     """The request ended in an error; `category` says who can fix it."""
 
     error: str
-    category: Annotated[RequestErrorCategory, BeforeValidator(RequestErrorCategory)]
+    category: Annotated[RequestErrorCategory, member_of(RequestErrorCategory)]
 
 
 class SamplingSessionFuturesTarget(Request):

@@ -6,9 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator
-
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._models import Listing, Request, Response, member_of
 
 
 class EventType(StrEnum):
@@ -38,8 +36,8 @@ class Severity(StrEnum):
         return cls.__members__.get(str(value).upper())
 
 
-_Event: TypeAlias = Annotated[EventType, BeforeValidator(EventType)]
-_Severity: TypeAlias = Annotated[Severity, BeforeValidator(Severity)]
+_Event: TypeAlias = Annotated[EventType, member_of(EventType)]
+_Severity: TypeAlias = Annotated[Severity, member_of(Severity)]
 
 
 class SessionStartEvent(Response):
