@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import report
 
 from tinkex.engine import jobs
-from tinkex.engine.fused import CudaDecoder
-from tinkex.engine.lora import Adapter, fresh_adapter
-from tinkex.engine.models import ModelConfig, RopeConfig
-from tinkex.engine.sampler import Sampler, SamplerConfig
-from tinkex.engine.trainer import Trainer
-from tinkex.engine.weights import RandomWeights
+from tinkex.engine.cuda.fused import CudaDecoder
+from tinkex.engine.lora.adapter import Adapter, fresh_adapter
+from tinkex.engine.model.base_model import ModelConfig, RopeConfig
+from tinkex.engine.model.weights import RandomWeights
+from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.train.trainer import Trainer
 
 SHAPE = ModelConfig(
     arch="qwen3",

@@ -24,8 +24,9 @@ import numpy as np
 import report
 import torch
 
-from tinkex.engine import default_model, jobs
+from tinkex.engine import jobs
 from tinkex.engine.engine import EngineConfig, TorchEngine
+from tinkex.engine.model import default_model
 
 BARS = {"sample_cpu_32": 2.0, "sample_cpu_1": 1.2}
 VOCAB = 49152

@@ -109,7 +109,7 @@ def measure_compute() -> float:
     import numpy as np
 
     from tinkex.engine import jobs
-    from tinkex.engine.toy import ToyEngine
+    from tinkex.engine.toy.engine import ToyEngine
 
     engine, results = ToyEngine(), queue.SimpleQueue()
 

@@ -25,8 +25,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import report
 
-from tinkex.engine import default_model
-from tinkex.engine.decoder import load_decoder
 from tinkex.engine.jobs import (
     AdamParams,
     CreateAdapterJob,
@@ -35,7 +33,9 @@ from tinkex.engine.jobs import (
     TrainDatum,
     TrainJob,
 )
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.model import default_model
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.train.trainer import Trainer
 
 RANK, NUM_DATUMS, NUM_TENANTS, TENANT_LENGTH = 32, 8, 16, 128
 

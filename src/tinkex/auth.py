@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkex.client.config import LOCAL, ClientConfig
-from tinkex.client.credentials import load_default_key
+from tinkex.client.session.credentials import load_default_key
 from tinkex.errors import ConfigError
 
 __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
@@ -33,8 +33,8 @@ def raise_if_tinker_not_accessible() -> None:
     Raises:
         TinkerError: There is no credential, it was refused, or the service cannot be reached.
     """
-    from tinkex.client.holder import Holder
-    from tinkex.client.transport import Call
+    from tinkex.client.http.transport import Call
+    from tinkex.client.session.holder import Holder
 
     config = ClientConfig.from_env(retry_window_s=0.0, max_retries=0)
     if config.base_url == LOCAL:

@@ -29,7 +29,7 @@ from tinkex.errors import ConfigError
 __all__ = ["install", "main"]
 
 # Official module -> our modules that together hold its names, searched in order.
-_CLIENTS = ("tinkex", "tinkex.client.futures", "tinkex.client.loss_tracing")
+_CLIENTS = ("tinkex", "tinkex.client.futures", "tinkex.client.training.loss_tracing")
 _MODULES: dict[str, tuple[str, ...]] = {
     "tinker": ("tinkex",),
     "tinker.auth": ("tinkex.auth",),
@@ -39,7 +39,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tinker._version": ("tinkex",),
     "tinker.lib": (),
     "tinker.lib.api_future_impl": ("tinkex.client.futures",),
-    "tinker.lib.internal_client_holder": ("tinkex.client.holder",),
+    "tinker.lib.internal_client_holder": ("tinkex.client.session.holder",),
     "tinker.lib.public_interfaces": _CLIENTS,
     "tinker.lib.public_interfaces.admin_client": _CLIENTS,
     "tinker.lib.public_interfaces.api_future": _CLIENTS,
@@ -49,16 +49,16 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tinker.lib.public_interfaces.service_client": _CLIENTS,
     "tinker.lib.public_interfaces.training_client": _CLIENTS,
     "tinker.lib.queue_state_logger": ("tinkex.client.polling",),
-    "tinker.lib.retry_handler": ("tinkex.client.retry",),
+    "tinker.lib.retry_handler": ("tinkex.client.http.retry",),
     "tinker.lib.retryable_exception": ("tinkex.errors",),
-    "tinker.lib.telemetry": ("tinkex.client.telemetry",),
+    "tinker.lib.telemetry": ("tinkex.client.session.telemetry",),
 }
 _RENAMED = {"InternalClientHolder": "Holder", "Telemetry": "Reporter"}
 
 
 def _version() -> str:
     """The generation we speak, which is what programs compare against."""
-    from tinkex.client.headers import CONTRACT_VERSION
+    from tinkex.client.http.headers import CONTRACT_VERSION
 
     return CONTRACT_VERSION
 

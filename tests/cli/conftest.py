@@ -27,7 +27,7 @@ class Ran:
 def cli(toy_server, monkeypatch, capsys, tmp_path) -> Callable[..., Ran]:
     """`cli("run", "list", "--json")` -> exit code, stdout, stderr."""
     from tinkex.cli.app import run
-    from tinkex.engine.default_model import cache_dir
+    from tinkex.engine.model.default_model import cache_dir
 
     # A home of its own for keys and settings, but the machine's store of models.
     monkeypatch.setenv("TINKEX_CACHE", str(cache_dir()))

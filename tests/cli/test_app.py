@@ -25,7 +25,8 @@ def test_help_imports_no_command_and_nothing_heavy():
     code = (
         "import sys; from tinkex.cli.app import run; run(['--help']);"
         "bad = [m for m in ('torch', 'httpx', 'pydantic', 'fastapi', 'rich.console',"
-        " 'tinkex.cli.run', 'tinkex.server') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+        " 'tinkex.cli.commands.run', 'tinkex.server') if m in sys.modules];"
+        "sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -132,7 +133,7 @@ def test_failures_end_with_their_code_and_no_traceback(monkeypatch, capsys, erro
     def fail():
         raise error
 
-    monkeypatch.setattr("tinkex.cli.version.version.callback", fail)
+    monkeypatch.setattr("tinkex.cli.commands.version.version.callback", fail)
     assert run(["version"]) == code
     captured = capsys.readouterr()
     assert words in captured.err

@@ -221,7 +221,7 @@ def test_checkpoint_push_hf_of_something_that_is_no_adapter_fails(cli, saved):
 def test_checkpoint_push_hf(cli, saved, monkeypatch):
     pushed = []
     monkeypatch.setattr(
-        "tinkex.client.downloads.push_to_hub",
+        "tinkex.client.rest.downloads.push_to_hub",
         lambda folder, repo_id, **options: pushed.append((repo_id, options)),
     )
     shown = cli("checkpoint", "push-hf", saved.state_path, "-r", "me/x", "--public", "--json").json
@@ -302,7 +302,7 @@ def test_doctor_of_a_dead_server_is_1_and_still_shows_the_machine(cli, monkeypat
 
 
 def test_the_gap_between_sampler_and_trainer_has_a_verdict():
-    from tinkex.cli.doctor import compare
+    from tinkex.cli.commands.doctor import compare
 
     assert compare([-1.0, -2.0], [-1.0, -2.0]).verdict == "ok"
     apart = compare([-1.0, -2.0], [-1.5, -1.0])

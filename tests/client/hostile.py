@@ -22,9 +22,9 @@ import numpy as np
 import orjson
 
 from tinkex import types
-from tinkex.client.backends import Reply
 from tinkex.client.config import ClientConfig
-from tinkex.client.http1 import ProtocolError
+from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import ProtocolError
 from tinkex.wire import requests, results
 
 JSON = {"content-type": "application/json"}

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tinkex.client.config import ClientConfig
-from tinkex.client.recovery import RecoveryPolicy
+from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.service_client import ServiceClient
-from tinkex.client.training_client import TrainingClient
+from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import BadRequestError
 from tinkex.types import AdamParams, Datum, ModelInput
 

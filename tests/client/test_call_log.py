@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tinkex.client.call_log import CallLog, RecordedCall
-from tinkex.client.recovery import RecoveryPolicy
+from tinkex.client.recovery.call_log import CallLog, RecordedCall
+from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.errors import PromiseLostError
 
 RUN = SimpleNamespace(model_id="run")

@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.client import custom_loss
-from tinkex.client.loss_tracing import check_loss_inputs, encode_graph, run_handle, trace_loss
+from tinkex.client.training import custom_loss
+from tinkex.client.training.loss_tracing import (
+    check_loss_inputs,
+    encode_graph,
+    run_handle,
+    trace_loss,
+)
 from tinkex.errors import InvalidInputError
-from tinkex.types.datum import Datum
-from tinkex.types.forward_backward import ForwardBackwardOutput
-from tinkex.types.model_input import ModelInput
-from tinkex.types.provenance import SampledProvenanceSpan
-from tinkex.types.tensor_data import TensorData
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
+from tinkex.types.data.provenance import SampledProvenanceSpan
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.training.forward_backward import ForwardBackwardOutput
 
 
 def datum(num_tokens=3, **inputs):

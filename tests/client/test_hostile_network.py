@@ -19,7 +19,7 @@ from virtual_time import run_virtual
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.holder import Holder
+from tinkex.client.session.holder import Holder
 
 SEEDS_PER_TEST = 50
 ERRORS = {

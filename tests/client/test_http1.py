@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from tinkex.client.http1 import Http1Pool, ProtocolError
+from tinkex.client.http.http1 import Http1Pool, ProtocolError
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

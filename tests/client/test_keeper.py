@@ -7,8 +7,8 @@ import threading
 import pytest
 from recovery_world import wait_until
 
-from tinkex.client import keeper
-from tinkex.client.keeper import Keeper
+from tinkex.client.session import keeper
+from tinkex.client.session.keeper import Keeper
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from virtual_time import run_virtual
 
-from tinkex.client.breaker import BreakerState, CircuitBreaker
-from tinkex.client.limits import ByteSemaphore, RateLimiter, SampleGate
+from tinkex.client.http.breaker import BreakerState, CircuitBreaker
+from tinkex.client.http.limits import ByteSemaphore, RateLimiter, SampleGate
 from tinkex.errors import CircuitOpenError, ConfigError
 
 

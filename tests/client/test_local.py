@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tinkex
-from tinkex.client import local
+from tinkex.client.session import local
 from tinkex.errors import LocalServerError
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

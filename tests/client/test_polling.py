@@ -13,12 +13,12 @@ from hostile import json_reply
 from virtual_time import run_virtual
 
 from tinkex import types
-from tinkex.client.backends import Reply
 from tinkex.client.futures import Waiting
-from tinkex.client.limits import ByteSemaphore
+from tinkex.client.http.backends import Reply
+from tinkex.client.http.limits import ByteSemaphore
+from tinkex.client.http.retry import BillingPause
+from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect, Poller, QueueWatch
-from tinkex.client.retry import BillingPause
-from tinkex.client.transport import Call
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,

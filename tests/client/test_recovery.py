@@ -21,10 +21,11 @@ from recovery_world import (
     wait_until,
 )
 
-from tinkex.client import events, local
+from tinkex.client import events
 from tinkex.client.config import ClientConfig
-from tinkex.client.recovery import RecoveryPolicy
+from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.service_client import ServiceClient
+from tinkex.client.session import local
 from tinkex.errors import InvalidInputError
 from tinkex.types import AdamParams
 

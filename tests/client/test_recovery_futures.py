@@ -23,9 +23,9 @@ from recovery_world import (
 )
 
 from tinkex.client.futures import APIFuture
-from tinkex.client.recovering_client import RecoveringTrainingClient
+from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
 from tinkex.client.service_client import ServiceClient
-from tinkex.client.training_client import TrainingClient
+from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import ConfigError, ResultTimeoutError, TinkerError
 
 

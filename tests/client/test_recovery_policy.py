@@ -14,8 +14,8 @@ from recovery_world import (
     wait_until,
 )
 
-from tinkex.client.recovery import RecoveryPolicy
-from tinkex.client.run_monitor import RunMonitor
+from tinkex.client.recovery.policy import RecoveryPolicy
+from tinkex.client.recovery.run_monitor import RunMonitor
 from tinkex.client.service_client import ServiceClient
 from tinkex.errors import (
     BadRequestError,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from recovery_world import ADAM, Server, batch, new_client, quick
 
-from tinkex.client.training_client import TrainingClient
+from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import TinkerError
 
 FIRST, LAST = map(int, os.environ.get("TINKEX_RECOVERY_SEEDS", "0-10").split("-"))

@@ -15,9 +15,9 @@ from hostile import Server
 
 import tinkex
 from tinkex import types
-from tinkex.client import codec
-from tinkex.client.backends import Reply
 from tinkex.client.config import ClientConfig
+from tinkex.client.http import codec
+from tinkex.client.http.backends import Reply
 
 
 class Swallow(Server):

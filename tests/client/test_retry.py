@@ -8,7 +8,7 @@ import email.utils
 import pytest
 from virtual_time import run_virtual
 
-from tinkex.client.retry import (
+from tinkex.client.http.retry import (
     BaseRetry,
     BillingPause,
     RetryConfig,

@@ -17,11 +17,11 @@ from virtual_time import run_virtual
 
 import tinkex
 from tinkex import types
-from tinkex.client import sampling_client as sampling_module
-from tinkex.client.backends import Reply
 from tinkex.client.config import ClientConfig
-from tinkex.client.holder import Holder
-from tinkex.client.sample_fields import SampleFields
+from tinkex.client.http.backends import Reply
+from tinkex.client.sampling import sampling_client as sampling_module
+from tinkex.client.sampling.sample_fields import SampleFields
+from tinkex.client.session.holder import Holder
 from tinkex.wire import requests
 
 PROMPT = types.ModelInput.from_ints([3, 1, 2])

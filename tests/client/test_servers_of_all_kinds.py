@@ -19,9 +19,9 @@ from virtual_time import run_virtual
 
 import tinkex
 from tinkex import types
-from tinkex.client.backends import HttpxBackend, PlainBackend, Reply
 from tinkex.client.config import ClientConfig
-from tinkex.client.holder import Holder
+from tinkex.client.http.backends import HttpxBackend, PlainBackend, Reply
+from tinkex.client.session.holder import Holder
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)

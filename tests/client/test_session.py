@@ -15,10 +15,10 @@ from virtual_time import run_virtual
 
 import tinkex
 from tinkex import types
-from tinkex.client.backends import Reply
 from tinkex.client.config import ClientConfig
-from tinkex.client.flags import DynamicFlags, ServerFlags
-from tinkex.client.holder import Holder
+from tinkex.client.http.backends import Reply
+from tinkex.client.session.flags import DynamicFlags, ServerFlags
+from tinkex.client.session.holder import Holder
 
 
 class Logged(Server):

@@ -8,10 +8,11 @@ import threading
 import orjson
 import pytest
 
-from tinkex.client import events, telemetry
+from tinkex.client import events
 from tinkex.client.config import ClientConfig
 from tinkex.client.service_client import ServiceClient
-from tinkex.client.telemetry import Reporter, ReporterConfig
+from tinkex.client.session import telemetry
+from tinkex.client.session.telemetry import Reporter, ReporterConfig
 from tinkex.errors import (
     APIConnectionError,
     BadRequestError,
@@ -19,7 +20,7 @@ from tinkex.errors import (
     NotFoundError,
     RequestFailedError,
 )
-from tinkex.types.telemetry import TelemetrySendRequest
+from tinkex.types.service.telemetry import TelemetrySendRequest
 
 SECRET = "tml-super-secret-key"
 FAST = ReporterConfig(interval_s=0.02, first_retry_s=0.01, max_retry_s=0.02, drain_timeout_s=1.0)

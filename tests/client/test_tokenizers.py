@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tinkex.client import tokenizers
 from tinkex.client.tokenizers import FastTokenizer, candidate_ids, load_tokenizer
 from tinkex.errors import ModelNotFoundError, NotSupportedError
-from tinkex.types.model_input import ModelInput
+from tinkex.types.data.model_input import ModelInput
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 

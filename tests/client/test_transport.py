@@ -11,12 +11,12 @@ from hostile import json_reply
 from virtual_time import run_virtual
 
 from tinkex import errors
-from tinkex.client.backends import Reply
 from tinkex.client.config import ClientConfig
-from tinkex.client.credentials import TokenProvider
-from tinkex.client.http1 import ProtocolError
-from tinkex.client.retry import BaseRetry
-from tinkex.client.transport import Call, Transport
+from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import ProtocolError
+from tinkex.client.http.retry import BaseRetry
+from tinkex.client.http.transport import Call, Transport
+from tinkex.client.session.credentials import TokenProvider
 
 
 class Recorded:

@@ -12,10 +12,10 @@ from virtual_time import run_virtual
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.holder import Holder
-from tinkex.client.rest_client import RestClient
-from tinkex.client.sampling_client import SamplingClient
-from tinkex.client.training_client import TrainingClient
+from tinkex.client.rest.rest_client import RestClient
+from tinkex.client.sampling.sampling_client import SamplingClient
+from tinkex.client.session.holder import Holder
+from tinkex.client.training.training_client import TrainingClient
 
 DATUM = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3]})
 RL = types.Datum(

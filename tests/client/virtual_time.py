@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from tinkex.client import loop as loop_module
-from tinkex.client.limits import RateLimiter
-from tinkex.client.loop import LoopThread
+from tinkex.client.http.limits import RateLimiter
+from tinkex.client.session import loop as loop_module
+from tinkex.client.session.loop import LoopThread
 
 T = TypeVar("T")
 

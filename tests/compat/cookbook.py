@@ -140,7 +140,7 @@ def chat(base_url: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def main(base_url: str) -> None:
-    from tinkex.engine import default_model
+    from tinkex.engine.model import default_model
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.engine.losses import LOSSES as ENGINE
+from tinkex.engine.train.losses import LOSSES as ENGINE
 from tinkex.server.validation import LOSSES as SERVER
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkex.engine.losses import LOSSES, loss_values
+from tinkex.engine.train.losses import LOSSES, loss_values
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 INPUTS = {

@@ -70,12 +70,12 @@ class Tiny:
     truth: Any
 
     def decoder(self) -> Any:
-        from tinkex.engine.decoder import load_decoder
+        from tinkex.engine.model.decoder import load_decoder
 
         return load_decoder(str(self.folder))
 
     def trainer(self, **config: Any) -> Any:
-        from tinkex.engine.trainer import Trainer, TrainerConfig
+        from tinkex.engine.train.trainer import Trainer, TrainerConfig
 
         return Trainer(self.decoder(), base_model=str(self.folder), config=TrainerConfig(**config))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.jobs import SaveAdapterJob
-from tinkex.engine.losses import check_settings, find_loss, loss_values
+from tinkex.engine.train.losses import check_settings, find_loss, loss_values
 
 
 def exact_norms(model: Any) -> Any:

@@ -150,8 +150,8 @@ def peft_logits(base, folder: Path) -> torch.Tensor:
 
 
 def our_logits(trainer) -> torch.Tensor:
-    from tinkex.engine.attention import PackedCausal
-    from tinkex.engine.lora import LoraBatch, Span
+    from tinkex.engine.lora.adapter import LoraBatch, Span
+    from tinkex.engine.model.attention import PackedCausal
 
     decoder = trainer.decoder
     lora = LoraBatch([Span(0, 20, trainer.adapters["a"].adapter)])

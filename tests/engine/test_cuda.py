@@ -10,12 +10,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here; run on a GPU machine", allow_module_level=True)
 
-from tinkex.engine.attention import PackedCausal
-from tinkex.engine.decoder import Decoder
-from tinkex.engine.fused import CudaDecoder, can_fuse
-from tinkex.engine.lora import LoraBatch, Span, fresh_adapter
-from tinkex.engine.models import ModelConfig, RopeConfig
-from tinkex.engine.weights import RandomWeights
+from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
+from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.base_model import ModelConfig, RopeConfig
+from tinkex.engine.model.decoder import Decoder
+from tinkex.engine.model.weights import RandomWeights
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [70, 5, 130]
@@ -124,7 +124,7 @@ def generate(
     **options,
 ):
     from tinkex.engine import jobs
-    from tinkex.engine.sampler import Sampler, SamplerConfig
+    from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 
     cfg = FAMILIES["qwen3"]
     decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
@@ -255,7 +255,7 @@ def custom_graph():
 
 def custom_gradients(loss_fn, data, **fields):
     from tinkex.engine import jobs
-    from tinkex.engine.trainer import Trainer
+    from tinkex.engine.train.trainer import Trainer
 
     cfg = FAMILIES["qwen3"]
     decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda")

@@ -16,8 +16,8 @@ import transformers
 
 from tinkex.engine import checkpoint, jobs
 from tinkex.engine.engine import EngineConfig, TorchEngine
-from tinkex.engine.sampler import SamplerConfig
-from tinkex.engine.trainer import TrainerConfig
+from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import ConfigError
 
 VOCAB = 97

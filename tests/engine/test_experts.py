@@ -7,12 +7,12 @@ import torch
 import transformers
 from torch.func import functional_call
 
-from tinkex.engine.attention import PackedCausal
 from tinkex.engine.checkpoint import read_adapter
-from tinkex.engine.decoder import load_decoder
 from tinkex.engine.jobs import CreateAdapterJob, LoraSpec, SaveAdapterJob
-from tinkex.engine.lora import LoraBatch, Span, fresh_adapter
-from tinkex.engine.trainer import Trainer
+from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import InvalidInputError
 
 SMALL = {
@@ -136,7 +136,7 @@ def test_experts_that_cannot_carry_adapters_refuse_train_mlp_and_name_the_fix(
     tmp_path, monkeypatch
 ):
     saved(FAMILIES["mixtral"], tmp_path)
-    monkeypatch.setattr("tinkex.engine.foreign.is_experts", lambda module: False)
+    monkeypatch.setattr("tinkex.engine.model.foreign.is_experts", lambda module: False)
     trainer = Trainer(load_decoder(str(tmp_path)), base_model="m")
     with pytest.raises(InvalidInputError, match="train_mlp=False") as caught:
         trainer.create(created(rank=2))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tinkex.engine import flash
-from tinkex.engine.models import ModelConfig, RopeConfig
+from tinkex.engine.cuda import flash
+from tinkex.engine.model.base_model import ModelConfig, RopeConfig
 
 MIXES = {
     "one length": [512] * 4,

@@ -7,9 +7,6 @@ import pytest
 import torch
 import transformers
 
-from tinkex.engine.attention import PackedCausal
-from tinkex.engine.decoder import load_decoder
-from tinkex.engine.foreign import ForeignDecoder
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
@@ -18,7 +15,10 @@ from tinkex.engine.jobs import (
     TrainJob,
     TrainResult,
 )
-from tinkex.engine.trainer import Trainer, TrainerConfig
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.foreign import ForeignDecoder
+from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import NotSupportedError
 
 SMALL = {

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tinkex.engine.attention import PackedCausal
-from tinkex.engine.decoder import load_decoder
-from tinkex.engine.gguf import GgufFile, unpermute_rope_rows
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.gguf import GgufFile, unpermute_rope_rows
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 

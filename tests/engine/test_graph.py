@@ -12,10 +12,10 @@ import sys
 import pytest
 import torch
 
-from tinkex.client.loss_tracing import _qualified, encode_graph, trace_loss
-from tinkex.engine import graph_ops
-from tinkex.engine.graph import MAX_NODES, build_loss, check_graph, reduce_metrics
+from tinkex.client.training.loss_tracing import _qualified, encode_graph, trace_loss
 from tinkex.engine.jobs import CustomLoss
+from tinkex.engine.train import graph_ops
+from tinkex.engine.train.graph import MAX_NODES, build_loss, check_graph, reduce_metrics
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 F = torch.nn.functional
@@ -369,7 +369,7 @@ def test_whatever_is_sent_ends_in_a_loss_or_in_a_refusal():
 def test_a_graph_is_refused_without_torch():
     """An API process refuses a bad graph and never loads a tensor library."""
     code = (
-        "import sys; from tinkex.engine.graph import check_graph; "
+        "import sys; from tinkex.engine.train.graph import check_graph; "
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

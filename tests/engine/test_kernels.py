@@ -17,11 +17,11 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tinkex.engine import kernels
-from tinkex.engine.lora import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
-from tinkex.engine.lora_operand import BatchLora
-from tinkex.engine.row_product import row_product
-from tinkex.engine.slot_lora import Slots, row_addends
+from tinkex.engine.cuda import kernels
+from tinkex.engine.cuda.row_product import row_product
+from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
+from tinkex.engine.lora.operand import BatchLora
+from tinkex.engine.lora.slots import Slots, row_addends
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkex.engine.kv_cache import BlockPool, chain_key, root_key
+from tinkex.engine.sample.kv_cache import BlockPool, chain_key, root_key
 
 
 def keys(version: str, *blocks: list[int]) -> list[bytes]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinkex.engine.jobs import CsrArray, TrainDatum
-from tinkex.engine.losses import (
+from tinkex.engine.train.losses import (
     LOSSES,
     check_settings,
     find_loss,

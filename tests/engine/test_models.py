@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from tinkex.engine import default_model
-from tinkex.engine.models import config_from_hf, resolve
+from tinkex.engine.model import default_model
+from tinkex.engine.model.base_model import config_from_hf, resolve
 from tinkex.errors import ModelNotFoundError
 
 LLAMA = {

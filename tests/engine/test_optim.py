@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tinkex.engine.jobs import AdamParams, MuonParams
-from tinkex.engine.lora import Adapter, fresh_adapter
-from tinkex.engine.optim import OptimizerState, apply_step, check_params, orthogonalize
+from tinkex.engine.lora.adapter import Adapter, fresh_adapter
+from tinkex.engine.train.optim import OptimizerState, apply_step, check_params, orthogonalize
 from tinkex.errors import InvalidInputError
 
 

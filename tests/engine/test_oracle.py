@@ -154,8 +154,8 @@ class World:
 def default_world(default_model_dir, tmp_path_factory) -> World:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tinkex.engine.decoder import load_decoder
-    from tinkex.engine.trainer import Trainer
+    from tinkex.engine.model.decoder import load_decoder
+    from tinkex.engine.train.trainer import Trainer
 
     trainer = Trainer(load_decoder(str(default_model_dir)), base_model="default")
     resident = make(trainer, rank=4, noise=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tinkex.engine import packed_weights
+from tinkex.engine.model import packed_weights
 
 
 @pytest.fixture(scope="module")

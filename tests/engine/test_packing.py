@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinkex.engine.packing import Item, pack
+from tinkex.engine.train.packing import Item, pack
 
 
 def items(rng, count=60) -> list[Item]:

@@ -11,13 +11,14 @@ import pytest
 import torch
 import transformers
 
-from tinkex.engine import default_model, jobs
-from tinkex.engine.attention import PackedCausal
-from tinkex.engine.decoder import Decoder, load_decoder
-from tinkex.engine.lora import Adapter, LoraBatch, Span, fresh_adapter
-from tinkex.engine.models import ModelSource
-from tinkex.engine.paged import kv_bytes_per_token
-from tinkex.engine.sampler import Sampler, SamplerConfig
+from tinkex.engine import jobs
+from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span, fresh_adapter
+from tinkex.engine.model import default_model
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.decoder import Decoder, load_decoder
+from tinkex.engine.sample.paged import kv_bytes_per_token
+from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.errors import InvalidInputError
 
 VOCAB = 199

@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 
 from tinkex.engine import jobs
-from tinkex.engine.rng import sample_key, uniform, uniforms
-from tinkex.engine.sampling_math import Settings, draw, logprobs_of, top_sampled
-from tinkex.engine.toy_model import Row
-from tinkex.engine.toy_sampling import _filtered
+from tinkex.engine.sample.rng import sample_key, uniform, uniforms
+from tinkex.engine.sample.sampling_math import Settings, draw, logprobs_of, top_sampled
+from tinkex.engine.toy.model import Row
+from tinkex.engine.toy.sampling import _filtered
 
 VOCAB = 300
 NUM = 20_000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.engine.kv_cache import BlockPool
-from tinkex.engine.scheduler import Chunk, FairShare, Scheduler, SchedulerConfig, Seq
+from tinkex.engine.sample.kv_cache import BlockPool
+from tinkex.engine.sample.scheduler import Chunk, FairShare, Scheduler, SchedulerConfig, Seq
 from tinkex.errors import ConfigError
 
 

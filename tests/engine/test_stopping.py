@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinkex.engine.stopping import StopWatch
+from tinkex.engine.sample.stopping import StopWatch
 
 PIECES = [b"He", b"llo", b" wor", b"ld", b"\xe2\x82", b"\xac", b"!", b"</s>"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tinkex.engine.attention import PackedCausal
-from tinkex.engine.decoder import load_decoder
-from tinkex.engine.tokenizer import tokenizer_json
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.tokenizer import tokenizer_json
 from tinkex.errors import NotSupportedError
 
 

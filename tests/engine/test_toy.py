@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tinkex.engine import jobs
-from tinkex.engine.toy import ToyConfig, ToyEngine
-from tinkex.engine.toy_cache import PrefixCache
+from tinkex.engine.toy.cache import PrefixCache
+from tinkex.engine.toy.engine import ToyConfig, ToyEngine
 
 BASE = "toy/base"
 
@@ -101,7 +101,7 @@ def test_loss_falls_and_greedy_then_repeats_what_was_taught(client, tmp_path):
 
 def test_a_gradient_is_the_slope_of_the_loss():
     """Central difference of the table against `backward`."""
-    from tinkex.engine.toy_model import GAIN, ToyAdapter
+    from tinkex.engine.toy.model import GAIN, ToyAdapter
 
     adapter = ToyAdapter(BASE, 50, jobs.LoraSpec(rank=1), "adamw")
     tokens, targets = np.array([3, 3, 4]), np.array([7, 8, 9])
@@ -341,7 +341,7 @@ def test_streamed_tokens_are_the_result(client):
 
 
 def test_the_toy_engine_imports_no_torch():
-    code = "import sys, tinkex.engine.toy; sys.exit('torch' in sys.modules)"
+    code = "import sys, tinkex.engine.toy.engine; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

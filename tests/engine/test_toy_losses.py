@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine import losses as real
-from tinkex.engine import toy_losses as toy
+from tinkex.engine.toy.engine import losses as toy
+from tinkex.engine.train import losses as real
 
 CASES = [
     (name, extras, soft)

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tinkex import AdamParams, Datum, ModelInput, ServiceClient
 from tinkex.cli.app import run as run_cli
-from tinkex.engine.attention import PackedCausal
-from tinkex.engine.decoder import load_decoder
-from tinkex.engine.gguf import GgufFile
-from tinkex.engine.models import config_from_gguf
-from tinkex.engine.tokenizer import tokenizer_json
-from tinkex.engine.weights import GgufWeights
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.base_model import config_from_gguf
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.gguf import GgufFile
+from tinkex.engine.model.tokenizer import tokenizer_json
+from tinkex.engine.model.weights import GgufWeights
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.recipes.gguf import write_gguf
 

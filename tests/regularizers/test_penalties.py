@@ -26,8 +26,8 @@ from tinkex.regularizers import (
     KLDivergence,
     Orthogonality,
 )
-from tinkex.types.datum import Datum
-from tinkex.types.model_input import ModelInput
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
 
 X = np.array([-0.5, -1.2, -0.8, -2.1, -0.3, -1.5, -0.9, -1.8, -0.6, -1.1])
 Q = np.log(np.array([0.22, 0.18, 0.12, 0.1, 0.08, 0.07, 0.06, 0.06, 0.06, 0.05]))

@@ -14,9 +14,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tinkex.client import downloads, events
-from tinkex.client.custom_loss import forward_data
+from tinkex.client import events
+from tinkex.client.rest import downloads
 from tinkex.client.service_client import ServiceClient
+from tinkex.client.training.custom_loss import forward_data
 from tinkex.errors import BadRequestError, InvalidInputError, RegularizerError, RequestFailedError
 from tinkex.regularizers import (
     L1,

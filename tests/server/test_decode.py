@@ -12,7 +12,7 @@ from tinkex.engine.jobs import CsrArray
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import decode
 from tinkex.types import Datum, EncodedTextChunk, ForwardBackwardInput, ModelInput, TensorData
-from tinkex.types.forward_backward import ForwardBackwardRequest, ForwardRequest
+from tinkex.types.training.forward_backward import ForwardBackwardRequest, ForwardRequest
 from tinkex.wire import Generation, proto_requests, requests
 from tinkex.wire import tinker_public_pb2 as pb
 

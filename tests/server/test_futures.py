@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
-from tinkex.server.futures import CompletionLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.futures import CompletionLog, Outcome, Promise, PromiseTable
 from tinkex.wire import tinker_public_pb2 as pb
 
 

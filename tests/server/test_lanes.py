@@ -158,7 +158,7 @@ async def test_bodies_beyond_the_bound_wait_in_the_journal(
     app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may queue more than fits in memory; order and results stay the same."""
-    monkeypatch.setattr("tinkex.server.lanes.MAX_HELD_BYTES", 200)
+    monkeypatch.setattr("tinkex.server.work.lanes.MAX_HELD_BYTES", 200)
     model = await app_world.model()
     numbers = list(range(2, 12))
     promises = [(await app_world.train(model, n, list(range(n)))).json() for n in numbers]
@@ -174,7 +174,7 @@ async def test_bodies_beyond_the_bound_wait_in_the_journal(
 async def test_large_results_leave_the_memory_and_can_still_be_fetched(
     app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.operations.LARGE_RESULT_BYTES", 10)
+    monkeypatch.setattr("tinkex.server.work.operations.LARGE_RESULT_BYTES", 10)
     model = await app_world.model()
     promise = (await app_world.train(model, 1, TOKENS)).json()
     for _ in range(200):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tinkex.server.queue import FairGate
+from tinkex.server.work.queue import FairGate
 
 
 async def test_a_newcomer_waits_for_one_request_not_for_the_whole_queue() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
-from tinkex.server.presence import Presence, is_alive
-from tinkex.server.sessions import Sessions
+from tinkex.server.work.presence import Presence, is_alive
+from tinkex.server.work.sessions import Sessions
 from tinkex.store import Store
 
 

@@ -12,8 +12,8 @@ from wire_client import loss_of
 
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.worker import WorkerSpec
-from tinkex.server.workers import ProcessWorker
+from tinkex.server.workers.processes import ProcessWorker
+from tinkex.server.workers.worker import WorkerSpec
 
 
 def describe(job_id: str = "d") -> DescribeModelJob:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tinkex.errors import InvalidInputError
-from tinkex.types import TensorData, TensorDtype, arrays
+from tinkex.types import TensorData, TensorDtype
+from tinkex.types.data import arrays
 
 
 @pytest.mark.parametrize(

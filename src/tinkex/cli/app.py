@@ -23,24 +23,36 @@ from tinkex.cli.state import State, shared_options
 
 # name -> (module:attribute, the line `tinkex --help` shows)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "auth": ("tinkex.cli.auth:auth", "Log in, log out, and say who you are."),
-    "billing": ("tinkex.cli.billing:billing", "Tokens used and checkpoint storage."),
-    "chat": ("tinkex.cli.chat:chat", "Talk to a base model or a checkpoint."),
-    "checkpoint": ("tinkex.cli.checkpoint:checkpoint", "List, publish, download and delete."),
-    "completion": ("tinkex.cli.completion:completion", "Print a shell completion script."),
-    "conformance": ("tinkex.cli.conformance:conformance", "Test a server against the contract."),
-    "doctor": ("tinkex.cli.doctor:doctor", "Check this machine and a server."),
-    "export": ("tinkex.cli.export:export", "Write a checkpoint as PEFT, merged or GGUF."),
-    "import": ("tinkex.cli.import_:import_", "Turn a PEFT adapter into a checkpoint."),
-    "keys": ("tinkex.cli.keys:keys", "Add, list and revoke keys of your own server."),
-    "model": ("tinkex.cli.model:model", "What the server can train and sample."),
-    "quickstart": ("tinkex.cli.quickstart:quickstart", "Fine-tune a small model, right now."),
-    "run": ("tinkex.cli.run:run", "List and inspect training runs."),
-    "sample": ("tinkex.cli.sample:sample", "Complete a prompt."),
+    "auth": ("tinkex.cli.commands.auth:auth", "Log in, log out, and say who you are."),
+    "billing": ("tinkex.cli.commands.billing:billing", "Tokens used and checkpoint storage."),
+    "chat": ("tinkex.cli.commands.chat:chat", "Talk to a base model or a checkpoint."),
+    "checkpoint": (
+        "tinkex.cli.checkpoints.checkpoint:checkpoint",
+        "List, publish, download and delete.",
+    ),
+    "completion": ("tinkex.cli.commands.completion:completion", "Print a shell completion script."),
+    "conformance": (
+        "tinkex.cli.commands.conformance:conformance",
+        "Test a server against the contract.",
+    ),
+    "doctor": ("tinkex.cli.commands.doctor:doctor", "Check this machine and a server."),
+    "export": (
+        "tinkex.cli.checkpoints.export:export",
+        "Write a checkpoint as PEFT, merged or GGUF.",
+    ),
+    "import": ("tinkex.cli.checkpoints.import_:import_", "Turn a PEFT adapter into a checkpoint."),
+    "keys": ("tinkex.cli.commands.keys:keys", "Add, list and revoke keys of your own server."),
+    "model": ("tinkex.cli.commands.model:model", "What the server can train and sample."),
+    "quickstart": (
+        "tinkex.cli.commands.quickstart:quickstart",
+        "Fine-tune a small model, right now.",
+    ),
+    "run": ("tinkex.cli.commands.run:run", "List and inspect training runs."),
+    "sample": ("tinkex.cli.commands.sample:sample", "Complete a prompt."),
     "serve": ("tinkex.server.serve:serve", "Run a Tinker server on this machine."),
-    "session": ("tinkex.cli.session:session", "List and inspect sessions."),
-    "train": ("tinkex.cli.train:train", "Fine-tune with SFT, RL or DPO."),
-    "version": ("tinkex.cli.version:version", "Print the version."),
+    "session": ("tinkex.cli.commands.session:session", "List and inspect sessions."),
+    "train": ("tinkex.cli.commands.train:train", "Fine-tune with SFT, RL or DPO."),
+    "version": ("tinkex.cli.commands.version:version", "Print the version."),
 }
 
 

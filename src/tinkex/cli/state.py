@@ -41,14 +41,14 @@ class State:
     @contextlib.contextmanager
     def rest(self) -> Iterator[RestClient]:
         from tinkex import RestClient
-        from tinkex.client.holder import shared_holder
+        from tinkex.client.session.holder import shared_holder
 
         yield RestClient(shared_holder(self.config(patient=False)))
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[AdminClient]:
         from tinkex import AdminClient
-        from tinkex.client.holder import shared_holder
+        from tinkex.client.session.holder import shared_holder
 
         yield AdminClient(shared_holder(self.config(patient=False)))
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from tinkex.client.loop import LoopThread, background
+from tinkex.client.session.loop import LoopThread, background
 from tinkex.errors import ResultTimeoutError, TinkerError
 
 __all__ = [

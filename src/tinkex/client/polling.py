@@ -17,13 +17,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import orjson
 
 from tinkex.client import events
-from tinkex.client.backends import Reply
 from tinkex.client.futures import Waiting
-from tinkex.client.headers import JSON, PROTOBUF
-from tinkex.client.limits import ByteSemaphore
-from tinkex.client.loop import loop_time
-from tinkex.client.retry import BillingPause
-from tinkex.client.transport import Call, status_error
+from tinkex.client.http.backends import Reply
+from tinkex.client.http.headers import JSON, PROTOBUF
+from tinkex.client.http.limits import ByteSemaphore
+from tinkex.client.http.retry import BillingPause
+from tinkex.client.http.transport import Call, status_error
+from tinkex.client.session.loop import loop_time
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,

@@ -17,15 +17,15 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn, warn_if_in_loop
-from tinkex.client.holder import Holder
+from tinkex.client.http.retry import RetryConfig
+from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
-from tinkex.client.rest_client import RestClient
-from tinkex.client.retry import RetryConfig
-from tinkex.client.sampling_client import SamplingClient
-from tinkex.client.training_client import TrainingClient
-from tinkex.client.transport import Call
+from tinkex.client.rest.rest_client import RestClient
+from tinkex.client.sampling.sampling_client import SamplingClient
+from tinkex.client.session.holder import Holder
+from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import ConfigError, InvalidInputError
-from tinkex.types.console_urls import session_url
+from tinkex.types.account.console_urls import session_url
 
 __all__ = ["ServiceClient"]
 
@@ -392,7 +392,7 @@ class ServiceClient:
         self, fn: Callable[..., Any], input_ranks: Mapping[str, int]
     ) -> APIFuture[Any]:
         """Trace a loss written in torch, once, to be run by the server in one pass."""
-        from tinkex.client.custom_calls import create_custom_loss
+        from tinkex.client.training.custom_calls import create_custom_loss
 
         return create_custom_loss(self.holder, fn, input_ranks)
 

@@ -27,8 +27,15 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.jobs import LoraSpec
-from tinkex.engine.lora import MAX_RANK, Adapter, LoraPart, ModuleInit, Target, build_adapter
-from tinkex.engine.optim import MOMENTS, OptimizerKind, OptimizerState
+from tinkex.engine.lora.adapter import (
+    MAX_RANK,
+    Adapter,
+    LoraPart,
+    ModuleInit,
+    Target,
+    build_adapter,
+)
+from tinkex.engine.train.optim import MOMENTS, OptimizerKind, OptimizerState
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -31,13 +31,13 @@ from typing import Literal
 import torch
 
 from tinkex.engine import checkpoint, jobs
-from tinkex.engine.decoder import DecoderLike, load_decoder
-from tinkex.engine.lora import Adapter
-from tinkex.engine.models import ModelSource, resolve
-from tinkex.engine.sampler import Sampler, SamplerConfig
-from tinkex.engine.scheduler import FairShare
-from tinkex.engine.stopping import load_detokenizer
-from tinkex.engine.trainer import Trainer, TrainerConfig
+from tinkex.engine.lora.adapter import Adapter
+from tinkex.engine.model.base_model import ModelSource, resolve
+from tinkex.engine.model.decoder import DecoderLike, load_decoder
+from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.scheduler import FairShare
+from tinkex.engine.sample.stopping import load_detokenizer
+from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError, EngineError, InvalidInputError, TinkerError
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tinkex.engine.models import ModelConfig
+    from tinkex.engine.model.base_model import ModelConfig
 
 __all__ = ["NumberType", "Written", "write_gguf"]
 
@@ -53,7 +53,7 @@ def write_gguf(
     """
     import gguf
 
-    from tinkex.engine.models import ModelSource
+    from tinkex.engine.model.base_model import ModelSource
 
     folder, output = Path(folder), Path(output)
     config = ModelSource(str(folder), folder).config()
@@ -130,7 +130,7 @@ def _tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, NDArray[n
     """Every tensor of the file under llama.cpp's name, in float32."""
     import gguf
 
-    from tinkex.engine.weights import SafetensorsWeights
+    from tinkex.engine.model.weights import SafetensorsWeights
 
     arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[_ARCH[config.arch]]
     names = gguf.get_tensor_name_map(arch, config.num_layers)
@@ -155,7 +155,7 @@ def _tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, NDArray[n
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32]:
     """What llama.cpp divides each plain rope frequency by: the stretching of Llama 3.1."""
-    from tinkex.engine.decoder import rope_frequencies
+    from tinkex.engine.model.decoder import rope_frequencies
 
     plain = rope_frequencies(replace(config.rope, kind="default"), config.head_size)
     factors: NDArray[np.float32] = (plain / rope_frequencies(config.rope, config.head_size)).numpy()

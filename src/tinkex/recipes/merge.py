@@ -47,7 +47,7 @@ def merge_adapter(
 
     `base` is a model name or folder; by default the one the adapter names.
     """
-    from tinkex.engine.models import resolve
+    from tinkex.engine.model.base_model import resolve
 
     adapter, output = Path(adapter), Path(output)
     if output.exists() and any(output.iterdir()):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.client import events
-from tinkex.client.custom_loss import check_metrics, check_scalar
+from tinkex.client.training.custom_loss import check_metrics, check_scalar
 from tinkex.errors import InvalidInputError, RegularizerError, RegularizerTimeoutError
 from tinkex.regularizers.outputs import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from tinkex.regularizers.penalty import Logprobs, as_tensors

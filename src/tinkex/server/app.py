@@ -17,23 +17,19 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tinkex
-from tinkex.server import (
-    openapi,
-    problems,
-    rest,
-    routes_futures,
-    routes_sampling,
-    routes_service,
-    routes_training,
-)
+from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import current_user
 from tinkex.server.config import ServerConfig
 from tinkex.server.exchange import receive_body
+from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.metrics import Metrics
-from tinkex.server.presence import Presence
+from tinkex.server.routes import futures as routes_futures
+from tinkex.server.routes import sampling as routes_sampling
+from tinkex.server.routes import service as routes_service
+from tinkex.server.routes import training as routes_training
 from tinkex.server.service import Service
-from tinkex.server.sweeper import Sweeper
-from tinkex.server.workers import ProcessWorker
+from tinkex.server.work.presence import Presence
+from tinkex.server.workers.processes import ProcessWorker
 from tinkex.store import Store, User
 
 _OURS = (

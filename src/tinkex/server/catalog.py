@@ -15,7 +15,7 @@ import time
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.server.config import ServerConfig
-from tinkex.server.placement import Placement
+from tinkex.server.workers.placement import Placement
 
 logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"

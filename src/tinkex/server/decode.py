@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from tinkex.engine.jobs import Array, CsrArray, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError, WireError
-from tinkex.types.chunks import DmelChunk, EncodedTextChunk
-from tinkex.types.datum import Datum
-from tinkex.types.model_input import ModelInput
-from tinkex.types.tensor_data import TensorData
+from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
+from tinkex.types.data.tensor_data import TensorData
 from tinkex.wire import budget, json_requests, proto_requests
 from tinkex.wire.paths import join
 

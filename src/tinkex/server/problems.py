@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tinkex.errors import ConfigError, InvalidInputError, ModelNotFoundError, TinkerError
-from tinkex.server import disk
+from tinkex.server.files import disk
 
 logger = logging.getLogger(__name__)
 

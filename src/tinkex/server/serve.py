@@ -26,14 +26,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinkex.errors import ConfigError
-from tinkex.server import disk
 from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
 from tinkex.server.config import ENGINES, ServerConfig, load_config
+from tinkex.server.files import disk
 from tinkex.server.greeting import greeting
 from tinkex.server.tls import check_tls
-from tinkex.server.worker import WorkerSpec
-from tinkex.server.workers import ProcessWorker
+from tinkex.server.workers.processes import ProcessWorker
+from tinkex.server.workers.worker import WorkerSpec
 from tinkex.store import Store
 from tinkex.store.database import sqlite_file
 

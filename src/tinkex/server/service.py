@@ -22,19 +22,19 @@ import orjson
 from tinkex.errors import InvalidInputError
 from tinkex.server import decode, validation
 from tinkex.server.catalog import Catalog
-from tinkex.server.checkpoints import Shelf
 from tinkex.server.config import ServerConfig
-from tinkex.server.disk import Room
-from tinkex.server.futures import Outcome, Promise, PromiseTable
-from tinkex.server.lanes import Lane, Op
-from tinkex.server.operations import REQUEST_TYPES, ModelOperations
-from tinkex.server.placement import Placement
+from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.files.disk import Room
 from tinkex.server.problems import ApiError
-from tinkex.server.recovery import StateKeeper
-from tinkex.server.samples import SampleLedger, Samples
-from tinkex.server.sessions import Sessions
-from tinkex.server.workers import ProcessWorker
-from tinkex.server.write_behind import WriteBehind
+from tinkex.server.work.futures import Outcome, Promise, PromiseTable
+from tinkex.server.work.lanes import Lane, Op
+from tinkex.server.work.operations import REQUEST_TYPES, ModelOperations
+from tinkex.server.work.recovery import StateKeeper
+from tinkex.server.work.samples import SampleLedger, Samples
+from tinkex.server.work.sessions import Sessions
+from tinkex.server.work.write_behind import WriteBehind
+from tinkex.server.workers.placement import Placement
+from tinkex.server.workers.processes import ProcessWorker
 from tinkex.store import CustomLoss, Model, NewOp, SeqConflictError, Store, User
 from tinkex.store import Op as Row
 from tinkex.store.journal import body_hash

@@ -269,7 +269,7 @@ def custom_loss_inputs(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
     """Refuse a graph that the engine would not rebuild."""
-    from tinkex.engine.graph import check_graph as check
+    from tinkex.engine.train.graph import check_graph as check
 
     pairs = tuple((item["name"], item["rank"]) for item in inputs)
     check(CustomLoss(inputs=pairs, graph=graph))

@@ -10,210 +10,260 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinkex.types.audit import AuditLogEntry as AuditLogEntry
-    from tinkex.types.audit import AuditLogResponse as AuditLogResponse
-    from tinkex.types.billing import BillingEventInfo as BillingEventInfo
-    from tinkex.types.billing import BillingUsageEvent as BillingUsageEvent
-    from tinkex.types.billing import BillingUsageResponse as BillingUsageResponse
-    from tinkex.types.billing import BillingUsageSession as BillingUsageSession
-    from tinkex.types.billing import CheckpointBillingEvent as CheckpointBillingEvent
-    from tinkex.types.billing import (
+    from tinkex.types.account.audit import AuditLogEntry as AuditLogEntry
+    from tinkex.types.account.audit import AuditLogResponse as AuditLogResponse
+    from tinkex.types.account.billing import BillingEventInfo as BillingEventInfo
+    from tinkex.types.account.billing import BillingUsageEvent as BillingUsageEvent
+    from tinkex.types.account.billing import BillingUsageResponse as BillingUsageResponse
+    from tinkex.types.account.billing import BillingUsageSession as BillingUsageSession
+    from tinkex.types.account.billing import CheckpointBillingEvent as CheckpointBillingEvent
+    from tinkex.types.account.billing import (
         CurrentCheckpointStorageUsageItem as CurrentCheckpointStorageUsageItem,
     )
-    from tinkex.types.billing import (
+    from tinkex.types.account.billing import (
         CurrentCheckpointStorageUsageResponse as CurrentCheckpointStorageUsageResponse,
     )
-    from tinkex.types.billing import GetBillingUsageRequest as GetBillingUsageRequest
-    from tinkex.types.billing import (
+    from tinkex.types.account.billing import GetBillingUsageRequest as GetBillingUsageRequest
+    from tinkex.types.account.billing import (
         GetCurrentCheckpointStorageUsageRequest as GetCurrentCheckpointStorageUsageRequest,
     )
-    from tinkex.types.billing import SamplingPrefillBillingEvent as SamplingPrefillBillingEvent
-    from tinkex.types.billing import SamplingSampleBillingEvent as SamplingSampleBillingEvent
-    from tinkex.types.billing import StorageBillingEvent as StorageBillingEvent
-    from tinkex.types.billing import TrainingBillingEvent as TrainingBillingEvent
-    from tinkex.types.checkpoints import Checkpoint as Checkpoint
-    from tinkex.types.checkpoints import (
+    from tinkex.types.account.billing import (
+        SamplingPrefillBillingEvent as SamplingPrefillBillingEvent,
+    )
+    from tinkex.types.account.billing import (
+        SamplingSampleBillingEvent as SamplingSampleBillingEvent,
+    )
+    from tinkex.types.account.billing import StorageBillingEvent as StorageBillingEvent
+    from tinkex.types.account.billing import TrainingBillingEvent as TrainingBillingEvent
+    from tinkex.types.account.checkpoints import Checkpoint as Checkpoint
+    from tinkex.types.account.checkpoints import (
         CheckpointArchiveUrlResponse as CheckpointArchiveUrlResponse,
     )
-    from tinkex.types.checkpoints import CheckpointsListResponse as CheckpointsListResponse
-    from tinkex.types.checkpoints import CheckpointType as CheckpointType
-    from tinkex.types.checkpoints import Cursor as Cursor
-    from tinkex.types.checkpoints import ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath
-    from tinkex.types.checkpoints import SetCheckpointTtlRequest as SetCheckpointTtlRequest
-    from tinkex.types.checkpoints import TrainingRun as TrainingRun
-    from tinkex.types.checkpoints import TrainingRunsResponse as TrainingRunsResponse
-    from tinkex.types.chunks import DmelChunk as DmelChunk
-    from tinkex.types.chunks import EncodedTextChunk as EncodedTextChunk
-    from tinkex.types.chunks import ImageAssetPointerChunk as ImageAssetPointerChunk
-    from tinkex.types.chunks import ImageChunk as ImageChunk
-    from tinkex.types.chunks import ModelInputChunk as ModelInputChunk
-    from tinkex.types.custom_loss import CreateCustomLossRequest as CreateCustomLossRequest
-    from tinkex.types.custom_loss import CreateCustomLossResponse as CreateCustomLossResponse
-    from tinkex.types.custom_loss import CustomLossGraph as CustomLossGraph
-    from tinkex.types.custom_loss import CustomLossInput as CustomLossInput
-    from tinkex.types.custom_loss import CustomLossInputRank as CustomLossInputRank
-    from tinkex.types.custom_loss import CustomLossNode as CustomLossNode
-    from tinkex.types.datum import Datum as Datum
-    from tinkex.types.forward_backward import ForwardBackwardInput as ForwardBackwardInput
-    from tinkex.types.forward_backward import ForwardBackwardOutput as ForwardBackwardOutput
-    from tinkex.types.forward_backward import ForwardBackwardRequest as ForwardBackwardRequest
-    from tinkex.types.forward_backward import ForwardRequest as ForwardRequest
-    from tinkex.types.futures import CancelFutureRequest as CancelFutureRequest
-    from tinkex.types.futures import CompleteMetadataResponse as CompleteMetadataResponse
-    from tinkex.types.futures import FutureCompletion as FutureCompletion
-    from tinkex.types.futures import FutureFailed as FutureFailed
-    from tinkex.types.futures import FutureFinished as FutureFinished
-    from tinkex.types.futures import FutureRetrieveRequest as FutureRetrieveRequest
-    from tinkex.types.futures import FutureRetrieveResponse as FutureRetrieveResponse
-    from tinkex.types.futures import FuturesRetrieveRequest as FuturesRetrieveRequest
-    from tinkex.types.futures import FuturesRetrieveResponse as FuturesRetrieveResponse
-    from tinkex.types.futures import QueueState as QueueState
-    from tinkex.types.futures import RequestFailedResponse as RequestFailedResponse
-    from tinkex.types.futures import SamplingSessionFuturesTarget as SamplingSessionFuturesTarget
-    from tinkex.types.futures import TryAgainResponse as TryAgainResponse
-    from tinkex.types.futures import UntypedAPIFuture as UntypedAPIFuture
-    from tinkex.types.identifiers import ModelID as ModelID
-    from tinkex.types.identifiers import RequestID as RequestID
-    from tinkex.types.loss import LossFnInputs as LossFnInputs
-    from tinkex.types.loss import LossFnOutput as LossFnOutput
-    from tinkex.types.loss import LossFnType as LossFnType
-    from tinkex.types.model_input import ModelInput as ModelInput
-    from tinkex.types.models import CreateModelRequest as CreateModelRequest
-    from tinkex.types.models import CreateModelResponse as CreateModelResponse
-    from tinkex.types.models import GetInfoRequest as GetInfoRequest
-    from tinkex.types.models import GetInfoResponse as GetInfoResponse
-    from tinkex.types.models import LoraConfig as LoraConfig
-    from tinkex.types.models import ModelData as ModelData
-    from tinkex.types.models import UnloadModelRequest as UnloadModelRequest
-    from tinkex.types.models import UnloadModelResponse as UnloadModelResponse
-    from tinkex.types.optimizer import AdamOptimizerConfig as AdamOptimizerConfig
-    from tinkex.types.optimizer import AdamParams as AdamParams
-    from tinkex.types.optimizer import DimuonOptimizerConfig as DimuonOptimizerConfig
-    from tinkex.types.optimizer import DimuonParams as DimuonParams
-    from tinkex.types.optimizer import MuonOptimizerConfig as MuonOptimizerConfig
-    from tinkex.types.optimizer import MuonParams as MuonParams
-    from tinkex.types.optimizer import OptimizerConfig as OptimizerConfig
-    from tinkex.types.optimizer import OptimizerConfigBase as OptimizerConfigBase
-    from tinkex.types.optimizer import OptimParams as OptimParams
-    from tinkex.types.optimizer import OptimParamsBase as OptimParamsBase
-    from tinkex.types.optimizer import OptimStepRequest as OptimStepRequest
-    from tinkex.types.optimizer import OptimStepResponse as OptimStepResponse
-    from tinkex.types.provenance import PromptProvenanceSpan as PromptProvenanceSpan
-    from tinkex.types.provenance import ProvenanceSpan as ProvenanceSpan
-    from tinkex.types.provenance import ProvenanceSpans as ProvenanceSpans
-    from tinkex.types.provenance import SampledProvenanceSpan as SampledProvenanceSpan
-    from tinkex.types.request_error import RequestErrorCategory as RequestErrorCategory
-    from tinkex.types.request_error import is_retryable as is_retryable
-    from tinkex.types.sample_response import PromptAltTokens as PromptAltTokens
-    from tinkex.types.sample_response import SampledSequence as SampledSequence
-    from tinkex.types.sample_response import SampleResponse as SampleResponse
-    from tinkex.types.samplers import CreateSamplingSessionResponse as CreateSamplingSessionResponse
-    from tinkex.types.samplers import GetSamplerResponse as GetSamplerResponse
-    from tinkex.types.samplers import JoinSamplingSessionResponse as JoinSamplingSessionResponse
-    from tinkex.types.sampling import CreateSamplingSessionRequest as CreateSamplingSessionRequest
-    from tinkex.types.sampling import JoinSamplingSessionRequest as JoinSamplingSessionRequest
-    from tinkex.types.sampling import SampleRequest as SampleRequest
-    from tinkex.types.sampling import SamplingParams as SamplingParams
-    from tinkex.types.service import ApiKeyDetails as ApiKeyDetails
-    from tinkex.types.service import ApiKeyResponse as ApiKeyResponse
-    from tinkex.types.service import AuthTokenResponse as AuthTokenResponse
-    from tinkex.types.service import ClientConfigRequest as ClientConfigRequest
-    from tinkex.types.service import ClientConfigResponse as ClientConfigResponse
-    from tinkex.types.service import ClientDynamicConfigResponse as ClientDynamicConfigResponse
-    from tinkex.types.service import GetServerCapabilitiesResponse as GetServerCapabilitiesResponse
-    from tinkex.types.service import HealthResponse as HealthResponse
-    from tinkex.types.service import OrgDetails as OrgDetails
-    from tinkex.types.service import SupportedModel as SupportedModel
-    from tinkex.types.service import UserDetails as UserDetails
-    from tinkex.types.service import WhoamiResponse as WhoamiResponse
-    from tinkex.types.session_search import AccessibleSearchOwner as AccessibleSearchOwner
-    from tinkex.types.session_search import ActiveSessionStatusQuery as ActiveSessionStatusQuery
-    from tinkex.types.session_search import (
+    from tinkex.types.account.checkpoints import CheckpointsListResponse as CheckpointsListResponse
+    from tinkex.types.account.checkpoints import CheckpointType as CheckpointType
+    from tinkex.types.account.checkpoints import Cursor as Cursor
+    from tinkex.types.account.checkpoints import (
+        ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath,
+    )
+    from tinkex.types.account.checkpoints import SetCheckpointTtlRequest as SetCheckpointTtlRequest
+    from tinkex.types.account.checkpoints import TrainingRun as TrainingRun
+    from tinkex.types.account.checkpoints import TrainingRunsResponse as TrainingRunsResponse
+    from tinkex.types.data.chunks import DmelChunk as DmelChunk
+    from tinkex.types.data.chunks import EncodedTextChunk as EncodedTextChunk
+    from tinkex.types.data.chunks import ImageAssetPointerChunk as ImageAssetPointerChunk
+    from tinkex.types.data.chunks import ImageChunk as ImageChunk
+    from tinkex.types.data.chunks import ModelInputChunk as ModelInputChunk
+    from tinkex.types.data.datum import Datum as Datum
+    from tinkex.types.data.model_input import ModelInput as ModelInput
+    from tinkex.types.data.provenance import PromptProvenanceSpan as PromptProvenanceSpan
+    from tinkex.types.data.provenance import ProvenanceSpan as ProvenanceSpan
+    from tinkex.types.data.provenance import ProvenanceSpans as ProvenanceSpans
+    from tinkex.types.data.provenance import SampledProvenanceSpan as SampledProvenanceSpan
+    from tinkex.types.data.tensor_data import TensorData as TensorData
+    from tinkex.types.data.tensor_data import TensorDtype as TensorDtype
+    from tinkex.types.data.topk_logprobs import TopkLogprobs as TopkLogprobs
+    from tinkex.types.sampling.request import (
+        CreateSamplingSessionRequest as CreateSamplingSessionRequest,
+    )
+    from tinkex.types.sampling.request import (
+        JoinSamplingSessionRequest as JoinSamplingSessionRequest,
+    )
+    from tinkex.types.sampling.request import SampleRequest as SampleRequest
+    from tinkex.types.sampling.request import SamplingParams as SamplingParams
+    from tinkex.types.sampling.response import PromptAltTokens as PromptAltTokens
+    from tinkex.types.sampling.response import SampledSequence as SampledSequence
+    from tinkex.types.sampling.response import SampleResponse as SampleResponse
+    from tinkex.types.sampling.samplers import (
+        CreateSamplingSessionResponse as CreateSamplingSessionResponse,
+    )
+    from tinkex.types.sampling.samplers import GetSamplerResponse as GetSamplerResponse
+    from tinkex.types.sampling.samplers import (
+        JoinSamplingSessionResponse as JoinSamplingSessionResponse,
+    )
+    from tinkex.types.sampling.stop_reason import StopReason as StopReason
+    from tinkex.types.service.futures import CancelFutureRequest as CancelFutureRequest
+    from tinkex.types.service.futures import CompleteMetadataResponse as CompleteMetadataResponse
+    from tinkex.types.service.futures import FutureCompletion as FutureCompletion
+    from tinkex.types.service.futures import FutureFailed as FutureFailed
+    from tinkex.types.service.futures import FutureFinished as FutureFinished
+    from tinkex.types.service.futures import FutureRetrieveRequest as FutureRetrieveRequest
+    from tinkex.types.service.futures import FutureRetrieveResponse as FutureRetrieveResponse
+    from tinkex.types.service.futures import FuturesRetrieveRequest as FuturesRetrieveRequest
+    from tinkex.types.service.futures import FuturesRetrieveResponse as FuturesRetrieveResponse
+    from tinkex.types.service.futures import QueueState as QueueState
+    from tinkex.types.service.futures import RequestFailedResponse as RequestFailedResponse
+    from tinkex.types.service.futures import (
+        SamplingSessionFuturesTarget as SamplingSessionFuturesTarget,
+    )
+    from tinkex.types.service.futures import TryAgainResponse as TryAgainResponse
+    from tinkex.types.service.futures import UntypedAPIFuture as UntypedAPIFuture
+    from tinkex.types.service.identifiers import ModelID as ModelID
+    from tinkex.types.service.identifiers import RequestID as RequestID
+    from tinkex.types.service.request_error import RequestErrorCategory as RequestErrorCategory
+    from tinkex.types.service.request_error import is_retryable as is_retryable
+    from tinkex.types.service.server import ApiKeyDetails as ApiKeyDetails
+    from tinkex.types.service.server import ApiKeyResponse as ApiKeyResponse
+    from tinkex.types.service.server import AuthTokenResponse as AuthTokenResponse
+    from tinkex.types.service.server import ClientConfigRequest as ClientConfigRequest
+    from tinkex.types.service.server import ClientConfigResponse as ClientConfigResponse
+    from tinkex.types.service.server import (
+        ClientDynamicConfigResponse as ClientDynamicConfigResponse,
+    )
+    from tinkex.types.service.server import (
+        GetServerCapabilitiesResponse as GetServerCapabilitiesResponse,
+    )
+    from tinkex.types.service.server import HealthResponse as HealthResponse
+    from tinkex.types.service.server import OrgDetails as OrgDetails
+    from tinkex.types.service.server import SupportedModel as SupportedModel
+    from tinkex.types.service.server import UserDetails as UserDetails
+    from tinkex.types.service.server import WhoamiResponse as WhoamiResponse
+    from tinkex.types.service.session_search import AccessibleSearchOwner as AccessibleSearchOwner
+    from tinkex.types.service.session_search import (
+        ActiveSessionStatusQuery as ActiveSessionStatusQuery,
+    )
+    from tinkex.types.service.session_search import (
         CancelledSessionStatusQuery as CancelledSessionStatusQuery,
     )
-    from tinkex.types.session_search import (
+    from tinkex.types.service.session_search import (
         ClientFinishedSessionStatusQuery as ClientFinishedSessionStatusQuery,
     )
-    from tinkex.types.session_search import FailedSessionStatusQuery as FailedSessionStatusQuery
-    from tinkex.types.session_search import OwnSearchOwner as OwnSearchOwner
-    from tinkex.types.session_search import SearchOwner as SearchOwner
-    from tinkex.types.session_search import SessionSearchCursor as SessionSearchCursor
-    from tinkex.types.session_search import SessionSearchRequest as SessionSearchRequest
-    from tinkex.types.session_search import SessionSearchResponse as SessionSearchResponse
-    from tinkex.types.session_search import SessionStatusQuery as SessionStatusQuery
-    from tinkex.types.session_search import SessionSummary as SessionSummary
-    from tinkex.types.session_search import UserSearchOwner as UserSearchOwner
-    from tinkex.types.session_status import ClientSessionFinished as ClientSessionFinished
-    from tinkex.types.session_status import ClientSessionFinishErrored as ClientSessionFinishErrored
-    from tinkex.types.session_status import (
+    from tinkex.types.service.session_search import (
+        FailedSessionStatusQuery as FailedSessionStatusQuery,
+    )
+    from tinkex.types.service.session_search import OwnSearchOwner as OwnSearchOwner
+    from tinkex.types.service.session_search import SearchOwner as SearchOwner
+    from tinkex.types.service.session_search import SessionSearchCursor as SessionSearchCursor
+    from tinkex.types.service.session_search import SessionSearchRequest as SessionSearchRequest
+    from tinkex.types.service.session_search import SessionSearchResponse as SessionSearchResponse
+    from tinkex.types.service.session_search import SessionStatusQuery as SessionStatusQuery
+    from tinkex.types.service.session_search import SessionSummary as SessionSummary
+    from tinkex.types.service.session_search import UserSearchOwner as UserSearchOwner
+    from tinkex.types.service.session_status import ClientSessionFinished as ClientSessionFinished
+    from tinkex.types.service.session_status import (
+        ClientSessionFinishErrored as ClientSessionFinishErrored,
+    )
+    from tinkex.types.service.session_status import (
         ClientSessionFinishInterrupted as ClientSessionFinishInterrupted,
     )
-    from tinkex.types.session_status import ClientSessionFinishReason as ClientSessionFinishReason
-    from tinkex.types.session_status import (
+    from tinkex.types.service.session_status import (
+        ClientSessionFinishReason as ClientSessionFinishReason,
+    )
+    from tinkex.types.service.session_status import (
         ClientSessionFinishReasonType as ClientSessionFinishReasonType,
     )
-    from tinkex.types.session_status import ClientSessionFinishSuccess as ClientSessionFinishSuccess
-    from tinkex.types.session_status import SessionActive as SessionActive
-    from tinkex.types.session_status import SessionCancelled as SessionCancelled
-    from tinkex.types.session_status import SessionFailed as SessionFailed
-    from tinkex.types.session_status import SessionFailedReason as SessionFailedReason
-    from tinkex.types.session_status import SessionFailedRequestReason as SessionFailedRequestReason
-    from tinkex.types.session_status import (
+    from tinkex.types.service.session_status import (
+        ClientSessionFinishSuccess as ClientSessionFinishSuccess,
+    )
+    from tinkex.types.service.session_status import SessionActive as SessionActive
+    from tinkex.types.service.session_status import SessionCancelled as SessionCancelled
+    from tinkex.types.service.session_status import SessionFailed as SessionFailed
+    from tinkex.types.service.session_status import SessionFailedReason as SessionFailedReason
+    from tinkex.types.service.session_status import (
+        SessionFailedRequestReason as SessionFailedRequestReason,
+    )
+    from tinkex.types.service.session_status import (
         SessionFailedSamplingSessionReason as SessionFailedSamplingSessionReason,
     )
-    from tinkex.types.session_status import (
+    from tinkex.types.service.session_status import (
         SessionFailedTrainingRunReason as SessionFailedTrainingRunReason,
     )
-    from tinkex.types.session_status import SessionStatus as SessionStatus
-    from tinkex.types.sessions import AssignSessionProjectRequest as AssignSessionProjectRequest
-    from tinkex.types.sessions import CreateSessionRequest as CreateSessionRequest
-    from tinkex.types.sessions import CreateSessionResponse as CreateSessionResponse
-    from tinkex.types.sessions import FinishSessionRequest as FinishSessionRequest
-    from tinkex.types.sessions import GetSessionResponse as GetSessionResponse
-    from tinkex.types.sessions import ListSessionsResponse as ListSessionsResponse
-    from tinkex.types.sessions import SessionHeartbeatRequest as SessionHeartbeatRequest
-    from tinkex.types.sessions import SessionHeartbeatResponse as SessionHeartbeatResponse
-    from tinkex.types.sessions import TraceExportResponse as TraceExportResponse
-    from tinkex.types.stop_reason import StopReason as StopReason
-    from tinkex.types.telemetry import EventType as EventType
-    from tinkex.types.telemetry import GenericEvent as GenericEvent
-    from tinkex.types.telemetry import SessionEndEvent as SessionEndEvent
-    from tinkex.types.telemetry import SessionStartEvent as SessionStartEvent
-    from tinkex.types.telemetry import Severity as Severity
-    from tinkex.types.telemetry import TelemetryBatch as TelemetryBatch
-    from tinkex.types.telemetry import TelemetryEvent as TelemetryEvent
-    from tinkex.types.telemetry import TelemetryResponse as TelemetryResponse
-    from tinkex.types.telemetry import TelemetrySendRequest as TelemetrySendRequest
-    from tinkex.types.telemetry import UnhandledExceptionEvent as UnhandledExceptionEvent
-    from tinkex.types.tensor_data import TensorData as TensorData
-    from tinkex.types.tensor_data import TensorDtype as TensorDtype
-    from tinkex.types.topk_logprobs import TopkLogprobs as TopkLogprobs
-    from tinkex.types.weights import CopyWeightsRequest as CopyWeightsRequest
-    from tinkex.types.weights import CopyWeightsResponse as CopyWeightsResponse
-    from tinkex.types.weights import ExternalWeightsUrlsResponse as ExternalWeightsUrlsResponse
-    from tinkex.types.weights import LoadWeightsRequest as LoadWeightsRequest
-    from tinkex.types.weights import LoadWeightsResponse as LoadWeightsResponse
-    from tinkex.types.weights import SaveWeightsExternalRequest as SaveWeightsExternalRequest
-    from tinkex.types.weights import SaveWeightsExternalResponse as SaveWeightsExternalResponse
-    from tinkex.types.weights import (
+    from tinkex.types.service.session_status import SessionStatus as SessionStatus
+    from tinkex.types.service.sessions import (
+        AssignSessionProjectRequest as AssignSessionProjectRequest,
+    )
+    from tinkex.types.service.sessions import CreateSessionRequest as CreateSessionRequest
+    from tinkex.types.service.sessions import CreateSessionResponse as CreateSessionResponse
+    from tinkex.types.service.sessions import FinishSessionRequest as FinishSessionRequest
+    from tinkex.types.service.sessions import GetSessionResponse as GetSessionResponse
+    from tinkex.types.service.sessions import ListSessionsResponse as ListSessionsResponse
+    from tinkex.types.service.sessions import SessionHeartbeatRequest as SessionHeartbeatRequest
+    from tinkex.types.service.sessions import SessionHeartbeatResponse as SessionHeartbeatResponse
+    from tinkex.types.service.sessions import TraceExportResponse as TraceExportResponse
+    from tinkex.types.service.telemetry import EventType as EventType
+    from tinkex.types.service.telemetry import GenericEvent as GenericEvent
+    from tinkex.types.service.telemetry import SessionEndEvent as SessionEndEvent
+    from tinkex.types.service.telemetry import SessionStartEvent as SessionStartEvent
+    from tinkex.types.service.telemetry import Severity as Severity
+    from tinkex.types.service.telemetry import TelemetryBatch as TelemetryBatch
+    from tinkex.types.service.telemetry import TelemetryEvent as TelemetryEvent
+    from tinkex.types.service.telemetry import TelemetryResponse as TelemetryResponse
+    from tinkex.types.service.telemetry import TelemetrySendRequest as TelemetrySendRequest
+    from tinkex.types.service.telemetry import UnhandledExceptionEvent as UnhandledExceptionEvent
+    from tinkex.types.training.custom_loss import CreateCustomLossRequest as CreateCustomLossRequest
+    from tinkex.types.training.custom_loss import (
+        CreateCustomLossResponse as CreateCustomLossResponse,
+    )
+    from tinkex.types.training.custom_loss import CustomLossGraph as CustomLossGraph
+    from tinkex.types.training.custom_loss import CustomLossInput as CustomLossInput
+    from tinkex.types.training.custom_loss import CustomLossInputRank as CustomLossInputRank
+    from tinkex.types.training.custom_loss import CustomLossNode as CustomLossNode
+    from tinkex.types.training.forward_backward import ForwardBackwardInput as ForwardBackwardInput
+    from tinkex.types.training.forward_backward import (
+        ForwardBackwardOutput as ForwardBackwardOutput,
+    )
+    from tinkex.types.training.forward_backward import (
+        ForwardBackwardRequest as ForwardBackwardRequest,
+    )
+    from tinkex.types.training.forward_backward import ForwardRequest as ForwardRequest
+    from tinkex.types.training.loss import LossFnInputs as LossFnInputs
+    from tinkex.types.training.loss import LossFnOutput as LossFnOutput
+    from tinkex.types.training.loss import LossFnType as LossFnType
+    from tinkex.types.training.models import CreateModelRequest as CreateModelRequest
+    from tinkex.types.training.models import CreateModelResponse as CreateModelResponse
+    from tinkex.types.training.models import GetInfoRequest as GetInfoRequest
+    from tinkex.types.training.models import GetInfoResponse as GetInfoResponse
+    from tinkex.types.training.models import LoraConfig as LoraConfig
+    from tinkex.types.training.models import ModelData as ModelData
+    from tinkex.types.training.models import UnloadModelRequest as UnloadModelRequest
+    from tinkex.types.training.models import UnloadModelResponse as UnloadModelResponse
+    from tinkex.types.training.optimizer import AdamOptimizerConfig as AdamOptimizerConfig
+    from tinkex.types.training.optimizer import AdamParams as AdamParams
+    from tinkex.types.training.optimizer import DimuonOptimizerConfig as DimuonOptimizerConfig
+    from tinkex.types.training.optimizer import DimuonParams as DimuonParams
+    from tinkex.types.training.optimizer import MuonOptimizerConfig as MuonOptimizerConfig
+    from tinkex.types.training.optimizer import MuonParams as MuonParams
+    from tinkex.types.training.optimizer import OptimizerConfig as OptimizerConfig
+    from tinkex.types.training.optimizer import OptimizerConfigBase as OptimizerConfigBase
+    from tinkex.types.training.optimizer import OptimParams as OptimParams
+    from tinkex.types.training.optimizer import OptimParamsBase as OptimParamsBase
+    from tinkex.types.training.optimizer import OptimStepRequest as OptimStepRequest
+    from tinkex.types.training.optimizer import OptimStepResponse as OptimStepResponse
+    from tinkex.types.training.weights import CopyWeightsRequest as CopyWeightsRequest
+    from tinkex.types.training.weights import CopyWeightsResponse as CopyWeightsResponse
+    from tinkex.types.training.weights import (
+        ExternalWeightsUrlsResponse as ExternalWeightsUrlsResponse,
+    )
+    from tinkex.types.training.weights import LoadWeightsRequest as LoadWeightsRequest
+    from tinkex.types.training.weights import LoadWeightsResponse as LoadWeightsResponse
+    from tinkex.types.training.weights import (
+        SaveWeightsExternalRequest as SaveWeightsExternalRequest,
+    )
+    from tinkex.types.training.weights import (
+        SaveWeightsExternalResponse as SaveWeightsExternalResponse,
+    )
+    from tinkex.types.training.weights import (
         SaveWeightsExternalResponseInternal as SaveWeightsExternalResponseInternal,
     )
-    from tinkex.types.weights import SaveWeightsForSamplerRequest as SaveWeightsForSamplerRequest
-    from tinkex.types.weights import SaveWeightsForSamplerResponse as SaveWeightsForSamplerResponse
-    from tinkex.types.weights import (
+    from tinkex.types.training.weights import (
+        SaveWeightsForSamplerRequest as SaveWeightsForSamplerRequest,
+    )
+    from tinkex.types.training.weights import (
+        SaveWeightsForSamplerResponse as SaveWeightsForSamplerResponse,
+    )
+    from tinkex.types.training.weights import (
         SaveWeightsForSamplerResponseInternal as SaveWeightsForSamplerResponseInternal,
     )
-    from tinkex.types.weights import SaveWeightsRequest as SaveWeightsRequest
-    from tinkex.types.weights import SaveWeightsResponse as SaveWeightsResponse
-    from tinkex.types.weights import WeightsInfoRequest as WeightsInfoRequest
-    from tinkex.types.weights import WeightsInfoResponse as WeightsInfoResponse
+    from tinkex.types.training.weights import SaveWeightsRequest as SaveWeightsRequest
+    from tinkex.types.training.weights import SaveWeightsResponse as SaveWeightsResponse
+    from tinkex.types.training.weights import WeightsInfoRequest as WeightsInfoRequest
+    from tinkex.types.training.weights import WeightsInfoResponse as WeightsInfoResponse
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "audit": (
+    "account.audit": (
         "AuditLogEntry",
         "AuditLogResponse",
     ),
-    "billing": (
+    "account.billing": (
         "BillingEventInfo",
         "BillingUsageEvent",
         "BillingUsageResponse",
@@ -228,7 +278,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "StorageBillingEvent",
         "TrainingBillingEvent",
     ),
-    "checkpoints": (
+    "account.checkpoints": (
         "Checkpoint",
         "CheckpointArchiveUrlResponse",
         "CheckpointType",
@@ -239,14 +289,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TrainingRun",
         "TrainingRunsResponse",
     ),
-    "chunks": (
+    "data.chunks": (
         "DmelChunk",
         "EncodedTextChunk",
         "ImageAssetPointerChunk",
         "ImageChunk",
         "ModelInputChunk",
     ),
-    "custom_loss": (
+    "training.custom_loss": (
         "CreateCustomLossRequest",
         "CreateCustomLossResponse",
         "CustomLossGraph",
@@ -254,14 +304,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "CustomLossInputRank",
         "CustomLossNode",
     ),
-    "datum": ("Datum",),
-    "forward_backward": (
+    "data.datum": ("Datum",),
+    "training.forward_backward": (
         "ForwardBackwardInput",
         "ForwardBackwardOutput",
         "ForwardBackwardRequest",
         "ForwardRequest",
     ),
-    "futures": (
+    "service.futures": (
         "CancelFutureRequest",
         "CompleteMetadataResponse",
         "FutureCompletion",
@@ -277,17 +327,17 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TryAgainResponse",
         "UntypedAPIFuture",
     ),
-    "identifiers": (
+    "service.identifiers": (
         "ModelID",
         "RequestID",
     ),
-    "loss": (
+    "training.loss": (
         "LossFnInputs",
         "LossFnOutput",
         "LossFnType",
     ),
-    "model_input": ("ModelInput",),
-    "models": (
+    "data.model_input": ("ModelInput",),
+    "training.models": (
         "CreateModelRequest",
         "CreateModelResponse",
         "GetInfoRequest",
@@ -297,7 +347,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "UnloadModelRequest",
         "UnloadModelResponse",
     ),
-    "optimizer": (
+    "training.optimizer": (
         "AdamOptimizerConfig",
         "AdamParams",
         "DimuonOptimizerConfig",
@@ -311,33 +361,33 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "OptimizerConfig",
         "OptimizerConfigBase",
     ),
-    "provenance": (
+    "data.provenance": (
         "PromptProvenanceSpan",
         "ProvenanceSpan",
         "ProvenanceSpans",
         "SampledProvenanceSpan",
     ),
-    "request_error": (
+    "service.request_error": (
         "RequestErrorCategory",
         "is_retryable",
     ),
-    "sample_response": (
+    "sampling.response": (
         "PromptAltTokens",
         "SampleResponse",
         "SampledSequence",
     ),
-    "samplers": (
+    "sampling.samplers": (
         "CreateSamplingSessionResponse",
         "GetSamplerResponse",
         "JoinSamplingSessionResponse",
     ),
-    "sampling": (
+    "sampling.request": (
         "CreateSamplingSessionRequest",
         "JoinSamplingSessionRequest",
         "SampleRequest",
         "SamplingParams",
     ),
-    "service": (
+    "service.server": (
         "ApiKeyDetails",
         "ApiKeyResponse",
         "AuthTokenResponse",
@@ -351,7 +401,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "UserDetails",
         "WhoamiResponse",
     ),
-    "session_search": (
+    "service.session_search": (
         "AccessibleSearchOwner",
         "ActiveSessionStatusQuery",
         "CancelledSessionStatusQuery",
@@ -366,7 +416,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SessionSummary",
         "UserSearchOwner",
     ),
-    "session_status": (
+    "service.session_status": (
         "ClientSessionFinishErrored",
         "ClientSessionFinishInterrupted",
         "ClientSessionFinishReason",
@@ -382,7 +432,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SessionFailedTrainingRunReason",
         "SessionStatus",
     ),
-    "sessions": (
+    "service.sessions": (
         "AssignSessionProjectRequest",
         "CreateSessionRequest",
         "CreateSessionResponse",
@@ -393,8 +443,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SessionHeartbeatResponse",
         "TraceExportResponse",
     ),
-    "stop_reason": ("StopReason",),
-    "telemetry": (
+    "sampling.stop_reason": ("StopReason",),
+    "service.telemetry": (
         "EventType",
         "GenericEvent",
         "SessionEndEvent",
@@ -406,12 +456,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TelemetrySendRequest",
         "UnhandledExceptionEvent",
     ),
-    "tensor_data": (
+    "data.tensor_data": (
         "TensorData",
         "TensorDtype",
     ),
-    "topk_logprobs": ("TopkLogprobs",),
-    "weights": (
+    "data.topk_logprobs": ("TopkLogprobs",),
+    "training.weights": (
         "CopyWeightsRequest",
         "CopyWeightsResponse",
         "ExternalWeightsUrlsResponse",

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
-from tinkex.types.datum import Datum
-from tinkex.types.forward_backward import ForwardBackwardOutput
-from tinkex.types.model_input import ModelInput
-from tinkex.types.tensor_data import TensorData
+from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.training.forward_backward import ForwardBackwardOutput
 from tinkex.wire.metrics import reduce_metrics
 
 

@@ -20,18 +20,18 @@ from pydantic_core import to_jsonable_python
 
 from tinkex.errors import InvalidInputError, NotSupportedError, WireError
 from tinkex.types._value import short
-from tinkex.types.chunks import (
+from tinkex.types.data.chunks import (
     DmelChunk,
     EncodedTextChunk,
     ImageAssetPointerChunk,
     ImageChunk,
     ModelInputChunk,
 )
-from tinkex.types.datum import Datum
-from tinkex.types.model_input import ModelInput
-from tinkex.types.optimizer import AdamParams, OptimStepRequest
-from tinkex.types.sampling import SampleRequest
-from tinkex.types.tensor_data import TensorData
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.sampling.request import SampleRequest
+from tinkex.types.training.optimizer import AdamParams, OptimStepRequest
 from tinkex.wire.budget import check_json
 from tinkex.wire.paths import from_validation, wire_error
 

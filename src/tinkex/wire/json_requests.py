@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError, WireError
 from tinkex.types._value import nest, short
-from tinkex.types.chunks import EncodedTextChunk
-from tinkex.types.datum import Datum
-from tinkex.types.forward_backward import (
+from tinkex.types.data.chunks import EncodedTextChunk
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.training.forward_backward import (
     ForwardBackwardInput,
     ForwardBackwardRequest,
     ForwardRequest,
 )
-from tinkex.types.model_input import ModelInput
-from tinkex.types.tensor_data import TensorData
 from tinkex.wire import json_codec
 from tinkex.wire.paths import at
 from tinkex.wire.tensors import check_cells, check_finite

@@ -18,21 +18,21 @@ from google.protobuf.message import DecodeError
 
 from tinkex.errors import InvalidInputError, WireError
 from tinkex.types._value import nest, short
-from tinkex.types.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
-from tinkex.types.datum import Datum
-from tinkex.types.forward_backward import (
-    ForwardBackwardInput,
-    ForwardBackwardRequest,
-    ForwardRequest,
-)
-from tinkex.types.model_input import ModelInput
-from tinkex.types.provenance import (
+from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.model_input import ModelInput
+from tinkex.types.data.provenance import (
     PromptProvenanceSpan,
     ProvenanceSpan,
     ProvenanceSpans,
     SampledProvenanceSpan,
 )
-from tinkex.types.tensor_data import TensorData
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.training.forward_backward import (
+    ForwardBackwardInput,
+    ForwardBackwardRequest,
+    ForwardRequest,
+)
 from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.paths import at

@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.errors import InvalidInputError, WireError
 from tinkex.types._value import short
-from tinkex.types.forward_backward import ForwardBackwardOutput
-from tinkex.types.sample_response import SampleResponse
+from tinkex.types.sampling.response import SampleResponse
+from tinkex.types.training.forward_backward import ForwardBackwardOutput
 from tinkex.wire import json_codec, proto_results
 from tinkex.wire.body import Body
 from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types.tensor_data import TensorData
+from tinkex.types.data.tensor_data import TensorData
 from tinkex.wire import tinker_public_pb2 as pb
 
 MAX_DENSE_CELLS = 2**28

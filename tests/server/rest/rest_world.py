@@ -11,7 +11,7 @@ import store_rows as rows
 from fastapi import FastAPI
 
 from tinkex.server import problems, rest
-from tinkex.server.checkpoints import Shelf, TinkerPath, folder_size
+from tinkex.server.files.checkpoints import Shelf, TinkerPath, folder_size
 from tinkex.store import Checkpoint, Store
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")

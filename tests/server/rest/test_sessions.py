@@ -10,7 +10,7 @@ import pytest
 import store_rows as rows
 from rest_world import World
 
-from tinkex.server.sweeper import Sweeper
+from tinkex.server.files.sweeper import Sweeper
 from tinkex.store import UsageCount
 
 

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Header, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
 from tinkex.server.auth import Auth, CurrentUser
-from tinkex.server.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
+from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
 from tinkex.server.rest.files import link
 from tinkex.server.rest.inputs import Body, Limit, Offset, Text, cursor, rfc3339
 from tinkex.server.rest.runs import visible_run

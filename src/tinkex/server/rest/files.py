@@ -15,10 +15,10 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
+from tinkex.server.files.signing import Signer
+from tinkex.server.files.tar import FolderTar
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text
-from tinkex.server.signing import Signer
-from tinkex.server.tar import FolderTar
 from tinkex.server.trace import chrome_trace
 from tinkex.store import Checkpoint, Store
 

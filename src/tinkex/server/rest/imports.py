@@ -23,8 +23,8 @@ from fastapi import APIRouter, Request
 from tinkex.engine.jobs import DropAdapterJob, LoadAdapterJob
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
-from tinkex.server.checkpoints import TinkerPath, check_name, folder_size
 from tinkex.server.exchange import read_body, service_of
+from tinkex.server.files.checkpoints import TinkerPath, check_name, folder_size
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text
 from tinkex.server.service import Service

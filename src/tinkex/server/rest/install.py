@@ -8,9 +8,9 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from tinkex.server.auth import Auth
-from tinkex.server.checkpoints import Shelf
+from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.files.signing import Signer
 from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
-from tinkex.server.signing import Signer
 from tinkex.store import Store
 
 

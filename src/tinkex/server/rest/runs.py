@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from tinkex.server.auth import CurrentUser
-from tinkex.server.checkpoints import Shelf
+from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import AccessScope, Body, Limit, Offset, Text, cursor
 from tinkex.server.rest.views import run_view, weights_view

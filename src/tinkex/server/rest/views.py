@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkex.server.auth import ORGANIZATION, user_urn
-from tinkex.server.checkpoints import WIRE_TYPES
+from tinkex.server.files.checkpoints import WIRE_TYPES
 from tinkex.server.rest.inputs import rfc3339
 from tinkex.store import AuditEntry, Checkpoint, Model, Session, UsageRow
 

@@ -1,0 +1,193 @@
+"""`tinkex checkpoint ...`: everything one does to saved weights short of training on.
+
+Downloads and pushes are done by `tinkex.client.rest.downloads`; this module only asks and reports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.arguments import limit_option, offset_option, path_argument
+from tinkex.cli.checkpoints.delete import delete
+from tinkex.cli.checkpoints.save import save
+from tinkex.cli.output import Table, properties, size
+from tinkex.cli.paging import collect
+from tinkex.cli.state import Noun, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex.types import Checkpoint
+
+_PAGE = 1000
+
+
+@click.group(cls=Noun)
+def checkpoint() -> None:
+    """List, publish, download and delete checkpoints."""
+
+
+checkpoint.add_command(delete)
+checkpoint.add_command(save)
+
+
+@checkpoint.command("list")
+@click.option("--run-id", help="Only this run's checkpoints.")
+@limit_option(20)
+@offset_option()
+@pass_state
+def list_(state: State, run_id: str | None, limit: int, offset: int) -> None:
+    """List checkpoints, newest first."""
+    with state.rest() as rest:
+        if run_id:
+            found = list(rest.list_checkpoints(run_id).result().checkpoints)[offset:]
+            rows, total = (found[:limit] if limit else found), offset + len(found)
+        else:
+
+            def fetch(count: int, start: int) -> tuple[list[Checkpoint], Any]:
+                answer = rest.list_user_checkpoints(limit=count, offset=start).result()
+                return list(answer.checkpoints), answer.cursor
+
+            rows, known = collect(fetch, limit=limit, offset=offset, page=_PAGE)
+            total = len(rows) if known is None else known
+    count = f"{len(rows)} of {total}" if total != len(rows) else str(total)
+    state.show(
+        Table(
+            title=f"Checkpoints ({count})",
+            columns=("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path"),
+            rows=[list(_pairs(item).values()) for item in rows],
+        ),
+        {**({"run_id": run_id} if run_id else {}), "checkpoints": rows},
+    )
+
+
+def _pairs(item: Checkpoint) -> dict[str, Any]:
+    return {
+        "Checkpoint ID": item.checkpoint_id,
+        "Type": item.checkpoint_type,
+        "Size": size(item.size_bytes),
+        "Public": item.public,
+        "Created": item.time,
+        "Expires": item.expires_at or "Never",
+        "Path": item.tinker_path,
+    }
+
+
+@checkpoint.command()
+@path_argument
+@pass_state
+def info(state: State, path: str) -> None:
+    """Show one checkpoint."""
+    from tinkex.types import ParsedCheckpointTinkerPath
+
+    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    with state.rest() as rest:
+        found = [
+            c for c in rest.list_checkpoints(run_id).result().checkpoints if c.tinker_path == path
+        ]
+        if not found:
+            raise click.ClickException(
+                f"No checkpoint {path}. See `tinkex checkpoint list --run-id {run_id}`."
+            )
+        weights = rest.get_weights_info_by_tinker_path(path).result()
+    extra = {"is_lora": weights.is_lora, "lora_rank": weights.lora_rank}
+    state.show(
+        lambda: properties(
+            f"Checkpoint {found[0].checkpoint_id}",
+            {
+                **_pairs(found[0]),
+                "Base Model": weights.base_model,
+                "LoRA": f"Rank {weights.lora_rank}" if weights.lora_rank else weights.is_lora,
+                **{f"Metadata: {k}": v for k, v in (found[0].user_metadata or {}).items()},
+            },
+        ),
+        {**found[0].model_dump(), **extra},
+    )
+
+
+@checkpoint.command()
+@path_argument
+@pass_state
+def publish(state: State, path: str) -> None:
+    """Let every user of the server read a checkpoint."""
+    with state.rest() as rest:
+        rest.publish_checkpoint_from_tinker_path(path).result()
+    state.note(f"Published: every user of the server may read {path}")
+
+
+@checkpoint.command()
+@path_argument
+@pass_state
+def unpublish(state: State, path: str) -> None:
+    """Keep a checkpoint to yourself again."""
+    with state.rest() as rest:
+        rest.unpublish_checkpoint_from_tinker_path(path).result()
+    state.note(f"Private: only you may read {path}")
+
+
+@checkpoint.command("set-ttl")
+@path_argument
+@click.option("--ttl", type=int, metavar="SECONDS", help="Delete it this long from now.")
+@click.option("--remove", is_flag=True, help="Keep it until someone deletes it.")
+@pass_state
+def set_ttl(state: State, path: str, ttl: int | None, remove: bool) -> None:
+    """Set or remove a checkpoint's time to live."""
+    if (ttl is None) == (not remove):
+        raise click.UsageError("Give exactly one of --ttl SECONDS and --remove.")
+    with state.rest() as rest:
+        rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
+    until = "stays until it is deleted" if ttl is None else f"goes {ttl} seconds from now"
+    state.note(f"{path} {until}")
+
+
+@checkpoint.command()
+@path_argument
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Parent folder of the download; the current one by default.",
+)
+@click.option("--force", is_flag=True, help="Replace a folder of that name.")
+@pass_state
+def download(state: State, path: str, output: Path | None, force: bool) -> None:
+    """Download a checkpoint as a PEFT folder named <run>_<kind>_<name>."""
+    from tinkex.cli.checkpoints.fetch import fetch_folder, folder_name
+
+    folder = (output or Path()) / folder_name(path)
+    num_bytes = fetch_folder(state, path, folder, force=force)
+    state.show(
+        properties(None, {"Checkpoint": path, "Destination": folder, "Size": size(num_bytes)}),
+        {"checkpoint_path": path, "destination": str(folder), "file_size_bytes": num_bytes},
+    )
+
+
+@checkpoint.command("push-hf")
+@path_argument
+@click.option("-r", "--repo", help="Repository, USER/NAME; made from the path by default.")
+@click.option("--public", is_flag=True, help="Make a new repository public.")
+@click.option("--revision", help="Branch to push to.")
+@click.option("--commit-message", help="What the commit says.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of pushing.")
+@click.option("--allow-pattern", multiple=True, help="Push only files like this; repeatable.")
+@click.option("--ignore-pattern", multiple=True, help="Leave out files like this; repeatable.")
+@click.option("--no-model-card", is_flag=True, help="Write no README.md.")
+@pass_state
+def push_hf(state: State, /, path: str, public: bool, **options: Any) -> None:
+    """Push a checkpoint to the Hugging Face hub as a PEFT adapter."""
+    from tinkex.cli.checkpoints.fetch import push_to_hub
+
+    repo_id, revision = push_to_hub(state, path, public=public, **options)
+    state.show(
+        properties(
+            None,
+            {"Checkpoint": path, "Repository": repo_id, "Revision": revision, "Public": public},
+        ),
+        {
+            "checkpoint_path": path,
+            "repo_id": repo_id,
+            **({"revision": revision} if revision else {}),
+            "public": public,
+        },
+    )

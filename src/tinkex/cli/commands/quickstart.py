@@ -1,0 +1,128 @@
+"""`tinkex quickstart`: fine-tune a small model on this machine and show what changed.
+
+The work is `tinkex.recipes.quickstart`; here is what a person sees of it, including after Ctrl-C:
+the run is saved, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tinkex.cli.messages import program
+from tinkex.cli.progress import stderr_console, steps, waiting
+from tinkex.cli.state import Leaf, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex.recipes.quickstart import Outcome
+
+
+@click.command(cls=Leaf)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("quickstart"),
+    show_default=True,
+    help="Where the plot, the adapter and the log go.",
+)
+@click.option("--fresh", is_flag=True, help="Start over, forgetting an earlier run.")
+@click.option("--epochs", type=click.FloatRange(min=0, min_open=True), default=2.0, hidden=True)
+@click.option("--model", help="Another base model than the default one.")
+@pass_state
+def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: str | None) -> None:
+    """Fine-tune SmolLM2-135M to answer as a pirate, here and now, on the CPU if need be."""
+    from tinkex.recipes.loop import DEFAULT_MODEL
+    from tinkex.recipes.quickstart import run
+
+    if fresh and folder.exists():
+        _remove(folder)
+    model = model or DEFAULT_MODEL
+    began = time.monotonic()
+    try:
+        if state.base_url is None and model == DEFAULT_MODEL:
+            _fetch_model()
+        state.note(f"Training a LoRA adapter on {model}; Ctrl-C saves and stops.")
+        with state.service() as service, steps("quickstart") as on_step:
+            outcome = run(folder, service, on_step, on_step.note, model=model, epochs=epochs)
+        if outcome.result.interrupted:
+            raise KeyboardInterrupt
+        adapter = _export(state, outcome.result.sampler_path, folder / "adapter")
+    except KeyboardInterrupt:
+        _say_how_to_resume(state, folder)
+        raise click.exceptions.Exit(130) from None
+    _show(state, outcome, folder, adapter, time.monotonic() - began)
+
+
+def _fetch_model() -> None:
+    """Fetch before the server does, so that the person sees what takes the time."""
+    from tinkex.engine.model import default_model
+
+    with waiting("Looking for the default model (93 MB, fetched once)"):
+        default_model.folder()
+
+
+def _export(state: State, path: str, target: Path) -> Path:
+    from tinkex.cli.checkpoints.fetch import fetch_folder
+
+    fetch_folder(state, path, target, force=True)
+    return target
+
+
+def _remove(folder: Path) -> None:
+    """Only what the quickstart made: a folder of the user's own is not ours to delete."""
+    if not (folder / "config.json").is_file() or not (folder / "data.jsonl").is_file():
+        raise click.ClickException(f"{folder} is not a quickstart folder; remove it yourself.")
+    shutil.rmtree(folder)
+
+
+def _say_how_to_resume(state: State, folder: Path) -> None:
+    option = "" if folder == Path("quickstart") else f" --folder {folder}"
+    if (folder / "checkpoints.jsonl").is_file():
+        state.note(
+            f"\nStopped; the training so far is saved. Resume: {program()} quickstart{option}"
+        )
+    else:
+        state.note(
+            f"\nStopped before the first checkpoint. Start again: {program()} quickstart{option}"
+        )
+
+
+def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: float) -> None:
+    if state.format == "json":
+        from tinkex.cli.output import print_json
+
+        print_json(
+            {
+                "held_out_loss_before": outcome.loss_before,
+                "held_out_loss_after": outcome.loss_after,
+                "steps": outcome.result.step,
+                "seconds": round(seconds, 1),
+                "sampler_path": outcome.result.sampler_path,
+                "state_path": outcome.result.state_path,
+                "adapter": str(adapter),
+                "plot": str(folder / "loss.png"),
+                "answers": [
+                    {"question": e.question, "before": e.before, "after": e.after}
+                    for e in outcome.exchanges
+                ],
+            }
+        )
+        return
+    for exchange in outcome.exchanges:
+        click.echo(f"\n  {click.style(exchange.question, bold=True)}")
+        click.echo(f"    before  {_one_line(exchange.before)}")
+        click.echo(f"    after   {click.style(_one_line(exchange.after), fg='green')}")
+    click.echo(
+        f"\nHeld-out loss {outcome.loss_before:.2f} -> {outcome.loss_after:.2f} "
+        f"in {outcome.result.step} steps, {seconds:.0f} s."
+    )
+    click.echo(f"Plot     {folder / 'loss.png'}\nAdapter  {adapter} (PEFT)")
+    stderr_console().print(f"\nNext: {program()} chat {outcome.result.sampler_path}", markup=False)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,1 @@
+"""One HTTP exchange: connections, headers, encodings, retries and limits."""

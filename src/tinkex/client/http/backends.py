@@ -1,0 +1,177 @@
+"""The two ways to put a request on a wire: our own HTTP/1.1, or httpx.
+
+Plain `http://` goes through `http1.py`; TLS (and with it HTTP/2) and proxies through httpx. Both
+raise `TimeoutError` or `OSError` when there is no answer; neither follows redirects or retries.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+import orjson
+
+from tinkex.client.config import ClientConfig
+from tinkex.client.http.http1 import Http1Pool, ProtocolError
+
+__all__ = ["Backend", "Reply", "choose_backend"]
+
+# httpx logs every request at INFO; ours are on the event bus.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Whatever a server answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    content: bytes
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "")
+
+    def json(self) -> Any:
+        """The decoded body; None when it is not JSON."""
+        try:
+            return orjson.loads(self.content)
+        except orjson.JSONDecodeError:
+            return None
+
+
+class Backend(Protocol):
+    """One pool of connections."""
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout_s: float,
+    ) -> Reply: ...
+
+    async def close(self) -> None: ...
+
+
+def choose_backend(config: ClientConfig) -> Backend:
+    if config.base_url.startswith("https") or _has_proxy(config.base_url):
+        return HttpxBackend(config)
+    return PlainBackend(config)
+
+
+def _has_proxy(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    proxies = getproxies()
+    return ("http" in proxies or "all" in proxies) and not proxy_bypass(host)
+
+
+def make_httpx(config: ClientConfig) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        http2=config.base_url.startswith("https"),
+        # Without TLS there is nothing to verify, and loading certificates takes 20 ms.
+        verify=config.verify_tls and config.base_url.startswith("https"),
+        timeout=config.timeout_s,
+        limits=httpx.Limits(max_connections=config.max_connections, max_keepalive_connections=200),
+    )
+
+
+class HttpxBackend:
+    """TLS, HTTP/2 and proxies.
+
+    One HTTP/2 connection carries only so many requests at once, so a further client is opened when
+    all present ones are busy (contract 1.3).
+    """
+
+    MAX_PER_CLIENT = 50
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        self._clients: list[httpx.AsyncClient] = []
+        self._busy: list[int] = []
+
+    def _least_busy(self) -> int:
+        for index, busy in enumerate(self._busy):
+            if busy < self.MAX_PER_CLIENT:
+                return index
+        self._clients.append(make_httpx(self._config))
+        self._busy.append(0)
+        return len(self._clients) - 1
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout_s: float,
+    ) -> Reply:
+        timeout = httpx.Timeout(timeout_s, connect=min(self._config.connect_timeout_s, timeout_s))
+        index = self._least_busy()
+        self._busy[index] += 1
+        try:
+            answer = await self._clients[index].request(
+                method, url, headers=dict(headers), content=body, timeout=timeout
+            )
+        except httpx.TimeoutException as exc:
+            raise TimeoutError(f"{type(exc).__name__} {exc}".strip()) from exc
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            raise ProtocolError(f"{type(exc).__name__} {exc}".strip()) from exc
+        finally:
+            self._busy[index] -= 1
+        return Reply(answer.status_code, answer.headers, answer.content)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.aclose()
+
+
+class PlainBackend:
+    """`http://` on our own connections; a redirect to another origin goes through httpx."""
+
+    def __init__(self, config: ClientConfig) -> None:
+        self._config = config
+        parts = urlsplit(config.base_url)
+        self._prefix = f"{parts.scheme}://{parts.netloc}"
+        self._pool = Http1Pool(self._prefix, max_connections=config.max_connections)
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        timeout_s: float,
+    ) -> Reply:
+        target = url.removeprefix(self._prefix)
+        if not target.startswith("/"):
+            elsewhere = HttpxBackend(self._config)
+            try:
+                return await elsewhere.send(method, url, headers, body, timeout_s)
+            finally:
+                await elsewhere.close()
+        connect_timeout_s = min(self._config.connect_timeout_s, timeout_s)
+        return Reply(
+            *await self._pool.request(
+                method,
+                target,
+                headers,
+                body,
+                timeout_s=timeout_s,
+                connect_timeout_s=connect_timeout_s,
+            )
+        )
+
+    async def close(self) -> None:
+        self._pool.close()

@@ -1,0 +1,128 @@
+"""Holding back before a server has to: one rate limiter per account, and budgets in bytes.
+
+The limiters live on the SDK's event loop. They know waiting and counting, not HTTP: a caller tells
+them what a 429 said. `RateLimiter.of` is the only shared object of the process, keyed by base URL
+and a hash of the key, because the limit it mirrors is the account's, not the client's (R14).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+
+from tinkex.client.session.loop import loop_time
+
+__all__ = ["ByteSemaphore", "RateLimiter", "SampleGate"]
+
+
+class RateLimiter:
+    """A moment before which nobody may send. A later, shorter wait never shortens a longer one."""
+
+    _shared: ClassVar[dict[tuple[str, str], RateLimiter]] = {}
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = loop_time,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._until = float("-inf")
+
+    @classmethod
+    def of(cls, base_url: str, api_key: str | None) -> RateLimiter:
+        """The limiter that all clients of this process share for one account at one service."""
+        digest = hashlib.sha256((api_key or "").encode()).hexdigest()
+        with cls._shared_lock:
+            return cls._shared.setdefault((base_url, digest), cls())
+
+    def hold(self, seconds: float) -> None:
+        self._until = max(self._until, self._clock() + seconds)
+
+    @property
+    def delay_s(self) -> float:
+        return max(self._until - self._clock(), 0.0)
+
+    def in_recent_backoff(self, grace_s: float = 10.0) -> bool:
+        """True from the first hold until some time after the last one ended."""
+        return self._clock() < self._until + grace_s
+
+    async def wait(self) -> None:
+        while (delay := self.delay_s) > 0:
+            await self._sleep(delay)
+
+
+class ByteSemaphore:
+    """Admits a request whenever the balance is not negative; one request may push it below zero.
+
+    First come, first served: a large request is not overtaken for ever by small ones.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.balance = size_bytes
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    async def acquire(self, num_bytes: int) -> None:
+        if self.balance >= 0 and not self._waiting:
+            self.balance -= num_bytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, num_bytes))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(num_bytes)  # admitted and cancelled in the same breath
+            raise
+
+    def release(self, num_bytes: int) -> None:
+        self.balance += num_bytes
+        while self._waiting and self.balance >= 0:
+            turn, wanted = self._waiting.popleft()
+            if not turn.done():
+                self.balance -= wanted
+                turn.set_result(None)
+
+    @asynccontextmanager
+    async def hold(self, num_bytes: int) -> AsyncIterator[None]:
+        await self.acquire(num_bytes)
+        try:
+            yield
+        finally:
+            self.release(num_bytes)
+
+
+class SampleGate:
+    """What a sample passes before it is submitted (6.3): slots, fewer after a 429, then bytes."""
+
+    SLOTS = 400
+    SLOTS_AFTER_BACKOFF = 10
+    BACKOFF_WEIGHT = 20
+
+    def __init__(self, limiter: RateLimiter, size_bytes: int) -> None:
+        self.limiter = limiter
+        self._slots = asyncio.Semaphore(self.SLOTS)
+        self._few_slots = asyncio.Semaphore(self.SLOTS_AFTER_BACKOFF)
+        self._bytes = ByteSemaphore(size_bytes)
+
+    @asynccontextmanager
+    async def admit(self, num_bytes: int) -> AsyncIterator[None]:
+        async with self._slots:
+            if not self.limiter.in_recent_backoff():
+                async with self._bytes.hold(num_bytes):
+                    yield
+            else:
+                async with self._few_slots, self._bytes.hold(num_bytes * self.BACKOFF_WEIGHT):
+                    yield
+
+    def hold_back(self, num_bytes: int, asked_s: float | None) -> None:
+        """A submit was refused for load: the whole account waits, a minute at most."""
+        own_s = 1.0 if num_bytes <= 131_072 else 5.0
+        self.limiter.hold(asked_s if asked_s is not None and 0 < asked_s <= 60 else own_s)

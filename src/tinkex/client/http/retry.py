@@ -1,0 +1,270 @@
+"""When to try again, and after how long: pure decisions, no clock and no network of their own.
+
+Four policies of the contract's section 9. `BaseRetry` lives inside one HTTP call, `WindowRetry`
+around a whole call, `RetryHandler` around a sample (submit and wait), `BillingPause` wherever a
+402 may mean "wait". Clock and random are handed in, so their tests take no time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httpx
+
+from tinkex.client.session.loop import loop_time
+from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
+
+__all__ = [
+    "BaseRetry",
+    "BillingPause",
+    "RetryConfig",
+    "RetryHandler",
+    "WindowRetry",
+    "is_retryable_status",
+    "parse_retry_after_s",
+]
+
+logger = logging.getLogger("tinkex.retry")
+T = TypeVar("T")
+
+_MAX_SERVER_DELAY_S = 60.0
+
+
+def is_retryable_status(status_code: int) -> bool:
+    return status_code in (408, 409, 429) or status_code >= 500
+
+
+def parse_retry_after_s(
+    headers: Mapping[str, str], *, now: Callable[[], float] = time.time
+) -> float | None:
+    """The wait a server asks for: `retry-after-ms`, seconds, or an HTTP date. None: no wish."""
+    milliseconds = _number(headers.get("retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    text = headers.get("retry-after")
+    seconds = _number(text)
+    if seconds is not None or not text:
+        return seconds
+    date = email.utils.parsedate_tz(text)
+    return None if date is None else email.utils.mktime_tz(date) - now()
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text) if text else None
+    except ValueError:
+        return None
+    return value if value is not None and value == value and abs(value) != float("inf") else None
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRetry:
+    """Retries inside one HTTP call (9.1)."""
+
+    max_retries: int = 10
+    delay_base_s: float = 0.5
+    delay_max_s: float = 10.0
+    jitter: float = 0.25
+    uniform: Callable[[], float] = random.random
+    now: Callable[[], float] = time.time
+
+    def wants(self, status_code: int, headers: Mapping[str, str]) -> bool:
+        """`x-should-retry` decides first; else the status."""
+        decided = headers.get("x-should-retry")
+        if decided in ("true", "false"):
+            return decided == "true"
+        return is_retryable_status(status_code)
+
+    def delay_s(self, num_retries: int, headers: Mapping[str, str] | None = None) -> float:
+        """Wait before the next try. A server's wish counts when it is at most a minute."""
+        asked = parse_retry_after_s(headers, now=self.now) if headers else None
+        if asked is not None and 0 < asked <= _MAX_SERVER_DELAY_S:
+            return asked
+        delay = min(self.delay_base_s * 2.0 ** min(num_retries, 30), self.delay_max_s)
+        return delay * (1 - self.jitter * self.uniform())
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRetry:
+    """Retries of a whole call within a window of wall-clock time (9.2)."""
+
+    window_s: float = 300.0
+    delay_max_s: float = 30.0
+
+    def wants(self, error: BaseException) -> bool:
+        if isinstance(error, APIStatusError):
+            return is_retryable_status(error.status_code or 0)
+        return isinstance(error, (APIConnectionError, httpx.TimeoutException))
+
+    def delay_s(self, num_retries: int, elapsed_s: float) -> float | None:
+        """Wait before the next try; the last one is cut to the end of the window. None: give up."""
+        left = self.window_s - elapsed_s
+        if left <= 0:
+            return None
+        return min(2.0 ** min(num_retries, 30), self.delay_max_s, left)
+
+
+@dataclass(slots=True)
+class BillingPause:
+    """A 402 is a pause for a while, then an error (9.4). One per holder."""
+
+    max_pause_s: float = 3600.0
+    pause_s: float = 5.0
+    clock: Callable[[], float] = loop_time
+    _first: float | None = None
+    _last: float = 0.0
+    _logged: float = field(default=float("-inf"))
+
+    def delay_s(self) -> float | None:
+        """Called at each 402: how long to pause, or None when the patience is over."""
+        now = self.clock()
+        if self._first is None or now - self._last > 300:
+            self._first = now
+        self._last = now
+        if now - self._first >= self.max_pause_s:
+            return None
+        if now - self._logged >= 60:
+            self._logged = now
+            logger.warning(
+                "The server answered 402 (billing); pausing. Add credit to the account, or stop."
+            )
+        return self.pause_s
+
+
+def _default_retryable() -> tuple[type[Exception], ...]:
+    return (asyncio.TimeoutError, APIConnectionError, httpx.TimeoutException, RetryableException)
+
+
+@dataclass(frozen=True)
+class RetryConfig:
+    """How a SamplingClient retries whole samples."""
+
+    max_connections: int = 1000
+    """Most samples in flight; the server's own number wins where it has one."""
+    progress_timeout: float = 7200.0
+    """Seconds without any finished sample after which the waiting ones fail."""
+    retry_delay_base: float = 0.5
+    retry_delay_max: float = 10.0
+    jitter_factor: float = 0.25
+    enable_retry_logic: bool = True
+    enable_stuck_detection: bool = True
+    retryable_exceptions: tuple[type[Exception], ...] = field(default_factory=_default_retryable)
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}.")
+        if not 0 <= self.jitter_factor <= 1:
+            raise ValueError(f"jitter_factor must be in 0..1, got {self.jitter_factor}.")
+
+    def wants(self, error: BaseException) -> bool:
+        if not self.enable_retry_logic:
+            return False
+        if isinstance(error, APIStatusError):
+            return is_retryable_status(error.status_code or 0)
+        return isinstance(error, self.retryable_exceptions)
+
+    def delay_s(self, attempt: int, uniform: Callable[[], float] = random.random) -> float:
+        delay = min(self.retry_delay_base * 2.0 ** min(attempt, 30), self.retry_delay_max)
+        swing = self.jitter_factor * delay * (2 * uniform() - 1)
+        return min(max(delay + swing, 0.0), self.retry_delay_max)
+
+
+class RetryHandler:
+    """Run samples with a cap on concurrency, retries without end, and an eye on progress (9.3).
+
+    Progress is common to all calls of the handler: as long as any of them finishes, none is stuck.
+    """
+
+    def __init__(
+        self,
+        config: RetryConfig,
+        *,
+        max_in_flight: int | None,
+        stuck_detection: bool = True,
+        clock: Callable[[], float] = loop_time,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.config = config
+        self._slots = asyncio.Semaphore(max_in_flight) if max_in_flight else None
+        self._detect = stuck_detection and config.enable_stuck_detection
+        self._clock = clock
+        self._sleep = sleep
+        self._uniform = uniform
+        self._running: set[asyncio.Task[Any]] = set()
+        self._last_progress = clock()
+        self._watch: asyncio.TimerHandle | None = None
+        self._stuck: set[asyncio.Task[Any]] = set()
+
+    async def execute(self, call: Callable[[], Awaitable[T]]) -> T:
+        if self._slots is None:
+            return await self._tracked(call)
+        async with self._slots:
+            return await self._tracked(call)
+
+    async def _tracked(self, call: Callable[[], Awaitable[T]]) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        if not self._running:
+            self._last_progress = self._clock()
+        self._running.add(task)
+        self._watch_if_needed()
+        try:
+            result = await self._attempts(call)
+            self._last_progress = self._clock()
+            return result
+        except asyncio.CancelledError:
+            if task in self._stuck:
+                raise APIConnectionError(
+                    f"No sample finished for {self.config.progress_timeout:.0f} s; requests seem "
+                    "stuck. Look at the server, or raise RetryConfig.progress_timeout."
+                ) from None
+            raise
+        finally:
+            self._stuck.discard(task)
+            self._running.discard(task)
+            if not self._running:
+                self.close()
+
+    async def _attempts(self, call: Callable[[], Awaitable[T]]) -> T:
+        attempt = 0
+        while True:
+            try:
+                return await call()
+            except Exception as exc:
+                if not self.config.wants(exc):
+                    raise
+                delay = self.config.delay_s(attempt, self._uniform)
+                logger.debug("sample attempt %d failed (%s); again in %.2f s", attempt, exc, delay)
+            attempt += 1
+            await self._sleep(delay)
+
+    def _watch_if_needed(self) -> None:
+        if self._detect and self._watch is None:
+            self._watch_in(self.config.progress_timeout)
+
+    def _watch_in(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._watch = loop.call_later(max(delay_s, 0.01), self._look_at_progress)
+
+    def _look_at_progress(self) -> None:
+        self._watch = None
+        left = self._last_progress + self.config.progress_timeout - self._clock()
+        if left > 0:
+            self._watch_in(left)
+            return
+        for task in tuple(self._running):
+            self._stuck.add(task)
+            task.cancel()
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None

@@ -1,0 +1,132 @@
+"""Tokens while they are generated: server-sent events turned into a Python iterator (R27).
+
+One task on the background loop reads the stream and hands its events over; the caller iterates in
+a thread or in an event loop of its own. A broken stream is an error, never a short result: tokens
+that were already handed out cannot be taken back by a silent retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from tinkex import types
+from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.http.transport import Call
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    NotSupportedError,
+    RequestFailedError,
+)
+
+if TYPE_CHECKING:
+    from tinkex.client.sampling.sample_fields import SampleFields
+    from tinkex.client.sampling.sampling_client import SamplingClient
+
+__all__ = ["SampleStream", "StreamedTokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTokens:
+    """New tokens of one sample."""
+
+    sample_index: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+_END = object()
+
+
+class SampleStream:
+    """Iterate with `for` or `async for`, once. `.result` is the whole answer afterwards."""
+
+    def __init__(self, client: SamplingClient, fields: SampleFields) -> None:
+        self._client = client
+        self._fields = fields
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._result: types.SampleResponse | None = None
+        self._future: APIFuture[None] | None = None
+
+    @property
+    def result(self) -> types.SampleResponse:
+        """All sequences, once the iteration is over."""
+        if self._result is None:
+            raise RuntimeError("The stream has not ended yet: iterate it to the end first.")
+        return self._result
+
+    # -- reading
+
+    def __iter__(self) -> Iterator[StreamedTokens]:
+        self._start()
+        assert self._future is not None
+        try:
+            while (item := self._items.get()) is not _END:
+                yield item
+            self._future.result()
+        finally:
+            self._future.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[StreamedTokens]:
+        self._start()
+        assert self._future is not None
+        try:
+            while True:
+                try:
+                    item = self._items.get_nowait()
+                except queue.Empty:
+                    item = await asyncio.to_thread(self._items.get)
+                if item is _END:
+                    break
+                yield item
+            await self._future
+        finally:
+            self._future.cancel()
+
+    def _start(self) -> None:
+        if self._future is not None:
+            raise RuntimeError("A stream can be iterated once; call stream() again.")
+        self._future = self._client.holder.spawn(self._read)
+        # However it ends, also before it began (a closed client): the reader must hear of it.
+        self._future.add_done_callback(lambda _: self._items.put(_END))
+
+    # -- on the background loop
+
+    async def _read(self, waiting: Waiting) -> None:
+        holder = self._client.holder
+        if not holder.flags.tinkex_sample_stream:
+            raise NotSupportedError(
+                "this server cannot stream; use sample(), which returns all tokens at once"
+            )
+        body = await self._client.stream_body(self._fields)
+        call = Call(method="POST", path="sample_stream", pool="sample", body=body)
+        async with holder.transport.stream(call) as lines:
+            kind = ""
+            async for line in lines:
+                if line.startswith("event:"):
+                    kind = line[6:].strip()
+                elif line.startswith("data:") and self._take(kind, orjson.loads(line[5:])):
+                    return
+        raise APIConnectionError("The stream ended before the sample did. Sample again.")
+
+    def _take(self, kind: str, event: dict[str, Any]) -> bool:
+        """Handle one event; True when it was the last."""
+        if kind == "tokens":
+            self._items.put(
+                StreamedTokens(event["sample_index"], event["tokens"], event["logprobs"])
+            )
+            return False
+        if kind == "done":
+            self._result = types.SampleResponse._from_dict(event)
+            return True
+        if kind == "error":
+            raise RequestFailedError(
+                str(event.get("error")), category=str(event.get("category", "unknown"))
+            )
+        raise APIResponseValidationError(f"unknown stream event {kind!r}", body=event)

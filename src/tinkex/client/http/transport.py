@@ -1,0 +1,434 @@
+"""One HTTP exchange, and one call made of a few of them.
+
+Pools are kept apart: session, train, sample, futures, poller, telemetry and redirect each have
+their own connections, so a burst of sampling never delays a heartbeat (R10). `exchange` makes one
+try and returns whatever the server answered; `call` adds the base retries and raises an error of
+our tree for a failure. Which body a call carries, and what an answer means, is for the callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypedDict
+from urllib.parse import quote, urlencode, urljoin, urlsplit
+
+import httpx
+import orjson
+
+from tinkex.client import events
+from tinkex.client.config import ClientConfig
+from tinkex.client.http.backends import Backend, Reply, choose_backend, make_httpx
+from tinkex.client.http.breaker import CircuitBreaker
+from tinkex.client.http.headers import JSON, idempotency_key, standard_headers
+from tinkex.client.http.limits import RateLimiter
+from tinkex.client.http.retry import BaseRetry, parse_retry_after_s
+from tinkex.client.session.credentials import TokenProvider
+from tinkex.client.session.loop import loop_time
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    APITimeoutError,
+    ClientClosedError,
+    status_error_class,
+)
+
+__all__ = ["Call", "RequestOptions", "Transport", "status_error"]
+
+logger = logging.getLogger("tinkex.http")
+
+_EMPTY_400_BUDGET = 16
+# What a rate limit holds back. Heartbeats and polls make nobody's queue longer.
+_HELD_POOLS = frozenset({"train", "sample"})
+_MAX_REDIRECTS = 5
+# Ids and names go into paths as they are; only what a request line cannot hold is encoded.
+_SAFE = "/:@!$&'()*+,;=-._~%"
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9/:@!$&'()*+,;=._~%\-]*")
+_ARCHIVE_TRIES = 7
+_ARCHIVE_PAUSE_S = 30.0
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class RequestOptions(TypedDict, total=False):
+    """Options of a single low-level request, by the names other SDKs of this family use."""
+
+    headers: Mapping[str, str]
+    max_retries: int
+    timeout: float
+    params: Mapping[str, Any]
+    idempotency_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One HTTP call of the contract. `body` is sent as it is; None sends none."""
+
+    method: str
+    path: str
+    """Below `/api/v1/`, pasted in without percent-encoding."""
+    pool: str = "train"
+    body: bytes | None = None
+    content_type: str = JSON
+    query: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] | None = None
+    timeout_s: float | None = None
+    """None: the config's."""
+    max_retries: int | None = None
+    """Base retries; None: the config's."""
+    idempotency_key: str | None = None
+
+
+class _Pool:
+    """The connections of one kind of call."""
+
+    def __init__(self, make_backend: Callable[[], Backend]) -> None:
+        self._make_backend = make_backend
+        self._backend: Backend | None = None
+        self._torn: list[Backend] = []
+        self._budget = _EMPTY_400_BUDGET
+
+    async def send(
+        self, method: str, url: str, headers: dict[str, str], body: bytes | None, timeout_s: float
+    ) -> Reply:
+        if self._backend is None:
+            self._backend = self._make_backend()
+        return await self._backend.send(method, url, headers, body, timeout_s)
+
+    async def refuse_torn(self, reply: Reply) -> None:
+        """A 400 without a body is a connection torn down by a proxy, not an answer (1.6)."""
+        if reply.ok:
+            self._budget = min(self._budget + 1, _EMPTY_400_BUDGET)
+        elif reply.status == 400 and not reply.content and self._budget > 0:
+            self._budget -= 1
+            # Not closed yet: other calls may still wait on its connections.
+            self._torn += [self._backend] if self._backend is not None else []
+            self._backend = None
+            raise APIConnectionError(
+                "The server sent a 400 without a body, the sign of a torn connection."
+            )
+
+    async def close(self) -> None:
+        backends = [*self._torn, *([self._backend] if self._backend is not None else [])]
+        self._torn, self._backend = [], None
+        for backend in backends:
+            await backend.close()
+
+
+class Transport:
+    """The HTTP side of one holder. Lives on the background loop."""
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        tokens: TokenProvider,
+        *,
+        retry: BaseRetry | None = None,
+        limiter: RateLimiter | None = None,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+        make_backend: Callable[[ClientConfig], Backend] = choose_backend,
+        revive: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        self.config = config
+        self._revive = revive  # brings a server back that nobody else would; True when it lives
+        self._make_backend = make_backend
+        self._limiter = limiter
+        self.tokens = tokens
+        self._retry = retry or BaseRetry(max_retries=config.max_retries)
+        self._sleep = sleep
+        self._pools: dict[str, _Pool] = {}
+        self._standard = {**standard_headers()}
+        self._root = f"{config.base_url}/api/v1/"
+        self._origin = urlsplit(config.base_url)[:2]
+        self._breaker = (
+            CircuitBreaker(self._origin[1], clock=loop_time) if config.circuit_breaker else None
+        )
+        self._closed = False
+        self._deprecations: set[str] = set()
+
+    # -- calls
+
+    async def call(self, call: Call) -> Reply:
+        """Make the call with base retries; returns a 2xx answer.
+
+        Raises:
+            APIStatusError: The final answer was an error.
+            APIConnectionError: There was no final answer.
+        """
+        most = self._retry.max_retries if call.max_retries is None else call.max_retries
+        key = call.idempotency_key or (idempotency_key() if call.method != "GET" else None)
+        for attempt in range(most + 1):
+            delay_s: float
+            try:
+                reply = await self.exchange(call, attempt=attempt, key=key)
+            except APIConnectionError as exc:
+                if attempt == most:
+                    raise
+                delay_s, why = self._retry.delay_s(attempt), str(exc)
+            else:
+                if reply.ok:
+                    return reply
+                if attempt == most or not self._retry.wants(reply.status, reply.headers):
+                    raise status_error(call, reply)
+                delay_s, why = self._retry.delay_s(attempt, reply.headers), f"{reply.status}"
+                if reply.status == 429:
+                    self._hold_back(delay_s)
+            logger.debug("%s %s: %s; again in %.2f s", call.method, call.path, why, delay_s)
+            events.emit(
+                "http.retry",
+                method=call.method,
+                path=call.path,
+                attempt=attempt + 1,
+                delay_s=delay_s,
+                reason=why,
+            )
+            await self._sleep(delay_s)
+        raise AssertionError("unreachable")
+
+    def _hold_back(self, delay_s: float) -> None:
+        """The account is over its limit: all clients of this process that share it wait (R14)."""
+        if self._limiter is not None:
+            self._limiter.hold(delay_s)
+
+    async def exchange(self, call: Call, *, attempt: int = 0, key: str | None = None) -> Reply:
+        """One try. Any status is an answer; no answer is an APIConnectionError."""
+        if self._closed and call.pool != "telemetry":
+            raise ClientClosedError("The client is closed. Make a new ServiceClient.")
+        if self._limiter is not None and call.pool in _HELD_POOLS:
+            await self._limiter.wait()
+        timeout_s = call.timeout_s or self.config.timeout_s
+        headers = await self._headers(call, attempt, key, timeout_s)
+        if self._breaker is not None:
+            self._breaker.before_call()
+        if not events.has_subscribers():
+            reply = await self._delivered(call, headers, timeout_s)
+        else:
+            with events.span(
+                "http.request", method=call.method, path=call.path, attempt=attempt
+            ) as span:
+                reply = await self._delivered(call, headers, timeout_s)
+                span.add(status_code=reply.status)
+        self._note_deprecation(reply)
+        return reply
+
+    async def _delivered(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
+        """Send; when there is no server and it can be brought back, send again."""
+        try:
+            return await self._guarded(call, headers, timeout_s)
+        except APITimeoutError:
+            raise  # it is there, and slow
+        except APIConnectionError:
+            if self._revive is None or not await self._revive():
+                raise
+        return await self._guarded(call, headers, timeout_s)
+
+    async def _guarded(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
+        """Send, translate foreign errors, and tell the breaker how it went."""
+        breaker = self._breaker
+        try:
+            reply = await self._send(call, headers, timeout_s)
+        except APIConnectionError:
+            if breaker is not None:
+                breaker.failed()
+            raise
+        except BaseException:
+            if breaker is not None:
+                breaker.gave_no_answer()
+            raise
+        if breaker is not None:
+            (breaker.failed if reply.status >= 500 else breaker.succeeded)()
+        return reply
+
+    async def _send(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
+        pool = self._pool(call.pool)
+        url = self._url(call)
+        name = f"{call.method} {call.path}"
+        try:
+            reply = await pool.send(call.method, url, headers, call.body, timeout_s)
+            if reply.status in _REDIRECTS:
+                reply = await self._follow(pool, call, url, reply, headers, timeout_s)
+        except TimeoutError as exc:
+            raise APITimeoutError(
+                f"{self.config.base_url} did not answer {name} within {timeout_s:g} s.", name
+            ) from exc
+        except OSError as exc:
+            raise APIConnectionError(
+                f"No connection to {self.config.base_url} for {name}: {exc}", name
+            ) from exc
+        await pool.refuse_torn(reply)
+        return reply
+
+    async def _follow(
+        self,
+        pool: _Pool,
+        call: Call,
+        url: str,
+        reply: Reply,
+        headers: dict[str, str],
+        timeout_s: float,
+    ) -> Reply:
+        """Follow redirects; another host never sees the credential."""
+        method, body = call.method, call.body
+        for _ in range(_MAX_REDIRECTS):
+            target = reply.headers.get("location")
+            if reply.status not in _REDIRECTS or not target:
+                return reply
+            url = urljoin(url, target)
+            if reply.status == 303 or (reply.status in (301, 302) and method == "POST"):
+                method, body = "GET", None
+            if urlsplit(url)[:2] != self._origin:
+                headers = {"Accept": headers["Accept"], "User-Agent": headers["User-Agent"]}
+            reply = await pool.send(method, url, headers, body, timeout_s)
+        raise APIConnectionError(f"More than {_MAX_REDIRECTS} redirects from {call.path}.")
+
+    async def archive(self, call: Call) -> Reply:
+        """A redirect answer turned into `{"url", "expires"}` instead of being followed."""
+        headers = await self._headers(call, 0, None, self.config.timeout_s)
+        pool = self._pool(call.pool)
+        for _ in range(_ARCHIVE_TRIES):
+            reply = await pool.send("GET", self._url(call), headers, None, self.config.timeout_s)
+            if reply.status != 503:
+                break
+            await self._sleep(_ARCHIVE_PAUSE_S)  # the server is still building it
+        if reply.status in _REDIRECTS:
+            body = {"url": reply.headers.get("location"), "expires": reply.headers.get("expires")}
+            body["expires"] = _iso_date(body["expires"])
+            return Reply(200, {}, orjson.dumps(body))
+        if not reply.ok:
+            raise status_error(call, reply)
+        return reply
+
+    @asynccontextmanager
+    async def stream(self, call: Call) -> AsyncIterator[AsyncIterator[str]]:
+        """The lines of a server-sent-event answer."""
+        headers = await self._headers(call, 0, idempotency_key(), self.config.timeout_s)
+        headers["Accept"] = "text/event-stream"
+        name = f"{call.method} {call.path}"
+        try:
+            async with (
+                make_httpx(self.config) as client,
+                client.stream(
+                    call.method, self._url(call), headers=headers, content=call.body
+                ) as answer,
+            ):
+                if answer.status_code >= 400:
+                    content = await answer.aread()
+                    raise status_error(call, Reply(answer.status_code, answer.headers, content))
+                yield answer.aiter_lines()
+        except httpx.TimeoutException as exc:
+            raise APITimeoutError(f"The stream of {name} stalled.", name) from exc
+        except httpx.HTTPError as exc:
+            raise APIConnectionError(f"The stream of {name} broke: {exc}", name) from exc
+
+    # -- pieces
+
+    def _pool(self, name: str) -> _Pool:
+        pool = self._pools.get(name)
+        if pool is None:
+            pool = self._pools[name] = _Pool(lambda: self._make_backend(self.config))
+        return pool
+
+    def _url(self, call: Call) -> str:
+        query = _query(call.query) if call.query else ""
+        path = call.path if _PLAIN_PATH.fullmatch(call.path) else quote(call.path, safe=_SAFE)
+        return f"{self._root}{path}{query}"
+
+    async def _headers(
+        self, call: Call, attempt: int, key: str | None, timeout_s: float
+    ) -> dict[str, str]:
+        headers = dict(self._standard)
+        if call.method != "GET":
+            headers["Content-Type"] = call.content_type
+            headers["X-Idempotency-Key"] = key or idempotency_key()
+        headers["X-API-Key"] = await self.tokens.token()
+        headers["x-stainless-retry-count"] = str(attempt)
+        headers["x-stainless-read-timeout"] = f"{timeout_s:g}"
+        if call.headers:
+            headers.update(call.headers)
+        headers.update(self.config.headers)
+        return headers
+
+    def _note_deprecation(self, reply: Reply) -> None:
+        note = reply.headers.get("x-deprecation-note")
+        if note and note not in self._deprecations:
+            self._deprecations.add(note)
+            is_error = reply.headers.get("x-deprecation-level") == "error"
+            logger.log(logging.ERROR if is_error else logging.WARNING, "%s", note)
+
+    async def close(self, *, keep: frozenset[str] = frozenset()) -> None:
+        """Close the pools; those in `keep` stay usable."""
+        self._closed = True
+        for name, pool in list(self._pools.items()):
+            if name not in keep:
+                await pool.close()
+
+
+def _iso_date(text: str | None) -> str:
+    """An `Expires` header as RFC 3339; a quarter of an hour from now when there is none."""
+    if text:
+        try:
+            return email.utils.parsedate_to_datetime(text).isoformat()
+        except ValueError:
+            return text
+    return (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
+
+
+def _query(query: Mapping[str, Any]) -> str:
+    """Booleans are `true`/`false`, lists are joined with commas, nulls are dropped (1.1)."""
+    flat: dict[str, str] = {}
+    for name, value in query.items():
+        if isinstance(value, bool):
+            flat[name] = "true" if value else "false"
+        elif isinstance(value, (list, tuple)):
+            flat[name] = ",".join(map(str, value))
+        elif value is not None:
+            flat[name] = str(value)
+    encoded = urlencode({name: value for name, value in flat.items() if value != ""})
+    return f"?{encoded}" if encoded else ""
+
+
+_HINTS = {
+    401: "Check the key: api_key= or TINKER_API_KEY.",
+    402: "Add credit to the account.",
+    403: "The key is valid but may not do this; ask the owner or use another key.",
+    429: "Slow down, or let the SDK wait.",
+}
+
+
+def status_error(call: Call, reply: Reply) -> APIStatusError:
+    """The error of our tree for an answer: what was asked, what came back, what to do."""
+    body = reply.json()
+    detail = _detail(body)
+    if detail is None:
+        body = body if body is not None else reply.content.decode("utf-8", "replace")
+        detail = orjson.dumps(body).decode() if isinstance(body, (dict, list)) else str(body)
+    hint = _HINTS.get(reply.status, "")
+    text = f"Error code: {reply.status} on {call.method} /api/v1/{call.path} - {detail[:2000]}"
+    asked_s = parse_retry_after_s(reply.headers)
+    return status_error_class(reply.status)(
+        f"{text} {hint}".rstrip(),
+        status_code=reply.status,
+        request=f"{call.method} {call.path}",
+        body=body,
+        headers=dict(reply.headers),
+        request_id=reply.headers.get("x-request-id"),
+        retry_after_ms=None if asked_s is None else round(asked_s * 1000),
+    )
+
+
+def _detail(body: Any) -> str | None:
+    """The human part of the usual error bodies."""
+    if not isinstance(body, dict):
+        return None
+    for name in ("detail", "error", "message"):
+        value = body.get(name)
+        if isinstance(value, dict):
+            value = value.get("message")
+        if isinstance(value, str) and value:
+            return value
+    return None

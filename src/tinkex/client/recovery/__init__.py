@@ -1,0 +1,1 @@
+"""Training on through the loss of a run."""

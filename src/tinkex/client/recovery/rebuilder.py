@@ -1,0 +1,90 @@
+"""Make a new run from the checkpoints of a lost one.
+
+One attempt at a time: connect, take the first checkpoint that can still be loaded. When to try, and
+what to repeat on the new run, is for `recovering_client.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tinkex import types
+from tinkex.client.config import ClientConfig
+from tinkex.client.recovery.call_log import CallLog, Saved
+from tinkex.client.recovery.policy import RecoveryPolicy
+from tinkex.errors import (
+    BadRequestError,
+    NotFoundError,
+    RequestFailedError,
+    RetryableException,
+    TinkerError,
+)
+
+if TYPE_CHECKING:
+    from tinkex.client.service_client import ServiceClient
+    from tinkex.client.training.training_client import TrainingClient
+
+__all__ = ["HopelessError", "Rebuilder"]
+
+logger = logging.getLogger("tinkex.recovery")
+
+
+class HopelessError(TinkerError):
+    """Trying again will not help."""
+
+
+class Rebuilder:
+    def __init__(self, policy: RecoveryPolicy, log: CallLog, config: ClientConfig) -> None:
+        self._policy = policy
+        self._log = log
+        self._config = config
+
+    def connect(self) -> ServiceClient:
+        """A client for one attempt, which gives up sooner than a patient program would."""
+        from tinkex.client.service_client import ServiceClient
+
+        if self._policy.connect is not None:
+            try:
+                return self._policy.connect()
+            except Exception as exc:
+                raise RetryableException(f"connect() failed: {exc!r}") from exc
+        window_s = min(self._config.retry_window_s, self._policy.attempt_timeout_s)
+        return ServiceClient(config=self._config.replace(retry_window_s=window_s))
+
+    def load_first(
+        self, service: ServiceClient, run_ids: Sequence[str]
+    ) -> tuple[Saved, TrainingClient]:
+        """A new run from the first checkpoint that can still be loaded."""
+        create: Callable[..., TrainingClient] = service.create_training_client_from_state
+        if self._policy.restore_optimizer:
+            create = service.create_training_client_from_state_with_optimizer
+        known = self._known(service, run_ids)
+        refusals = self._log.distrusted(known)
+        for saved in self._log.candidates(known):
+            try:
+                return saved, create(saved.path, user_metadata={"recovered_from": run_ids[-1]})
+            except (NotFoundError, BadRequestError, RequestFailedError) as exc:
+                if exc.category != "user":
+                    raise
+                logger.warning("Checkpoint %s cannot be loaded: %s", saved.path, exc)
+                refusals.append(f"{saved.path}: {exc}")
+        raise HopelessError(
+            "no checkpoint can be loaded. "
+            + ("; ".join(refusals) or "None was saved: set save_every_steps, or call save_state.")
+        )
+
+    def _known(self, service: ServiceClient, run_ids: Sequence[str]) -> list[Saved]:
+        """The checkpoints there are, newest first."""
+        if self._policy.checkpoint.startswith("tinker://"):
+            return [Saved(self._policy.checkpoint, self._log.position)]
+        if self._log.saved:
+            return self._log.saved[::-1]
+        rest = service.create_rest_client()
+        found: list[types.Checkpoint] = []
+        for run_id in run_ids:
+            with contextlib.suppress(NotFoundError):
+                found += rest.list_checkpoints(run_id).result().checkpoints
+        return self._log.place(found)

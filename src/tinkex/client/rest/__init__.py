@@ -1,0 +1,1 @@
+"""Listings, accounts and files: the calls that answer at once."""

@@ -1,0 +1,323 @@
+"""Collect many samples with one long poll (4.5), and submit many in one call.
+
+`Collector` asks `/retrieve_futures` which results of one sampling session are ready, only while
+someone waits or an acknowledgement is pending. Against our own server (flag `tinkex_sample_batch`)
+it asks for the results themselves in the same answer, and `BatchSubmitter` joins the samples that
+were made in the same moment into one `/asample_batch`:
+
+    POST asample_batch     {"requests": [asample body, ...]}   at most 256, of one sampling session
+      -> {"promises": [{"request_id", "sample_sequence_ids"}
+                       | {"status", "error", "category", "retry_after_ms"?}, ...]}   in order
+    POST retrieve_futures  the usual body plus "inline_results": true
+      -> application/x-tinkex-frames: uint32 LE header length | header JSON | payloads, joined
+         header: {"cursor", "completions": [{"state": "finished", "request_id", "size"}
+                  | {"state": "failed", "request_id", "error", "category"}, ...]}
+         A finished one of size 0 was too large to inline and is fetched by /retrieve_future.
+         Without completions also "waiting": [{"request_id", "queue_state", "queue_state_reason"}].
+
+Neither knows what a sample is made of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from tinkex.client.futures import cancel_all
+from tinkex.client.http.backends import Reply
+from tinkex.client.http.retry import BillingPause, is_retryable_status
+from tinkex.client.http.transport import Call, status_error
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    ClientClosedError,
+    RequestFailedError,
+    TinkerError,
+)
+
+__all__ = ["BatchSubmitter", "Collector", "Completion"]
+
+logger = logging.getLogger("tinkex.sampling")
+
+FRAMES = "application/x-tinkex-frames"
+_POLL_TIMEOUT_S = 45.0
+_RETRY_S = 1.0
+_MAX_BAD_REQUESTS = 3
+OnWaiting = Callable[[str | None, str | None], None]
+"""Hears the queue state and the reason of waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A result that is ready: its payload, or the size it will have, or neither."""
+
+    payload: bytes | None = None
+    size_bytes: int | None = None
+
+
+class Collector:
+    """The one poller of a sampling session and clone. Lives on the background loop."""
+
+    def __init__(
+        self,
+        exchange: Callable[[Call], Awaitable[Reply]],
+        sampling_session_id: str,
+        clone_id: int,
+        *,
+        billing: BillingPause,
+        inline: bool = False,
+        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
+    ) -> None:
+        self._exchange = exchange
+        self._session_id = sampling_session_id
+        self._clone_id = clone_id
+        self._billing = billing
+        self._inline = inline
+        self._sleep = sleep
+        self._cursor = 0
+        self._waiters: dict[str, asyncio.Future[Completion]] = {}
+        self._listeners: dict[str, OnWaiting] = {}
+        # Ready before its waiter registered: the poll may overtake the submit's answer.
+        self._early: dict[str, Completion | RequestFailedError] = {}
+        self._retrieved: set[str] = set()
+        self._bad_requests = 0
+        self._dead: TinkerError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, request_id: str, on_waiting: OnWaiting | None = None) -> Completion:
+        """Wait until the result is ready. `on_waiting` hears why it is not, where the server says.
+
+        Raises:
+            RequestFailedError: The server said why it failed.
+            TinkerError: The poller itself had to give up.
+        """
+        if self._dead is not None:
+            raise self._dead
+        early = self._early.pop(request_id, None)
+        if isinstance(early, Exception):
+            raise early
+        if early is not None:
+            return early
+        waiter: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiters[request_id] = waiter
+        if on_waiting is not None:
+            self._listeners[request_id] = on_waiting
+        self._wake()
+        try:
+            return await waiter
+        finally:
+            self._waiters.pop(request_id, None)
+            self._listeners.pop(request_id, None)
+
+    def acknowledge(self, request_id: str) -> None:
+        """The result was read, or nobody wants it: the server may forget it."""
+        self._retrieved.add(request_id)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._dead is None and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await cancel_all([self._task])
+
+    async def _run(self) -> None:
+        try:
+            while self._waiters or self._retrieved:
+                await self._poll()
+        except asyncio.CancelledError:
+            self._fail_all(ClientClosedError("The client was closed while samples waited."))
+            raise
+        except TinkerError as exc:
+            self._dead = exc
+            self._fail_all(exc)
+        except Exception as exc:
+            logger.exception("The sample poller crashed.")
+            self._dead = TinkerError(f"The sample poller crashed: {exc!r}. Make a new client.")
+            self._fail_all(self._dead)
+
+    def _fail_all(self, error: TinkerError) -> None:
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    async def _poll(self) -> None:
+        told = sorted(self._retrieved)
+        try:
+            reply = await self._exchange(self._call(told))
+        except APIConnectionError:
+            await self._sleep(_RETRY_S)
+            return
+        if not reply.ok:
+            await self._refused(reply)
+            return
+        self._bad_requests = 0
+        self._retrieved.difference_update(told)
+        self._take(reply)
+        # Let the samples that were waiting read and acknowledge, before the next poll is held.
+        await asyncio.sleep(0)
+
+    def _call(self, told: list[str]) -> Call:
+        body: dict[str, Any] = {
+            "target": {
+                "type": "sampling_session",
+                "sampling_session_id": self._session_id,
+                "cloned_sampler_id": self._clone_id,
+            },
+            "prev_cursor": self._cursor,
+            "retrieved_request_ids": told,
+        }
+        if self._inline:
+            body["inline_results"] = True
+        if not self._waiters:
+            body["timeout"] = 0.0  # only an acknowledgement: nothing to wait for
+        return Call(
+            method="POST",
+            path="retrieve_futures",
+            pool="poller",
+            body=orjson.dumps(body),
+            timeout_s=_POLL_TIMEOUT_S,
+            max_retries=0,
+        )
+
+    async def _refused(self, reply: Reply) -> None:
+        status = reply.status
+        if status == 402:
+            pause = self._billing.delay_s()
+            if pause is not None:
+                await self._sleep(pause)
+                return
+        elif is_retryable_status(status):
+            await self._sleep(_RETRY_S)
+            return
+        elif status == 400 and self._bad_requests < _MAX_BAD_REQUESTS:
+            self._bad_requests += 1
+            await self._sleep(_RETRY_S)
+            return
+        raise status_error(self._call([]), reply)
+
+    def _take(self, reply: Reply) -> None:
+        if FRAMES in reply.content_type:
+            header, payloads = _frames(reply.content)
+        else:
+            header, payloads = reply.json(), memoryview(b"")
+        if not isinstance(header, dict) or not isinstance(header.get("completions"), list):
+            raise APIResponseValidationError("retrieve_futures answered without 'completions'.")
+        offset = 0
+        for entry in header["completions"]:
+            size = int(entry.get("size") or 0) if self._inline else 0
+            payload = bytes(payloads[offset : offset + size]) if size else None
+            offset += size
+            self._settle(entry, payload)
+        for entry in header.get("waiting") or ():
+            if (listener := self._listeners.get(entry.get("request_id"))) is not None:
+                listener(entry.get("queue_state"), entry.get("queue_state_reason"))
+        cursor = header.get("cursor")
+        self._cursor = cursor if isinstance(cursor, int) else self._cursor
+
+    def _settle(self, entry: dict[str, Any], payload: bytes | None) -> None:
+        request_id = entry["request_id"]
+        outcome: Completion | RequestFailedError
+        if entry.get("state") == "failed" and "error" in entry:
+            outcome = RequestFailedError(
+                str(entry["error"]), request_id, str(entry.get("category", "unknown"))
+            )
+        else:
+            outcome = Completion(payload, entry.get("response_payload_uncompressed_size"))
+        waiter = self._waiters.pop(request_id, None)
+        if waiter is None:
+            if request_id not in self._retrieved:
+                self._early[request_id] = outcome
+        elif not waiter.done():
+            if isinstance(outcome, Exception):
+                waiter.set_exception(outcome)
+            else:
+                waiter.set_result(outcome)
+
+
+def _frames(content: bytes) -> tuple[Any, memoryview]:
+    (length,) = struct.unpack_from("<I", content)
+    return orjson.loads(content[4 : 4 + length]), memoryview(content)[4 + length :]
+
+
+class BatchSubmitter:
+    """Join samples made in the same moment into one call. Lives on the background loop."""
+
+    MAX_REQUESTS = 256
+    MAX_BYTES = 4_000_000
+
+    def __init__(self, post: Callable[[Call], Awaitable[Reply]]) -> None:
+        self._post = post
+        self._pending: list[tuple[bytes, asyncio.Future[dict[str, Any]]]] = []
+        self._scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def submit(self, body: bytes) -> dict[str, Any]:
+        """One entry of the answer: a promise, or a refusal with its `status`."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self._pending.append((body, answer))
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._flush)
+        return await answer
+
+    async def close(self) -> None:
+        await cancel_all(tuple(self._tasks))
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        pending, self._pending = self._pending, []
+        batch: list[tuple[bytes, asyncio.Future[dict[str, Any]]]] = []
+        size = 0
+        for body, answer in pending:
+            if batch and (len(batch) >= self.MAX_REQUESTS or size + len(body) > self.MAX_BYTES):
+                self._send(batch)
+                batch, size = [], 0
+            batch.append((body, answer))
+            size += len(body)
+        if batch:
+            self._send(batch)
+
+    def _send(self, batch: list[tuple[bytes, asyncio.Future[dict[str, Any]]]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._deliver(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, batch: list[tuple[bytes, asyncio.Future[dict[str, Any]]]]) -> None:
+        try:
+            promises = await self._ask([body for body, _ in batch])
+        except BaseException as exc:
+            for _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(exc)
+            if not isinstance(exc, Exception):
+                raise
+            return
+        for (_, answer), promise in zip(batch, promises, strict=True):
+            if not answer.done():
+                answer.set_result(promise)
+
+    async def _ask(self, bodies: list[bytes]) -> list[dict[str, Any]]:
+        call = Call(
+            method="POST",
+            path="asample_batch",
+            pool="sample",
+            body=b'{"requests":[' + b",".join(bodies) + b"]}",
+            headers={"X-Tinker-Sampling-Backpressure": "1"},
+            max_retries=0,
+        )
+        reply = await self._post(call)
+        promises = (reply.json() or {}).get("promises")
+        if not isinstance(promises, list) or len(promises) != len(bodies):
+            raise APIResponseValidationError(
+                f"asample_batch took {len(bodies)} requests and gave not as many promises."
+            )
+        return promises

@@ -1,0 +1,111 @@
+"""What a caller asks of a sample: checked, turned into a body, and compared with the answer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinkex import types
+from tinkex.client.http import codec
+from tinkex.errors import APIResponseValidationError, InvalidInputError, WireError
+from tinkex.wire import results
+from tinkex.wire.chunking import model_input_size
+
+__all__ = ["SampleFields"]
+
+
+class SampleFields:
+    """What the caller asked for, checked, and the body it becomes."""
+
+    __slots__ = (
+        "_body",
+        "alt_k",
+        "last_n",
+        "num_samples",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "size_bytes",
+        "stability",
+        "target",
+        "topk_prompt",
+        "topk_sample",
+    )
+
+    def __init__(
+        self,
+        *,
+        prompt: types.ModelInput,
+        num_samples: int,
+        params: types.SamplingParams,
+        prompt_logprobs: bool = False,
+        topk_prompt: int = 0,
+        topk_sample: int = 0,
+        target: types.TensorData | None = None,
+        alt_k: int = 0,
+        last_n: int | None = None,
+        stability: bool = False,
+    ) -> None:
+        self.prompt = prompt
+        self.num_samples = num_samples
+        self.params = params
+        self.prompt_logprobs = prompt_logprobs
+        self.topk_prompt = topk_prompt
+        self.topk_sample = topk_sample
+        self.target = target
+        self.alt_k = alt_k
+        self.last_n = last_n
+        self.stability = stability
+        self.size_bytes = 0
+
+    def check(self) -> None:
+        if not isinstance(self.prompt, types.ModelInput):
+            raise InvalidInputError(
+                f"expected a ModelInput, got {type(self.prompt).__name__}. Use "
+                "ModelInput.from_ints(tokens).",
+                path="prompt",
+            )
+        if (
+            isinstance(self.num_samples, bool)
+            or not isinstance(self.num_samples, int)
+            or self.num_samples < 1
+        ):
+            raise InvalidInputError(
+                f"must be a whole number of at least 1, got {self.num_samples!r}",
+                path="num_samples",
+            )
+        if not isinstance(self.params, types.SamplingParams):
+            raise InvalidInputError(
+                f"expected SamplingParams, got {type(self.params).__name__}", path="sampling_params"
+            )
+        if self.last_n is not None and (self.last_n < 1 or not self.prompt_logprobs):
+            raise InvalidInputError(
+                f"must be at least 1 and needs include_prompt_logprobs=True, got {self.last_n}",
+                path="prompt_logprobs_last_n",
+            )
+        self.size_bytes = model_input_size(self.prompt, bytes_per_token=10)
+
+    def body(self, sampling_session_id: str, seq_id: int) -> bytes:
+        return codec.sample_body(self, sampling_session_id, seq_id)
+
+    def finished(
+        self, answer: types.SampleResponse, sequence_ids: list[str] | None
+    ) -> types.SampleResponse:
+        """The answer with the ids of its sequences, checked against what was asked (6.1)."""
+        if self.alt_k > 0 and answer.prompt_alt_tokens is None:
+            raise APIResponseValidationError(
+                "prompt_alt_tokens_k was asked for and the server sent none; it may predate it."
+            )
+        if self.last_n is not None and answer.prompt_logprobs_np is not None:
+            early = answer.prompt_logprobs_np[: -self.last_n]
+            if early.size and not np.isnan(early).all():
+                raise APIResponseValidationError(
+                    "prompt_logprobs_last_n was ignored by the server; it may predate it."
+                )
+        if sequence_ids is None:
+            return answer
+        try:
+            return results.with_sequence_ids(answer, sequence_ids)
+        except WireError as exc:
+            raise APIResponseValidationError(
+                f"The server's promise and result differ: {exc}"
+            ) from exc

@@ -1,0 +1,1 @@
+"""The inside of every client: its session, credential, background loop and telemetry."""

@@ -1,0 +1,1 @@
+"""The training client, and losses of the user's own."""

@@ -1,0 +1,116 @@
+"""The calls around a loss of the user's own; its arithmetic is in `custom_loss.py` (5.6, 5.7).
+
+A callable runs here: ask for logprobs, compute the gradient, send it back. A traced loss runs on
+the server where the server can, in one pass, and here otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tinkex import types
+from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.polling import Expect
+from tinkex.client.training.custom_loss import finish, forward_data, output_logprobs, surrogate
+from tinkex.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from tinkex.client.session.holder import Holder
+    from tinkex.client.training.training_client import TrainingClient
+
+__all__ = ["create_custom_loss", "forward_backward_custom"]
+
+
+def forward_backward_custom(
+    client: TrainingClient,
+    data: Sequence[types.Datum],
+    loss_fn: Any,
+    loss_type_input: str | None = None,
+) -> APIFuture[types.ForwardBackwardOutput]:
+    """Submit a custom loss. Waits for the forward pass when the loss runs here."""
+    from tinkex.client.training.loss_tracing import LossHandle, check_loss_inputs, run_handle
+
+    if loss_type_input is not None:
+        _check_loss_type(loss_type_input)
+    if isinstance(loss_fn, LossHandle):
+        if loss_fn.session_id != client.holder.session_id:
+            raise InvalidInputError(
+                f"this LossHandle belongs to session {loss_fn.session_id!r}, and the client to "
+                f"{client.holder.session_id!r}. Create the loss with the same ServiceClient.",
+                path="loss_fn",
+            )
+        if loss_fn.loss_id is not None:
+            check_loss_inputs(loss_fn, data)
+            return client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
+        loss_fn = functools.partial(run_handle, loss_fn)
+    if not callable(loss_fn):
+        raise InvalidInputError(
+            f"expected a callable or a LossHandle, got {type(loss_fn).__name__}", path="loss_fn"
+        )
+    return _run_here(client, list(data), loss_fn)
+
+
+def _check_loss_type(loss_type_input: str) -> None:
+    warnings.warn("loss_type_input is deprecated and has no effect.", FutureWarning, stacklevel=4)
+    if loss_type_input != "logprobs":
+        raise InvalidInputError(
+            f"only 'logprobs' exists, got {loss_type_input!r}", path="loss_type_input"
+        )
+
+
+def _run_here(
+    client: TrainingClient, data: list[types.Datum], fn: Callable[..., Any]
+) -> APIFuture[types.ForwardBackwardOutput]:
+    forward = client.forward(forward_data(data), "cross_entropy").result()
+    made = surrogate(fn, data, output_logprobs(forward, len(data)))
+    backward = client.forward_backward(made.data, "cross_entropy")
+
+    async def finished(waiting: Waiting) -> types.ForwardBackwardOutput:
+        return finish(await backward, made)
+
+    return client.holder.spawn(finished)
+
+
+def create_custom_loss(
+    holder: Holder, fn: Callable[..., Any], input_ranks: Mapping[str, int]
+) -> APIFuture[Any]:
+    """Trace a loss and, where the server takes traced losses, upload it."""
+    from tinkex.client.training.loss_tracing import encode_graph, trace_loss
+
+    # A malformed loss is refused here and now; the session it will belong to may not exist yet.
+    traced = trace_loss(fn, input_ranks, "")
+
+    async def create(waiting: Waiting) -> Any:
+        assert holder.session_id is not None
+        handle = replace(traced, session_id=holder.session_id)
+        if not holder.flags.custom_loss_server_side:
+            return handle
+        if (known := holder.custom_losses.get(handle.key)) is not None:
+            raise InvalidInputError(
+                f"this session already has the loss {known!r} with the same graph; use its handle",
+                path="fn",
+            )
+        holder.custom_losses[handle.key] = handle.name
+        request = types.CreateCustomLossRequest(
+            session_id=holder.session_id,
+            custom_loss_seq_id=holder.next_number("custom_loss"),
+            name=handle.name,
+            inputs=list(handle.inputs),
+            graph=types.CustomLossGraph.model_validate(encode_graph(handle)),
+        )
+        try:
+            promise = await holder.post(
+                "create_custom_loss", request, types.UntypedAPIFuture, waiting=waiting
+            )
+            expect = Expect("CreateCustomLoss", types.CreateCustomLossResponse)
+            made = await holder.poller.wait(promise.request_id, expect, waiting=waiting)
+        except BaseException:
+            del holder.custom_losses[handle.key]
+            raise
+        return replace(handle, loss_id=made.loss_id)
+
+    return holder.spawn(create)

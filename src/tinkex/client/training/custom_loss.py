@@ -1,0 +1,251 @@
+"""Train with a loss written in Python: the arithmetic of a custom loss, without any networking.
+
+A server that knows only cross-entropy can still take the step of any differentiable loss: ask for
+the logprobs (`forward_data`), compute the loss and its gradient with respect to them here
+(`surrogate`), and send back a cross-entropy whose weights are minus that gradient. Its own gradient
+with respect to the model is then, by the chain rule, that of the loss. `finish` puts the user's
+numbers into the answer. The TrainingClient makes the calls in between.
+
+torch is imported when a loss is computed, never before.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinkex.errors import InvalidInputError
+from tinkex.types.data.datum import Datum
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.training.forward_backward import ForwardBackwardOutput
+
+if TYPE_CHECKING:
+    import torch
+
+CustomLossFn = Callable[
+    [list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, Mapping[str, Any]]"
+]
+"""`fn(data, logprobs) -> (loss, metrics)`, one logprobs tensor per datum, in order."""
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """What a custom loss came to, and the cross-entropy batch that has the same gradient."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    data: list[Datum]
+
+
+def forward_data(data: Sequence[Datum]) -> list[Datum]:
+    """The batch to send to `forward` with `cross_entropy`: targets and weights, nothing else.
+
+    Weights that were not given are zeros: the forward pass needs them only for its own loss.
+    """
+    if not data:
+        raise InvalidInputError("data is empty; give at least one Datum.", path="data")
+    return [_cross_entropy_datum(datum, index, None) for index, datum in enumerate(data)]
+
+
+def surrogate(fn: CustomLossFn, data: Sequence[Datum], logprobs: Sequence[TensorData]) -> Surrogate:
+    """Call `fn` on the logprobs and turn its gradient into a cross-entropy batch.
+
+    Args:
+        logprobs: Those of the forward pass, one per datum and shaped like its target tokens.
+
+    Raises:
+        InvalidInputError: `fn` did not return (finite scalar that depends on every datum's
+            logprobs, dict of numbers).
+    """
+    tensors = logprob_tensors(logprobs)
+    loss, metrics = call_loss(fn, list(data), tensors)
+    gradients = logprob_gradients(loss, tensors)
+    batch = [
+        _cross_entropy_datum(datum, index, -gradient)
+        for index, (datum, gradient) in enumerate(zip(data, gradients, strict=True))
+    ]
+    return Surrogate(float(loss.detach()), metrics, batch)
+
+
+def finish(output: ForwardBackwardOutput, made: Surrogate) -> ForwardBackwardOutput:
+    """The answer of the surrogate's pass with the user's loss and metrics in it.
+
+    `loss:sum` becomes the custom loss; what the server computed moves to `surrogate_loss:sum`.
+    """
+    metrics = dict(output.metrics)
+    if "loss:sum" not in metrics:
+        raise KeyError(
+            f"the server's answer has no 'loss:sum' metric, only {sorted(metrics)}; "
+            "it does not speak this protocol"
+        )
+    surrogate_loss = metrics.pop("loss:sum")
+    metrics |= made.metrics
+    metrics |= {"loss:sum": made.loss, "surrogate_loss:sum": surrogate_loss}
+    return ForwardBackwardOutput(output.loss_fn_output_type, output.loss_fn_outputs, metrics)
+
+
+def output_logprobs(output: ForwardBackwardOutput, num_data: int) -> list[TensorData]:
+    """The logprobs of a forward pass, one per datum."""
+    found = [outputs.get("logprobs") for outputs in output.loss_fn_outputs]
+    missing = next((i for i, value in enumerate(found) if value is None), None)
+    if missing is not None or len(found) != num_data:
+        where = f"output {missing}" if missing is not None else f"{len(found)} outputs"
+        raise InvalidInputError(
+            f"expected logprobs for each of {num_data} datums, got {where} without them; "
+            "the server does not return what a custom loss needs.",
+            path="loss_fn_outputs",
+        )
+    return [value for value in found if value is not None]
+
+
+# ------------------------------------------------------------------------------- calling the loss
+
+
+def logprob_tensors(logprobs: Sequence[TensorData]) -> list[torch.Tensor]:
+    """Fresh leaf tensors that record gradients."""
+    return [value.to_torch().requires_grad_(True) for value in logprobs]
+
+
+def call_loss(
+    fn: CustomLossFn, data: list[Datum], tensors: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Call `fn` and refuse an answer that cannot be trained on. Exceptions of `fn` pass through."""
+    import torch
+
+    name = getattr(fn, "__name__", type(fn).__name__)
+    with torch.enable_grad():
+        answer = fn(data, tensors)
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        size = f" of length {len(answer)}" if isinstance(answer, tuple | list) else ""
+        raise InvalidInputError(
+            f"{name} must return (loss, metrics), got {type(answer).__name__}{size}. "
+            "Return (loss, {}) when there are no metrics."
+        )
+    loss, metrics = answer
+    check_scalar(loss, f"the loss of {name}")
+    return loss, check_metrics(metrics, name)
+
+
+def check_scalar(value: Any, what: str) -> None:
+    """Refuse what is not one finite floating point number attached to an autograd graph."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise InvalidInputError(f"{what} must be a torch tensor, got {type(value).__name__}.")
+    if value.dim() != 0:
+        raise InvalidInputError(
+            f"{what} must be a scalar, got shape {tuple(value.shape)}. Reduce it with .sum()."
+        )
+    if not value.is_floating_point():
+        raise InvalidInputError(f"{what} must be floating point, got {value.dtype}.")
+    if not torch.isfinite(value):
+        raise InvalidInputError(
+            f"{what} is {value.item()}. Look for the log of zero or an overflow in exp."
+        )
+    if not value.requires_grad:
+        raise InvalidInputError(
+            f"{what} is detached: it has no gradient with respect to the logprobs. Compute it from "
+            "them with torch, without .detach(), .item() or numpy."
+        )
+
+
+def check_metrics(metrics: Any, name: str) -> dict[str, float]:
+    """Metrics as floats by name."""
+    if not isinstance(metrics, Mapping):
+        raise InvalidInputError(f"the metrics of {name} must be a dict, got {metrics!r:.80}.")
+    return {_metric_name(key, name): _number(value, key, name) for key, value in metrics.items()}
+
+
+def logprob_gradients(
+    loss: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> list[np.ndarray[Any, Any]]:
+    """dloss/dlogprobs per datum, as float32 arrays."""
+    import torch
+
+    gradients = torch.autograd.grad(loss, list(tensors), allow_unused=True)
+    arrays = []
+    for index, (gradient, tensor) in enumerate(zip(gradients, tensors, strict=True)):
+        if gradient is None:
+            raise InvalidInputError(
+                "the loss does not depend on these logprobs. Use them, or leave the datum out.",
+                path=f"logprobs[{index}]",
+            )
+        if gradient.shape != tensor.shape or not bool(torch.isfinite(gradient).all()):
+            bad = int((~torch.isfinite(gradient)).sum())
+            raise InvalidInputError(
+                f"the gradient has {bad} infinite or NaN values of {gradient.numel()}. "
+                "Mask positions before taking log or dividing.",
+                path=f"logprobs[{index}]",
+            )
+        arrays.append(gradient.detach().cpu().to(torch.float32).numpy())
+    return arrays
+
+
+def _metric_name(key: Any, name: str) -> str:
+    if not isinstance(key, str):
+        raise InvalidInputError(f"metric names of {name} must be strings, got {key!r}.")
+    return key
+
+
+def _number(value: Any, key: str, name: str) -> float:
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        value = value.detach() if hasattr(value, "detach") else value
+        if math.prod(tuple(value.shape)) == 1:
+            value = value.item()
+    if not isinstance(value, numbers.Real):
+        raise InvalidInputError(f"metric {key!r} of {name} must be one number, got {value!r:.80}.")
+    return float(value)
+
+
+# ------------------------------------------------------------------------------- building batches
+
+
+def _cross_entropy_datum(datum: Datum, index: int, weights: np.ndarray[Any, Any] | None) -> Datum:
+    """Only target tokens and weights; spans of provenance are kept."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    if targets is None:
+        raise InvalidInputError(
+            f"a custom loss needs target_tokens, the datum has {sorted(datum.loss_fn_inputs)}.",
+            path=f"data[{index}].loss_fn_inputs",
+        )
+    if weights is None:
+        given = datum.loss_fn_inputs.get("weights")
+        sent = given if given is not None else _zeros_like(targets)
+    else:
+        sent = _weights_like(targets, weights, index)
+    return Datum(
+        datum.model_input,
+        {"target_tokens": targets, "weights": sent},
+        datum.model_input_spans,
+        datum.loss_fn_input_spans,
+    )
+
+
+def _zeros_like(targets: TensorData) -> TensorData:
+    zeros = np.zeros(targets.array.shape, np.float32)
+    return TensorData.wrap(zeros, targets.crow_array, targets.col_array, _dense_shape(targets))
+
+
+def _weights_like(targets: TensorData, dense: np.ndarray[Any, Any], index: int) -> TensorData:
+    """Weights in the layout of the targets: of a sparse tensor only the stored cells travel."""
+    expected = _dense_shape(targets)
+    if dense.shape != expected:
+        raise InvalidInputError(
+            f"the server returned logprobs of shape {list(dense.shape)} for target_tokens of shape "
+            f"{list(expected)}.",
+            path=f"loss_fn_outputs[{index}].logprobs",
+        )
+    if targets.crow_array is None or targets.col_array is None:
+        return TensorData.wrap(np.ascontiguousarray(dense))
+    rows = np.repeat(np.arange(expected[0]), np.diff(targets.crow_array))
+    stored = np.ascontiguousarray(dense[rows, targets.col_array])
+    return TensorData.wrap(stored, targets.crow_array, targets.col_array, expected)
+
+
+def _dense_shape(tensor: TensorData) -> tuple[int, ...]:
+    return tuple(tensor.shape) if tensor.shape is not None else tensor.array.shape

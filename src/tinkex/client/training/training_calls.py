@@ -1,0 +1,131 @@
+"""How a training call travels: cut into requests, put into the model's order, polled, joined.
+
+`TrainingClient` says which calls exist; this says what happens to one. The place in the order is
+taken when the call is made (`submission.py`); waiting for results goes on beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from tinkex import types
+from tinkex.client import events, validation
+from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
+from tinkex.client.http import codec
+from tinkex.client.http.transport import Call
+from tinkex.client.polling import Expect, QueueWatch
+from tinkex.client.session.holder import Holder
+from tinkex.client.training.submission import Lane, Part, Submission
+from tinkex.wire import requests
+from tinkex.wire.chunking import combine
+
+__all__ = ["TrainingCalls"]
+
+T = TypeVar("T")
+
+
+class TrainingCalls:
+    """The machinery of one model's calls."""
+
+    def __init__(self, holder: Holder, model_seq_id: int, model_id: str) -> None:
+        self.holder = holder
+        self.model_id = model_id
+        self.model_seq_id = model_seq_id
+        # Held while a call takes its place, so that train_step takes two places side by side.
+        self._lock = threading.RLock()
+        self._lane = Lane(holder)
+        self._watch = QueueWatch(f"Training of {model_id}", self)
+        self._open: set[APIFuture[Any]] = set()
+
+    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+        """Called when the reason of waiting changes; override to react to it."""
+
+    def _pass(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        name = validation.check_loss(loss_fn, loss_fn_config)
+        datums = validation.check_data(data, name)
+        config = dict(loss_fn_config) if loss_fn_config else None
+        parts = codec.pass_parts(
+            self.holder.flags, self.model_id, datums, name, config, forward_only=forward_only
+        )
+        method = "forward" if forward_only else "forward_backward"
+        expect = codec.EXPECT_FORWARD if forward_only else codec.EXPECT_FORWARD_BACKWARD
+        return self._submit(method, parts, expect, combine)
+
+    def _submit_json(
+        self,
+        path: str,
+        request: BaseModel,
+        expect: Expect[T],
+        *,
+        max_retries: int | None = None,
+    ) -> APIFuture[T]:
+        def encode(seq_id: int) -> Call:
+            numbered = request.model_copy(update={"seq_id": seq_id})
+            return self._json_call(path, numbered, max_retries=max_retries)
+
+        return self._submit(path, [Part(encode)], expect)
+
+    def _submit(
+        self,
+        method: str,
+        parts: Sequence[Part],
+        expect: Expect[T],
+        join: Callable[[Sequence[T]], T] | None = None,
+    ) -> APIFuture[T]:
+        """Take the next place in the order and return the future of the result."""
+        submission = Submission(parts)
+
+        async def collect(waiting: Waiting) -> T:
+            with events.span("training", method=method, model_id=self.model_id):
+                return await self._collect(submission, expect, waiting, join)
+
+        with self._lock:
+            self._lane.put(submission)
+            future = self.holder.spawn(collect)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def _abandon(self, error: Exception) -> None:
+        """Nobody will answer any more: calls that wait end with `error`, the rest is not sent."""
+        for future in tuple(self._open):
+            future._abandon(error)
+        spawn(lambda waiting: self._lane.close())
+
+    async def _collect(
+        self,
+        submission: Submission,
+        expect: Expect[T],
+        waiting: Waiting,
+        join: Callable[[Sequence[T]], T] | None,
+    ) -> T:
+        assert submission.promises is not None
+        promises = await asyncio.shield(submission.promises)
+        wait = self.holder.poller.wait
+        results = await gather_or_cancel(
+            wait(
+                promise.request_id,
+                expect,
+                waiting=waiting,
+                watch=self._watch,
+                roundtrip_s=promise.roundtrip_s,
+            )
+            for promise in promises
+        )
+        return join(results) if join is not None else results[0]
+
+    def _json_call(self, path: str, request: BaseModel, *, max_retries: int | None = None) -> Call:
+        body = requests.encode(path, request, self.holder.flags.generation).content
+        return Call(method="POST", path=path, body=body, max_retries=max_retries)

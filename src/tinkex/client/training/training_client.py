@@ -1,0 +1,504 @@
+"""Train one model: submit in order, wait in any order.
+
+Every method returns at once with a future, except those whose docstring says that they wait. The
+order of calls on one client is the order in which they were made, from whatever thread; see
+`training_calls.py` for how a call travels. Nothing here computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tinkex import types
+from tinkex.client import validation
+from tinkex.client.futures import APIFuture, Waiting, spawn, warn_if_in_loop
+from tinkex.client.http.transport import Call
+from tinkex.client.polling import Expect
+from tinkex.client.training.submission import Part
+from tinkex.client.training.train_step import TrainStepResult
+from tinkex.client.training.training_calls import TrainingCalls
+from tinkex.types.account.console_urls import training_run_url
+
+if TYPE_CHECKING:
+    from tinkex.client.http.retry import RetryConfig
+    from tinkex.client.recovery.policy import RecoveryPolicy
+    from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
+    from tinkex.client.sampling.sampling_client import SamplingClient
+    from tinkex.client.training.regularized import RegularizedOutput
+    from tinkex.regularizers import RegularizerSpec
+
+__all__ = ["TrainingClient"]
+
+
+class TrainingClient(TrainingCalls):
+    """One model being trained. Made by `ServiceClient.create_lora_training_client` and friends."""
+
+    # -- training
+
+    def forward_backward(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Compute the loss of a batch and add its gradient to what was gathered so far.
+
+        Returns at once. Queue `optim_step` right after it and wait for both together, or use
+        `train_step`. A batch larger than the server takes at once travels in chunks; the result is
+        that of the whole batch, datums in the order given.
+
+        Raises:
+            InvalidInputError: The loss or a datum is wrong; nothing was sent.
+        """
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+
+    async def forward_backward_async(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Submit like `forward_backward`; await the returned future for the result."""
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    def forward(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Compute the loss of a batch; no gradient is gathered."""
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    async def forward_async(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Submit like `forward`; await the returned future for the result."""
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    def optim_step(
+        self,
+        optim_params: types.OptimParams | None = None,
+        *,
+        adam_params: types.AdamParams | None = None,
+    ) -> APIFuture[types.OptimStepResponse]:
+        """Apply the gradients gathered so far, then clear them.
+
+        Returns at once. Calls on one client run in the order they were made, so queue this right
+        after `forward_backward` and wait for both results together.
+
+        Raises:
+            InvalidInputError: A number is out of range; nothing was sent.
+            RequestFailedError: The server could not run the step. Raised by `result()`, never here.
+        """
+        params = validation.check_optim_params(optim_params, adam_params)
+
+        request = types.OptimStepRequest(optim_params=params, model_id=self.model_id)
+        expect = Expect("OptimStep", types.OptimStepResponse)
+        return self._submit_json("optim_step", request, expect)
+
+    async def optim_step_async(
+        self,
+        optim_params: types.OptimParams | None = None,
+        *,
+        adam_params: types.AdamParams | None = None,
+    ) -> APIFuture[types.OptimStepResponse]:
+        """Submit like `optim_step`; await the returned future for the result."""
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    def train_step(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        optim_params: types.OptimParams,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[TrainStepResult]:
+        """`forward_backward` and `optim_step`, submitted together: one whole training step.
+
+        Nothing is sent when either half is wrong, so a refused step leaves no gradient behind.
+        """
+        validation.check_optim_params(optim_params, None)
+        with self._lock:
+            loss = self.forward_backward(data, loss_fn, loss_fn_config)
+            step = self.optim_step(optim_params)
+
+        async def both(waiting: Waiting) -> TrainStepResult:
+            waiting.state = "queued"
+            try:
+                first = await loss
+                future.follow(step)
+                return TrainStepResult(first, await step)
+            finally:
+                step.cancel()  # no effect once it ended; else nobody would hear its error
+
+        future = spawn(both)
+        future.follow(loss)  # status() tells what the half that runs now waits for
+        return future
+
+    async def train_step_async(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: str,
+        optim_params: types.OptimParams,
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> APIFuture[TrainStepResult]:
+        """Submit like `train_step`; await the returned future for the result."""
+        return self.train_step(data, loss_fn, optim_params, loss_fn_config)
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: Any,
+        *,
+        loss_type_input: str | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Gather the gradient of a loss of your own: a callable on logprobs, or a LossHandle.
+
+        A callable `fn(data, logprobs) -> (loss, metrics)` runs here, in torch: the call waits for a
+        forward pass, then submits the backward one. A LossHandle (see `create_custom_loss`) runs
+        on the server in one pass where the server can.
+        """
+        from tinkex.client.training.custom_calls import forward_backward_custom
+
+        return forward_backward_custom(self, data, loss_fn, loss_type_input)
+
+    async def forward_backward_custom_async(
+        self,
+        data: Sequence[types.Datum],
+        loss_fn: Any,
+        *,
+        loss_type_input: str | None = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Like `forward_backward_custom`, without blocking the event loop."""
+        return await asyncio.to_thread(
+            self.forward_backward_custom, data, loss_fn, loss_type_input=loss_type_input
+        )
+
+    def forward_backward_regularized(
+        self,
+        data: Sequence[types.Datum],
+        base: Any,
+        specs: Sequence[RegularizerSpec],
+        *,
+        parallel: bool = True,
+        timeout_s: float | None = 30.0,
+        track_grad_norms: bool = False,
+    ) -> APIFuture[RegularizedOutput]:
+        """Gather the gradient of `base` plus weighted regularizers: base + sum_i weight_i * reg_i.
+
+        `base` is `fn(data, logprobs) -> (loss, metrics)` or "cross_entropy"; the result is the pair
+        (ForwardBackwardOutput, CustomLossOutput). Like `forward_backward_custom` it waits for a
+        forward pass, computes here, and submits the backward one.
+
+        Raises:
+            RegularizerError: A term failed or was overdue. Nothing was applied.
+        """
+        from tinkex.client.training.regularized import run_regularized
+
+        return run_regularized(
+            self,
+            data,
+            base,
+            specs,
+            parallel=parallel,
+            timeout_s=timeout_s,
+            track_grad_norms=track_grad_norms,
+        )
+
+    async def forward_backward_regularized_async(
+        self,
+        data: Sequence[types.Datum],
+        base: Any,
+        specs: Sequence[RegularizerSpec],
+        **options: Any,
+    ) -> APIFuture[RegularizedOutput]:
+        """Like `forward_backward_regularized`, without blocking the event loop."""
+        return await asyncio.to_thread(
+            self.forward_backward_regularized, data, base, specs, **options
+        )
+
+    # -- weights
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[types.SaveWeightsResponse]:
+        """Save weights and optimizer under `tinker://MODEL/weights/NAME`, to resume from later."""
+        request = types.SaveWeightsRequest(
+            model_id=self.model_id,
+            path=validation.check_name(name),
+            ttl_seconds=validation.check_ttl(ttl_seconds),
+            overwrite=overwrite,
+            user_metadata=user_metadata,
+        )
+        expect = Expect("SaveWeights", types.SaveWeightsResponse)
+        return self._submit_json("save_weights", request, expect, max_retries=0)
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[types.SaveWeightsResponse]:
+        """Submit like `save_state`; await the returned future for the result."""
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    def save_weights_for_sampler(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """Save weights under `tinker://MODEL/sampler_weights/NAME`, to sample from."""
+        request = types.SaveWeightsForSamplerRequest(
+            model_id=self.model_id,
+            path=validation.check_name(name),
+            ttl_seconds=validation.check_ttl(ttl_seconds),
+            user_metadata=user_metadata,
+        )
+        expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponse)
+        return self._submit_json("save_weights_for_sampler", request, expect, max_retries=0)
+
+    async def save_weights_for_sampler_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
+        """Submit like `save_weights_for_sampler`; await the returned future for the result."""
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    def save_weights_external(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[types.SaveWeightsExternalResponse]:
+        """Export weights for download, encrypted to the given age recipients if there are any."""
+        request = types.SaveWeightsExternalRequest(
+            model_id=self.model_id,
+            path=validation.check_name(name),
+            ttl_seconds=validation.check_ttl(ttl_seconds),
+            age_encryption_recipients=age_encryption_recipients,
+        )
+        expect = Expect("SaveWeightsExternal", types.SaveWeightsExternalResponse)
+        return self._submit_json("save_weights_external", request, expect, max_retries=0)
+
+    async def save_weights_external_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        age_encryption_recipients: list[str] | None = None,
+    ) -> APIFuture[types.SaveWeightsExternalResponse]:
+        """Submit like `save_weights_external`; await the returned future for the result."""
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
+    def load_state(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """Replace the weights by a checkpoint's; the optimizer starts afresh."""
+        return self._load(path, weights_access_token, optimizer=False)
+
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """Submit like `load_state`; await the returned future for the result."""
+        return self.load_state(path, weights_access_token)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """Replace weights and optimizer by a checkpoint's, to go on exactly where it was saved."""
+        return self._load(path, weights_access_token, optimizer=True)
+
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        """Submit like `load_state_with_optimizer`; await the returned future for the result."""
+        return self.load_state_with_optimizer(path, weights_access_token)
+
+    def _load(
+        self, path: str, weights_access_token: str | None, *, optimizer: bool
+    ) -> APIFuture[types.LoadWeightsResponse]:
+        validation.check_tinker_path(path, name="path")
+        request = types.LoadWeightsRequest(
+            model_id=self.model_id,
+            path=path,
+            optimizer=optimizer,
+            weights_access_token=weights_access_token,
+        )
+        expect = Expect("LoadWeights", types.LoadWeightsResponse)
+        return self._submit_json("load_weights", request, expect)
+
+    # -- sampling
+
+    def save_weights_and_get_sampling_client(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Freeze the weights as they are after all calls so far, and sample from them. Waits.
+
+        The snapshot is unnamed and lives as long as the session; `name` has no effect.
+        """
+        warn_if_in_loop("save_weights_and_get_sampling_client")
+        return self._snapshot(name, retry_config, record_stability_info).result()
+
+    save_weights_and_get_sampling_client_sync = save_weights_and_get_sampling_client
+
+    async def save_weights_and_get_sampling_client_async(
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Like `save_weights_and_get_sampling_client`, without blocking the event loop."""
+        return await self._snapshot(name, retry_config, record_stability_info)
+
+    def _snapshot(
+        self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
+    ) -> APIFuture[SamplingClient]:
+        from tinkex.client.sampling.sampling_client import SamplingClient
+
+        if name is not None:
+            warnings.warn(
+                "save_weights_and_get_sampling_client ignores `name`: the snapshot is unnamed. "
+                "Use save_weights_for_sampler for a named one.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        holder = self.holder
+
+        def encode(seq_id: int) -> Call:
+            request = types.SaveWeightsForSamplerRequest(
+                model_id=self.model_id,
+                sampling_session_seq_id=holder.next_number("sampling_session"),
+                seq_id=seq_id,
+            )
+            return self._json_call("save_weights_for_sampler", request, max_retries=0)
+
+        expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponseInternal)
+        saved = self._submit("save_weights_for_sampler", [Part(encode)], expect)
+
+        async def make(waiting: Waiting) -> SamplingClient:
+            answer = await saved
+            return await SamplingClient._make(
+                holder,
+                model_path=answer.path if answer.sampling_session_id is None else None,
+                sampling_session_id=answer.sampling_session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return holder.spawn(make)
+
+    def create_sampling_client(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Sample from a saved checkpoint. Waits."""
+        warn_if_in_loop("create_sampling_client")
+        return self._sampler(model_path, retry_config, record_stability_info).result()
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Like `create_sampling_client`, without blocking the event loop."""
+        return await self._sampler(model_path, retry_config, record_stability_info)
+
+    def _sampler(
+        self, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
+    ) -> APIFuture[SamplingClient]:
+        from tinkex.client.sampling.sampling_client import SamplingClient
+
+        return SamplingClient.create(
+            self.holder,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    # -- asking
+
+    def get_info(self) -> types.GetInfoResponse:
+        """What the server knows about this model. Waits."""
+        warn_if_in_loop("get_info")
+        return self._info().result()
+
+    async def get_info_async(self) -> types.GetInfoResponse:
+        """Like `get_info`, without blocking the event loop."""
+        return await self._info()
+
+    def _info(self) -> APIFuture[types.GetInfoResponse]:
+        request = types.GetInfoRequest(model_id=self.model_id)
+        return self.holder.spawn(
+            lambda waiting: self.holder.post(
+                "get_info", request, types.GetInfoResponse, waiting=waiting
+            )
+        )
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the base model. Waits; the first call may download it."""
+        from tinkex.client.tokenizers import load_tokenizer
+
+        info = self._info().result()  # no warning in an event loop: this has no async twin
+        name = info.model_data.model_name or info.model_name or ""
+        return load_tokenizer(name, tokenizer_id=info.model_data.tokenizer_id)
+
+    def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
+        """Free the model's memory on the server. Saved checkpoints stay."""
+        request = types.UnloadModelRequest(model_id=self.model_id)
+
+        async def unload(waiting: Waiting) -> types.UnloadModelResponse:
+            promise = await self.holder.post(
+                "unload_model", request, types.UntypedAPIFuture, waiting=waiting
+            )
+            expect = Expect("UnloadModel", types.UnloadModelResponse)
+            result: types.UnloadModelResponse = await self.holder.poller.wait(
+                promise.request_id, expect, waiting=waiting
+            )
+            return result
+
+        return self.holder.spawn(unload)
+
+    async def unload_model_async(self) -> APIFuture[types.UnloadModelResponse]:
+        """Submit like `unload_model`; await the returned future for the result."""
+        return self.unload_model()
+
+    def with_recovery(self, policy: RecoveryPolicy | None = None) -> RecoveringTrainingClient:
+        """A client with the same methods that outlives this run; see `docs/recovery.md`.
+
+        Make all further calls on it: it repeats its own calls on a new run, not those made here.
+        """
+        from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
+
+        return RecoveringTrainingClient(self, policy)
+
+    def get_console_url(self) -> str:
+        """Where a browser shows this run."""
+        return training_run_url(self.model_id)
+
+    def get_telemetry(self) -> Any:
+        return self.holder.reporter
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A TrainingClient belongs to the process that made it. Save the state and make a new "
+            "client there, or pickle a SamplingClient."
+        )

@@ -1,0 +1,1 @@
+"""What runs only on CUDA: Triton kernels and the passes built from them."""

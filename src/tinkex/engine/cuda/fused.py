@@ -1,0 +1,306 @@
+"""The decoder on CUDA: fused kernels, and a training pass whose backward is written by hand.
+
+`CudaDecoder` is a `Decoder` with the same answers and another way to them. Autograd over the plain
+layers would keep too much and launch too much; here one training pass is a single autograd node
+that keeps five tensors a layer (two residuals, fused qkv, the attention's output, fused gate_up),
+makes the norms, the rotation and the activation again on the way back, and never forms the gradient
+of a frozen weight. Without autograd the same kernels serve the sampler with its own `Attend`.
+
+The plain `Decoder` is the oracle. Losses, optimizers and caches are not known here.
+
+Letters: T tokens, D hidden size, H query heads, K key heads, d head size, h half of it, X some
+fused width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.cuda import kernels
+from tinkex.engine.cuda.flash import PackedFlash, State
+from tinkex.engine.cuda.row_product import row_product
+from tinkex.engine.lora.adapter import LoraBatch
+from tinkex.engine.lora.operand import BatchLora, LoraAddend, LoraOperand
+from tinkex.engine.lora.slots import row_addends
+from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
+from tinkex.engine.model.base_model import ModelConfig
+from tinkex.engine.model.decoder import Decoder, _Layer
+
+is_deterministic = torch.are_deterministic_algorithms_enabled
+Operands = BatchLora | Mapping[str, LoraAddend]
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+def can_fuse(config: ModelConfig) -> bool:
+    """Whether the kernels know this model's shape; the plain decoder serves the others."""
+    head = config.head_size
+    biased = config.out_bias or config.mlp_bias
+    return config.native and not biased and head in (32, 64, 128, 256)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What one layer keeps between forward and backward."""
+
+    x_TD: Tensor
+    rstd1_T: Tensor
+    qkv_TX: Tensor
+    attn_THd: Tensor
+    attn_states: list[State]
+    x2_TD: Tensor
+    rstd2_T: Tensor
+    gate_up_TX: Tensor
+    inner: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """One packed batch: where each token stands, and how it attends to those before it."""
+
+    cos_Th: Tensor
+    sin_Th: Tensor
+    attention: PackedFlash
+
+
+class CudaDecoder(Decoder):
+    """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lora: LoraBatch | None = None,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
+        packed = lora.spans if lora is not None else ()
+        if torch.is_grad_enabled() and packed and isinstance(attend, PackedCausal):
+            leaf = next(packed[0].adapter.parameters())
+            out: Tensor = _TrainingPass.apply(  # type: ignore[no-untyped-call]
+                self, tokens_T, positions_T, attend, lora, recompute, leaf
+            )
+            return out
+        with torch.no_grad():
+            if isinstance(attend, PackedCausal):
+                attend = PackedFlash(attend.lengths, self.config, self.device)
+                batch: Operands = BatchLora(lora, len(tokens_T), self.dtype)
+            else:
+                batch = self._addends(lora, len(tokens_T))
+            return self.infer(tokens_T, positions_T, attend, batch)
+
+    def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        if torch.is_grad_enabled() and hidden_ND.requires_grad:
+            return super().head(hidden_ND, lora)
+        return self.logits(hidden_ND, self._addends(lora, len(hidden_ND)).get("head"))
+
+    def _addends(self, lora: LoraBatch | None, num_rows: int) -> Operands:
+        if is_deterministic():
+            return row_addends(lora, self.dtype)
+        return BatchLora(lora, num_rows, self.dtype)
+
+    def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
+        """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
+        if is_deterministic():
+            logits_NV = row_product(hidden_ND, self.head_VD, dtype=torch.float32)
+        else:
+            logits_NV = torch.mm(hidden_ND, self.head_VD.t(), out_dtype=torch.float32)
+        if lora is not None:
+            lora.add_(logits_NV, hidden_ND)
+        return logits_NV
+
+    # ------------------------------------------------------------------------------ inference
+
+    def infer(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lora: Operands,
+    ) -> Tensor:
+        """Hidden states without autograd, for adapters that are already in place.
+
+        In deterministic mode a row of the sampler's is computed as if it were alone.
+        """
+        eps = self.config.norm_eps
+        cos_Th, sin_Th = self._angles(positions_T)
+        cache = attend if isinstance(attend, CachedAttend) else None
+        product = row_product if cache is not None and is_deterministic() else F.linear
+
+        def linear(x_TX: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
+            y_TX = product(x_TX, weight, bias)
+            if (addend := lora.get(key)) is not None:
+                addend.add_(y_TX, x_TX)
+            return y_TX
+
+        x, delta = F.embedding(tokens_T, self.embed_VD), None
+        for index, w in enumerate(self.layers):
+            x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
+            qkv = linear(y, w.qkv, w.qkv_bias, f"{index}.qkv")
+            target = cache.target(index) if cache is not None else None
+            q, k, v = self._split(qkv, w, cos_Th, sin_Th, target)
+            mixed = attend(index, q, k, v).flatten(1)
+            out = linear(mixed, w.out, None, f"{index}.o")
+            x, y, _ = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
+            act = kernels.swiglu(linear(y, w.gate_up, None, f"{index}.gate_up"))
+            delta = linear(act, w.down, None, f"{index}.down")
+        return kernels.add_rms_norm(x, delta, self.final_norm_D, eps)[1]
+
+    def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
+        return angles_Th.cos(), angles_Th.sin()
+
+    def _split(
+        self,
+        qkv: Tensor,
+        w: _Layer,
+        cos_Th: Tensor,
+        sin_Th: Tensor,
+        target: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        return kernels.rope(
+            qkv,
+            cos_Th,
+            sin_Th,
+            _norms(w),
+            config.norm_eps,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            cache=target,
+        )
+
+    # ------------------------------------------------------------------------------- training
+
+    def stream(self, positions_T: Tensor, lengths: list[int]) -> _Stream:
+        return _Stream(*self._angles(positions_T), PackedFlash(lengths, self.config, self.device))
+
+    def train_layer(
+        self, index: int, x: Tensor, delta: Tensor | None, stream: _Stream, lora: Operands
+    ) -> tuple[Tensor, Tensor, _Saved]:
+        """One layer on (residual, what the layer below adds to it), and what its backward needs."""
+        w, eps, inner = self.layers[index], self.config.norm_eps, {}
+        x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
+        qkv, inner["qkv"] = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
+        q, k, v = self._split(qkv, w, stream.cos_Th, stream.sin_Th)
+        attn, states = stream.attention.forward(index, q, k, v)
+        out, inner["o"] = _linear(attn.flatten(1), w.out, None, lora.get(f"{index}.o"))
+        x2, y2, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
+        gate_up, inner["gate_up"] = _linear(y2, w.gate_up, None, lora.get(f"{index}.gate_up"))
+        act = kernels.swiglu(gate_up)
+        delta, inner["down"] = _linear(act, w.down, None, lora.get(f"{index}.down"))
+        return x2, delta, _Saved(x, rstd1, qkv, attn, states, x2, rstd2, gate_up, inner)
+
+    def train_layer_backward(
+        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: BatchLora
+    ) -> None:
+        """Turn dx, the gradient of the layer's output, into that of its input, in place.
+
+        The adapters' gradients are gathered on the way. Consumes what the layer saved.
+        """
+        w, eps = self.layers[index], self.config.norm_eps
+        ops = {name: lora.get(f"{index}.{name}") for name in LINEARS}
+
+        def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
+            if (op := ops[name]) is not None:
+                op.gather(x, s.inner[name], dy, dh, lora.grads(f"{index}.{name}"))
+
+        dact, dh = _linear_backward(dx, w.down, ops["down"])
+        act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
+        gather("down", act, dx, dh)
+        del act, dact
+        dy, dh = _linear_backward(s.gate_up_TX, w.gate_up, ops["gate_up"])
+        if dh is not None:
+            y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
+            gather("gate_up", y2, s.gate_up_TX, dh)
+        kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
+        dattn, dh = _linear_backward(dx, w.out, ops["o"])
+        gather("o", s.attn_THd.flatten(1), dx, dh)
+        q, k, v = self._split(s.qkv_TX, w, stream.cos_Th, stream.sin_Th)
+        grads_qkv = stream.attention.backward(
+            index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.attn_states
+        )
+        dqkv = kernels.rope_backward(
+            *grads_qkv, s.qkv_TX, stream.cos_Th, stream.sin_Th, _norms(w), eps
+        )
+        dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"])
+        if dh is not None:
+            y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
+            gather("qkv", y1, dqkv, dh)
+        kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
+
+
+class _TrainingPass(torch.autograd.Function):
+    """All layers as one node: tokens in, hidden states out.
+
+    One leaf is an argument only so that autograd calls the backward, which adds all gradients to
+    the adapters' buffers itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        decoder: CudaDecoder,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: PackedCausal,
+        lora: LoraBatch,
+        recompute: bool,
+        leaf: Tensor,
+    ) -> Tensor:
+        stream = decoder.stream(positions_T, attend.lengths)
+        ops = BatchLora(lora, len(tokens_T), decoder.dtype)
+        x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
+        delta: Tensor | None = None
+        saved: list[Any] = []
+        for index in range(decoder.config.num_layers):
+            below = (x, delta)
+            x, delta, layer = decoder.train_layer(index, x, delta, stream, ops)
+            saved.append(below if recompute else layer)
+            del layer
+        x, hidden_TD, rstd_T = kernels.add_rms_norm(
+            x, delta, decoder.final_norm_D, decoder.config.norm_eps
+        )
+        ctx.saved, ctx.final = saved, (x, rstd_T)
+        ctx.decoder, ctx.stream, ctx.ops, ctx.recompute = decoder, stream, ops, recompute
+        return hidden_TD
+
+    @staticmethod
+    def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
+        decoder: CudaDecoder = ctx.decoder
+        x_TD, rstd_T = ctx.final
+        dx_TD = kernels.rms_norm_backward_(
+            torch.zeros_like(x_TD), dhidden_TD.contiguous(), x_TD, decoder.final_norm_D, rstd_T
+        )
+        while ctx.saved:
+            layer, index = ctx.saved.pop(), len(ctx.saved)
+            if ctx.recompute:
+                x, delta = layer
+                layer = decoder.train_layer(index, x, delta, ctx.stream, ctx.ops)[2]
+            decoder.train_layer_backward(index, layer, dx_TD, ctx.stream, ctx.ops)
+            del layer
+        ctx.ops.finish()
+        return None, None, None, None, None, None, None
+
+
+def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
+    return None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+
+
+def _linear(
+    x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraAddend | None
+) -> tuple[Tensor, Any]:
+    """(x W^T + adapters, the adapters' inner product)."""
+    y_TX = F.linear(x_TX, weight, bias)
+    return y_TX, None if lora is None else lora.add_(y_TX, x_TX)
+
+
+def _linear_backward(dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None) -> tuple[Tensor, Any]:
+    dx_TX = dy_TX @ weight
+    return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)

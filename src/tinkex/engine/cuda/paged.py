@@ -1,0 +1,337 @@
+"""Attention over the paged KV cache on CUDA, and decode steps replayed as CUDA graphs.
+
+`CudaPagedAttend` does on a GPU what `paged.PagedAttend` does on a CPU: tokens that are alone in
+their chunk go through one paged-decode kernel whatever their lengths, prompt chunks through one
+call of variable-length flash attention. In deterministic mode every token is treated as alone, so
+that its bits are the same in any chunk and in any company. `DecodeGraphs` records a whole step of
+one token per sequence, head included, once per batch size, and replays it: a step of 36 layers is
+then one launch instead of a thousand. A graph reads its inputs from tensors that stay in place,
+adapters included; `run` fills them and replays.
+
+Knows chunks, blocks and adapters; refuses to know requests and sampling.
+
+Letters: T tokens, B sequences, H query heads, K key heads, d head size, P tokens per block,
+X blocks of a sequence, V vocabulary, S adapter slots, R ranks of a fused linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine.cuda import kernels
+from tinkex.engine.cuda.fused import CudaDecoder
+from tinkex.engine.jobs import Array
+from tinkex.engine.lora.adapter import LoraBatch
+from tinkex.engine.lora.operand import LoraAddend
+from tinkex.engine.lora.slots import Slots
+from tinkex.engine.sample.paged import PagedCache
+from tinkex.engine.sample.scheduler import Chunk
+from tinkex.engine.transfer import send
+
+Drawn = tuple[Tensor, Sequence[int]]
+"""Tokens on the device, and which of them each chunk feeds in."""
+_NO_WINDOW = 1 << 30
+_MOST_SINGLES = 512
+"""Tokens in one call of the decode kernel, whose splits take fp32 memory."""
+_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+_SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
+
+
+class CudaPagedAttend:
+    """See `attention.CachedAttend`. `begin` must be called before each forward pass."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self._scale = cache.config.head_size**-0.5
+        self._flat_k = [k.flatten(0, 1) for k in cache.k]
+        self._flat_v = [v.flatten(0, 1) for v in cache.v]
+        self._slots_T = torch.empty(0, dtype=torch.long)
+        self._singles: _Singles | None = None
+        self._longs: _Longs | None = None
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """Prepare one pass whose rows are the tokens of `chunks`, in order."""
+        device = self.cache.k.device
+        size = self.cache.block_size
+        slots_T = send(_slots(chunks, size), device)
+        starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
+        rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
+        alone = torch.are_deterministic_algorithms_enabled()
+        singles = [(row, chunk) for row, chunk in rows if alone or chunk.length == 1]
+        longs = [(row, chunk) for row, chunk in rows if not alone and chunk.length > 1]
+        self.prepare(
+            slots_T,
+            _Singles.of(singles, size, device) if singles else None,
+            _Longs.of(longs, size, device) if longs else None,
+        )
+
+    def prepare(self, slots_T: Tensor, singles: _Singles | None, longs: _Longs | None) -> None:
+        """The same from tensors: where keys and values go, and who looks where."""
+        self._slots_T, self._singles, self._longs = slots_T, singles, longs
+
+    def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._flat_k[layer_index], self._flat_v[layer_index], self._slots_T
+
+    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        singles, longs = self._singles, self._longs
+        if longs is None and singles is not None:
+            return self._decode(layer_index, q_THd, singles)
+        if singles is None and longs is not None:
+            return self._prefill(layer_index, q_THd, longs)
+        assert singles is not None
+        assert longs is not None
+        out_THd = torch.empty_like(q_THd)
+        out_THd[singles.rows_B] = self._decode(layer_index, q_THd[singles.rows_B], singles)
+        out_THd[longs.rows_T] = self._prefill(layer_index, q_THd[longs.rows_T], longs)
+        return out_THd
+
+    def _decode(self, layer_index: int, q_BHd: Tensor, singles: _Singles) -> Tensor:
+        window = self.cache.config.window(layer_index)
+        parts = [
+            kernels.paged_decode(
+                q_BHd[rows].contiguous(),
+                self.cache.k[layer_index],
+                self.cache.v[layer_index],
+                singles.tables_BX[rows],
+                singles.lengths_B[rows],
+                scale=self._scale,
+                splits=_splits(len(q_BHd), self.cache),
+                window=window or _NO_WINDOW,
+            )
+            for rows in (
+                slice(at, at + _MOST_SINGLES) for at in range(0, len(q_BHd), _MOST_SINGLES)
+            )
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prefill(self, layer_index: int, q_THd: Tensor, longs: _Longs) -> Tensor:
+        window = self.cache.config.window(layer_index)
+        options = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        out_THd: Tensor = torch.ops.aten._flash_attention_forward(
+            q_THd,
+            self._flat_k[layer_index].index_select(0, longs.keys_L),
+            self._flat_v[layer_index].index_select(0, longs.keys_L),
+            longs.cu_queries,
+            longs.cu_keys,
+            longs.max_queries,
+            longs.max_keys,
+            0.0,
+            True,
+            False,
+            scale=self._scale,
+            **options,
+        )[0]
+        return out_THd
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Tokens that attend one by one: their rows, blocks and lengths, themselves included."""
+
+    rows_B: Tensor
+    tables_BX: Tensor
+    lengths_B: Tensor
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Singles:
+        chunks = [chunk for _, chunk in members]
+        counts = [chunk.length for chunk in chunks]
+        rows = [np.arange(row, row + chunk.length) for row, chunk in members]
+        ends = [np.arange(c.start, c.start + c.length, dtype=np.int32) + 1 for c in chunks]
+        return cls(
+            send(np.concatenate(rows), device),
+            send(np.repeat(_tables(chunks, size), counts, axis=0), device),
+            send(np.concatenate(ends), device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Longs:
+    """Prompt chunks: their rows, and the cache rows of all keys they may look at."""
+
+    rows_T: Tensor
+    keys_L: Tensor
+    cu_queries: Tensor
+    cu_keys: Tensor
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Longs:
+        queries = [chunk.length for _, chunk in members]
+        keys = [chunk.start + chunk.length for _, chunk in members]
+        rows = [np.arange(row, row + chunk.length) for row, chunk in members]
+        slots = [_rows(chunk, 0, end, size) for (_, chunk), end in zip(members, keys, strict=True)]
+        return cls(
+            send(np.concatenate(rows), device),
+            send(np.concatenate(slots), device),
+            send(np.cumsum([0, *queries], dtype=np.int32), device),
+            send(np.cumsum([0, *keys], dtype=np.int32), device),
+            max(queries),
+            max(keys),
+        )
+
+
+def _rows(chunk: Chunk, start: int, stop: int, size: int) -> Array:
+    at = np.arange(start, stop)
+    return np.asarray(chunk.seq.blocks, np.int64)[at // size] * size + at % size
+
+
+def _slots(chunks: Sequence[Chunk], size: int) -> Array:
+    return np.concatenate([_rows(c, c.start, c.start + c.length, size) for c in chunks])
+
+
+def _tables(chunks: Sequence[Chunk], size: int) -> Array:
+    used = [(chunk.start + chunk.length - 1) // size + 1 for chunk in chunks]
+    tables = np.zeros((len(chunks), max(used)), np.int32)
+    for row, (chunk, count) in enumerate(zip(chunks, used, strict=True)):
+        tables[row, :count] = chunk.seq.blocks[:count]
+    return tables
+
+
+def _splits(batch: int, cache: PagedCache) -> int:
+    """Enough programs to fill a GPU of about 132 multiprocessors twice.
+
+    In deterministic mode always the same: a sequence's sums may not depend on the batch.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return 4
+    wanted = 264 // (batch * cache.config.num_kv_heads)
+    return int(min(16, max(1, 1 << max(0, wanted.bit_length() - 1))))
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+class _Static:
+    """The inputs and the output of the graph of one batch size and one set of adapter slots.
+
+    A step sends two numbers per sequence; block tables travel only when one has changed.
+    """
+
+    def __init__(self, batch: int, width: int, device: torch.device) -> None:
+        self.batch = batch
+        self.inputs_2B = torch.zeros(2, batch, dtype=torch.long, device=device)
+        self.tables_BX = torch.zeros(batch, width, dtype=torch.int32, device=device)
+        self._host_tables = np.zeros((batch, width), np.int32)
+        self._known: list[list[int]] = [[] for _ in range(batch)]
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits_BV: Tensor | None = None
+
+    def fill(self, chunks: Sequence[Chunk], drawn: Drawn | None) -> None:
+        """Rows beyond the batch stand at position -1: they write nothing and see nothing."""
+        device, spare = self.inputs_2B.device, self.batch - len(chunks)
+        positions = [*(chunk.start for chunk in chunks), *[-1] * spare]
+        if drawn is None:
+            tokens = [chunk.seq.tokens[chunk.start] for chunk in chunks]
+            self.inputs_2B.copy_(send(([*tokens, *[0] * spare], positions), device))
+        else:
+            tokens_N, row_of_chunk = drawn
+            sent_2B = send(([*row_of_chunk, *[0] * spare], positions), device)
+            torch.index_select(tokens_N, 0, sent_2B[0], out=self.inputs_2B[0])
+            self.inputs_2B[1].copy_(sent_2B[1])
+        changed = [at for at, c in enumerate(chunks) if self._known[at] != c.seq.blocks]
+        if changed:
+            for at in changed:
+                blocks = self._known[at] = list(chunks[at].seq.blocks)
+                self._host_tables[at, : len(blocks)] = blocks
+            width = max(len(blocks) for blocks in self._known)
+            tables = np.ascontiguousarray(self._host_tables[:, :width])
+            self.tables_BX[:, :width].copy_(send(tables, device))
+
+
+class DecodeGraphs:
+    """Decode steps of one model as CUDA graphs, recorded when a batch size is first met."""
+
+    def __init__(self, decoder: CudaDecoder, cache: PagedCache, *, max_context: int) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._width = -(-max_context // cache.block_size)
+        self._statics: dict[tuple[int, Slots | None], _Static] = {}
+        self._slots: dict[Any, Slots] = {}
+        self._pool: Any = None
+
+    def run(
+        self, chunks: Sequence[Chunk], lora: LoraBatch | None, drawn: Drawn | None = None
+    ) -> Tensor | None:
+        """Logits [B, V] of one-token chunks, in their order; None where no graph fits.
+
+        `drawn` holds their tokens where the host does not know them yet. The result is overwritten
+        by the next call.
+        """
+        batch = next((size for size in _BATCH_SIZES if size >= len(chunks)), None)
+        if batch is None:
+            return None
+        order = list(range(len(chunks)))
+        slots = None
+        if lora is not None and lora.spans:
+            if (slots := self._slots_for(lora)) is None:
+                return None
+            order = slots.place(lora, len(chunks))
+        static = self._statics.get((batch, slots))
+        if static is None:
+            static = _Static(batch, self._width, self._decoder.device)
+            self._statics[batch, slots] = static
+        if drawn is not None:
+            drawn = drawn[0], [drawn[1][row] for row in order]
+        static.fill([chunks[row] for row in order], drawn)
+        if static.graph is None:
+            self._record(static, slots)
+        assert static.graph is not None
+        assert static.logits_BV is not None
+        static.graph.replay()
+        logits = static.logits_BV[: len(chunks)]
+        if order == list(range(len(chunks))):
+            return logits
+        back = np.empty(len(order), np.int64)
+        back[order] = np.arange(len(order))
+        return logits.index_select(0, send(back, self._decoder.device))
+
+    def _record(self, static: _Static, slots: Slots | None) -> None:
+        attend, size = CudaPagedAttend(self._cache), self._cache.block_size
+        lora: dict[str, LoraAddend] = {**slots.operands} if slots else {}
+
+        def step() -> Tensor:
+            tokens_B, positions_B = static.inputs_2B
+            at_B = positions_B.clamp(min=0)
+            blocks_B1 = static.tables_BX.gather(1, (at_B // size)[:, None])
+            rows_B = torch.where(positions_B < 0, -1, blocks_B1[:, 0] * size + at_B % size)
+            lengths_B = (positions_B + 1).to(torch.int32)
+            attend.prepare(rows_B, _Singles(rows_B, static.tables_BX, lengths_B), None)
+            hidden_BD = self._decoder.infer(tokens_B, positions_B, attend, lora)
+            return self._decoder.logits(hidden_BD, lora.get("head"))
+
+        with torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # first runs compile kernels and choose algorithms
+                for _ in range(2):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                static.logits_BV = step()
+        self._pool = self._pool or graph.pool()
+        static.graph = graph
+
+    def _slots_for(self, lora: LoraBatch) -> Slots | None:
+        """Room for this batch's adapters; None when they are of several layouts, or too many."""
+        adapters = {span.adapter for span in lora.spans}
+        signature = lora.spans[0].adapter.signature
+        count = next((n for n in _SLOT_COUNTS if n > len(adapters)), None)
+        if count is None or any(adapter.signature != signature for adapter in adapters):
+            return None
+        slots = self._slots.get(signature)
+        if slots is None or slots.count < count:
+            if slots is not None:  # what was recorded reads the smaller buffer: it goes with it
+                known = self._statics.items()
+                self._statics = {key: one for key, one in known if key[1] is not slots}
+            like, dtype = lora.spans[0].adapter, self._decoder.dtype
+            slots = Slots(like, count, dtype, max_rows=_BATCH_SIZES[-1])
+            self._slots[signature] = slots
+        return slots

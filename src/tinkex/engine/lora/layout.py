@@ -1,0 +1,88 @@
+"""Where the matrices of an adapter lie in its buffer, in the form the kernels read.
+
+Letters: R ranks of all modules of a linear, I inputs, O outputs, r rank of one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+
+from tinkex.engine.cuda.lora_kernels import COLUMNS, Factor
+from tinkex.engine.lora.adapter import Adapter, LoraPart
+from tinkex.engine.transfer import send
+
+_Tile = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayout:
+    """One linear's A and Bs."""
+
+    at: int
+    """Where A, [R, I], starts."""
+    ranks: int
+    outer: tuple[Factor, ...]
+    """The Bs, those of one rank and scale together: from the inner product to the outputs."""
+    inner: Factor
+    """A as [I, R]: from the inner product's gradient to that of the inputs."""
+
+
+def layouts(adapter: Adapter) -> Mapping[str, LinearLayout]:
+    """By linear. Adapters of one layout on one device share theirs."""
+    return _layouts(adapter.signature, adapter.layout, adapter.flat.device)
+
+
+@lru_cache(maxsize=64)
+def _layouts(
+    signature: tuple[tuple[str, tuple[LoraPart, ...]], ...],
+    places: tuple[tuple[int, tuple[int, int]], ...],
+    device: torch.device,
+) -> dict[str, LinearLayout]:
+    tiles: list[_Tile] = []
+    """Of all linears, so that one copy sends them."""
+
+    def stretch(new: list[_Tile]) -> slice:
+        tiles.extend(new)
+        return slice(len(tiles) - len(new), len(tiles))
+
+    found, place = [], iter(places)
+    for key, parts in signature:
+        at, (ranks, num_in) = next(place)
+        modules = [(part, *next(place)) for part in parts]
+        modules.sort(key=lambda module: (module[0].rank, module[0].scale))
+        outer = [
+            (rank, scale, stretch([t for part, start, _ in group for t in _outputs(part, start)]))
+            for (rank, scale), group in groupby(modules, lambda m: (m[0].rank, m[0].scale))
+        ]
+        inputs = range(0, num_in, COLUMNS)
+        inner = stretch([(at + i, i, min(COLUMNS, num_in - i), 0) for i in inputs])
+        found.append((key, at, ranks, num_in, outer, inner))
+    sent = send(tiles, device, torch.int64)
+
+    def factor(rank: int, scale: float, steps: tuple[int, int], where: slice) -> Factor:
+        aligned = all(number % 8 == 0 for tile in tiles[where] for number in tile)
+        return Factor(rank, scale, steps, sent[where], aligned)
+
+    return {
+        key: LinearLayout(
+            at,
+            ranks,
+            tuple(factor(rank, scale, (rank, 1), where) for rank, scale, where in outer),
+            factor(ranks, 1.0, (1, num_in), inner),
+        )
+        for key, at, ranks, num_in, outer, inner in found
+    }
+
+
+def _outputs(part: LoraPart, at: int) -> list[_Tile]:
+    """The tiles of one module's B, [O, r], that starts at `at`."""
+    num_outputs = part.target.stop - part.target.start
+    return [
+        (at + o * part.rank, part.target.start + o, min(COLUMNS, num_outputs - o), part.row)
+        for o in range(0, num_outputs, COLUMNS)
+    ]

@@ -1,0 +1,281 @@
+"""Adapters in the form tensor cores take: bf16 copies, alone or stacked over a packed batch.
+
+Master weights are fp32. A pass on CUDA uses a bf16 copy of an adapter's whole buffer, made once per
+optimizer step. Spans of a batch whose adapters have one layout are a team: their copies are
+stacked, [G, P], and each product serves all of them in one launch. Otherwise each span is a team of
+its own and they take turns. Gradients go to the adapters' own gradient buffers.
+
+Letters: T tokens, t those of a team, G adapters, P parameters, R ranks of all modules of a linear,
+r of one, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.cuda import lora_kernels
+from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraPart, Span
+from tinkex.engine.lora.layout import LinearLayout, layouts
+from tinkex.engine.transfer import send
+
+
+class LoraAddend(Protocol):
+    """All adapters of one fused linear in this batch, forward only."""
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> Any:
+        """y += lora(x); returns the inner product, if a backward may need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A [G, R, I] and the Bs [G, O, r] of one linear, of a team's adapters."""
+
+    A: Tensor
+    Bs: tuple[Tensor, ...]
+    parts: tuple[LoraPart, ...]
+
+    def each(self) -> Iterator[tuple[Tensor, slice, slice, float]]:
+        """(B, its rows in the inner product, its columns of the output, its scale)."""
+        for B, part in zip(self.Bs, self.parts, strict=True):
+            rows = slice(part.row, part.row + part.rank)
+            yield B, rows, slice(part.target.start, part.target.stop), part.scale
+
+
+def weights_by_key(like: Adapter, stacked_GP: Tensor) -> dict[str, Weights]:
+    """Buffers of one layout as the linears take them: views."""
+    out, views = {}, iter(like.views(stacked_GP[0]))
+    count, step = len(stacked_GP), stacked_GP.stride(0)
+    for key, group in like.groups.items():
+        A, *Bs = (
+            stacked_GP.as_strided((count, *v.shape), (step, *v.stride()), v.storage_offset())
+            for v in (next(views) for _ in group.tensors())
+        )
+        out[key] = Weights(A, tuple(Bs), group.parts)
+    return out
+
+
+# ---------------------------------------------------------------------- teams
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Adapters of one layout on neighbouring rows."""
+
+    adapters: tuple[Adapter, ...]
+    rows: slice
+    flat_GP: Tensor
+    weights: Mapping[str, Weights]
+    layouts: Mapping[str, LinearLayout]
+    blocks_M3: Tensor
+    """See `lora_kernels`; counted from the team's first row."""
+    stops_G: Tensor | None
+    """Where each adapter's rows end; None for an adapter alone."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], dtype: torch.dtype) -> Team:
+        adapters, first = tuple(span.adapter for span in spans), spans[0].start
+        rows = slice(first, spans[-1].stop)
+        ends = [(span.start - first, span.stop - first) for span in spans]
+        blocks = [
+            (number, at, stop)
+            for number, (start, stop) in enumerate(ends)
+            for at in range(start, stop, lora_kernels.TRAINED_ROWS)
+        ]
+        device, copy = adapters[0].flat.device, _copy_of(adapters[0], dtype)
+        flat_GP, weights, stops_G = copy.flat[None], copy.weights, None
+        if len(spans) > 1:
+            flat_GP = torch.stack([low_precision_flat(adapter, dtype) for adapter in adapters])
+            weights = weights_by_key(adapters[0], flat_GP)
+            stops_G = send([stop for _, stop in ends], device, torch.int32)
+        blocks_M3 = send(blocks, device, torch.int32)
+        return cls(adapters, rows, flat_GP, weights, copy.layouts, blocks_M3, stops_G)
+
+    def product(self, a: Tensor, b_G: Tensor) -> Tensor:
+        """Each adapter's rows of `a` times its matrix."""
+        return a @ b_G[0] if self.stops_G is None else _grouped(a, b_G, self.stops_G)
+
+    def gradient(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product of two matrices over each adapter's rows, [G, ...]."""
+        if self.stops_G is None:
+            return torch.mm(a.t(), b, out_dtype=torch.float32)[None]
+        return _grouped(a.t(), b, self.stops_G)
+
+    def expand_(self, y_tO: Tensor, h_tR: Tensor, factor: lora_kernels.Factor) -> None:
+        lora_kernels.expand_(
+            y_tO, h_tR, self.flat_GP, factor, self.blocks_M3, rows=lora_kernels.TRAINED_ROWS
+        )
+
+
+def _grouped(a: Tensor, b: Tensor, stops_G: Tensor) -> Tensor:
+    """One product per span of rows (or, for two matrices, per span of the summed dimension)."""
+    return torch._grouped_mm(a, b, offs=stops_G)
+
+
+def can_group(adapters: Sequence[Adapter]) -> bool:
+    """Grouped products want one layout, and slices that start at 16 bytes."""
+    parts = [part for _, parts in adapters[0].signature for part in parts]
+    aligned = all(part.rank % 8 == 0 for part in parts)
+    return aligned and all(a.signature == adapters[0].signature for a in adapters[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One team's part of one linear."""
+
+    team: Team
+    weights: Weights
+    layout: LinearLayout
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+        team = self.team
+        h_tR = team.product(x_TI[team.rows], self.weights.A.transpose(1, 2))
+        for factor in self.layout.outer:
+            team.expand_(y_TO[team.rows], h_tR, factor)
+        return h_tR
+
+    def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Tensor:
+        team, dy_tO = self.team, dy_TO[self.team.rows]
+        dh_tR = dy_TO.new_empty(len(dy_tO), self.layout.ranks)
+        for B, rows, columns, scale in self.weights.each():
+            dh_tr = team.product(dy_tO[:, columns], B)
+            dh_tR[:, rows] = dh_tr if scale == 1 else dh_tr.mul_(scale)
+        team.expand_(dx_TI[team.rows], dh_tR, self.layout.inner)
+        return dh_tR
+
+    def gather(
+        self, x_TI: Tensor, h_tR: Tensor, dy_TO: Tensor, dh_tR: Tensor, grads: Weights
+    ) -> None:
+        team, x_tI, dy_tO = self.team, x_TI[self.team.rows], dy_TO[self.team.rows]
+        grads.A.add_(team.gradient(dh_tR, x_tI))
+        for dB, rows, columns, scale in grads.each():
+            dB.add_(team.gradient(dy_tO[:, columns], h_tR[:, rows]), alpha=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOperand:
+    """All adapters of one fused linear in this batch. Inner products: one per team."""
+
+    shares: tuple[Share, ...]
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor) -> list[Tensor]:
+        """y += lora(x)."""
+        return [share.add_(y_TO, x_TI) for share in self.shares]
+
+    def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> list[Tensor]:
+        """dx += the gradient through the adapters; returns those of the inner products."""
+        return [share.backward_input_(dx_TI, dy_TO) for share in self.shares]
+
+    def gather(
+        self,
+        x_TI: Tensor,
+        inner: Sequence[Tensor],
+        dy_TO: Tensor,
+        dinner: Sequence[Tensor],
+        grads: Sequence[Weights],
+    ) -> None:
+        """Add the gradients of A and B to `grads`, which are `BatchLora.grads` of the linear."""
+        for share, h_tR, dh_tR, grad in zip(self.shares, inner, dinner, grads, strict=True):
+            share.gather(x_TI, h_tR, dy_TO, dh_tR, grad)
+
+
+# ---------------------------------------------------------------------- a batch
+
+
+class BatchLora:
+    """The operands of every linear for one packed batch.
+
+    Gradients: `grads` says where a linear's go, `finish` hands them to the adapters. Their views
+    are made in the backward pass, when the device is busy.
+    """
+
+    def __init__(self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype) -> None:
+        spans = lora.spans if lora is not None else ()
+        together = len(spans) > 1 and _tile(spans, num_rows)
+        if together and can_group([span.adapter for span in spans]):
+            self._teams = [Team.of(spans, dtype)]
+        else:
+            self._teams = [Team.of([span], dtype) for span in spans]
+        self._operands: dict[str, LoraOperand | None] = {}
+        self._stacks: list[Tensor] = []
+        self._grads: list[Mapping[str, Weights]] = []
+
+    def get(self, key: str) -> LoraOperand | None:
+        if key not in self._operands:
+            shares = [
+                Share(team, team.weights[key], team.layouts[key])
+                for team in self._teams
+                if key in team.weights
+            ]
+            self._operands[key] = LoraOperand(tuple(shares)) if shares else None
+        return self._operands[key]
+
+    def grads(self, key: str) -> list[Weights]:
+        """Where the gradients of one linear's adapters are gathered."""
+        if not self._grads:
+            self._start()
+        return [by_key[key] for by_key in self._grads if key in by_key]
+
+    def finish(self) -> None:
+        for team, stack_GP in zip(self._teams, self._stacks, strict=False):
+            if len(team.adapters) > 1:
+                for adapter, grad in zip(team.adapters, stack_GP, strict=True):
+                    _grad_of(adapter).add_(grad)
+
+    def _start(self) -> None:
+        for team in self._teams:
+            first = team.adapters[0]
+            if len(team.adapters) == 1:
+                stack_GP = _grad_of(first)[None]
+            else:
+                stack_GP = first.flat.new_zeros((len(team.adapters), first.flat.numel()))
+            self._stacks.append(stack_GP)
+            self._grads.append(weights_by_key(first, stack_GP))
+
+
+def _tile(spans: Sequence[Span], num_rows: int) -> bool:
+    edges = [0, *(span.stop for span in spans)]
+    starts = [span.start for span in spans]
+    return starts == edges[:-1] and edges[-1] == num_rows
+
+
+def _grad_of(adapter: Adapter) -> Tensor:
+    adapter.start_grad()
+    assert adapter.grad is not None
+    return adapter.grad
+
+
+# ---------------------------------------------------------------------- low-precision copies
+
+
+@dataclass(slots=True)
+class _Copy:
+    version: int
+    flat: Tensor
+    weights: Mapping[str, Weights]
+    layouts: Mapping[str, LinearLayout]
+
+
+_COPIES: WeakKeyDictionary[Adapter, _Copy] = WeakKeyDictionary()
+
+
+def low_precision_flat(adapter: Adapter, dtype: torch.dtype) -> Tensor:
+    """The adapter's buffer in `dtype`, copied anew, in place, only when its weights changed."""
+    return _copy_of(adapter, dtype).flat
+
+
+def _copy_of(adapter: Adapter, dtype: torch.dtype) -> _Copy:
+    version, copy = adapter.flat._version, _COPIES.get(adapter)
+    if copy is None or copy.flat.dtype != dtype:
+        flat = adapter.flat.to(dtype)
+        weights = weights_by_key(adapter, flat[None])
+        _COPIES[adapter] = copy = _Copy(version, flat, weights, layouts(adapter))
+    elif copy.version != version:
+        copy.flat.copy_(adapter.flat)
+        copy.version = version
+    return copy

@@ -1,0 +1,320 @@
+"""Attention over a paged KV cache: where keys and values are written, and how they are read.
+
+`PagedCache` owns the memory, `PagedAttend` is the `Attend` of one pass of the sampler. Tokens that
+are alone in their chunk (decoding sequences) attend in groups of similar length, so that padding
+stays small; a longer chunk of a prompt attends by itself. Knows blocks and lengths, not samples or
+adapters. `begin` prepares masks and indexes once; the call per layer does only device work.
+
+Shapes: T tokens of the pass, H query heads, K key/value heads, G = H / K, d head size, P tokens per
+block, N blocks, B sequences of a group, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinkex.engine.model.base_model import ModelConfig
+from tinkex.engine.sample.scheduler import Chunk
+
+_SPREAD = 0.6
+"""A group holds sequences at least this long, relative to its longest."""
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    return 2 * config.num_layers * config.num_kv_heads * config.head_size * dtype.itemsize
+
+
+class PagedCache:
+    """Keys and values of all layers, in blocks."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self.block_size = config, block_size
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_size)
+        self.k = _zeros(shape, device, dtype)
+        self.v = _zeros(shape, device, dtype)
+
+    def scrub(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that hold numbers that are not finite: masked cells must stay harmless."""
+        if blocks:
+            at = torch.tensor(blocks, device=self.k.device)
+            self.k.index_fill_(1, at, 0)
+            self.v.index_fill_(1, at, 0)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to) each, in all layers."""
+        if pairs:
+            source = torch.tensor([a for a, _ in pairs], device=self.k.device)
+            target = torch.tensor([b for _, b in pairs], device=self.k.device)
+            for cache in (self.k, self.v):
+                cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. On a CPU they come from numpy, where pages that no sequence reaches cost nothing."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.zeros(shape, device=device, dtype=dtype)
+
+
+@dataclass(slots=True)
+class _Group:
+    """One-token chunks of similar length, attended together."""
+
+    rows: slice | Tensor
+    table: Tensor | slice
+    """Block numbers, flat [B * X]; of a lone sequence whose blocks are neighbours, their range."""
+    num_blocks: int
+    num_seqs: int
+    num_keys: int
+    lengths: NDArray[np.int64]
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Long:
+    """A chunk of several tokens of one sequence."""
+
+    rows: slice
+    start: int
+    length: int
+    table: Tensor
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+class PagedAttend:
+    """See `attention.Attend`. `begin` must be called before each forward pass.
+
+    A pass may have rows past those of its chunks; their output is 0.
+    """
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        config = cache.config
+        self._windows = config.windows
+        self._num_kv_heads, self._head_size = config.num_kv_heads, config.head_size
+        self._flat_k = [k.flatten(0, 1) for k in cache.k]
+        self._flat_v = [v.flatten(0, 1) for v in cache.v]
+        self._rows_k = [k.flatten(1) for k in cache.k]
+        self._rows_v = [v.flatten(1) for v in cache.v]
+        self._scratch_k = cache.k.new_empty(0, self._rows_k[0].shape[1])
+        self._scratch_v = self._scratch_k
+        self._slots_T = torch.empty(0, dtype=torch.long)
+        self._groups: list[_Group] = []
+        self._longs: list[_Long] = []
+        self._num_rows = 0
+
+    def begin(self, chunks: Sequence[Chunk]) -> None:
+        """Prepare one pass whose rows are the tokens of `chunks`, in order."""
+        device = self.cache.k.device
+        self._slots_T = torch.from_numpy(self._slots(chunks)).to(device, non_blocking=True)
+        singles: list[tuple[int, Chunk]] = []
+        self._longs, row = [], 0
+        for chunk in chunks:
+            if chunk.length == 1:
+                singles.append((row, chunk))
+            else:
+                self._longs.append(self._long(row, chunk))
+            row += chunk.length
+        self._num_rows = row
+        self._groups = [self._group(members) for members in _by_length(singles)]
+        largest = max(
+            [group.num_blocks for group in self._groups] + [len(x.table) for x in self._longs]
+        )
+        if largest > len(self._scratch_k):
+            self._scratch_k = self.cache.k.new_empty(2 * largest, self._rows_k[0].shape[1])
+            self._scratch_v = torch.empty_like(self._scratch_k)
+
+    def _slots(self, chunks: Sequence[Chunk]) -> NDArray[np.int64]:
+        """Where in the flat cache each row's key and value go."""
+        size = self.cache.block_size
+        parts: list[NDArray[np.int64] | list[int]] = []
+        for chunk in chunks:
+            if chunk.length == 1:
+                block = chunk.seq.blocks[chunk.start // size]
+                parts.append([block * size + chunk.start % size])
+            else:
+                at = np.arange(chunk.start, chunk.start + chunk.length)
+                parts.append(np.asarray(chunk.seq.blocks, np.int64)[at // size] * size + at % size)
+        return np.concatenate(parts).astype(np.int64, copy=False)
+
+    def _group(self, members: list[tuple[int, Chunk]]) -> _Group:
+        size = self.cache.block_size
+        rows = [row for row, _ in members]
+        lengths = np.array([chunk.start + 1 for _, chunk in members])
+        width = -(-int(lengths.max()) // size)
+        # Padding repeats the sequence's first block: masked, and finite.
+        table = np.zeros((len(members), width), np.int64)
+        for i, (_, chunk) in enumerate(members):
+            used = -(-(chunk.start + 1) // size)
+            table[i, :used] = chunk.seq.blocks[:used]
+            table[i, used:] = table[i, 0]
+        contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
+        device = self.cache.k.device
+        return _Group(
+            rows=slice(rows[0], rows[0] + len(rows))
+            if contiguous
+            else torch.tensor(rows, device=device),
+            table=_neighbours(table)
+            or torch.from_numpy(table.reshape(-1)).to(device, non_blocking=True),
+            num_blocks=table.size,
+            num_seqs=len(members),
+            num_keys=int(lengths.max()),
+            lengths=lengths,
+        )
+
+    def _long(self, row: int, chunk: Chunk) -> _Long:
+        used = -(-(chunk.start + chunk.length) // self.cache.block_size)
+        table = torch.tensor(chunk.seq.blocks[:used] if chunk.start else [], dtype=torch.long)
+        return _Long(
+            rows=slice(row, row + chunk.length),
+            start=chunk.start,
+            length=chunk.length,
+            table=table.to(self.cache.k.device, non_blocking=True),
+        )
+
+    # ------------------------------------------------------------------------------ per layer
+
+    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        num_rows = self._num_rows
+        if (num_extra := len(q_THd) - num_rows) == 0:
+            return self._attend(layer_index, q_THd, k_TKd, v_TKd)
+        # Rows past the chunks only make the products larger; they belong to no sequence.
+        rows = slice(num_rows)
+        out_THd = self._attend(layer_index, q_THd[rows], k_TKd[rows], v_TKd[rows])
+        return F.pad(out_THd, (0, 0, 0, 0, 0, num_extra))
+
+    def _attend(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        self._flat_k[layer_index].index_copy_(0, self._slots_T, k_TKd)
+        self._flat_v[layer_index].index_copy_(0, self._slots_T, v_TKd)
+        window = self._windows[layer_index] if self._windows else None
+        if not self._longs and len(self._groups) == 1:
+            group = self._groups[0]
+            q_BHd = q_THd if isinstance(group.rows, slice) else q_THd[group.rows]
+            out = self._attend_group(layer_index, group, q_BHd, window)
+            return out if isinstance(group.rows, slice) else _placed(out, group.rows)
+        out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        for group in self._groups:
+            out = self._attend_group(layer_index, group, q_THd[group.rows], window)
+            out_THd[group.rows] = out
+        for chunk in self._longs:
+            rows = chunk.rows
+            out = self._attend_long(
+                layer_index, chunk, q_THd[rows], k_TKd[rows], v_TKd[rows], window
+            )
+            out_THd[rows] = out
+        return out_THd
+
+    def _gather(self, layer_index: int, table: Tensor | slice) -> tuple[Tensor, Tensor]:
+        if isinstance(table, slice):
+            return self._rows_k[layer_index][table], self._rows_v[layer_index][table]
+        k, v = self._scratch_k[: len(table)], self._scratch_v[: len(table)]
+        torch.index_select(self._rows_k[layer_index], 0, table, out=k)
+        torch.index_select(self._rows_v[layer_index], 0, table, out=v)
+        return k, v
+
+    def _attend_group(
+        self, layer_index: int, group: _Group, q_BHd: Tensor, window: int | None
+    ) -> Tensor:
+        shape = (group.num_seqs, -1, self._num_kv_heads, self._head_size)
+        k, v = self._gather(layer_index, group.table)
+        k_BKLd = k.view(shape)[:, : group.num_keys].transpose(1, 2)
+        v_BKLd = v.view(shape)[:, : group.num_keys].transpose(1, 2)
+        # The G query heads of a key head stand in for G queries: no copy of keys per query head.
+        q_BKGd = q_BHd.unflatten(1, (self._num_kv_heads, -1))
+        out_BKGd = F.scaled_dot_product_attention(
+            q_BKGd, k_BKLd, v_BKLd, attn_mask=self._group_mask(group, window)
+        )
+        return out_BKGd.flatten(1, 2)
+
+    def _group_mask(self, group: _Group, window: int | None) -> Tensor | None:
+        if window not in group.masks:
+            at_L, ends_B1 = np.arange(group.num_keys), group.lengths[:, None]
+            open_BL = at_L < ends_B1
+            if window is not None:
+                open_BL &= at_L >= ends_B1 - window
+            mask = None
+            if not open_BL.all():
+                bias = np.where(open_BL, np.float32(0), np.float32(-np.inf))[:, None, None]
+                mask = torch.from_numpy(bias).to(self.cache.k.device, self.cache.k.dtype)
+            group.masks[window] = mask
+        return group.masks[window]
+
+    def _attend_long(
+        self,
+        layer_index: int,
+        chunk: _Long,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        if chunk.start:
+            k, v = self._gather(layer_index, chunk.table)
+            shape = (-1, self._num_kv_heads, self._head_size)
+            k_TKd = k.view(shape)[: chunk.start + chunk.length]
+            v_TKd = v.view(shape)[: chunk.start + chunk.length]
+        mask = self._long_mask(chunk, window)
+        out_HTd = F.scaled_dot_product_attention(
+            q_THd.transpose(0, 1)[None],
+            k_TKd.transpose(0, 1)[None],
+            v_TKd.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=q_THd.shape[1] != self._num_kv_heads,
+        )
+        return out_HTd[0].transpose(0, 1)
+
+    def _long_mask(self, chunk: _Long, window: int | None) -> Tensor | None:
+        """True where a query may look; None: plain causal from the first token on."""
+        if window not in chunk.masks:
+            num_keys = chunk.start + chunk.length
+            if chunk.start == 0 and (window is None or window >= num_keys):
+                chunk.masks[window] = None
+            else:
+                at_T1 = torch.arange(chunk.start, num_keys)[:, None]
+                at_L = torch.arange(num_keys)
+                open_TL = at_L <= at_T1
+                if window is not None:
+                    open_TL &= at_L > at_T1 - window
+                chunk.masks[window] = open_TL.to(self.cache.k.device)
+        return chunk.masks[window]
+
+
+def _neighbours(table_BX: NDArray[np.int64]) -> slice | None:
+    """The range of blocks of a lone sequence, when they lie side by side: nothing to gather."""
+    blocks = table_BX.reshape(-1)
+    if len(table_BX) == 1 and (np.diff(blocks) == 1).all():
+        return slice(int(blocks[0]), int(blocks[-1]) + 1)
+    return None
+
+
+def _placed(out_BHd: Tensor, rows_B: Tensor) -> Tensor:
+    placed = torch.empty_like(out_BHd)
+    placed[rows_B] = out_BHd
+    return placed
+
+
+def _by_length(singles: list[tuple[int, Chunk]]) -> list[list[tuple[int, Chunk]]]:
+    """Split into groups of similar length, longest first; rows ascend inside a group."""
+    groups: list[list[tuple[int, Chunk]]] = []
+    longest = 0
+    for row, chunk in sorted(singles, key=lambda single: -single[1].start):
+        if not groups or chunk.start + 1 < _SPREAD * longest:
+            groups.append([])
+            longest = chunk.start + 1
+        groups[-1].append((row, chunk))
+    return [sorted(group, key=lambda single: single[0]) for group in groups]

@@ -1,0 +1,587 @@
+"""Generate tokens for many jobs at once over one base model: continuous batching.
+
+A job becomes one sequence per sample; all samples of a job fork from one prefilled prompt. Each
+`step` runs one forward pass over whatever the scheduler chose, of any mix of adapters, draws the
+next tokens and reports them. Where decode steps are replayed graphs, `step` launches the next pass
+before it reads what the last one drew, so the device does not wait for the host; a sample that
+turns out to have ended has then computed one token for nothing. The sampler owns the KV memory of
+its base model and nothing else: it is given the adapter weights with the job, and called by one
+thread only. Jobs wait for KV memory in the order they came; see `scheduler` for who yields to whom.
+
+Shapes: T tokens of a pass, N rows that need logits, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine import jobs
+from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
+from tinkex.engine.model import packed_weights
+from tinkex.engine.model.decoder import Decoder, DecoderLike
+from tinkex.engine.sample.checks import check_sample_job
+from tinkex.engine.sample.kv_cache import BlockPool
+from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token
+from tinkex.engine.sample.prompt_scores import PromptScores
+from tinkex.engine.sample.rng import fresh_seed, sample_key, uniforms
+from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
+from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
+from tinkex.engine.sample.stopping import Detokenize, StopWatch
+from tinkex.engine.transfer import Fetch, send
+from tinkex.errors import ConfigError, InvalidInputError
+
+if TYPE_CHECKING:
+    from tinkex.engine.cuda.paged import CudaPagedAttend, DecodeGraphs
+
+Emit = Callable[[jobs.Event], None]
+_LOGIT_CELLS = 1 << 24
+"""Most logits made at once when a prompt is scored (64 MiB in fp32)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerConfig:
+    kv_bytes: int = 2 << 30
+    """Memory for keys and values of one base model."""
+    block_size: int = 16
+    """Tokens per block; prefixes are shared in whole blocks."""
+    max_running: int = 256
+    """Most samples in one pass; the others wait."""
+    max_pass_tokens: int = 512
+    """Most tokens of one pass; longer prompts are prefilled in several passes."""
+    packed_weights: bool = True
+    """On a CPU, keep a second copy of the weights that makes decoding faster, if memory allows."""
+
+    def __post_init__(self) -> None:
+        if self.kv_bytes < 1 or self.block_size < 1:
+            raise ConfigError(
+                "sampler.kv_bytes and sampler.block_size must be at least 1, got "
+                f"{self.kv_bytes} and {self.block_size}"
+            )
+
+    @staticmethod
+    def for_device(device: torch.device) -> SamplerConfig:
+        """Defaults that fit a device: a GPU gives a third of what it has free, in larger passes."""
+        if device.type != "cuda":
+            return SamplerConfig()
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return SamplerConfig(kv_bytes=free_bytes // 3, max_pass_tokens=4096)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    job: jobs.SampleJob
+    adapter: Adapter | None
+    emit: Emit
+    max_tokens: int
+    stop_ids: frozenset[int]
+    setting: tuple[float, int, float]
+    scores: PromptScores | None
+    samples: list[_Sample] = field(default_factory=list)
+    num_open: int = 0
+    told_to_wait: bool = False
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Sample(Seq):
+    request: _Request
+    index: int
+    key: int
+    watch: StopWatch | None = None
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    reason: Literal["length", "stop"] | None = None
+
+    @property
+    def job_id(self) -> str:
+        return self.request.job.job_id
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What one pass drew for its samples, perhaps still being computed."""
+
+    samples: list[_Sample]
+    tokens_N: Tensor
+    """On the device, for the pass that follows."""
+    fetch: Fetch
+    """The same with logprobs (float64, [2, N]), then top ids and logprobs if anyone asked."""
+
+
+class Sampler:
+    """All running sample jobs of one base model."""
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        config: SamplerConfig | None = None,
+        detokenizer: Callable[[], Detokenize] | None = None,
+    ) -> None:
+        self.decoder, self.config = decoder, config or SamplerConfig()
+        size = self.config.block_size
+        per_block = size * kv_bytes_per_token(decoder.config, decoder.dtype)
+        enough = self.config.max_running * -(-decoder.config.max_context_length // size)
+        num_blocks = max(1, min(self.config.kv_bytes // per_block, enough))
+        self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_running=self.config.max_running, max_pass_tokens=self.config.max_pass_tokens
+            ),
+            BlockPool(num_blocks, size),
+        )
+        self._attend, self._graphs = _attention(decoder, self.cache)
+        self._fewest_rows = 1
+        wants_copies = self.config.packed_weights and decoder.device.type == "cpu"
+        if wants_copies and isinstance(decoder, Decoder):
+            if packed_weights.pack(decoder.matrices()):
+                self._fewest_rows = packed_weights.FEWEST_ROWS
+        self._load_detokenizer = detokenizer
+        self._detokenize: Detokenize | None = None
+        self._requests: dict[str, _Request] = {}
+        self._settings: tuple[list[_Sample], Settings] | None = None
+        self._unread: _Drawn | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_open(self) -> int:
+        """Samples running or waiting."""
+        return sum(request.num_open for request in self._requests.values())
+
+    # ------------------------------------------------------------------------------- in and out
+
+    def add(
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str | None = None
+    ) -> None:
+        """Queue a job. `emit` gets its `Tokens` and its end from within `step`.
+
+        Jobs of equal `version` (by default the adapter's folder) share prefixes, so it must
+        change whenever the weights do.
+
+        Raises:
+            InvalidInputError: The job does not fit the model or the KV memory. Nothing is queued.
+        """
+        if job.job_id in self._requests:
+            raise InvalidInputError(f"a job {job.job_id!r} is running already", path="job_id")
+        version = job.adapter_folder or "" if version is None else version
+        request = self._request(job, adapter, emit, version)
+        self._requests[job.job_id] = request
+        leader, *followers = request.samples
+        leader.followers = list(followers)
+        self.scheduler.add(leader)
+
+    def cancel(self, job_id: str) -> bool:
+        """Drop a job and free its memory now. False when it is not here (any more)."""
+        request = self._requests.pop(job_id, None)
+        if request is None:
+            return False
+        for sample in request.samples:
+            self.scheduler.remove(sample)
+        message = f"job {job_id} was cancelled"
+        request.emit(jobs.Failed(job_id=job_id, message=message, category="cancelled"))
+        return True
+
+    def cancel_all(self) -> None:
+        for job_id in list(self._requests):
+            self.cancel(job_id)
+
+    def fail_all(self, message: str) -> None:
+        """End every job after an error of the device; the sampler is empty afterwards."""
+        self._unread = None
+        for request in list(self._requests.values()):
+            self._fail(request, message, "server")
+
+    def _fail(self, request: _Request, message: str, category: Literal["user", "server"]) -> None:
+        del self._requests[request.job.job_id]
+        pool = self.scheduler.pool
+        for sample in request.samples:
+            blocks = list(sample.blocks)
+            pool.unpublish(blocks)
+            self.scheduler.remove(sample)
+            self.cache.scrub([block for block in blocks if not pool.is_held(block)])
+        request.emit(jobs.Failed(job_id=request.job.job_id, message=message, category=category))
+
+    def _request(
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str
+    ) -> _Request:
+        config = self.decoder.config
+        check_sample_job(job, config.vocab_size)
+        max_tokens = self._max_tokens(job)
+        stop_ids = job.stop_tokens
+        if stop_ids is None:
+            stop_ids = () if job.stop_strings else config.eos_token_ids
+        seed = fresh_seed() if job.seed is None else job.seed
+        scores = PromptScores(job, seed, config.vocab_size) if PromptScores.wanted(job) else None
+        setting = (job.temperature, job.top_k, job.top_p)
+        request = _Request(job, adapter, emit, max_tokens, frozenset(stop_ids), setting, scores)
+        prompt = [int(token) for token in job.prompt]
+        for index in range(job.num_samples):
+            scored = scores is not None and index == 0
+            request.samples.append(
+                _Sample(
+                    version=version,
+                    tokens=list(prompt),
+                    num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
+                    request=request,
+                    index=index,
+                    key=sample_key(seed, index),
+                    watch=self._stop_watch(job.stop_strings),
+                )
+            )
+        request.num_open = job.num_samples
+        return request
+
+    def _max_tokens(self, job: jobs.SampleJob) -> int:
+        """Tokens the job may generate; refuses what can never fit."""
+        length, context = len(job.prompt), self.decoder.config.max_context_length
+        pool = self.scheduler.pool
+        # The last token sampled needs no KV of its own.
+        room = min(context, pool.num_blocks * pool.block_size + 1) - length
+        wanted = room if job.max_tokens is None else job.max_tokens
+        if wanted > context - length:
+            raise InvalidInputError(
+                f"the prompt of {length} tokens plus max_tokens {wanted} exceeds the model's "
+                f"context of {context}; at most {max(0, context - length)} can be generated",
+                path="max_tokens",
+            )
+        if wanted > room or room < 0:
+            raise InvalidInputError(
+                f"one sample of this job needs KV memory for {length + max(wanted, 0)} tokens, but "
+                f"the cache holds {pool.num_blocks * pool.block_size}. Lower max_tokens or start "
+                "the server with more KV memory.",
+                path="max_tokens",
+            )
+        return wanted
+
+    def _stop_watch(self, stops: Sequence[str]) -> StopWatch | None:
+        if not stops:
+            return None
+        if self._detokenize is None:
+            if self._load_detokenizer is None:
+                raise InvalidInputError(
+                    "this model has no tokenizer; use token ids", path="sampling_params.stop"
+                )
+            self._detokenize = self._load_detokenizer()
+        return StopWatch(stops, self._detokenize)
+
+    # ------------------------------------------------------------------------------------- pass
+
+    @torch.inference_mode()
+    def step(self, *, look_ahead: bool = True) -> int:
+        """Run one forward pass; returns how many tokens it computed.
+
+        Its tokens are reported before this returns or, where the pass is a replayed graph and
+        `look_ahead` is true, by the next step.
+        """
+        last, self._unread = self._unread, None
+        if last is not None:
+            ahead = self._replay_ahead(last) if look_ahead else None
+            self._read(last)
+            if ahead is not None:
+                chunks, self._unread = ahead
+                for chunk in chunks:
+                    if chunk.seq.blocks:  # it did not end with the token just read
+                        self.scheduler.done(chunk)
+                return len(chunks)
+        chunks = self.scheduler.plan()
+        if self.scheduler.waiting:
+            self._tell_who_waits()
+        if not chunks:
+            assert not self.scheduler, "sequences wait, but none can run"
+            return 0
+        # Rows of one adapter lie together; longer sequences first, as attention groups them.
+        chunks.sort(key=lambda chunk: (chunk.seq.version, chunk.length, -chunk.start))
+        if (logits_NV := self._replay(chunks)) is not None:
+            for chunk in chunks:
+                self.scheduler.done(chunk)
+            drawn = self._draw([_sample_of(chunk) for chunk in chunks], logits_NV)
+            if look_ahead:
+                self._unread = drawn
+            else:
+                self._read(drawn)
+            return len(chunks)
+        hidden_TD = self._forward(chunks)
+        for chunk in chunks:
+            self.scheduler.done(chunk)
+        self._score_prompts(chunks, hidden_TD)
+        self._sample(chunks, hidden_TD)
+        return len(hidden_TD)
+
+    def _tell_who_waits(self) -> None:
+        """Say once to each job that found no room why it does not start."""
+        room = "memory for keys and values"
+        if len(self.scheduler.running) >= self.config.max_running:
+            room = f"one of {self.config.max_running} places"
+        for place, seq in enumerate(self.scheduler.waiting):
+            request = _owner(seq).request
+            if not request.told_to_wait and not any(s.num_sampled for s in request.samples):
+                request.told_to_wait = True
+                ahead = f", {place} before it" if place else ""
+                text = f"waits for {room} in the sampler{ahead}"
+                request.emit(jobs.Progress(job_id=request.job.job_id, text=text))
+
+    def _replay(self, chunks: Sequence[Chunk]) -> Tensor | None:
+        """Logits of a pass in which every sequence decodes one token, from a recorded graph."""
+        if self._graphs is None or not all(_sample_of(chunk).num_sampled for chunk in chunks):
+            return None
+        if not all(chunk.length == 1 and chunk.completes for chunk in chunks):
+            return None  # a preempted sequence is being prefilled again
+        return self._graphs.run(chunks, _lora([(chunk.seq, 1) for chunk in chunks]))
+
+    def _replay_ahead(self, last: _Drawn) -> tuple[list[Chunk], _Drawn] | None:
+        """Launch the pass after `last`, whose tokens only the device knows yet.
+
+        None when it has to be planned with those tokens known: someone could be admitted, or
+        memory is short, or no graph fits.
+        """
+        assert self._graphs is not None
+        rows = [
+            row
+            for row, sample in enumerate(last.samples)
+            if sample.blocks and sample.num_sampled + 1 < sample.request.max_tokens
+        ]
+        samples = [last.samples[row] for row in rows]
+        chunks = self.scheduler.plan_ahead(samples)
+        if not chunks:
+            return None
+        lora = _lora([(sample, 1) for sample in samples])
+        logits_NV = self._graphs.run(chunks, lora, (last.tokens_N, rows))
+        if logits_NV is None:
+            return None
+        return chunks, self._draw(samples, logits_NV, num_unread=1)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        tokens: list[int] = []
+        positions: list[int] = []
+        for chunk in chunks:
+            stop = chunk.start + chunk.length
+            tokens += chunk.seq.tokens[chunk.start : stop]
+            positions += range(chunk.start, stop)
+        num_rows = len(tokens)
+        if num_rows < self._fewest_rows:
+            tokens += [tokens[-1]] * (self._fewest_rows - num_rows)
+            positions += [positions[-1]] * (self._fewest_rows - num_rows)
+        self._attend.begin(chunks)
+        inputs_2T = torch.tensor((tokens, positions), device=self.decoder.device)
+        hidden_TD = self.decoder.forward(
+            inputs_2T[0],
+            inputs_2T[1],
+            self._attend,
+            _lora([(c.seq, c.length) for c in chunks]),
+        )
+        return hidden_TD[:num_rows]
+
+    def _head(self, hidden_ND: Tensor, owners: Sequence[tuple[Seq, int]]) -> Tensor:
+        """Logits of rows that belong, in order, to `owners` (sequence, number of rows)."""
+        return self.decoder.head(hidden_ND, _lora(owners))
+
+    def _score_prompts(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
+        offset = 0
+        for chunk in chunks:
+            seq, first = chunk.seq, offset
+            offset += chunk.length
+            assert isinstance(seq, _Sample)
+            scores = seq.request.scores
+            if scores is None or seq.index or seq.num_reusable >= seq.num_prompt:
+                continue
+            rows = scores.rows(chunk.start, chunk.start + chunk.length)
+            step = max(1, _LOGIT_CELLS // self.decoder.config.vocab_size)
+            for start in range(rows.start, rows.stop, step):
+                part = range(start, min(start + step, rows.stop))
+                at = first + part.start - chunk.start
+                logits_NV = self._head(hidden_TD[at : at + len(part)], [(seq, len(part))])
+                scores.add(part, logits_NV)
+            if seq.num_cached >= seq.num_prompt:
+                # All is scored: from now on the prefix cache may serve this prompt as any other.
+                seq.num_reusable = seq.num_prompt
+
+    def _sample(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
+        """Draw the next token of every sequence whose last token was in this pass."""
+        samples: list[_Sample] = []
+        rows: list[int] = []
+        owners: list[tuple[Seq, int]] = []
+        copies: list[tuple[int, int]] = []
+        row_of_sample: list[int] = []
+        last = -1
+        for chunk in chunks:
+            last += chunk.length
+            seq = chunk.seq
+            assert isinstance(seq, _Sample)
+            if not chunk.completes:
+                continue
+            forks = self.scheduler.fork(seq) if seq.followers else []
+            copies += [fork.copy for fork in forks if fork.copy is not None]
+            for sample in (seq, *(fork.seq for fork in forks)):
+                assert isinstance(sample, _Sample)
+                samples.append(sample)
+                row_of_sample.append(len(rows))
+            rows.append(last)
+            owners.append((seq, 1))
+        self.cache.copy_blocks(copies)
+        if samples:
+            if len(rows) < len(hidden_TD):
+                hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
+            logits_NV = self._head(hidden_TD, owners)
+            if len(samples) > len(rows):
+                logits_NV = logits_NV[torch.tensor(row_of_sample, device=logits_NV.device)]
+            self._read(self._draw(samples, logits_NV))
+
+    def _draw(self, samples: list[_Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
+        """Draw a token for each sample, of which `num_unread` drawn before are not read yet."""
+        settings = self._settings_of(samples)
+        numbers = [uniforms(sample.key, sample.num_sampled + num_unread) for sample in samples]
+        uniform_N3 = send(numbers, logits_NV.device, torch.float64)
+        tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
+        wanted = [torch.stack((tokens_N.double(), logprobs_N.double()))]
+        if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
+            wanted += top_sampled(logits_NV, settings, widest)
+        return _Drawn(samples, tokens_N, Fetch(*wanted))
+
+    def _read(self, drawn: _Drawn) -> None:
+        """Wait for what was drawn, the only wait for the device in a step, and hand it out."""
+        drawn_2N, *top = drawn.fetch.wait()
+        ids_NK, values_NK = (x.tolist() for x in top) if top else ([], [])
+        for row, (sample, token, logprob) in enumerate(
+            zip(drawn.samples, *drawn_2N.tolist(), strict=True)
+        ):
+            if sample.reason is not None or self._requests.get(sample.job_id) != sample.request:
+                continue  # It ended, or its job did, while this was being computed.
+            if k := sample.request.job.topk_sample_logprobs:
+                sample.topk.append((ids_NK[row][:k], values_NK[row][:k]))
+            self._accept(sample, int(token), logprob)
+
+    def _settings_of(self, samples: list[_Sample]) -> Settings:
+        """The batch's settings; decoding mostly asks for the same samples as the step before."""
+        if self._settings is None or self._settings[0] != samples:
+            settings = Settings.of(
+                [sample.request.setting for sample in samples],
+                self.decoder.config.vocab_size,
+                self.decoder.device,
+            )
+            self._settings = (samples, settings)
+        return self._settings[1]
+
+    def _accept(self, sample: _Sample, token: int, logprob: float) -> None:
+        """Append a drawn token to its sample, and end the sample if it is complete."""
+        request = sample.request
+        if request.told_to_wait:
+            request.told_to_wait = False
+            request.emit(jobs.Progress(job_id=sample.job_id, text="sampling"))
+        if math.isnan(logprob):
+            adapted = "an adapter of " if request.adapter is not None else ""
+            self._fail(
+                request,
+                f"the logits of {adapted}{request.job.base_model} are not finite: it has diverged. "
+                "Sample from an earlier checkpoint, and train on from there with a lower learning "
+                "rate.",
+                "user",
+            )
+            return
+        if request.max_tokens > 0:
+            sample.tokens.append(token)
+            sample.logprobs.append(logprob)
+            if request.job.stream:
+                self._stream(sample, token, logprob)
+            if token in request.stop_ids or (sample.watch and sample.watch.seen(token)):
+                sample.reason = "stop"
+        if sample.reason is None and sample.num_sampled >= request.max_tokens:
+            sample.reason = "length"
+        if sample.reason is not None:
+            self.scheduler.remove(sample)
+            request.num_open -= 1
+            if request.num_open == 0:
+                del self._requests[request.job.job_id]
+                request.emit(jobs.Done(job_id=request.job.job_id, result=_result(request)))
+
+    def _stream(self, sample: _Sample, token: int, logprob: float) -> None:
+        sample.request.emit(
+            jobs.Tokens(
+                job_id=sample.request.job.job_id,
+                sample_index=sample.index,
+                tokens=np.array([token], np.int32),
+                logprobs=np.array([logprob], np.float32),
+            )
+        )
+
+
+# ------------------------------------------------------------------------------------ functions
+
+
+def _attention(
+    decoder: DecoderLike, cache: PagedCache
+) -> tuple[PagedAttend | CudaPagedAttend, DecodeGraphs | None]:
+    """The device's way to attend over pages; on CUDA, decode steps as graphs too."""
+    if decoder.device.type == "cuda":
+        from tinkex.engine.cuda.fused import CudaDecoder
+        from tinkex.engine.cuda.paged import CudaPagedAttend, DecodeGraphs
+
+        if isinstance(decoder, CudaDecoder):
+            context = decoder.config.max_context_length
+            return CudaPagedAttend(cache), DecodeGraphs(decoder, cache, max_context=context)
+    return PagedAttend(cache), None
+
+
+def _owner(seq: Seq) -> _Sample:
+    assert isinstance(seq, _Sample)
+    return seq
+
+
+def _sample_of(chunk: Chunk) -> _Sample:
+    return _owner(chunk.seq)
+
+
+def _lora(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
+    """Which rows belong to which adapter; owners of one version are neighbours."""
+    spans, row = [], 0
+    for _, group in groupby(owners, key=lambda owner: owner[0].version):
+        members = list(group)
+        sample = members[0][0]
+        assert isinstance(sample, _Sample)
+        stop = row + sum(length for _, length in members)
+        if sample.request.adapter is not None:
+            spans.append(Span(row, stop, sample.request.adapter))
+        row = stop
+    return LoraBatch(spans) if spans else None
+
+
+def _result(request: _Request) -> jobs.SampleResult:
+    sequences = tuple(_sequence(sample) for sample in request.samples)
+    leader = request.samples[0]
+    return jobs.SampleResult(
+        sequences=sequences,
+        prompt_cache_hit_tokens=leader.num_hit,
+        num_prompt_tokens=leader.num_prompt,
+        num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        **(request.scores.result() if request.scores is not None else {}),
+    )
+
+
+def _sequence(sample: _Sample) -> jobs.SampledTokens:
+    assert sample.reason is not None
+    k, num = sample.request.job.topk_sample_logprobs, sample.num_sampled
+    topk = None
+    if k:
+        rows = sample.topk[:num]
+        topk = jobs.TopK(
+            token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(num, -1),
+            logprobs=np.array([values for _, values in rows], np.float32).reshape(num, -1),
+        )
+    return jobs.SampledTokens(
+        tokens=np.array(sample.tokens[sample.num_prompt :], np.int32),
+        logprobs=np.array(sample.logprobs, np.float32),
+        stop_reason=sample.reason,
+        topk=topk,
+    )

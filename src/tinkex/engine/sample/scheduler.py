@@ -1,0 +1,281 @@
+"""Decide which tokens run in the next forward pass, and whose turn the device is.
+
+`Scheduler` owns the waiting and running queues and the blocks of KV. It sees token counts, token
+ids and adapter versions, never tensors or HTTP, so its tests need no model. Every pass advances
+each running sequence: by one token when it decodes, by a chunk of its prompt while it is being
+prefilled, so neither waits for the other. Sequences are admitted in the order they came. When KV
+runs out, the one admitted last loses its blocks, returns to the front of the queue and is prefilled
+again; the oldest always makes progress.
+
+`FairShare` lets sampling and training take turns by the time they used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tinkex.engine.sample.kv_cache import BlockPool, Key, chain_key, root_key
+from tinkex.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    max_running: int = 256
+    """Most sequences in one pass; the others wait."""
+    max_pass_tokens: int = 512
+    """Most tokens in one pass; a longer prompt is prefilled in several passes."""
+
+    def __post_init__(self) -> None:
+        if self.max_running < 1 or self.max_pass_tokens < 1:
+            raise ConfigError(
+                "sampler.max_running and sampler.max_pass_tokens must be at least 1, got "
+                f"{self.max_running} and {self.max_pass_tokens}"
+            )
+
+
+@dataclass(eq=False, slots=True)
+class Seq:
+    """One sample in the making. The scheduler owns everything but `tokens`, which grows outside."""
+
+    version: str
+    """Adapter version: equal strings have equal weights."""
+    tokens: list[int]
+    """Prompt, then what was sampled so far."""
+    num_reusable: int
+    """How many of the first tokens may come from the prefix cache; the rest must be computed."""
+    followers: list[Seq] = field(default_factory=list)
+    """Samples of the same prompt, which fork from this one when its prompt is done."""
+    num_prompt: int = field(init=False)
+    num_cached: int = 0
+    """Tokens whose keys and values are in `blocks`."""
+    num_hit: int = 0
+    """Prompt tokens found in the prefix cache when first admitted."""
+    blocks: list[int] = field(default_factory=list)
+    _keys: list[Key] = field(default_factory=list)
+    _admitted_before: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.tokens)
+
+    def keys(self, num_blocks: int, block_size: int) -> list[Key]:
+        """The keys of the first `num_blocks` full blocks."""
+        while len(self._keys) < num_blocks:
+            parent = self._keys[-1] if self._keys else root_key(self.version)
+            start = len(self._keys) * block_size
+            self._keys.append(chain_key(parent, self.tokens[start : start + block_size]))
+        return self._keys[:num_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + length) of a sequence, to be computed in this pass."""
+
+    seq: Seq
+    start: int
+    length: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.start + self.length == len(self.seq.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A follower now runs. `copy` = (from, to): its last block is partly filled, copy it."""
+
+    seq: Seq
+    copy: tuple[int, int] | None
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config, self.pool = config, pool
+        self.waiting: deque[Seq] = deque()
+        self.running: list[Seq] = []
+        self.num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.running)
+
+    def add(self, seq: Seq) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Seq) -> None:
+        """Take a sequence out, finished or cancelled, and free its blocks at once."""
+        if seq in self.running:
+            self.running.remove(seq)
+            self._free(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+
+    def plan(self) -> list[Chunk]:
+        """The next pass. Decoding sequences come first, then prompts in the order admitted."""
+        self._grow()
+        self._admit()
+        decoding, prefilling = [], []
+        for seq in self.running:
+            if seq.num_cached >= seq.num_prompt and len(seq.tokens) - seq.num_cached == 1:
+                decoding.append(Chunk(seq, seq.num_cached, 1))
+        room = max(self.config.max_pass_tokens - len(decoding), 1)
+        in_flight: set[Key] = set()
+        for seq in self.running:
+            if room > 0 and (chunk := self._prefill(seq, room, in_flight)) is not None:
+                prefilling.append(chunk)
+                room -= chunk.length
+        return decoding + prefilling
+
+    def plan_ahead(self, decoding: Sequence[Seq]) -> list[Chunk]:
+        """The pass after one that is not read yet, for those of its sequences that go on.
+
+        Empty when it cannot be planned without knowing what was drawn: a sequence that waits could
+        be admitted, or there is no block for each that needs one.
+        """
+        if self.waiting and len(self.running) < self.config.max_running:
+            return []
+        full = [seq for seq in decoding if seq.num_cached == len(seq.blocks) * self.pool.block_size]
+        if (more := self.pool.allocate(len(full))) is None:
+            return []
+        for seq, block in zip(full, more, strict=True):
+            seq.blocks.append(block)
+        return [Chunk(seq, seq.num_cached, 1) for seq in decoding]
+
+    def _prefill(self, seq: Seq, room: int, in_flight: set[Key]) -> Chunk | None:
+        """The next chunk of a sequence that is not decoding yet.
+
+        None when another sequence computes the same block in this pass: in the next pass that
+        block is shared instead. So prompts that arrive together are computed once.
+        """
+        left, size = len(seq.tokens) - seq.num_cached, self.pool.block_size
+        if left == 1 and seq.num_cached >= seq.num_prompt:
+            return None
+        num_shareable = min(seq.num_reusable, len(seq.tokens) - 1) // size
+        keys = seq.keys(num_shareable, size)
+        while seq.num_cached % size == 0 and (at := seq.num_cached // size) < num_shareable:
+            if keys[at] in in_flight:
+                return None
+            if not (found := self.pool.match(keys[at : at + 1])):
+                break
+            self.pool.release([seq.blocks[at]])
+            seq.blocks[at] = found[0]
+            seq.num_cached += size
+            seq.num_hit += size
+        length = min(len(seq.tokens) - seq.num_cached, room)
+        last = (seq.num_cached + length) // size
+        in_flight.update(seq.keys(last, size)[seq.num_cached // size :])
+        return Chunk(seq, seq.num_cached, length)
+
+    def done(self, chunk: Chunk) -> None:
+        """Record that a chunk's keys and values are in the cache, and offer its full blocks."""
+        seq, size = chunk.seq, self.pool.block_size
+        first = seq.num_cached // size
+        seq.num_cached = chunk.start + chunk.length
+        last = seq.num_cached // size
+        if last > first:
+            for i, key in enumerate(seq.keys(last, size)[first:], first):
+                self.pool.publish(seq.blocks[i], key)
+
+    def fork(self, leader: Seq) -> list[Fork]:
+        """Start the followers of a sequence whose prompt is in the cache, sharing its full blocks.
+
+        One that finds no room goes to the front of the queue; the prefix cache serves it later.
+        """
+        forks: list[Fork] = []
+        late: list[Seq] = []
+        for seq in leader.followers:
+            fork = None if late else self._fork_one(leader, seq)
+            if fork is None:
+                late.append(seq)
+            else:
+                forks.append(fork)
+        self.waiting.extendleft(reversed(late))
+        leader.followers = []
+        return forks
+
+    def _fork_one(self, leader: Seq, seq: Seq) -> Fork | None:
+        size, num_tokens = self.pool.block_size, leader.num_cached
+        if len(self.running) >= self.config.max_running:
+            return None
+        num_full = num_tokens // size
+        own = self.pool.allocate(self.pool.blocks_for(num_tokens) - num_full)
+        if own is None:
+            return None
+        shared = leader.blocks[:num_full]
+        self.pool.share(shared)
+        seq.blocks = shared + own
+        seq.num_cached, seq.num_hit, seq._admitted_before = num_tokens, num_tokens, True
+        seq._keys = leader.keys(num_full, size).copy()
+        self.running.append(seq)
+        return Fork(seq, (leader.blocks[num_full], own[0]) if own else None)
+
+    def _admit(self) -> None:
+        """Move waiting sequences to running while there is room, strictly in order."""
+        while self.waiting and len(self.running) < self.config.max_running:
+            seq = self.waiting[0]
+            size = self.pool.block_size
+            # The last token is always computed: its hidden state gives the next token.
+            num_reusable = min(seq.num_reusable, len(seq.tokens) - 1) // size
+            keys = seq.keys(num_reusable, size)
+            found, idle = self.pool.num_idle_of(keys)
+            needed = self.pool.blocks_for(len(seq.tokens) + 1) - found
+            # Leave one block to each running sequence, or the newcomer is preempted at once.
+            spare = len(self.running)
+            if self.pool.num_available - idle < needed + spare:
+                return
+            self.waiting.popleft()
+            blocks = self.pool.match(keys)
+            fresh = self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - found)
+            assert fresh is not None
+            seq.blocks = blocks + fresh
+            seq.num_cached = found * size
+            if not seq._admitted_before:
+                seq.num_hit, seq._admitted_before = seq.num_cached, True
+            self.running.append(seq)
+
+    def _grow(self) -> None:
+        """Give each sequence the block its next token needs; preempt the youngest if need be."""
+        for seq in list(self.running):
+            while seq.blocks and self.pool.blocks_for(len(seq.tokens)) > len(seq.blocks):
+                if (more := self.pool.allocate(1)) is not None:
+                    seq.blocks += more
+                else:
+                    self._preempt()
+
+    def _preempt(self) -> None:
+        seq = self.running.pop()
+        self._free(seq)
+        self.waiting.appendleft(seq)
+        self.num_preempted += 1
+
+    def _free(self, seq: Seq) -> None:
+        self.pool.release(seq.blocks)
+        seq.blocks, seq.num_cached = [], 0
+
+
+@dataclass
+class FairShare:
+    """Turns by time used: whoever has used least, weighted, is next.
+
+    A kind of work that was idle does not save up time: it starts level with the others.
+    """
+
+    weights: dict[str, float]
+    _used: dict[str, float] = field(default_factory=dict)
+    _active: frozenset[str] = frozenset()
+
+    def pick(self, ready: Iterable[str]) -> str:
+        """One of the kinds that have work now."""
+        now = frozenset(ready)
+        assert now
+        level = min((self._used[kind] for kind in self._active & now), default=0.0)
+        if not self._active & now:
+            level = max(self._used.values(), default=0.0)
+        for kind in now - self._active:
+            self._used[kind] = max(self._used.get(kind, 0.0), level)
+        self._active = now
+        return min(sorted(now), key=lambda kind: self._used[kind])
+
+    def charge(self, kind: str, seconds: float) -> None:
+        self._used[kind] = self._used.get(kind, 0.0) + seconds / self.weights[kind]

@@ -1,0 +1,1 @@
+"""A deterministic engine without torch, for tests and for trying a loop."""

@@ -1,0 +1,556 @@
+"""A deterministic engine without torch: the whole `jobs.Engine`, microseconds per call.
+
+It trains and samples a bigram table (`toy_model`), so server and SDK tests see losses that fall,
+checkpoints that restore and samples that repeat, without a model on disk. Equal jobs in equal order
+give equal bits. One thread runs everything but the writing of checkpoints, which another one does;
+with artificial latency, jobs of one adapter wait for each other and jobs of different adapters do
+not. It knows nothing of tensors, devices or HTTP.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.engine import jobs
+from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
+from tinkex.engine.toy.cache import PrefixCache, Recent
+from tinkex.engine.toy.data import check_tokens, prepare
+from tinkex.engine.toy.losses import custom_loss_and_slopes, loss_and_slopes
+from tinkex.engine.toy.model import ToyAdapter
+from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
+from tinkex.errors import InvalidInputError, ModelNotFoundError
+
+log = logging.getLogger(__name__)
+Emit = Callable[[jobs.Event], None]
+MANIFEST = "manifest.json"
+
+
+def toy_decode(tokens: Sequence[int]) -> str:
+    """Text of toy tokens: one printable ASCII character each. Stop strings are matched in it."""
+    return "".join(chr(32 + t % 95) for t in tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToyConfig:
+    vocab_size: int = 49152
+    """Same as the default model, so that its tokenizer fits."""
+    max_context_length: int = 32768
+    models: frozenset[str] | None = None
+    """Base models that exist; None: every name does."""
+    latency_s: float = 0.0
+    """Artificial time per job."""
+    token_latency_s: float = 0.0
+    """Artificial time per sampled token; a streaming job emits each token at its time."""
+    deterministic: bool = True
+    """Jobs without a seed take one from their content, so that equal jobs give equal samples."""
+    decode: Callable[[Sequence[int]], str] = toy_decode
+    num_cache_blocks: int = 65536
+    """Blocks of 16 prompt tokens that are remembered; the oldest are forgotten first."""
+    num_snapshots: int = 256
+    """Sampling snapshots kept in memory; others are read again from their folder."""
+
+
+@dataclass(order=True, slots=True)
+class _Due:
+    """Something to do at a time: run a job, or emit the events a job has already produced."""
+
+    at: float
+    order: int
+    job: jobs.Job = field(compare=False)
+    emit: Emit = field(compare=False)
+    event: jobs.Event | None = field(default=None, compare=False)
+
+
+class ToyEngine:
+    """See `jobs.Engine`. `close` ends the thread; jobs still waiting fail as cancelled."""
+
+    def __init__(self, config: ToyConfig | None = None) -> None:
+        self.config = config or ToyConfig()
+        self._adapters: dict[str, ToyAdapter] = {}
+        self._snapshots: Recent[str, ToyAdapter] = Recent(self.config.num_snapshots)
+        self._bases: dict[str, ToyAdapter] = {}
+        self._prefixes = PrefixCache(self.config.num_cache_blocks)
+        self._agenda: list[_Due] = []
+        self._order = itertools.count()
+        self._lane_free_at: dict[str, float] = {}
+        self._cancelled: set[str] = set()
+        self._live: dict[str, Emit] = {}
+        self._wake = threading.Condition()
+        self._closed = False
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="toy-engine-disk")
+        self._thread = threading.Thread(target=self._loop, name="toy-engine", daemon=True)
+        self._thread.start()
+
+    # ----------------------------------------------------------------------------- jobs.Engine
+
+    def submit(self, job: jobs.Job, emit: Emit) -> None:
+        with self._wake:
+            if self._closed:
+                emit(jobs.Failed(job_id=job.job_id, message="engine closed", category="cancelled"))
+                return
+            lane = getattr(job, "adapter_id", job.job_id)
+            at = max(time.monotonic(), self._lane_free_at.get(lane, 0.0)) + self.config.latency_s
+            if lane != job.job_id:
+                self._lane_free_at[lane] = at
+            self._live[job.job_id] = emit
+            heapq.heappush(self._agenda, _Due(at, next(self._order), job, emit))
+            self._wake.notify()
+
+    def cancel(self, job_id: str) -> None:
+        with self._wake:
+            if job_id in self._live:
+                self._cancelled.add(job_id)
+                self._wake.notify()
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    # ---------------------------------------------------------------------------------- thread
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                if not self._something_to_do():
+                    # One wait per round: what arrives may be due later than what was waited for.
+                    self._wake.wait(timeout=self._idle_s())
+                cancelled = list(self._live if self._closed else self._cancelled)
+                self._cancelled.clear()
+                dropped = {job_id: self._live.pop(job_id) for job_id in cancelled}
+                if dropped:
+                    self._agenda = [due for due in self._agenda if due.job.job_id not in dropped]
+                    heapq.heapify(self._agenda)
+                ready = self._agenda and self._agenda[0].at <= time.monotonic()
+                due = heapq.heappop(self._agenda) if ready else None
+                closed = self._closed
+            for job_id, emit in dropped.items():
+                message = f"job {job_id} was cancelled"
+                _tell(emit, jobs.Failed(job_id=job_id, message=message, category="cancelled"))
+            if closed:
+                self._disk.shutdown()
+                return
+            if due is not None:
+                self._attend(due)
+
+    def _something_to_do(self) -> bool:
+        ready = self._agenda and self._agenda[0].at <= time.monotonic()
+        return bool(self._closed or self._cancelled or ready)
+
+    def _idle_s(self) -> float | None:
+        return max(0.0, self._agenda[0].at - time.monotonic()) if self._agenda else None
+
+    def _attend(self, due: _Due) -> None:
+        if due.event is not None:
+            self._finish(due.emit, due.event)
+        else:
+            self._attempt(due, partial(self._run, due))
+
+    def _attempt(self, due: _Due, action: Callable[[], jobs.Result | None]) -> None:
+        """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
+        try:
+            result = action()
+        except (ValueError, LookupError, FileExistsError, FileNotFoundError) as exc:
+            self._finish(due.emit, _failed(due.job.job_id, str(exc), "user"))
+        except Exception as exc:
+            log.exception("toy engine: job %s failed", due.job.job_id)
+            message = f"{type(exc).__name__}: {exc}"
+            self._finish(due.emit, _failed(due.job.job_id, message, "server"))
+        else:
+            if result is not None:
+                self._deliver(due, result)
+
+    def _deliver(self, due: _Due, result: jobs.Result) -> None:
+        """Emit a result, sampled tokens first and each at its time."""
+        job, at = due.job, due.at
+        if isinstance(job, jobs.SampleJob) and isinstance(result, jobs.SampleResult):
+            if job.stream:
+                for event in _token_events(job.job_id, result):
+                    at_token = at + self.config.token_latency_s * (event[0] + 1)
+                    self._later(at_token, due, event[1])
+            longest = max((len(s.tokens) for s in result.sequences), default=0)
+            at += self.config.token_latency_s * longest
+        self._later(at, due, jobs.Done(job_id=job.job_id, result=result))
+
+    def _later(self, at: float, due: _Due, event: jobs.Event) -> None:
+        if self.config.token_latency_s == 0:
+            self._finish(due.emit, event)
+            return
+        with self._wake:
+            heapq.heappush(self._agenda, _Due(at, next(self._order), due.job, due.emit, event))
+            self._wake.notify()
+
+    def _finish(self, emit: Emit, event: jobs.Event) -> None:
+        if isinstance(event, jobs.Done | jobs.Failed):
+            with self._wake:
+                if self._live.pop(event.job_id, None) is None:
+                    return
+                self._cancelled.discard(event.job_id)
+        _tell(emit, event)
+
+    def _run(self, due: _Due) -> jobs.Result | None:
+        job, emit = due.job, due.emit
+        match job:
+            case jobs.CreateAdapterJob():
+                return self._create(job, emit)
+            case jobs.LoadAdapterJob():
+                return self._load(job, emit)
+            case jobs.SaveAdapterJob():
+                return self._save(job, due)
+            case jobs.DropAdapterJob():
+                self._adapters.pop(job.adapter_id, None)
+                with self._wake:
+                    if self._lane_free_at.get(job.adapter_id, 0.0) <= time.monotonic():
+                        self._lane_free_at.pop(job.adapter_id, None)  # nothing waits behind us
+                return jobs.AdapterResult()
+            case jobs.TrainJob():
+                return self._train(job)
+            case jobs.OptimJob():
+                metrics = self._adapter(job.adapter_id).optim_step(_checked(job.params))
+                return jobs.OptimResult(metrics=metrics)
+            case jobs.SampleJob():
+                return self._sample(job, emit)
+            case jobs.DescribeModelJob():
+                return self._describe(job.base_model)
+
+    # --------------------------------------------------------------------------------- models
+
+    def _describe(self, base_model: str) -> jobs.ModelInfo:
+        known = self.config.models
+        if known is not None and base_model not in known:
+            raise ModelNotFoundError(
+                f"no base model {base_model!r}; known: {', '.join(sorted(known))}"
+            )
+        return jobs.ModelInfo(
+            base_model=base_model,
+            arch="toy",
+            vocab_size=self.config.vocab_size,
+            max_context_length=self.config.max_context_length,
+            tokenizer_id=base_model,
+            eos_token_ids=(2,),
+        )
+
+    def _base(self, base_model: str) -> ToyAdapter:
+        """The untrained adapter of a base model. There is nothing to load, so it says nothing."""
+        if base_model not in self._bases:
+            self._describe(base_model)
+            self._bases[base_model] = self._fresh(base_model, jobs.LoraSpec(rank=1))
+        return self._bases[base_model]
+
+    def _fresh(self, base_model: str, lora: jobs.LoraSpec, optimizer: str = "adamw") -> ToyAdapter:
+        return ToyAdapter(base_model, self.config.vocab_size, lora, optimizer)
+
+    def _adapter(self, adapter_id: str) -> ToyAdapter:
+        if (adapter := self._adapters.get(adapter_id)) is None:
+            raise ModelNotFoundError(
+                f"no adapter {adapter_id!r} is loaded; create it or load a checkpoint into it first"
+            )
+        return adapter
+
+    # ------------------------------------------------------------------------------- adapters
+
+    def _create(self, job: jobs.CreateAdapterJob, emit: Emit) -> jobs.AdapterResult:
+        if not 1 <= job.lora.rank <= 512:
+            raise InvalidInputError(f"must be 1 to 512, got {job.lora.rank}", path="lora.rank")
+        if job.adapter_id in self._adapters:
+            raise InvalidInputError(f"adapter {job.adapter_id!r} exists already; drop it first")
+        self._base(job.base_model)
+        self._adapters[job.adapter_id] = self._fresh(job.base_model, job.lora, job.optimizer)
+        return jobs.AdapterResult()
+
+    def _load(self, job: jobs.LoadAdapterJob, emit: Emit) -> jobs.AdapterResult:
+        self._base(job.base_model)
+        adapter = self._read(Path(job.folder), job.with_optimizer)
+        if adapter.base_model != job.base_model:
+            raise InvalidInputError(
+                f"checkpoint is of {adapter.base_model!r}, adapter of {job.base_model!r}"
+            )
+        self._adapters[job.adapter_id] = adapter
+        return jobs.AdapterResult()
+
+    def _read(self, folder: Path, with_optimizer: bool) -> ToyAdapter:
+        if not (folder / MANIFEST).is_file():
+            raise ModelNotFoundError(f"no checkpoint at {folder}: {MANIFEST} is missing")
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if with_optimizer and not manifest["has_optimizer"]:
+            raise InvalidInputError(
+                f"checkpoint {folder.name!r} holds no optimizer state; load it without, or save "
+                "with save_state"
+            )
+        adapter = self._fresh(
+            manifest["base_model"], jobs.LoraSpec(**manifest["lora"]), manifest["optimizer"]
+        )
+        with np.load(folder / "adapter_model.npz") as arrays:
+            adapter.load(
+                dict(arrays),
+                with_optimizer=with_optimizer,
+                with_gradients=manifest["has_gradients"],
+            )
+        return adapter
+
+    def _save(self, job: jobs.SaveAdapterJob, due: _Due) -> jobs.AdapterResult | None:
+        adapter, folder = self._adapter(job.adapter_id), Path(job.folder)
+        write = partial(_write_checkpoint, folder, *_capture(adapter, job))
+        if not job.for_sampling:
+            self._disk.submit(self._attempt, due, write)
+            return None
+        result = write()
+        self._snapshots.put(job.folder, self._read(folder, with_optimizer=False))
+        return result
+
+    def _snapshot(self, job: jobs.SampleJob, emit: Emit) -> ToyAdapter:
+        base = self._base(job.base_model)
+        if (folder := job.adapter_folder) is None:
+            return base
+        return self._snapshots.get(folder, lambda: self._read(Path(folder), with_optimizer=False))
+
+    # ------------------------------------------------------------------------------- training
+
+    def _train(self, job: jobs.TrainJob) -> jobs.TrainResult:
+        adapter, config = self._adapter(job.adapter_id), self.config
+        if not job.data:
+            raise InvalidInputError("must hold at least one datum", path="data")
+        checked = [
+            prepare(job, i, config.vocab_size, config.max_context_length)
+            for i in range(len(job.data))
+        ]
+        work = [
+            _evaluate(job, adapter, datum.tokens, targets, inputs)
+            for datum, (targets, inputs) in zip(job.data, checked, strict=True)
+        ]
+        if job.backward:
+            for datum, (targets, _), done in zip(job.data, checked, work, strict=True):
+                adapter.backward(datum.tokens, targets, done.slopes)
+        num_tokens = sum(len(datum.tokens) for datum in job.data)
+        metrics = {
+            "loss:sum": float(sum(done.loss for done in work)),
+            "num_tokens:sum": float(num_tokens),
+            **_gap_metrics([done.logp for done in work], [inputs for _, inputs in checked]),
+            **_reduced([done.metrics for done in work]),
+        }
+        outputs = tuple({"logprobs": done.logp.astype(np.float32)} for done in work)
+        return jobs.TrainResult(outputs=outputs, metrics=metrics, num_tokens=num_tokens)
+
+    # ------------------------------------------------------------------------------- sampling
+
+    def _sample(self, job: jobs.SampleJob, emit: Emit) -> jobs.SampleResult:
+        vocab_size, context = self.config.vocab_size, self.config.max_context_length
+        check_tokens(job.prompt, "prompt", vocab_size, context)
+        room = context - len(job.prompt)
+        max_tokens = room if job.max_tokens is None else job.max_tokens
+        if max_tokens > room:
+            raise InvalidInputError(
+                f"prompt of {len(job.prompt)} + max_tokens {max_tokens} exceed the context of "
+                f"{context}",
+                path="max_tokens",
+            )
+        adapter = self._snapshot(job, emit)
+        seed = job.seed if job.seed is not None else self._free_seed(job)
+        sequences = tuple(
+            self._generate(job, adapter, sample_key(seed, i), max_tokens)
+            for i in range(job.num_samples)
+        )
+        return jobs.SampleResult(
+            sequences=sequences,
+            num_prompt_tokens=len(job.prompt),
+            num_sampled_tokens=sum(len(s.tokens) for s in sequences),
+            prompt_cache_hit_tokens=self._prefixes.hits(job.adapter_folder or "", job.prompt),
+            **prompt_scores(job, adapter, seed),
+        )
+
+    def _free_seed(self, job: jobs.SampleJob) -> int:
+        if not self.config.deterministic:
+            return fresh_seed()
+        return int.from_bytes(np.asarray(job.prompt).tobytes()[-8:], "little")
+
+    def _generate(
+        self, job: jobs.SampleJob, adapter: ToyAdapter, key: int, max_tokens: int
+    ) -> jobs.SampledTokens:
+        ends = job.stop_tokens
+        if ends is None:
+            ends = () if job.stop_strings else (2,)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        topk: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
+        reason: Literal["length", "stop"] = "length"
+        context = int(job.prompt[-1])
+        while len(tokens) < max_tokens and reason == "length":
+            row = adapter.row(context)
+            context, logprob, logprobs_V = draw(row, job, uniform(key, len(tokens)))
+            tokens.append(context)
+            logprobs.append(logprob)
+            if job.topk_sample_logprobs:
+                dense_V = log_softmax(row.dense()) if logprobs_V is None else logprobs_V
+                topk.append(top(dense_V, job.topk_sample_logprobs))
+            if context in ends or ends_with_stop(self.config.decode, tokens, job.stop_strings):
+                reason = "stop"
+        return jobs.SampledTokens(
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            stop_reason=reason,
+            topk=stack(topk, job.topk_sample_logprobs) if job.topk_sample_logprobs else None,
+        )
+
+
+# ----------------------------------------------------------------------------------- functions
+
+
+def _tell(emit: Emit, event: jobs.Event) -> None:
+    try:
+        emit(event)
+    except Exception:
+        log.exception("toy engine: the receiver of %s failed", event)
+
+
+def _failed(job_id: str, message: str, category: Literal["user", "server"]) -> jobs.Failed:
+    return jobs.Failed(job_id=job_id, message=message, category=category)
+
+
+def _checked(params: jobs.AdamParams | jobs.MuonParams) -> jobs.AdamParams | jobs.MuonParams:
+    if not (np.isfinite(params.learning_rate) and params.learning_rate >= 0):
+        raise InvalidInputError(
+            f"must be finite and not negative, got {params.learning_rate}", path="learning_rate"
+        )
+    return params
+
+
+@dataclass(frozen=True, slots=True)
+class _Evaluated:
+    """One datum's logprobs, loss, slopes of the loss by logprob, and custom metrics."""
+
+    logp: NDArray[np.float64]
+    loss: float
+    slopes: NDArray[np.float64]
+    metrics: dict[str, float]
+
+
+def _evaluate(
+    job: jobs.TrainJob,
+    adapter: ToyAdapter,
+    tokens: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    inputs: dict[str, NDArray[Any]],
+) -> _Evaluated:
+    logp = adapter.logprobs(tokens, targets)
+    metrics: dict[str, float] = {}
+    if job.custom_loss is not None and job.loss_fn == "custom":
+        loss, slopes, metrics = custom_loss_and_slopes(job.custom_loss, logp, inputs)
+    else:
+        floats = {name: value.astype(np.float64) for name, value in inputs.items()}
+        loss, slopes = loss_and_slopes(job.loss_fn, logp, floats, job.loss_fn_config)
+    if not np.isfinite(loss):
+        raise InvalidInputError(f"loss {job.loss_fn} is {loss}; look at logprobs and weights")
+    return _Evaluated(logp, loss, slopes, metrics)
+
+
+def _gap_metrics(
+    logps: Sequence[NDArray[np.float64]], inputs: Sequence[dict[str, NDArray[Any]]]
+) -> dict[str, float]:
+    """How far the sampler's logprobs are from these, over the tokens that a sampler produced."""
+    gaps = [
+        (logp - x["logprobs"])[(x["logprobs"] != 0) | (x.get("advantages", 0) != 0)]
+        for logp, x in zip(logps, inputs, strict=True)
+        if logp.ndim == 1 and "logprobs" in x
+    ]
+    gap = np.concatenate(gaps) if gaps else np.empty(0)
+    if gap.size == 0:
+        return {}
+    return {
+        "sampler_gap_mean:mean": float(np.abs(gap).mean()),
+        "sampler_gap_max:max": float(np.abs(gap).max()),
+        "sampler_gap_k3:mean": float((np.exp(gap) - gap - 1).mean()),
+    }
+
+
+def _reduced(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Custom metrics of all datums: `:mean` averages, `:sum` adds."""
+    sums = {name: sum(one[name] for one in metrics) for name in (metrics[0] if metrics else ())}
+    return {k: v / len(metrics) if k.endswith(":mean") else v for k, v in sums.items()}
+
+
+def _capture(
+    adapter: ToyAdapter, job: jobs.SaveAdapterJob
+) -> tuple[dict[str, NDArray[Any]], dict[str, Mapping[str, Any]]]:
+    """Arrays and JSON files of a checkpoint, as the adapter is now."""
+    arrays = adapter.export()
+    arrays["state"][:, [*([] if job.with_optimizer else [2, 3])]] = 0
+    if not job.with_gradients:
+        arrays["state"][:, 1] = 0
+    lora = adapter.lora
+    config = {
+        "peft_type": "TOY",
+        "base_model_name_or_path": adapter.base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+    }
+    manifest = {
+        "format": "tinkex-toy-1",
+        "base_model": adapter.base_model,
+        "lora": {name: getattr(lora, name) for name in lora.__slots__},
+        "optimizer": adapter.optimizer,
+        "step": adapter.step,
+        "has_optimizer": job.with_optimizer,
+        "has_gradients": job.with_gradients,
+    }
+    return arrays, {"adapter_config.json": config, MANIFEST: manifest}
+
+
+def _write_checkpoint(
+    folder: Path, arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, Mapping[str, Any]]
+) -> jobs.AdapterResult:
+    """Write aside, fsync, rename; the result has the folder's size."""
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already; a checkpoint is never overwritten")
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
+        for name, value in texts.items():
+            (aside / name).write_text(json.dumps(value, indent=2))
+        for path in (*aside.iterdir(), aside):
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+        aside.rename(folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
+    return jobs.AdapterResult(size_bytes=size_bytes)
+
+
+def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:
+    """(position, event) of every sampled token, positions ascending over all samples."""
+    events = [
+        (
+            t,
+            jobs.Tokens(
+                job_id=job_id,
+                sample_index=i,
+                tokens=sequence.tokens[t : t + 1],
+                logprobs=sequence.logprobs[t : t + 1],
+            ),
+        )
+        for i, sequence in enumerate(result.sequences)
+        for t in range(len(sequence.tokens))
+    ]
+    return sorted(events, key=lambda pair: (pair[0], pair[1].sample_index))

@@ -1,0 +1,1 @@
+"""Training: packing, losses, gradients and optimizers of many adapters over one base."""

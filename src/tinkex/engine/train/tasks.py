@@ -1,0 +1,215 @@
+"""A training job on its way through the passes: checked, cut into runs, collected, answered.
+
+A `Task` is a job whose every input has been checked against its loss and the model. Passes cut its
+datums into runs, the scorer fills them, and `collect` brings logprobs, losses and metrics back. It
+holds numbers and knows neither the decoder nor how datums were packed together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine.jobs import Array, TrainJob, TrainResult
+from tinkex.engine.train.graph import build_loss, reduce_metrics
+from tinkex.engine.train.losses import (
+    GAP_INPUTS,
+    Gap,
+    Loss,
+    Prepared,
+    check_settings,
+    find_loss,
+    gap_metrics,
+    loss_values,
+    prepare,
+    prepare_custom,
+)
+from tinkex.engine.train.packing import Item, Pass
+from tinkex.engine.train.scoring import Evaluate, Run
+from tinkex.errors import InvalidInputError, TinkerError
+
+DIVERGED = (
+    "the {what} not finite: the adapter has diverged or an input is extreme. Lower the learning "
+    "rate, or load an earlier checkpoint. Nothing was changed."
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Task:
+    """A checked job and what its passes have found so far."""
+
+    job: TrainJob
+    data: list[Prepared]
+    evaluate: Evaluate
+    token_local: bool
+    is_custom: bool
+    logprobs: list[Array | None] = field(init=False)
+    losses: list[Tensor] = field(init=False)
+    metrics: list[Mapping[str, float]] = field(init=False)
+    gaps: list[Gap] = field(init=False)
+    seconds: float = field(init=False)
+    error: TinkerError | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what the passes found."""
+        self.logprobs = [None] * len(self.data)
+        self.losses, self.metrics, self.gaps = [], [], []
+        self.seconds = 0.0
+        self.error = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(datum.tokens_T) for datum in self.data)
+
+    def needs_backward(self, datum: Prepared) -> bool:
+        return self.job.backward and bool(datum.active_T.any())
+
+    def total_loss(self) -> float:
+        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
+
+    def result(self) -> TrainResult:
+        metrics = {
+            "loss:sum": self.total_loss(),
+            "num_tokens:sum": float(self.num_tokens),
+            "num_active_tokens:sum": float(sum(int(d.active_T.sum()) for d in self.data)),
+            "train_time_s:sum": self.seconds,
+            **_gap_summary(self.gaps),
+            **(reduce_metrics(self.metrics) if self.metrics else {}),
+        }
+        outputs = tuple({"logprobs": array} for array in self.logprobs if array is not None)
+        return TrainResult(outputs=outputs, metrics=metrics, num_tokens=self.num_tokens)
+
+
+def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
+    """Everything that can be wrong with a job, found before anything runs.
+
+    Raises:
+        InvalidInputError: Names the field, the value and what is allowed.
+    """
+    if not job.data:
+        raise InvalidInputError("must hold at least one datum", path="data")
+    limits = {"vocab_size": vocab_size, "max_length": max_length}
+    named = [(f"data[{index}]", datum) for index, datum in enumerate(job.data)]
+    if job.loss_fn == "custom":
+        if (custom := job.custom_loss) is None:
+            raise InvalidInputError("loss 'custom' came without its graph", path="loss_fn")
+        return Task(
+            job=job,
+            data=[prepare_custom(datum, custom, path=path, **limits) for path, datum in named],
+            evaluate=partial(_evaluate_custom, build_loss(custom)),
+            token_local=False,
+            is_custom=True,
+        )
+    loss = find_loss(job.loss_fn)
+    settings = check_settings(job.loss_fn, loss, job.loss_fn_config)
+    return Task(
+        job=job,
+        data=[prepare(datum, loss, path=path, **limits) for path, datum in named],
+        evaluate=partial(_evaluate_loss, loss, settings),
+        token_local=loss.token_local,
+        is_custom=False,
+    )
+
+
+def _evaluate_loss(
+    loss: Loss, settings: Mapping[str, float], logprobs: Tensor, inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return loss_values(loss, logprobs, inputs, settings).double().sum(), {}
+
+
+def _evaluate_custom(
+    function: Callable[[Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]],
+    logprobs: Tensor,
+    inputs: Mapping[str, Tensor],
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return function({"logprobs": logprobs, **inputs})
+
+
+def runs_of(
+    one: Pass, tasks: Sequence[Task], device: torch.device
+) -> Iterator[tuple[Run, list[Item]]]:
+    """Cut a pass into runs: datums of one job side by side, or single datums of other losses."""
+    placed = list(zip(one.items, pairwise(one.bounds), strict=True))
+
+    def key(entry: tuple[Item, tuple[int, int]]) -> tuple[Any, ...]:
+        item, _ = entry
+        task = tasks[item.job]
+        datum = task.data[item.datum]
+        alone = -1 if task.token_local else item.datum
+        return item.job, alone, datum.targets.shape[1:], sorted(datum.inputs)
+
+    for _, group in groupby(placed, key):
+        entries = list(group)
+        task = tasks[entries[0][0].job]
+        data = [task.data[item.datum] for item, _ in entries]
+        run = Run(
+            start=entries[0][1][0],
+            stop=entries[-1][1][1],
+            targets=torch.cat([datum.targets for datum in data]).to(device),
+            inputs={
+                name: torch.cat([datum.inputs[name] for datum in data]).to(device)
+                if len(data) > 1
+                else data[0].inputs[name].to(device)
+                for name in data[0].inputs
+            },
+            active=torch.cat([datum.active_T for datum in data]).numpy(),
+            evaluate=task.evaluate,
+            token_local=task.token_local,
+        )
+        yield run, [item for item, _ in entries]
+
+
+def collect(run: Run, items: Sequence[Item], tasks: Sequence[Task]) -> None:
+    """Hand a run's logprobs and loss back to the job it came from."""
+    task = tasks[items[0].job]
+    logprobs = run.logprobs.cpu()  # one copy for all datums of the run
+    pieces = logprobs.split([item.length for item in items])
+    for item, piece in zip(items, pieces, strict=True):
+        task.logprobs[item.datum] = piece.numpy()
+    task.losses += run.losses
+    if run.error is not None and task.error is None:
+        task.error = InvalidInputError(str(run.error), path=f"data[{items[0].datum}]")
+    if run.metrics:
+        task.metrics.append({name: float(value) for name, value in run.metrics.items()})
+    if not task.is_custom:
+        inputs = {name: value.cpu() for name, value in run.inputs.items() if name in GAP_INPUTS}
+        if (gap := gap_metrics(logprobs, inputs)) is not None:
+            task.gaps.append(gap)
+
+
+def divergence(task: Task) -> TinkerError | None:
+    """An error that names the first datum whose numbers are not finite."""
+    for index, logprobs in enumerate(task.logprobs):
+        if logprobs is None or not np.isfinite(logprobs).all():
+            what = DIVERGED.format(what="logprobs are")
+            return InvalidInputError(what, path=f"data[{index}]")
+    if math.isfinite(task.total_loss()):
+        return None
+    for index, (datum, logprobs) in enumerate(zip(task.data, task.logprobs, strict=True)):
+        loss, _ = task.evaluate(torch.as_tensor(logprobs), datum.inputs)
+        if not math.isfinite(float(loss)):
+            return InvalidInputError(DIVERGED.format(what="loss is"), path=f"data[{index}]")
+    return InvalidInputError(DIVERGED.format(what="sum of the losses is"), path="data")
+
+
+def _gap_summary(gaps: Sequence[Gap]) -> dict[str, float]:
+    """Trainer against sampler, over the tokens that a sampler produced."""
+    count = sum(gap.num_tokens for gap in gaps)
+    if not count:
+        return {}
+    return {
+        "sampler_gap_mean:mean": sum(gap.sum_abs for gap in gaps) / count,
+        "sampler_gap_max:max": max(gap.max_abs for gap in gaps),
+        "sampler_gap_k3:mean": sum(gap.sum_k3 for gap in gaps) / count,
+    }

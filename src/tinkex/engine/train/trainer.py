@@ -1,0 +1,362 @@
+"""Train many adapters over one frozen base model.
+
+The trainer owns the resident adapters with their gradients and optimizer state. `train` takes jobs
+of any number of adapters, checks each one before anything runs, packs all their datums into shared
+passes and commits gradients only when a job has succeeded as a whole: a job that fails, whether
+refused or diverged, leaves no trace and never touches its neighbours. Queues, threads and sampling
+belong to the engine around it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tinkex.engine import checkpoint
+from tinkex.engine.jobs import (
+    CreateAdapterJob,
+    LoadAdapterJob,
+    LoraSpec,
+    OptimJob,
+    OptimResult,
+    SaveAdapterJob,
+    TrainJob,
+    TrainResult,
+)
+from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_adapter
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.train.optim import (
+    OptimizerKind,
+    OptimizerState,
+    apply_step,
+    check_params,
+    global_norm,
+)
+from tinkex.engine.train.packing import Item, Pass, pack
+from tinkex.engine.train.scoring import score
+from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
+from tinkex.errors import (
+    ConfigError,
+    EngineError,
+    InvalidInputError,
+    ModelNotFoundError,
+    TinkerError,
+)
+
+JobError = TinkerError
+"""What `train` answers for a job that failed: an `EngineError` is ours, all others the caller's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerConfig:
+    max_tokens: int = 2048
+    """Most tokens in one pass; longer batches are split, longer datums go alone."""
+    head_rows: int = 256
+    """Rows whose logits exist at the same time."""
+    activation_bytes: int = 3 << 29
+    """A pass that would keep more than this for its backward recomputes layers instead."""
+    deterministic: bool = False
+    """One datum per pass: bits never depend on what else is in the batch."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "head_rows", "activation_bytes"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"trainer.{name} must be at least 1, got {value}")
+
+    @staticmethod
+    def for_device(device: torch.device, *, deterministic: bool = False) -> TrainerConfig:
+        """Defaults that fit a device: a GPU takes larger passes and half of what it has free."""
+        if device.type != "cuda":
+            return TrainerConfig(deterministic=deterministic)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return TrainerConfig(
+            max_tokens=16384,
+            head_rows=2048,
+            activation_bytes=free_bytes // 2,
+            deterministic=deterministic,
+        )
+
+
+@dataclass(slots=True)
+class ResidentAdapter:
+    """An adapter in memory, with everything that training it further needs."""
+
+    adapter: Adapter
+    spec: LoraSpec
+    base_model: str
+    optimizer: OptimizerState
+    grad: Tensor | None = None
+    """Gathered since the last step, in the adapter's layout."""
+    version: int = 0
+    """Counts changes of the weights."""
+
+
+class Trainer:
+    """All adapters over one base model. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        *,
+        base_model: str,
+        config: TrainerConfig | None = None,
+        after_pass: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`after_pass` runs after every pass, so that others can use the device in between."""
+        self.decoder = decoder
+        self.base_model = base_model
+        self.config = config or TrainerConfig.for_device(decoder.device)
+        self.adapters: dict[str, ResidentAdapter] = {}
+        self._after_pass = after_pass
+
+    # ------------------------------------------------------------------------------- adapters
+
+    def create(self, job: CreateAdapterJob) -> None:
+        """Make a fresh adapter. A second create of one id replaces the first."""
+        spec = job.lora
+        kinds: list[Kind] = []
+        kinds += ["attn"] if spec.train_attn else []
+        kinds += ["mlp"] if spec.train_mlp else []
+        kinds += ["unembed"] if spec.train_unembed else []
+        for kind in kinds:
+            if (name := self.decoder.uncovered.get(kind)) is not None:
+                raise InvalidInputError(
+                    f"{job.base_model!r} has weights that cannot carry an adapter, such as "
+                    f"{name!r}; pass train_{kind}=False to train the others",
+                    path=f"lora.train_{kind}",
+                )
+        adapter = fresh_adapter(
+            self.decoder.targets,
+            rank=spec.rank,
+            alpha=spec.alpha,
+            kinds=kinds,
+            seed=spec.seed,
+            device=self.decoder.device,
+        )
+        optimizer = OptimizerState.fresh(job.optimizer, adapter)
+        self.adapters[job.adapter_id] = ResidentAdapter(adapter, spec, job.base_model, optimizer)
+
+    def load(self, job: LoadAdapterJob) -> None:
+        """Put a checkpoint into an adapter, creating it when it is absent."""
+        previous = self.adapters.get(job.adapter_id)
+        stored = checkpoint.read(
+            job.folder, self.decoder.targets, self.decoder.device, with_optimizer=job.with_optimizer
+        )
+        kind: OptimizerKind = stored.optimizer_kind or (
+            previous.optimizer.kind if previous is not None else "adamw"
+        )
+        optimizer = stored.optimizer or OptimizerState.fresh(kind, stored.adapter)
+        self.adapters[job.adapter_id] = ResidentAdapter(
+            stored.adapter,
+            stored.spec,
+            job.base_model,
+            optimizer,
+            stored.grad,
+            previous.version + 1 if previous is not None else 0,
+        )
+
+    def save(self, job: SaveAdapterJob) -> int:
+        """Write a checkpoint folder; returns its size in bytes."""
+        return checkpoint.write(job.folder, self.capture(job))
+
+    def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
+        """The state to save, as it is now. Any thread may write it."""
+        resident = self.find(job.adapter_id)
+        return checkpoint.capture(
+            resident.adapter,
+            targets=self.decoder.targets,
+            spec=resident.spec,
+            base_model=resident.base_model,
+            optimizer=resident.optimizer,
+            with_optimizer=job.with_optimizer or job.with_gradients,
+            grad=resident.grad,
+            with_gradients=job.with_gradients,
+        )
+
+    def drop(self, adapter_id: str) -> None:
+        self.adapters.pop(adapter_id, None)
+
+    def find(self, adapter_id: str) -> ResidentAdapter:
+        if (resident := self.adapters.get(adapter_id)) is None:
+            loaded = ", ".join(map(repr, sorted(self.adapters))) or "none"
+            raise ModelNotFoundError(f"No adapter {adapter_id!r} is loaded; loaded: {loaded}.")
+        return resident
+
+    # ------------------------------------------------------------------------------- training
+
+    def train(self, jobs: Sequence[TrainJob]) -> list[TrainResult | JobError]:
+        """Run jobs of one or many adapters in shared passes; answers in the order given.
+
+        Gradients of a job are added to its adapter only when the whole job has succeeded.
+        """
+        answers: dict[int, TrainResult | JobError] = {}
+        tasks: dict[int, Task] = {}
+        limits = self.decoder.config
+        for index, job in enumerate(jobs):
+            try:
+                self.find(job.adapter_id)
+                tasks[index] = check_job(
+                    job, vocab_size=limits.vocab_size, max_length=limits.max_context_length
+                )
+            except TinkerError as error:
+                answers[index] = error
+        self._run(list(tasks.values()))
+        for index in self._settle(tasks):
+            # Another job of the same adapter failed and their gradients are mixed: run it alone.
+            answers[index] = self.train([jobs[index]])[0]
+        for index, task in tasks.items():
+            if index not in answers:
+                answers[index] = task.error or task.result()
+        return [answers[index] for index in range(len(jobs))]
+
+    def optim(self, job: OptimJob) -> OptimResult:
+        """Apply the gathered gradients and clear them."""
+        resident = self.find(job.adapter_id)
+        check_params(resident.optimizer.kind, job.params)
+        began = time.perf_counter()
+        grad = resident.grad
+        if grad is None:
+            grad = torch.zeros_like(resident.adapter.flat)
+        norm = apply_step(resident.adapter, resident.optimizer, grad, job.params)
+        resident.grad = None
+        resident.version += 1
+        metrics = {
+            "grad_norm:mean": norm,
+            "step:max": float(resident.optimizer.step),
+            "optim_time_s:sum": time.perf_counter() - began,
+        }
+        return OptimResult(metrics=metrics)
+
+    def _run(self, tasks: Sequence[Task]) -> None:
+        """All passes; when memory runs out, once more in pieces an eighth the size."""
+        config = self.config
+        frugal = replace(
+            config,
+            max_tokens=max(1, config.max_tokens // 8),
+            head_rows=max(1, config.head_rows // 8),
+            activation_bytes=1,
+        )
+        try:
+            try:
+                self._run_passes(tasks, config)
+            except (torch.OutOfMemoryError, MemoryError):
+                self._forget_passes(tasks)
+                self._run_passes(tasks, frugal)
+        except (RuntimeError, MemoryError) as exc:
+            # Torch's own faults are RuntimeErrors too. No job has been committed yet, so every
+            # adapter is as it was.
+            self._forget_passes(tasks)
+            for task in tasks:
+                task.error = EngineError(f"the training pass failed: {exc}")
+
+    def _forget_passes(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            task.restart()
+            self.adapters[task.job.adapter_id].adapter.drop_grad()
+        if self.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run_passes(self, tasks: Sequence[Task], config: TrainerConfig) -> None:
+        owners = list(dict.fromkeys(task.job.adapter_id for task in tasks))
+        adapters = [self.adapters[owner].adapter for owner in owners]
+        items = [
+            Item(
+                owners.index(task.job.adapter_id),
+                j,
+                d,
+                len(datum.tokens_T),
+                task.needs_backward(datum),
+            )
+            for j, task in enumerate(tasks)
+            for d, datum in enumerate(task.data)
+        ]
+        for one in pack(items, max_tokens=config.max_tokens, deterministic=config.deterministic):
+            began = time.perf_counter()
+            self._run_pass(one, tasks, adapters, config)
+            seconds_per_token = (time.perf_counter() - began) / one.num_tokens
+            for item in one.items:
+                tasks[item.job].seconds += seconds_per_token * item.length
+            self._after_pass()
+
+    def _run_pass(
+        self, one: Pass, tasks: Sequence[Task], adapters: Sequence[Adapter], config: TrainerConfig
+    ) -> None:
+        decoder, device = self.decoder, self.decoder.device
+        data = [tasks[item.job].data[item.datum] for item in one.items]
+        tokens_T = torch.cat([datum.tokens_T for datum in data]).to(device)
+        positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
+        lora = LoraBatch(Span(a, b, adapters[owner]) for a, b, owner in one.owner_spans())
+        runs = list(runs_of(one, tasks, device))
+        with torch.set_grad_enabled(one.backward):
+            hidden_TD = decoder.forward(
+                tokens_T,
+                positions_T,
+                PackedCausal(one.bounds, decoder.config.windows),
+                lora,
+                recompute=one.backward and self._kept_bytes(one) > config.activation_bytes,
+            )
+        if one.backward:
+            # After the forward: on a GPU the host does this while the device computes.
+            for span in lora.spans:
+                span.adapter.start_grad()
+        dhidden_TD = score(
+            decoder,
+            hidden_TD,
+            [run for run, _ in runs],
+            lora,
+            backward=one.backward,
+            chunk_rows=config.head_rows,
+        )
+        if dhidden_TD is not None and hidden_TD.requires_grad:
+            hidden_TD.backward(dhidden_TD)
+        for run, items in runs:
+            collect(run, items, tasks)
+
+    def _kept_bytes(self, one: Pass) -> int:
+        """What the layers keep for the backward pass, when nothing is recomputed."""
+        config = self.decoder.config
+        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
+        attended = (1 + config.qk_norm) * config.num_heads * config.head_size
+        per_layer = 2 * config.hidden_size + qkv + attended + 2 * config.mlp_size
+        if not config.native:
+            per_layer = per_layer * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
+        return one.num_tokens * config.num_layers * per_layer * self.decoder.dtype.itemsize
+
+    def _settle(self, tasks: Mapping[int, Task]) -> list[int]:
+        """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
+        again: list[int] = []
+        for task in tasks.values():
+            task.error = task.error or divergence(task)
+        for adapter_id in dict.fromkeys(task.job.adapter_id for task in tasks.values()):
+            resident = self.adapters[adapter_id]
+            mine = {i: task for i, task in tasks.items() if task.job.adapter_id == adapter_id}
+            good = [index for index, task in mine.items() if task.error is None]
+            if len(good) == len(mine) and _finite(resident.adapter.grad):
+                _commit(resident)
+            elif len(mine) > 1:
+                again += good
+            else:
+                for index in good:
+                    mine[index].error = InvalidInputError(DIVERGED.format(what="gradient is"))
+            resident.adapter.drop_grad()
+        return again
+
+
+# --------------------------------------------------------------------------------------- gradients
+
+
+def _finite(grad: Tensor | None) -> bool:
+    return grad is None or math.isfinite(global_norm(grad))
+
+
+def _commit(resident: ResidentAdapter) -> None:
+    """Add what the passes left to the adapter's gathered gradients."""
+    new = resident.adapter.grad
+    if new is not None:
+        resident.grad = new if resident.grad is None else resident.grad.add_(new)

@@ -1,0 +1,83 @@
+"""What has to happen now and then: expiry, clean-up, and the hourly bytes of storage.
+
+One task per server. A round that fails is logged and the next one comes anyway; nothing else waits
+for it. Rounds read and delete; they never touch what a running request uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tinkex.server.files.checkpoints import Shelf
+from tinkex.store import Store, UsageCount
+
+log = logging.getLogger(__name__)
+ROUND_S = 60.0
+EPHEMERAL_GRACE_S = 3600.0
+"""How long an unnamed sampler snapshot outlives a session that was finished."""
+EPHEMERAL_SILENT_S = 14 * 24 * 3600.0
+"""How long it outlives the last sign of life of a session that nobody finished."""
+
+
+class Sweeper:
+    def __init__(self, store: Store, shelf: Shelf, *, round_s: float = ROUND_S) -> None:
+        self._store = store
+        self._shelf = shelf
+        self._round_s = round_s
+        self._last_count: float | None = None
+
+    async def run(self) -> None:
+        """Sweep until cancelled. Strays are cleared once, before anything is saved."""
+        await self._guarded(self._shelf.remove_strays)
+        while True:
+            await self._guarded(self.sweep)
+            await asyncio.sleep(self._round_s)
+
+    async def sweep(self, now: float | None = None) -> None:
+        """One round."""
+        now = time.time() if now is None else now
+        await self._shelf.expire(now)
+        await self._store.call(self._store.journal.sweep, now)
+        await self._store.call(self._store.checkpoints.forget_keys, now - 86_400)
+        await self._store.call(self._count_storage, now)
+        await self._drop_ephemeral(now)
+
+    def _count_storage(self, now: float) -> None:
+        """Add the byte-hours since the last round; the first round only starts the clock."""
+        last, self._last_count = self._last_count, now
+        if last is None or now <= last:
+            return
+        hours = (now - last) / 3600
+        self._store.usage.add(
+            UsageCount(
+                kind="storage",
+                count=size_bytes * hours,
+                user_id=user_id,
+                project_id=project_id,
+                at=now,
+            )
+            for user_id, project_id, size_bytes in self._store.checkpoints.storage_by_user()
+        )
+
+    async def _drop_ephemeral(self, now: float) -> None:
+        ended = await self._store.call(
+            self._store.sampling.ephemeral_of_ended,
+            now - EPHEMERAL_GRACE_S,
+            now - EPHEMERAL_SILENT_S,
+        )
+        for sampler in ended:
+            folder = Path(sampler.folder or "")
+            await self._store.call(self._store.sampling.forget_folder, sampler.sampling_session_id)
+            if folder.is_relative_to(self._shelf.ephemeral_root):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _guarded(self, work: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await work()
+        except Exception:
+            log.exception("a sweep failed; the next one is in %.0f s", self._round_s)

@@ -1,0 +1,1 @@
+"""Accepted work: its order, its promises, its journal, and what a restart makes of it."""

@@ -1,0 +1,503 @@
+"""Samples: unordered, bounded, and told apart by (sampling session, seq_id).
+
+A sample waits at the worker's gate, runs, and settles its promise; when the worker dies it simply
+runs again on the next one. Promises live in memory only: what a crash of the server loses is
+remembered as lost in `SampleLedger`, so that a client waiting for it is told at once (410) and asks
+again. Who waits for whom: `CompletionLog` wakes the batched poller, the promise wakes single polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tinkex.engine.jobs import Event, ModelInfo, Progress, SampleJob, SampleResult
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server import decode, encode, validation
+from tinkex.server.catalog import Catalog
+from tinkex.server.files.checkpoints import Shelf, parse_path
+from tinkex.server.problems import ApiError
+from tinkex.server.work.futures import CompletionLog, Outcome, Promise, PromiseTable
+from tinkex.server.workers.placement import Place, Placement
+from tinkex.store import SamplingSession, Store, UsageCount, User
+
+logger = logging.getLogger(__name__)
+CLONE_STRIDE = 10**9
+MAX_ATTEMPTS = 5
+MAX_CACHED_SESSIONS = 10_000
+IDLE_LOG_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    promise: Promise
+    sequence_ids: tuple[str, ...]
+
+
+class SampleLedger:
+    """Which samples were promised and not yet handed out, in a file that outlives the process.
+
+    One short line per event, written through to the kernel: a killed process loses nothing, and a
+    power cut loses promises nobody can still be waiting for.
+    """
+
+    MAX_BYTES = 8_000_000
+
+    def __init__(self, file: Path) -> None:
+        self._path = file
+        self._open: dict[str, None] = {}
+        self._compacted_bytes = 0
+        self.lost = self._read()
+        self._file = file.open("wb", buffering=0)
+        for request_id in self.lost:  # still lost after the next crash, until asked for
+            self.promised(request_id)
+
+    def _read(self) -> list[str]:
+        found: dict[str, None] = {}
+        try:
+            lines = self._path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        for line in lines[:-1]:  # a torn last line was never acknowledged
+            request_id = line[1:].decode(errors="replace")
+            if line[:1] == b"+":
+                found[request_id] = None
+            else:
+                found.pop(request_id, None)
+        return list(found)
+
+    def promised(self, request_id: str) -> None:
+        """Note a promise before it is given.
+
+        Raises:
+            OSError: There is no room to note it; nothing is promised then.
+        """
+        self._open[request_id] = None  # before the write, which may rewrite the file from this
+        try:
+            self._write(b"+" + request_id.encode() + b"\n")
+        except OSError:
+            del self._open[request_id]
+            raise
+
+    def handed_out(self, request_id: str) -> None:
+        if self._open.pop(request_id, "") is None:
+            try:
+                self._write(b"-" + request_id.encode() + b"\n")
+            except OSError as exc:  # after a crash it counts as lost, and is asked for by nobody
+                logger.warning("cannot note that %s was handed out: %s", request_id, exc.strerror)
+
+    def _write(self, line: bytes) -> None:
+        size = self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(size)  # half a line would spoil the next
+            self._file.seek(size)
+            raise
+        if size > max(self.MAX_BYTES, 2 * self._compacted_bytes):
+            self._compact()
+
+    def _compact(self) -> None:
+        aside = self._path.with_suffix(".new")
+        lines = b"".join(b"+" + request_id.encode() + b"\n" for request_id in self._open)
+        file = aside.open("wb", buffering=0)
+        try:
+            if file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            aside.rename(self._path)
+        except OSError as exc:
+            file.close()
+            aside.unlink(missing_ok=True)
+            logger.warning("%s stays as long as it is: %s", self._path, exc.strerror)
+            return
+        self._file.close()
+        self._file, self._compacted_bytes = file, len(lines)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Samples:
+    """Every sampling request of the server."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        shelf: Shelf,
+        catalog: Catalog,
+        placement: Placement,
+        promises: PromiseTable,
+        ledger: SampleLedger,
+        max_queued: int,
+        on_use: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._shelf = shelf
+        self._catalog = catalog
+        self._placement = placement
+        self._promises = promises
+        self._ledger = ledger
+        self._max_queued = max_queued
+        self._on_use = on_use  # a session shows a sign of life
+        self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
+        self._logs: dict[tuple[str, int], CompletionLog] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hashes: dict[str, bytes] = {}
+        self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
+        for request_id in ledger.lost:
+            if (key := _line(request_id)) is not None:
+                self.log(*key).add(request_id, 0)
+
+    # ------------------------------------------------------------------------ sampling sessions
+
+    async def create_session(
+        self, user: User, session_id: str, seq_id: int, base_model: str | None, path: str | None
+    ) -> SamplingSession:
+        """Open a sampling session; the same (session, seq_id) gives back the first."""
+        folder = None
+        if path is not None:
+            base_model, folder = await self._checkpoint(user, path, base_model)
+        elif base_model is None:
+            raise InvalidInputError("one of base_model and model_path is needed", path="base_model")
+        self._catalog.resolve(base_model)
+        return await self._store.call(
+            self._store.sampling.create,
+            SamplingSession(
+                sampling_session_id=f"{session_id}:sample:{seq_id}",
+                session_id=session_id,
+                user_id=user.user_id,
+                seq_id=seq_id,
+                base_model=base_model,
+                model_path=path,
+                folder=folder,
+                ephemeral=False,
+                created_at=time.time(),
+            ),
+        )
+
+    async def _checkpoint(self, user: User, path: str, base_model: str | None) -> tuple[str, str]:
+        if parse_path(path).kind == "external_weights":
+            raise InvalidInputError(
+                f"{path} is an export; sample from weights/ or sampler_weights/", path="model_path"
+            )
+        found = await self._shelf.readable(path, user)
+        if base_model is not None and self._differs(base_model, found.base_model):
+            raise InvalidInputError(
+                f"{path} was trained on {found.base_model!r}, not on {base_model!r}",
+                path="base_model",
+            )
+        return found.base_model, found.folder
+
+    def _differs(self, one: str, other: str) -> bool:
+        return self._catalog.resolve(one) != self._catalog.resolve(other)
+
+    async def session(self, user: User, sampling_session_id: str) -> SamplingSession:
+        found = self._sessions.get(sampling_session_id)
+        if found is None:
+            found = await self._store.call(self._store.sampling.get, sampling_session_id)
+            if found is not None:
+                self._sessions[sampling_session_id] = found
+                if len(self._sessions) > MAX_CACHED_SESSIONS:
+                    self._sessions.popitem(last=False)
+        if found is None or found.user_id != user.user_id:
+            raise ApiError(404, f"No sampling session {sampling_session_id!r} of yours.")
+        if found.ephemeral and found.folder is None:
+            raise ApiError(
+                410, f"The weights of {sampling_session_id!r} are gone; its session ended."
+            )
+        return found
+
+    # ------------------------------------------------------------------------ submitting
+
+    async def submit(self, user: User, body: Mapping[str, Any]) -> Accepted:
+        """Promise a sample, or refuse it.
+
+        Raises:
+            ApiError: 429 when too many wait.
+        """
+        session = await self._session_of(user, body)
+        request_id = self._request_id(session, body)
+        digest = hashlib.blake2b(
+            orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16
+        ).digest()
+        known = self._promises.get(request_id)
+        if known is not None:
+            if self._hashes.get(request_id) != digest:
+                raise InvalidInputError(
+                    f"seq_id {body.get('seq_id')} was used before for another sample; "
+                    "every sample needs a new number.",
+                    path="seq_id",
+                )
+            num_samples = int(body.get("num_samples") or 1)
+            return Accepted(known, _sequence_ids(request_id, num_samples))
+        job = await self._job(session, body)
+        if len(self._tasks) >= self._max_queued + self._placement.num_sample_places:
+            raise ApiError(
+                429,
+                f"{self._max_queued} samples wait already; try again in a moment.",
+                headers={"Retry-After": "1"},
+            )
+        return self._start(user, session, request_id, job, digest)
+
+    async def stream(
+        self, user: User, body: Mapping[str, Any], on_event: Callable[[Event], None]
+    ) -> tuple[Promise, asyncio.Task[None], tuple[str, ...]]:
+        """Start a sample whose tokens are passed on while they are made."""
+        session = await self._session_of(user, body)
+        job = replace(await self._job(session, body), stream=True)
+        request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
+        promise = Promise(request_id, user.user_id, "Sample")
+        task = self._launch(promise, user, session, job, on_event)
+        return promise, task, _sequence_ids(request_id, job.num_samples)
+
+    async def _session_of(self, user: User, body: Mapping[str, Any]) -> SamplingSession:
+        session_id = decode.optional_text(body, "sampling_session_id")
+        if session_id is not None:
+            session = await self.session(user, session_id)
+            self._on_use(session.session_id)
+            return session
+        base_model = decode.optional_text(body, "base_model")
+        path = decode.optional_text(body, "model_path")
+        folder = None
+        if path is not None:
+            base_model, folder = await self._checkpoint(user, path, base_model)
+        if base_model is None:
+            raise InvalidInputError(
+                "one of sampling_session_id, model_path and base_model is needed",
+                path="sampling_session_id",
+            )
+        return SamplingSession(
+            sampling_session_id=f"direct-{secrets.token_hex(8)}",
+            session_id="",
+            user_id=user.user_id,
+            seq_id=0,
+            base_model=base_model,
+            model_path=path,
+            folder=folder,
+            ephemeral=False,
+            created_at=time.time(),
+        )
+
+    def _request_id(self, session: SamplingSession, body: Mapping[str, Any]) -> str:
+        seq_id = decode.optional_int(body, "seq_id")
+        number = secrets.token_hex(8) if seq_id is None else str(seq_id)
+        return f"{session.sampling_session_id}:{number}"
+
+    async def _job(self, session: SamplingSession, body: Mapping[str, Any]) -> SampleJob:
+        info: ModelInfo | None = await self._catalog.info(session.base_model)
+        return validation.sample_job(
+            body,
+            base_model=self._catalog.resolve(session.base_model),
+            folder=session.folder,
+            info=info,
+        )
+
+    def _start(
+        self,
+        user: User,
+        session: SamplingSession,
+        request_id: str,
+        job: SampleJob,
+        digest: bytes,
+    ) -> Accepted:
+        self._ledger.promised(request_id)
+        promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
+        self._hashes[request_id] = digest
+        promise.on_settle = self._settled
+        if (key := _line(request_id)) is not None:
+            self._pending.setdefault(key, {})[request_id] = promise
+        task = self._launch(promise, user, session, job, None)
+        promise.cancel = task.cancel  # type: ignore[assignment]
+        return Accepted(promise, _sequence_ids(request_id, job.num_samples))
+
+    def _settled(self, promise: Promise) -> None:
+        self._promises.settled(promise)
+        key = _line(promise.request_id)
+        if key is None:
+            return
+        waiting = self._pending.get(key, {})
+        waiting.pop(promise.request_id, None)
+        if not waiting:
+            self._pending.pop(key, None)
+        size = len(promise.outcome.payload) if promise.outcome else 0
+        self.log(*key).add(promise.request_id, size)
+
+    def waiting(self, sampling_session_id: str, clone: int, limit: int) -> list[Promise]:
+        """The samples of a batched poller that are not done, oldest first."""
+        found = self._pending.get((sampling_session_id, clone), {})
+        return [promise for promise, _ in zip(found.values(), range(limit), strict=False)]
+
+    # ------------------------------------------------------------------------ running
+
+    def _launch(
+        self,
+        promise: Promise,
+        user: User,
+        session: SamplingSession,
+        job: SampleJob,
+        on_event: Callable[[Event], None] | None,
+    ) -> asyncio.Task[None]:
+        place = self._placement.of_sample(_model_of(session))
+        run = _Run(promise, place, user.user_id, job, on_event)
+        promise.reason = run.reason
+        task = asyncio.create_task(self._run(run, session))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self, run: _Run, session: SamplingSession) -> None:
+        try:
+            result = await run.result()
+        except asyncio.CancelledError:
+            run.promise.settle(Outcome(error="The sample was cancelled.", category="cancelled"))
+            return
+        except InvalidInputError as exc:
+            run.promise.settle(Outcome(error=str(exc), category="user"))
+            return
+        except EngineError as exc:
+            run.promise.settle(Outcome(error=str(exc), category="server"))
+            return
+        except Exception as exc:
+            logger.exception("sample %s failed", run.promise.request_id)
+            run.promise.settle(Outcome(error=f"The server failed: {exc}", category="server"))
+            return
+        self._count(session, run.user_id, result)
+        run.promise.settle(Outcome(kind="sample", payload=encode.sample_payload(result)))
+
+    def _count(self, session: SamplingSession, user_id: str, result: SampleResult) -> None:
+        cached = result.prompt_cache_hit_tokens
+        counts = {
+            "sampling_prefill": result.num_prompt_tokens - cached,
+            "sampling_prefill_cached": cached,
+            "sampling_sample": result.num_sampled_tokens,
+        }
+        self._store.usage.add(
+            UsageCount(
+                kind=kind,  # type: ignore[arg-type]
+                count=count,
+                user_id=user_id,
+                session_id=session.session_id or None,
+                model_id=_model_of(session),
+                base_model=session.base_model,
+            )
+            for kind, count in counts.items()
+            if count
+        )
+
+    # ------------------------------------------------------------------------ handing out
+
+    def log(self, sampling_session_id: str, clone: int) -> CompletionLog:
+        key = (sampling_session_id, clone)
+        found = self._logs.get(key)
+        if found is None:
+            found = self._logs[key] = CompletionLog()
+        return found
+
+    def handed_out(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._ledger.handed_out(request_id)
+
+    def forget(self) -> None:
+        """Drop digests of promises that are gone and logs nobody asked for in an hour."""
+        self._hashes = {k: v for k, v in self._hashes.items() if self._promises.get(k) is not None}
+        now = time.monotonic()
+        for key in [k for k, log in self._logs.items() if now - log.used_at > IDLE_LOG_S]:
+            del self._logs[key]
+
+    def wake_all(self) -> None:
+        for log in self._logs.values():
+            log.wake()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._ledger.close()
+
+
+class _Run:
+    """One sample on its way through gate and worker."""
+
+    __slots__ = ("attempts", "job", "on_event", "place", "progress", "promise", "sent", "user_id")
+
+    def __init__(
+        self,
+        promise: Promise,
+        place: Place,
+        user_id: str,
+        job: SampleJob,
+        on_event: Callable[[Event], None] | None,
+    ) -> None:
+        self.promise = promise
+        self.place = place
+        self.user_id = user_id
+        self.job = job
+        self.on_event = on_event
+        self.attempts = 0
+        self.sent = False
+        self.progress = ""
+
+    async def result(self) -> SampleResult:
+        cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
+        while True:
+            try:
+                async with self.place.sampling.place(self.user_id, cost):
+                    await self.place.worker.wait_ready()
+                    job = replace(self.job, job_id=f"{self.promise.request_id}#{self.attempts}")
+                    self.sent = True
+                    result = await self.place.worker.post(job, self._note)
+                    assert isinstance(result, SampleResult)
+                    return result
+            except WorkerLostError as exc:
+                self.attempts += 1
+                self.sent, self.progress = False, ""
+                if self.attempts >= MAX_ATTEMPTS:
+                    raise EngineError(
+                        f"The worker died {self.attempts} times while it ran this sample."
+                    ) from exc
+
+    def reason(self) -> str:
+        if not self.place.worker.is_ready:
+            return "the worker is starting"
+        if self.sent:
+            return self.progress or "sampling"
+        return f"about {self.place.sampling.ahead_of(self.user_id)} samples ahead"
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Progress):
+            if event.text != self.progress:
+                logger.info("%s: %s", self.promise.request_id, event.text)
+            self.progress = event.text
+        elif self.on_event is not None:
+            self.on_event(event)
+
+
+def _model_of(session: SamplingSession) -> str | None:
+    """The run whose weights are sampled, when they are a run's."""
+    if session.model_path is not None:
+        return parse_path(session.model_path).run_id
+    return None
+
+
+def _line(request_id: str) -> tuple[str, int] | None:
+    """The (sampling session, clone) whose poller waits for a sample; None when it has no number."""
+    session_id, _, seq_id = request_id.rpartition(":")
+    return (session_id, int(seq_id) // CLONE_STRIDE) if seq_id.isdigit() else None
+
+
+def _sequence_ids(request_id: str, num_samples: int) -> tuple[str, ...]:
+    return tuple(f"{request_id}:{i}" for i in range(num_samples))

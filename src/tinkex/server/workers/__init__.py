@@ -1,0 +1,1 @@
+"""Processes that compute, and which model lives on which of them."""

@@ -1,0 +1,243 @@
+"""Reach an engine in a child process, notice when it dies, and start it again.
+
+`ProcessWorker` is the server's `Worker`: jobs go out and events come back over a socket pair. When
+the child dies every job it held fails with `WorkerLostError` and a new child is started at once;
+`generation` counts the children, so that the owner of an adapter can tell whether its memory is
+still the one it knew. This module does not know what an adapter is and restores nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tinkex.engine.jobs import Done, Event, Failed, Job, Result
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.workers.worker import HEADER, Cancel, Ready, Refused, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+OnEvent = Callable[[Event], None]
+BURST = 16
+"""Events handled before others get a turn: a burst of results must not delay a heartbeat."""
+
+
+class ProcessWorker:
+    """One child process with one engine. Create it, `await start()`, then `run` jobs."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        name: str = "worker",
+        start_timeout_s: float = 300.0,
+        on_refusal: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.generation = 0
+        self.refusal = ""
+        """Why the engine cannot run with its settings at all; empty while it can."""
+        self._on_refusal = on_refusal
+        self._spec = spec
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._pending: dict[str, tuple[asyncio.Future[Result], OnEvent | None]] = {}
+        self._ready = asyncio.Event()
+        self._closing = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self._broken: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    async def start(self) -> None:
+        """Begin starting the child. Jobs wait until it is ready."""
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(
+                self._supervise(), name=f"{self.name}-supervisor"
+            )
+
+    async def run(self, job: Job, on_event: OnEvent | None = None) -> Result:
+        """Run one job; see `tinkex.engine.jobs.Worker` for what it raises."""
+        if not self._ready.is_set():
+            await self.wait_ready()
+        return await self.post(job, on_event)
+
+    async def wait_ready(self) -> None:
+        """Wait until the child takes jobs.
+
+        Raises:
+            EngineError: It did not start in time.
+        """
+        if self._ready.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
+        except TimeoutError as exc:
+            reason = self._broken or f"{self.name} did not start in {self._start_timeout_s:g} s"
+            raise EngineError(f"{reason}; see the server's log.") from exc
+
+    def post(
+        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
+    ) -> asyncio.Future[Result]:
+        """Send a job at once, in the order of the calls. Cancelling the future cancels the job.
+
+        Args:
+            generation: The child the job is meant for; another one would not know its adapter.
+        """
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        if not self._ready.is_set() or generation not in (None, self.generation):
+            future.set_exception(WorkerLostError(f"{self.name} is not the one that was meant"))
+            return future
+        self._pending[job.job_id] = (future, on_event)
+        future.add_done_callback(lambda done: self._forget(job.job_id, done))
+        self._send(job)
+        return future
+
+    def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
+        if self._pending.pop(job_id, None) is not None and future.cancelled():
+            self._cancel_soon(job_id)
+
+    def _cancel_soon(self, job_id: str) -> None:
+        if self._ready.is_set():
+            self._send(Cancel(job_id))
+
+    async def cancel(self, job_id: str) -> None:
+        self._cancel_soon(job_id)
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._writer is not None:
+            self._writer.close()
+        if self._supervisor is not None:
+            await self._stop_child()
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        self._fail_pending()
+
+    # ---------------------------------------------------------------------------- the child
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while not self._closing:
+            started = time.monotonic()
+            reader, self._writer = await self._spawn()
+            try:
+                await self._read_events(reader)
+            except (EOFError, ConnectionError, asyncio.IncompleteReadError):
+                pass
+            except Exception:
+                logger.exception("%s sent something unreadable", self.name)
+            self._ready.clear()
+            code = await self._stop_child()
+            self._fail_pending()
+            if self._closing:
+                return
+            if self.refusal:
+                self._broken = self.refusal
+                if self._on_refusal is not None:
+                    self._on_refusal()
+                return
+            failures = failures + 1 if time.monotonic() - started < 5 else 0
+            logger.warning("%s ended with code %s; starting it again", self.name, code)
+            if failures:
+                self._broken = f"{self.name} ended with code {code} right after its start"
+                await asyncio.sleep(min(2 ** (failures - 1) * 0.1, 10.0))
+
+    async def _spawn(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        ours, theirs = socket.socketpair()
+        # A thread of the mathematics that waits for its peers spins for a moment, then sleeps.
+        # Spinning on made decoding five times slower beside another busy process; sleeping at
+        # once (which other OpenMP libraries than GNU's are told) costs a tenth when alone.
+        env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **os.environ}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tinkex.server.workers.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=env,
+        )
+        theirs.close()
+        self.generation += 1
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
+        writer.write(_frame(self._spec))
+        return reader, writer
+
+    async def _read_events(self, reader: asyncio.StreamReader) -> None:
+        for count in itertools.count():
+            if count % BURST == 0:
+                await asyncio.sleep(0)  # reading buffered frames never yields by itself
+            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            message = pickle.loads(await reader.readexactly(size))
+            if isinstance(message, Ready):
+                self._broken = ""
+                self._ready.set()
+            elif isinstance(message, Refused):
+                self.refusal = message.text
+            else:
+                self._deliver(message)
+
+    async def _stop_child(self) -> int | None:
+        process = self._process
+        if process is None:
+            return None
+        if self._writer is not None:
+            self._writer.close()
+        for _ in range(50):
+            if process.poll() is not None:
+                return process.returncode
+            await asyncio.sleep(0.02)
+        process.kill()
+        return await asyncio.to_thread(process.wait)
+
+    # ---------------------------------------------------------------------------- jobs
+
+    def _send(self, message: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(_frame(message))
+
+    def _deliver(self, event: Event) -> None:
+        future, on_event = self._pending.get(event.job_id, (None, None))
+        if isinstance(event, Done):
+            if future is not None and not future.done():
+                future.set_result(event.result)
+        elif isinstance(event, Failed):
+            if future is not None and not future.done():
+                _fail(future, event)
+        elif on_event is not None:
+            on_event(event)
+
+    def _fail_pending(self) -> None:
+        for future, _ in list(self._pending.values()):
+            if not future.done():
+                future.set_exception(WorkerLostError(f"{self.name} died while the job ran"))
+                future.exception()  # a job nobody waits for any more must not log a warning
+
+
+def _fail(future: asyncio.Future[Result], event: Failed) -> None:
+    if event.category == "cancelled":
+        future.cancel()
+    elif event.category == "user":
+        future.set_exception(InvalidInputError(event.message))
+    else:
+        future.set_exception(EngineError(event.message))
+
+
+def _frame(value: Any) -> bytes:
+    payload = pickle.dumps(value, protocol=5)
+    return HEADER.pack(len(payload)) + payload

@@ -1,0 +1,1 @@
+"""Values that training and sampling are made of."""

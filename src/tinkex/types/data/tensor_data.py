@@ -1,0 +1,383 @@
+"""Numbers with a dtype and a shape, dense or as sparse rows: what losses take and give.
+
+Only float32 and int64 exist on the wire. The array inside is read-only and never shared with the
+caller; torch is imported only by the methods that name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.errors import InvalidInputError
+from tinkex.types._value import Value, comparable, set_field
+from tinkex.types.data.arrays import as_numpy, pack_flat, wire_array
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TensorDtype(StrEnum):
+    """The two element types that travel."""
+
+    INT64 = "int64"
+    FLOAT32 = "float32"
+
+
+_FLOAT, _INT = TensorDtype.FLOAT32, TensorDtype.INT64
+_NUMPY: dict[TensorDtype, np.dtype[Any]] = {_FLOAT: np.dtype("<f4"), _INT: np.dtype("<i8")}
+
+
+class _Fields:
+    """The storage of a TensorData, not frozen yet.
+
+    Results hold one tensor per datum, and filling plain slots and then turning the object into its
+    frozen subclass takes a third of the time of setting frozen fields one by one.
+    """
+
+    __slots__ = ("_col", "_crow", "_list", "_shape", "_source", "array")
+    array: NDArray[Any]
+    _shape: tuple[int, ...] | None
+    _crow: NDArray[np.int64] | None
+    _col: NDArray[np.int64] | None
+    _list: list[Any] | None
+    # The caller's own doubles, kept because SDK 0.4.1 sends them unrounded.
+    _source: Any
+
+
+class TensorData(_Fields, Value):
+    """An immutable tensor. `data` is its flat list, `array` its numpy array (read-only, no copy).
+
+    With `sparse_crow_indices` and `sparse_col_indices` it is a 2-D tensor in compressed sparse
+    rows: `data` holds the stored values only, and absent cells read as the pad value.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        data: Any = None,
+        dtype: str | None = None,
+        shape: Sequence[int] | None = None,
+        sparse_crow_indices: Any = None,
+        sparse_col_indices: Any = None,
+    ) -> None:
+        array, source = _ingest(data, dtype)
+        if sparse_crow_indices is None and sparse_col_indices is None:
+            array, sizes = _shaped(array, shape)
+            self._fill(array, sizes, source=source)
+        else:
+            crow, col = _indices(sparse_crow_indices, sparse_col_indices)
+            self._fill(array, _checked_csr(array, crow, col, shape), crow, col, source)
+
+    def _fill(
+        self,
+        array: NDArray[Any],
+        shape: tuple[int, ...] | None,
+        crow: NDArray[np.int64] | None = None,
+        col: NDArray[np.int64] | None = None,
+        source: Any = None,
+    ) -> None:
+        set_field(self, "array", array)
+        set_field(self, "_shape", shape)
+        set_field(self, "_crow", crow)
+        set_field(self, "_col", col)
+        set_field(self, "_list", None)
+        set_field(self, "_source", source)
+
+    @classmethod
+    def wrap(
+        cls,
+        array: NDArray[Any],
+        crow: NDArray[np.int64] | None = None,
+        col: NDArray[np.int64] | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Self:
+        """Take a float32 or int64 array as it is, without a copy or a check."""
+        made = _Fields()
+        made.array = array
+        made._shape = array.shape if shape is None else shape
+        made._crow = crow
+        made._col = col
+        made._list = made._source = None
+        made.__class__ = cls
+        return made  # type: ignore[return-value]
+
+    @classmethod
+    def wrap_flat(cls, array: NDArray[Any]) -> Self:
+        """Like `wrap`, for a 1-D array that came without a shape."""
+        made = cls.__new__(cls)
+        made._fill(array, None)
+        return made
+
+    # -------------------------------------------------------------------------------- reading
+
+    @property
+    def dtype(self) -> TensorDtype:
+        return _FLOAT if self.array.dtype.kind == "f" else _INT
+
+    @property
+    def data(self) -> list[Any]:
+        """The values as a flat list; for a sparse tensor the stored ones. Made on first use."""
+        if self._list is None:
+            set_field(self, "_list", self.array.ravel().tolist())
+        return self._list  # type: ignore[return-value]
+
+    @property
+    def shape(self) -> list[int] | None:
+        return None if self._shape is None else list(self._shape)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self._crow is not None
+
+    @property
+    def crow_array(self) -> NDArray[np.int64] | None:
+        """Row starts of a sparse tensor as an array (read-only)."""
+        return self._crow
+
+    @property
+    def col_array(self) -> NDArray[np.int64] | None:
+        """Column of each stored value of a sparse tensor as an array (read-only)."""
+        return self._col
+
+    @property
+    def sparse_crow_indices(self) -> list[int] | None:
+        return None if self._crow is None else self._crow.tolist()
+
+    @property
+    def sparse_col_indices(self) -> list[int] | None:
+        return None if self._col is None else self._col.tolist()
+
+    def to_numpy(self, pad_value: int = 0) -> NDArray[Any]:
+        """A dense array of the caller's own; absent cells of a sparse tensor become `pad_value`."""
+        if isinstance(pad_value, bool) or not isinstance(pad_value, int):
+            raise InvalidInputError(f"expected an int, got {pad_value!r}", path="pad_value")
+        if self._crow is None or self._col is None or self._shape is None:
+            return self.array.copy()
+        dense = np.full(self._shape, pad_value, dtype=self.array.dtype)
+        rows = np.repeat(np.arange(self._shape[0]), np.diff(self._crow))
+        dense[rows, self._col] = self.array
+        return dense
+
+    def to_torch(self, pad_value: int = 0) -> torch.Tensor:
+        """A dense torch tensor of the caller's own."""
+        import torch
+
+        return torch.from_numpy(self.to_numpy(pad_value))
+
+    def tolist(self, pad_value: int = 0) -> list[Any]:
+        """A nested list in the tensor's shape."""
+        result: list[Any] = self.to_numpy(pad_value).tolist()
+        return result
+
+    # -------------------------------------------------------------------------------- making
+
+    @classmethod
+    def from_numpy(cls, array: NDArray[Any]) -> Self:
+        """Copy an array: floats become float32, integers int64; the shape is kept."""
+        made = cls.__new__(cls)
+        copy = wire_array(np.asarray(array), path="data")
+        made._fill(copy, copy.shape, source=_lossy_source(array, copy))
+        return made
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> Self:
+        """Copy a tensor from any device; bfloat16 and float16 are widened."""
+        return cls.from_numpy(as_numpy(tensor, path="data"))
+
+    @classmethod
+    def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> Self:
+        """Copy a 2-D tensor, leaving out cells equal to `pad_value` when that is smaller."""
+        return cls.from_numpy_sparse(as_numpy(tensor, path="data"), pad_value)
+
+    @classmethod
+    def from_numpy_sparse(cls, array: NDArray[Any], pad_value: int = 0) -> Self:
+        """Like `from_torch_sparse`, from a numpy array."""
+        dense = wire_array(np.asarray(array), path="data")
+        if dense.ndim != 2:
+            raise InvalidInputError(f"expected a 2-D tensor, got {dense.ndim}-D", path="data")
+        rows, cols = np.nonzero(dense != pad_value)
+        num_rows, num_cols = dense.shape
+        if num_rows + 1 + 2 * len(rows) >= num_rows * num_cols:
+            return cls.wrap(dense)
+        counts = np.bincount(rows, minlength=num_rows)
+        crow = np.concatenate(([0], np.cumsum(counts))).astype("<i8")
+        values = np.ascontiguousarray(dense[rows, cols])
+        return cls.wrap(values, crow, cols.astype("<i8"), (num_rows, num_cols))
+
+    # -------------------------------------------------------------------------------- value
+
+    def _content(self) -> tuple[Any, ...]:
+        indices = (comparable(self._crow), comparable(self._col))
+        return (self.dtype, self._shape, comparable(self.array), *indices)
+
+    def __repr__(self) -> str:
+        text = f"TensorData(data={self.data!r}, dtype={str(self.dtype)!r}, shape={self.shape!r}"
+        if self.is_sparse:
+            text += f", sparse_crow_indices={self.sparse_crow_indices!r}"
+            text += f", sparse_col_indices={self.sparse_col_indices!r}"
+        return text + ")"
+
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        names = ("shape", "sparse_crow_indices", "sparse_col_indices")
+        data, dtype = value.get("data"), value.get("dtype")
+        if not isinstance(data, list):
+            raise InvalidInputError(f"expected a list, got {type(data).__name__}", path="data")
+        if not isinstance(dtype, str):
+            raise InvalidInputError(f"expected 'float32' or 'int64', got {dtype!r}", path="dtype")
+        return cls(data, dtype, *(_listed(value, name) for name in names))
+
+    def to_dict(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"data": self.data, "dtype": str(self.dtype)}
+        if self._shape is not None:
+            fields["shape"] = self.shape
+        if self.is_sparse:
+            fields["sparse_crow_indices"] = self.sparse_crow_indices
+            fields["sparse_col_indices"] = self.sparse_col_indices
+        return fields
+
+
+def from_list(values: list[Any] | tuple[Any, ...], dtype: str) -> TensorData:
+    """A flat or nested list in a given dtype; nested lists must be rectangular."""
+    array, source = _ingest(values, dtype)
+    made = TensorData.__new__(TensorData)
+    made._fill(array, array.shape, source=source)
+    return made
+
+
+def _listed(value: dict[str, Any], name: str) -> list[Any] | None:
+    found = value.get(name)
+    if found is not None and not isinstance(found, list):
+        raise InvalidInputError(f"expected a list, got {type(found).__name__}", path=name)
+    return found
+
+
+def _parse_dtype(dtype: str | None) -> TensorDtype | None:
+    if dtype is None:
+        return None
+    try:
+        return TensorDtype(dtype)
+    except ValueError:
+        raise InvalidInputError(
+            f"expected 'float32' or 'int64', got {dtype!r}", path="dtype"
+        ) from None
+
+
+def _ingest(data: Any, dtype: str | None) -> tuple[NDArray[Any], Any]:
+    """The values as a read-only wire array, and the caller's doubles where rounding lost digits."""
+    kind = _parse_dtype(dtype)
+    if data is None:
+        data = []
+    if isinstance(data, (list, tuple)):
+        if kind is None:
+            raise InvalidInputError("is needed when data is a list", path="dtype")
+        if data and isinstance(data[0], (list, tuple, np.ndarray)):
+            return _ingest_nested(data, kind), None
+        return pack_flat(data, kind.value, path="data"), tuple(data) if kind is _FLOAT else None
+    array = as_numpy(data, path="data")
+    copy = wire_array(array, path="data")
+    if kind is not None and copy.dtype != _NUMPY[kind]:
+        if kind is _INT:
+            raise InvalidInputError(
+                f"dtype is int64 but the array is {array.dtype}. Round it first.", path="data"
+            )
+        copy = copy.astype("<f4")
+        copy.setflags(write=False)
+    return copy, _lossy_source(array, copy)
+
+
+def _ingest_nested(data: list[Any] | tuple[Any, ...], kind: TensorDtype) -> NDArray[Any]:
+    try:
+        array = np.array(data)
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise InvalidInputError(
+            "nested lists must be rectangular: every row needs the same length", path="data"
+        ) from exc
+    if array.size and (array.dtype.kind not in "if" or (kind is _INT and array.dtype.kind == "f")):
+        raise InvalidInputError(f"expected {kind} values, got {array.dtype}", path="data")
+    narrow = array.astype(_NUMPY[kind])
+    narrow.setflags(write=False)
+    return narrow
+
+
+def _lossy_source(given: Any, copy: NDArray[Any]) -> Any:
+    if copy.dtype.kind != "f" or getattr(given, "dtype", None) != np.float64:
+        return None
+    wide = np.asarray(given)
+    return None if np.array_equal(wide, copy, equal_nan=True) else wide.ravel().copy()
+
+
+def _shaped(
+    array: NDArray[Any], shape: Sequence[int] | None
+) -> tuple[NDArray[Any], tuple[int, ...] | None]:
+    if shape is None:
+        return array, None if array.ndim == 1 else array.shape
+    sizes = _checked_sizes(shape)
+    expected = 1
+    for size in sizes:
+        expected *= size
+    if expected != array.size:
+        raise InvalidInputError(
+            f"expected {expected} values for shape {list(sizes)}, got {array.size}"
+        )
+    return array.reshape(sizes), sizes
+
+
+def _checked_sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) > 32:
+        raise InvalidInputError(f"at most 32 dimensions, got {len(shape)}", path="shape")
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 0:
+            raise InvalidInputError(f"sizes must be 0 or more, got {list(shape)}", path="shape")
+    return tuple(int(size) for size in shape)
+
+
+def _indices(crow: Any, col: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    if crow is None or col is None:
+        raise InvalidInputError(
+            "a sparse tensor needs both sparse_crow_indices and sparse_col_indices",
+            path="sparse_col_indices" if col is None else "sparse_crow_indices",
+        )
+    return _index_array(crow, "sparse_crow_indices"), _index_array(col, "sparse_col_indices")
+
+
+def _index_array(values: Any, path: str) -> NDArray[np.int64]:
+    if isinstance(values, (list, tuple)):
+        return pack_flat(values, "int64", path=path)
+    return wire_array(as_numpy(values, path=path).astype(np.int64), path=path).ravel()
+
+
+def _checked_csr(
+    values: NDArray[Any],
+    crow: NDArray[np.int64],
+    col: NDArray[np.int64],
+    shape: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The dense shape of a consistent sparse tensor."""
+    sizes = _checked_sizes(shape or ())
+    if len(sizes) != 2:
+        raise InvalidInputError(f"a sparse tensor needs a 2-D shape, got {shape}", path="shape")
+    if len(crow) != sizes[0] + 1:
+        raise InvalidInputError(
+            f"expected {sizes[0] + 1} values, got {len(crow)}", path="sparse_crow_indices"
+        )
+    if values.ndim != 1 or len(col) != values.size:
+        raise InvalidInputError(
+            f"expected {values.size} values, got {len(col)}", path="sparse_col_indices"
+        )
+    if crow[0] != 0 or crow[-1] != values.size or (np.diff(crow) < 0).any():
+        raise InvalidInputError(
+            f"must rise from 0 to {values.size}, the number of values", path="sparse_crow_indices"
+        )
+    if col.size and (col.min() < 0 or col.max() >= sizes[1]):
+        raise InvalidInputError(
+            f"columns must be in 0..{sizes[1] - 1}, got {int(col.min())}..{int(col.max())}",
+            path="sparse_col_indices",
+        )
+    return sizes

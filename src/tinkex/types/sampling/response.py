@@ -1,0 +1,301 @@
+"""What sampling gives back: sequences, and logprobs of the prompt when they were asked for.
+
+Arrays are the truth; the list properties of the older SDK are made from them on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.errors import InvalidInputError
+from tinkex.types._value import Value, comparable, nest, readonly, set_field, short
+from tinkex.types.data.arrays import pack_flat, token_array
+from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.data.topk_logprobs import TopkList, TopkLogprobs
+from tinkex.types.sampling.stop_reason import StopReason
+
+
+@dataclass(frozen=True)
+class PromptAltTokens:
+    """Alternative draws at each prompt position: row i belongs to prompt position i + 1."""
+
+    tokens: TensorData
+    logprobs: TensorData
+
+
+class SampledSequence(Value):
+    """One sampled sequence. `tokens`, `logprobs` and `topk_logprobs` are lists made on first use.
+
+    `sequence_id` is empty when the server is too old to give ids.
+    """
+
+    __slots__ = (
+        "_logprobs",
+        "_tokens",
+        "logprobs_np",
+        "sequence_id",
+        "stop_reason",
+        "tokens_np",
+        "topk_logprobs_np",
+    )
+    stop_reason: StopReason
+    sequence_id: str
+    tokens_np: NDArray[np.int32]
+    logprobs_np: NDArray[np.float32] | None
+    topk_logprobs_np: TopkLogprobs | None
+    _tokens: list[int] | None
+    _logprobs: list[float] | None
+
+    def __init__(
+        self,
+        stop_reason: str,
+        sequence_id: str = "",
+        tokens_np: Any = None,
+        logprobs_np: Any = None,
+        topk_logprobs_np: TopkLogprobs | None = None,
+        *,
+        tokens: Any = None,
+        logprobs: Any = None,
+        topk_logprobs: TopkList | None = None,
+    ) -> None:
+        given = tokens if tokens_np is None else tokens_np
+        values = logprobs if logprobs_np is None else logprobs_np
+        if topk_logprobs is not None and topk_logprobs_np is None:
+            topk_logprobs_np = TopkLogprobs.from_list(topk_logprobs)
+        set_field(self, "stop_reason", parse_stop_reason(stop_reason))
+        set_field(self, "sequence_id", sequence_id)
+        set_field(self, "tokens_np", token_array([] if given is None else given))
+        set_field(self, "logprobs_np", None if values is None else logprob_array(values))
+        set_field(self, "topk_logprobs_np", topk_logprobs_np)
+        set_field(self, "_tokens", None)
+        set_field(self, "_logprobs", None)
+
+    @classmethod
+    def wrap(
+        cls,
+        stop_reason: StopReason,
+        sequence_id: str,
+        tokens_np: NDArray[np.int32],
+        logprobs_np: NDArray[np.float32] | None,
+        topk_logprobs_np: TopkLogprobs | None = None,
+    ) -> Self:
+        """Take arrays of the right dtype as they are."""
+        made = cls.__new__(cls)
+        set_field(made, "stop_reason", stop_reason)
+        set_field(made, "sequence_id", sequence_id)
+        set_field(made, "tokens_np", tokens_np)
+        set_field(made, "logprobs_np", logprobs_np)
+        set_field(made, "topk_logprobs_np", topk_logprobs_np)
+        set_field(made, "_tokens", None)
+        set_field(made, "_logprobs", None)
+        return made
+
+    @property
+    def tokens(self) -> list[int]:
+        if self._tokens is None:
+            set_field(self, "_tokens", self.tokens_np.tolist())
+        return self._tokens  # type: ignore[return-value]
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        if self._logprobs is None and self.logprobs_np is not None:
+            set_field(self, "_logprobs", self.logprobs_np.tolist())
+        return self._logprobs
+
+    @property
+    def topk_logprobs(self) -> TopkList | None:
+        return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
+
+    def _content(self) -> tuple[Any, ...]:
+        logprobs = comparable(self.logprobs_np)
+        tokens = self.tokens_np.tobytes()
+        return (self.stop_reason, self.sequence_id, tokens, logprobs, self.topk_logprobs_np)
+
+    def __repr__(self) -> str:
+        return (
+            f"SampledSequence(stop_reason={str(self.stop_reason)!r}, "
+            f"sequence_id={self.sequence_id!r}, tokens={self.tokens!r}, logprobs={self.logprobs!r})"
+        )
+
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        tokens, logprobs = value.get("tokens"), value.get("logprobs")
+        if not isinstance(tokens, list):
+            raise InvalidInputError("expected a list of token ids", path="tokens")
+        if logprobs is not None and not isinstance(logprobs, list):
+            raise InvalidInputError("expected a list of numbers", path="logprobs")
+        topk = value.get("topk_logprobs")
+        if topk is not None and not isinstance(topk, list):
+            raise InvalidInputError("expected a list", path="topk_logprobs")
+        sequence_id = value.get("sequence_id") or ""
+        if not isinstance(sequence_id, str):
+            raise InvalidInputError("expected text", path="sequence_id")
+        return cls(
+            value.get("stop_reason", ""),
+            sequence_id,
+            tokens=tokens,
+            logprobs=logprobs,
+            topk_logprobs=topk,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"stop_reason": str(self.stop_reason), "tokens": self.tokens}
+        if self.sequence_id:
+            fields["sequence_id"] = self.sequence_id
+        if self.logprobs_np is not None:
+            fields["logprobs"] = _nan_to_none(self.logprobs_np)
+        if self.topk_logprobs is not None:
+            fields["topk_logprobs"] = self.topk_logprobs
+        return fields
+
+
+class SampleResponse(Value):
+    """The sequences sampled from one prompt, in the order of their sample index."""
+
+    __slots__ = (
+        "_prompt_logprobs",
+        "prompt_alt_tokens",
+        "prompt_cache_hit_tokens",
+        "prompt_logprobs_np",
+        "sequences",
+        "target_prompt_logprobs",
+        "topk_prompt_logprobs_np",
+    )
+    sequences: list[SampledSequence]
+    prompt_logprobs_np: NDArray[np.float32] | None
+    topk_prompt_logprobs_np: TopkLogprobs | None
+    target_prompt_logprobs: TensorData | None
+    prompt_cache_hit_tokens: int
+    prompt_alt_tokens: PromptAltTokens | None
+    _prompt_logprobs: list[float | None] | None
+
+    __hash__ = None  # type: ignore[assignment]
+    type: Literal["sample"] = "sample"
+
+    def __init__(
+        self,
+        sequences: Sequence[SampledSequence],
+        prompt_logprobs_np: Any = None,
+        topk_prompt_logprobs_np: TopkLogprobs | None = None,
+        target_prompt_logprobs: TensorData | None = None,
+        prompt_cache_hit_tokens: int = 0,
+        prompt_alt_tokens: PromptAltTokens | None = None,
+        *,
+        prompt_logprobs: Sequence[float | None] | None = None,
+        topk_prompt_logprobs: TopkList | None = None,
+        type: Literal["sample"] = "sample",
+    ) -> None:
+        values = prompt_logprobs if prompt_logprobs_np is None else prompt_logprobs_np
+        array = None if values is None else logprob_array(values, path="prompt_logprobs")
+        if topk_prompt_logprobs is not None and topk_prompt_logprobs_np is None:
+            topk_prompt_logprobs_np = TopkLogprobs.from_list(topk_prompt_logprobs)
+        set_field(self, "sequences", list(sequences))
+        set_field(self, "prompt_logprobs_np", array)
+        set_field(self, "topk_prompt_logprobs_np", topk_prompt_logprobs_np)
+        set_field(self, "target_prompt_logprobs", target_prompt_logprobs)
+        set_field(self, "prompt_cache_hit_tokens", prompt_cache_hit_tokens)
+        set_field(self, "prompt_alt_tokens", prompt_alt_tokens)
+        set_field(self, "_prompt_logprobs", None)
+
+    @property
+    def prompt_logprobs(self) -> list[float | None] | None:
+        """One logprob per prompt token; None where there is none, as at position 0."""
+        if self._prompt_logprobs is None and self.prompt_logprobs_np is not None:
+            set_field(self, "_prompt_logprobs", _nan_to_none(self.prompt_logprobs_np))
+        return self._prompt_logprobs
+
+    @property
+    def topk_prompt_logprobs(self) -> TopkList | None:
+        topk = self.topk_prompt_logprobs_np
+        return None if topk is None else topk.tolist()
+
+    def _content(self) -> tuple[Any, ...]:
+        logprobs = comparable(self.prompt_logprobs_np)
+        targets, alternatives = self.target_prompt_logprobs, self.prompt_alt_tokens
+        hits = self.prompt_cache_hit_tokens
+        return (
+            self.sequences,
+            logprobs,
+            self.topk_prompt_logprobs_np,
+            targets,
+            hits,
+            alternatives,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"SampleResponse(sequences={self.sequences!r}, "
+            f"prompt_logprobs={self.prompt_logprobs!r})"
+        )
+
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        listed = value.get("sequences")
+        if not isinstance(listed, list):
+            raise InvalidInputError("expected a list", path="sequences")
+        sequences = []
+        for index, item in enumerate(listed):
+            try:
+                sequences.append(SampledSequence._validate(item))
+            except InvalidInputError as exc:
+                raise nest(exc, f"sequences[{index}]") from exc
+        for name in ("prompt_logprobs", "topk_prompt_logprobs"):
+            if not isinstance(value.get(name), (list, type(None))):
+                raise InvalidInputError("expected a list", path=name)
+        return cls(
+            sequences,
+            prompt_logprobs=value.get("prompt_logprobs"),
+            topk_prompt_logprobs=value.get("topk_prompt_logprobs"),
+            prompt_cache_hit_tokens=_count(value.get("prompt_cache_hit_tokens")),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "sequences": [sequence.to_dict() for sequence in self.sequences],
+            "type": self.type,
+            "prompt_cache_hit_tokens": self.prompt_cache_hit_tokens,
+        }
+        if self.prompt_logprobs_np is not None:
+            fields["prompt_logprobs"] = self.prompt_logprobs
+        if self.topk_prompt_logprobs is not None:
+            fields["topk_prompt_logprobs"] = self.topk_prompt_logprobs
+        return fields
+
+
+def parse_stop_reason(value: str) -> StopReason:
+    try:
+        return StopReason(value)
+    except ValueError:
+        known = ", ".join(StopReason)
+        raise InvalidInputError(
+            f"unknown stop reason {short(value)}; known: {known}", path="stop_reason"
+        ) from None
+
+
+def logprob_array(values: Any, *, path: str = "logprobs") -> NDArray[np.float32]:
+    """float32 logprobs from a list (None becomes NaN) or an array."""
+    if not isinstance(values, (list, tuple)):
+        return readonly(np.array(values, dtype="<f4"))
+    if None in values:
+        values = [float("nan") if value is None else value for value in values]
+    return pack_flat(values, "float32", path=path)
+
+
+def _nan_to_none(array: NDArray[np.float32]) -> list[float | None]:
+    values = array.tolist()
+    for index in np.flatnonzero(np.isnan(array)).tolist():
+        values[index] = None
+    return values  # type: ignore[no-any-return]
+
+
+def _count(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+        raise InvalidInputError(f"expected a count, got {value!r}", path="prompt_cache_hit_tokens")
+    return value

@@ -1,0 +1,1 @@
+"""Sessions, promises, and what a server says about itself."""

@@ -1,0 +1,135 @@
+"""Promises: a request that was accepted, and the ways its result can be asked for."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from tinkex.types._models import Listing, Request, Response, member_of
+from tinkex.types.service.identifiers import ModelID, RequestID
+from tinkex.types.service.request_error import RequestErrorCategory
+from tinkex.types.training.forward_backward import ForwardBackwardOutput
+from tinkex.types.training.models import CreateModelResponse, UnloadModelResponse
+from tinkex.types.training.optimizer import OptimStepResponse
+from tinkex.types.training.weights import (
+    LoadWeightsResponse,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
+
+
+class QueueState(StrEnum):
+    """Why a request waits. A text this SDK does not know reads as `UNKNOWN`."""
+
+    ACTIVE = "active"
+    PAUSED_RATE_LIMIT = "paused_rate_limit"
+    PAUSED_CAPACITY = "paused_capacity"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> QueueState:
+        folded = str(value).lower()
+        return next((member for member in cls if member.value == folded), cls.UNKNOWN)
+
+
+class UntypedAPIFuture(Response):
+    """The promise a server gives for every submitted request."""
+
+    request_id: RequestID
+    model_id: ModelID | None = None
+    sample_sequence_ids: Listing[str] | None = None
+
+
+class FutureRetrieveRequest(Request):
+    """Ask for a result. With `allow_metadata_only` a large one may first answer with its size."""
+
+    request_id: RequestID
+    allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(Request):
+    """Say that nobody waits for this result any more."""
+
+    request_id: RequestID
+
+
+class TryAgainResponse(Response):
+    """Not ready yet. `queue_state_reason` says why in words."""
+
+    type: Literal["try_again"] = "try_again"
+    request_id: RequestID
+    queue_state: Annotated[QueueState, member_of(QueueState)] = QueueState.ACTIVE
+    queue_state_reason: str | None = None
+
+
+class CompleteMetadataResponse(Response):
+    """Ready, and this large; ask again with `allow_metadata_only` off."""
+
+    status: Literal["complete_metadata"] = "complete_metadata"
+    response_payload_size: int
+
+
+class RequestFailedResponse(Response):
+    """The request ended in an error; `category` says who can fix it."""
+
+    error: str
+    category: Annotated[RequestErrorCategory, member_of(RequestErrorCategory)]
+
+
+class SamplingSessionFuturesTarget(Request):
+    """All results of one copy of one sampling session."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+class FuturesRetrieveRequest(Request):
+    """Ask which of many results are ready; the server may forget `retrieved_request_ids`."""
+
+    target: SamplingSessionFuturesTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: Listing[str] = []
+
+
+class FutureFinished(Response):
+    """A result that is ready, with its size when the server says it."""
+
+    state: Literal["finished"] = "finished"
+    request_id: RequestID
+    response_payload_uncompressed_size: int | None = None
+
+
+class FutureFailed(Response):
+    """A request that ended in an error; fetch it to learn which."""
+
+    state: Literal["failed"] = "failed"
+    request_id: RequestID
+
+
+FutureCompletion: TypeAlias = Annotated[FutureFinished | FutureFailed, Field(discriminator="state")]
+
+
+class FuturesRetrieveResponse(Response):
+    """What came to an end since the last cursor."""
+
+    completions: Listing[FutureCompletion]
+    cursor: int
+
+
+FutureRetrieveResponse: TypeAlias = (
+    TryAgainResponse
+    | ForwardBackwardOutput
+    | OptimStepResponse
+    | SaveWeightsResponse
+    | LoadWeightsResponse
+    | SaveWeightsForSamplerResponse
+    | SaveWeightsExternalResponse
+    | CreateModelResponse
+    | UnloadModelResponse
+    | RequestFailedResponse
+)

@@ -1,0 +1,110 @@
+"""Finding sessions by owner, name, status or metadata."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AwareDatetime, Field
+
+from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types.service.session_status import ClientSessionFinishReasonType, SessionStatus
+
+
+class OwnSearchOwner(Request):
+    """Sessions of the caller."""
+
+    type: Literal["own"] = "own"
+
+
+class AccessibleSearchOwner(Request):
+    """Sessions the caller may see."""
+
+    type: Literal["accessible"] = "accessible"
+
+
+class UserSearchOwner(Request):
+    """Sessions of one to ten named users."""
+
+    type: Literal["user"] = "user"
+    owner_urns: Listing[str] = Field(min_length=1, max_length=10)
+
+
+SearchOwner: TypeAlias = Annotated[
+    OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")
+]
+
+
+class ActiveSessionStatusQuery(Request):
+    """Sessions that are still open."""
+
+    type: Literal["active"] = "active"
+
+
+class CancelledSessionStatusQuery(Request):
+    """Sessions that were cancelled."""
+
+    type: Literal["cancelled"] = "cancelled"
+
+
+class FailedSessionStatusQuery(Request):
+    """Sessions the server ended because of a failure."""
+
+    type: Literal["failed"] = "failed"
+
+
+class ClientFinishedSessionStatusQuery(Request):
+    """Sessions their client finished, for any reason or one of `reasons`."""
+
+    type: Literal["client_finished"] = "client_finished"
+    reasons: Listing[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
+
+
+SessionStatusQuery: TypeAlias = Annotated[
+    ActiveSessionStatusQuery
+    | CancelledSessionStatusQuery
+    | FailedSessionStatusQuery
+    | ClientFinishedSessionStatusQuery,
+    Field(discriminator="type"),
+]
+
+
+class SessionSearchCursor(Response):
+    """Where the next page starts."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SessionSearchRequest(Request):
+    """`session_id` and `display_name` widen the search (either matches); all else narrows it."""
+
+    session_id: str | None = None
+    project_ids: Listing[str] | None = None
+    user_metadata: Texts = {}
+    display_name: str | None = Field(default=None, min_length=1)
+    owner: SearchOwner = OwnSearchOwner()
+    statuses: Listing[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    limit: int = Field(default=50, ge=1, le=200)
+    cursor: SessionSearchCursor | None = None
+
+
+class SessionSummary(Response):
+    """One session as a search shows it."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    status: SessionStatus | None = None
+    checkpoints_count: int
+    display_name: str | None = None
+    user_metadata: Texts | None = None
+    checkpoint_storage_bytes: int | None = None
+
+
+class SessionSearchResponse(Response):
+    """One page of sessions; `next_cursor` is None on the last."""
+
+    sessions: Listing[SessionSummary]
+    next_cursor: SessionSearchCursor | None = None

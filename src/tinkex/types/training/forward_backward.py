@@ -1,0 +1,150 @@
+"""A pass over training examples: what is asked, and what comes back per example."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tinkex.types._value import Value, set_field
+from tinkex.types.data.datum import Datum
+from tinkex.types.service.identifiers import ModelID
+from tinkex.types.training.loss import LossFnOutput
+
+
+class _NotGiven:
+    """The default of a field whose None is sent as null and whose absence is not (SDK 0.4.1)."""
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+_NOT_GIVEN: Any = _NotGiven()
+
+
+class ForwardBackwardInput(Value):
+    """Examples, the name of a loss, and its settings."""
+
+    __slots__ = ("_given", "data", "loss_fn", "loss_fn_config")
+    data: list[Datum]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] | None
+    _given: bool
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None = _NOT_GIVEN,
+    ) -> None:
+        given = loss_fn_config is not _NOT_GIVEN
+        set_field(self, "data", list(data))
+        set_field(self, "loss_fn", loss_fn)
+        set_field(self, "loss_fn_config", loss_fn_config if given else None)
+        set_field(self, "_given", given)
+
+    def _content(self) -> tuple[Any, ...]:
+        return (self.data, self.loss_fn, self.loss_fn_config)
+
+    def __repr__(self) -> str:
+        text = f"ForwardBackwardInput({len(self.data)} datums, loss_fn={self.loss_fn!r}"
+        return f"{text}, loss_fn_config={self.loss_fn_config!r})"
+
+
+class _Pass(Value):
+    __slots__ = ("_given", "_input", "model_id", "seq_id")
+    model_id: ModelID
+    seq_id: int | None
+    _input: ForwardBackwardInput
+    _given: bool
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _fill(self, given: ForwardBackwardInput, model_id: ModelID, seq_id: int | None) -> None:
+        has_seq_id = seq_id is not _NOT_GIVEN
+        set_field(self, "_input", given)
+        set_field(self, "model_id", model_id)
+        set_field(self, "seq_id", seq_id if has_seq_id else None)
+        set_field(self, "_given", has_seq_id)
+
+    @property
+    def input(self) -> ForwardBackwardInput:
+        """The input under one name for both kinds of pass."""
+        return self._input
+
+    def _content(self) -> tuple[Any, ...]:
+        return (self._input, self.model_id, self.seq_id)
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"{name}({self._input!r}, model_id={self.model_id!r}, seq_id={self.seq_id!r})"
+
+
+class ForwardBackwardRequest(_Pass):
+    """Compute the loss and gather its gradient."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        forward_backward_input: ForwardBackwardInput,
+        model_id: ModelID,
+        seq_id: int | None = _NOT_GIVEN,
+    ) -> None:
+        self._fill(forward_backward_input, model_id, seq_id)
+
+    @property
+    def forward_backward_input(self) -> ForwardBackwardInput:
+        return self._input
+
+
+class ForwardRequest(_Pass):
+    """Compute the loss only; no gradient is gathered."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        forward_input: ForwardBackwardInput,
+        model_id: ModelID,
+        seq_id: int | None = _NOT_GIVEN,
+    ) -> None:
+        self._fill(forward_input, model_id, seq_id)
+
+    @property
+    def forward_input(self) -> ForwardBackwardInput:
+        return self._input
+
+
+class ForwardBackwardOutput(Value):
+    """Per-example outputs in the order the examples were given, and metrics of the whole batch.
+
+    Metric names end in how chunks of one batch were combined: `loss:sum`, `entropy:mean`.
+    """
+
+    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    loss_fn_output_type: str
+    loss_fn_outputs: list[LossFnOutput]
+    metrics: dict[str, float]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        loss_fn_output_type: str = "",
+        loss_fn_outputs: Sequence[LossFnOutput] = (),
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        set_field(self, "loss_fn_output_type", loss_fn_output_type)
+        set_field(self, "loss_fn_outputs", list(loss_fn_outputs))
+        set_field(self, "metrics", dict(metrics or {}))
+
+    def _content(self) -> tuple[Any, ...]:
+        return (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics)
+
+    def __repr__(self) -> str:
+        return (
+            f"ForwardBackwardOutput(loss_fn_output_type={self.loss_fn_output_type!r}, "
+            f"{len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
+        )

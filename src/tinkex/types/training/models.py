@@ -1,0 +1,79 @@
+"""Models being trained: making one, asking about one, letting one go."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from tinkex.types._models import Request, Response
+from tinkex.types.service.identifiers import ModelID
+from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
+
+
+class LoraConfig(Request):
+    """The shape of a LoRA adapter: its rank, its seed, and which layers get one."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModelRequest(Request):
+    """Start a training run: a fresh adapter on a base model."""
+
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(Response):
+    """The id of the new model, which is also the id of its training run."""
+
+    model_id: ModelID
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfoRequest(Request):
+    """Ask what a model is."""
+
+    model_id: ModelID
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(Response):
+    """What a base model is; `tokenizer_id` names the tokenizer to load."""
+
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(Response):
+    """What a training run is."""
+
+    type: Literal["get_info"] | None = None
+    model_data: ModelData
+    model_id: ModelID
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool | None = None
+    lora_rank: int | None = None
+    model_name: str | None = None
+
+
+class UnloadModelRequest(Request):
+    """Free a model's memory; SDK 0.4.1 only sends this, Tinkex servers still honour it."""
+
+    model_id: ModelID
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Response):
+    """The model that was let go."""
+
+    model_id: ModelID
+    type: Literal["unload_model"] | None = None

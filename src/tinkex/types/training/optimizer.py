@@ -1,0 +1,157 @@
+"""Optimizers: which one a model trains with, and the numbers of one step."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
+
+from tinkex.types._models import Metrics, Request, Response
+from tinkex.types.service.identifiers import ModelID
+
+
+class OptimizerConfigBase(Request):
+    """An optimizer family by name; fields of families unknown here are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class AdamOptimizerConfig(OptimizerConfigBase):
+    """AdamW, the default."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["adamw"] = "adamw"
+
+
+class DimuonOptimizerConfig(OptimizerConfigBase):
+    """Dimuon, a hosted optimizer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["dimuon"] = "dimuon"
+    version: Literal[1] = 1
+
+
+class AdamParams(Request):
+    """One AdamW step. Weight decay is decoupled; `grad_clip_norm` 0 means no clipping."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimParamsBase(Request):
+    """Step parameters of an optimizer family by name; unknown families keep their fields."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+
+class DimuonParams(OptimParamsBase):
+    """One Dimuon step."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["dimuon"] = "dimuon"
+    learning_rate: float = Field(ge=0)
+    grad_clip_norm: float = 0.0
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+
+
+class MuonParams(OptimParamsBase):
+    """One Muon step, an optimizer of Tinkex servers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["muon"] = "muon"
+    learning_rate: float = Field(ge=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class MuonOptimizerConfig(OptimizerConfigBase):
+    """Muon, computed by Tinkex servers; the hosted service refuses it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["muon"] = "muon"
+
+
+_CONFIGS: dict[Any, type[OptimizerConfigBase]] = {
+    "adamw": AdamOptimizerConfig,
+    "dimuon": DimuonOptimizerConfig,
+    "muon": MuonOptimizerConfig,
+}
+_PARAMS: dict[Any, type[OptimParamsBase]] = {"dimuon": DimuonParams, "muon": MuonParams}
+
+
+def _config_by_family(value: Any) -> Any:
+    """Parsed JSON goes to the class its `type` names; an unknown family keeps all its fields."""
+    if not isinstance(value, dict):
+        return value
+    family = value.get("type")
+    model = _CONFIGS.get(family) if isinstance(family, str) else None
+    return (model or OptimizerConfigBase).model_validate(value, strict=True, extra=_extra(model))
+
+
+def _params_by_family(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    family = value.get("type")
+    if family is None:
+        return AdamParams.model_validate(value, strict=True, extra="ignore")
+    model = _PARAMS.get(family) if isinstance(family, str) else None
+    return (model or OptimParamsBase).model_validate(value, strict=True, extra=_extra(model))
+
+
+def _extra(model: object) -> Literal["allow", "ignore"]:
+    return "allow" if model is None else "ignore"
+
+
+OptimizerConfig: TypeAlias = Annotated[
+    SerializeAsAny[OptimizerConfigBase], BeforeValidator(_config_by_family)
+]
+OptimParams: TypeAlias = Annotated[
+    AdamParams | SerializeAsAny[OptimParamsBase], BeforeValidator(_params_by_family)
+]
+_PARAM_NAMES = ("optim_params", "adam_params", "optimizer_params")
+
+
+class OptimStepRequest(Request):
+    """Apply the gathered gradients. `adam_params` and `optimizer_params` are accepted names too."""
+
+    optim_params: OptimParams
+    model_id: ModelID
+    seq_id: int | None = None
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_kind(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        given = [name for name in _PARAM_NAMES if value.get(name) is not None]
+        if len(given) != 1:
+            names = ", ".join(_PARAM_NAMES)
+            raise ValueError(f"expected exactly one of {names}; got {given or 'none of them'}")
+        rest = {key: item for key, item in value.items() if key not in _PARAM_NAMES}
+        return {"optim_params": value[given[0]], **rest}
+
+    @property
+    def adam_params(self) -> AdamParams | None:
+        """The parameters when they are Adam's, as in SDK 0.4.1."""
+        return self.optim_params if isinstance(self.optim_params, AdamParams) else None
+
+
+class OptimStepResponse(Response):
+    """Metrics of the step, such as the gradient norm before clipping."""
+
+    metrics: Metrics | None = None

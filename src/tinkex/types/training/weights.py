@@ -1,0 +1,169 @@
+"""Saving, loading, exporting and copying weights."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+from pydantic import Field
+
+from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types.account.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.types.account.console_urls import checkpoint_url, playground_url
+from tinkex.types.service.identifiers import ModelID
+from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
+
+
+class SaveWeightsRequest(Request):
+    """Save weights and optimizer state under a name, for training to resume from."""
+
+    model_id: ModelID
+    path: str | None = None
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Texts | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsResponse(Response):
+    """`path` is the full `tinker://` path."""
+
+    path: str
+    type: Literal["save_weights"] | None = None
+
+    def get_console_url(self) -> str:
+        return _console_url(self.path)
+
+
+class SaveWeightsForSamplerRequest(Request):
+    """Save weights for sampling: named (`path`), or unnamed with a sampling session number."""
+
+    model_id: ModelID
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    user_metadata: Texts | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsForSamplerResponse(Response):
+    """`path` is the full `tinker://` path to sample from."""
+
+    path: str
+    type: Literal["save_weights_for_sampler"] | None = None
+
+    def get_console_url(self) -> str:
+        return _console_url(self.path)
+
+    def get_playground_url(self) -> str:
+        return playground_url(self.path)
+
+
+class SaveWeightsForSamplerResponseInternal(Response):
+    """What travels: `path` for a named save, `sampling_session_id` for an unnamed one."""
+
+    path: str | None = None
+    sampling_session_id: str | None = None
+    type: Literal["save_weights_for_sampler"] | None = None
+
+
+class SaveWeightsExternalRequest(Request):
+    """Export weights for download, encrypted to up to ten age recipients when given."""
+
+    model_id: ModelID
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: Listing[str] | None = Field(default=None, max_length=10)
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveWeightsExternalResponse(Response):
+    """`path` is the full `tinker://` path of the export."""
+
+    path: str
+    type: Literal["save_weights_external"] | None = None
+
+
+class SaveWeightsExternalResponseInternal(Response):
+    """What travels, with the size of the export when the server says it."""
+
+    path: str | None = None
+    size_bytes: int | None = None
+    type: Literal["save_weights_external"] | None = None
+
+
+class LoadWeightsRequest(Request):
+    """Load a checkpoint into a model (`model_id`, `seq_id`), or into a new one (`session_id` ...).
+
+    Without `optimizer` only the weights are loaded and the optimizer starts afresh.
+    """
+
+    model_id: ModelID | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    path: str
+    optimizer: bool = False
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class LoadWeightsResponse(Response):
+    """What was loaded, and into which model when a new one was made."""
+
+    path: str | None = None
+    model_id: ModelID | None = None
+    type: Literal["load_weights"] | None = None
+
+
+class WeightsInfoRequest(Request):
+    """Ask what a checkpoint was trained from, before loading it."""
+
+    tinker_path: str
+
+
+class WeightsInfoResponse(Response):
+    """What a checkpoint was trained from and which layers it holds."""
+
+    base_model: str
+    optimizer_config: OptimizerConfig = AdamOptimizerConfig()
+    is_lora: bool
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+class CopyWeightsRequest(Request):
+    """Copy a checkpoint into a project."""
+
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    destination_project_id: str | None = None
+    source_path: str
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+class CopyWeightsResponse(Response):
+    """Where the copy lies."""
+
+    tinker_path: str
+
+
+class ExternalWeightsUrlsResponse(Response):
+    """Signed addresses by file name, good until `expires`."""
+
+    urls: Texts
+    expires: datetime
+
+
+def _console_url(tinker_path: str) -> str:
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    return checkpoint_url(parsed.training_run_id, parsed.checkpoint_id)
