@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkex.engine.toy.engine import losses as toy
+from tinkex.engine.toy import losses as toy
 from tinkex.engine.train import losses as real
 
 CASES = [
