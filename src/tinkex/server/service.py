@@ -44,6 +44,8 @@ TICK_S = 5.0
 LOOK_FOR_SILENT_S = 3600.0
 MAX_KNOWN = 2048
 """Numbers of a lane whose request is remembered in memory; older ones are looked up."""
+MAX_GAP = 10_000
+"""How far beyond the highest number known a request may be. Chunks overtake each other by tens."""
 
 
 @dataclass(slots=True)
@@ -339,14 +341,16 @@ class Service:
             DiskFullError: There is too little room; the number stays free.
         """
         known = self._known.setdefault(lane.model_id, {})
+        newest = max([lane.next_seq - 1, lane.last_seq, *known])
         if seq_id is None:
-            seq_id = max([lane.next_seq - 1, *lane.ops, *known]) + 1
+            seq_id = newest + 1
         same = body_hash(kind, body if identity is None else identity)
         entry = known.get(seq_id)
         if entry is not None:
             return await self._again(entry, same, seq_id)
         if seq_id < lane.next_seq or seq_id <= lane.applied_seq or seq_id in lane.ops:
             return await self._from_journal(lane, seq_id, kind, body, same)
+        _check_number(lane.model_id, seq_id, newest)
         self.room.require()
         admitted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
         known[seq_id] = _Known(same, admitted)
@@ -558,6 +562,22 @@ def _unloaded(model_id: str) -> ApiError:
         f"{model_id!r} was unloaded, or unused for so long that its state was dropped "
         "(state_ttl_s); load a checkpoint into a new model.",
     )
+
+
+def _check_number(model_id: str, seq_id: int, newest: int) -> None:
+    if seq_id > decode.MAX_SEQ_ID:
+        raise InvalidInputError(
+            f"{model_id} has used its last number, {decode.MAX_SEQ_ID}. Save its state and load it "
+            "into a new model.",
+            path="seq_id",
+        )
+    if seq_id > newest + MAX_GAP:
+        raise InvalidInputError(
+            f"{seq_id} is too far ahead: the highest number of {model_id} so far is {newest}, and "
+            f"a request may come at most {MAX_GAP} before those between. Number requests one by "
+            "one; this one was not run and its number stays free.",
+            path="seq_id",
+        )
 
 
 def _conflict(seq_id: int) -> SeqConflictError:

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, func, insert, or_, select, update
+from sqlalchemy import Connection, Engine, bindparam, func, or_, select, update
 
 from tinkex.store import schema
 from tinkex.store.records import Model, Snapshot
-from tinkex.store.upsert import insert_or_replace
+from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
 
 _table = schema.models
@@ -29,8 +29,9 @@ class Models:
         writer.defer(self._touched_write)
 
     def create(self, model: Model) -> None:
+        """Add a run. One that is there already stays as it is: a repeat changes nothing."""
         row = {name: getattr(model, name) for name in Model.__slots__}
-        self._writer.run(lambda connection: connection.execute(insert(_table), row))
+        self._writer.run(lambda c: c.execute(insert_or_ignore(c, _table), row))
 
     def get(self, model_id: str) -> Model | None:
         with self._reader.connect() as connection:

@@ -61,6 +61,11 @@ class Op:
     held_bytes: int = 0
     started_at: float = 0.0
     progress: str = ""
+    through_seq: int = -1
+    """The last number it stands for: one `skip` covers a whole range. -1: its own only."""
+
+    def __post_init__(self) -> None:
+        self.through_seq = max(self.through_seq, self.seq_id)
 
 
 class Operations(Protocol):
@@ -77,8 +82,8 @@ class Operations(Protocol):
 
     async def conclude(self, op: Op, result: Result) -> Outcome: ...
 
-    def record(self, op: Op, outcome: Outcome) -> None:
-        """Journal the end of an op. Must not block."""
+    def record(self, op: Op, outcome: Outcome, then: Callable[[], None] | None = None) -> None:
+        """Journal the end of an op, and call `then` once it is durable. Must not block."""
 
 
 class Recovery(Protocol):
@@ -118,6 +123,8 @@ class Lane:
     next_seq: int = 0
     applied_seq: int = -1
     """The last number whose effect is in the worker's memory and published."""
+    last_seq: int = -1
+    """The highest number that has arrived."""
     generation: int = -1
     """The worker's generation that holds this model's state; -1: none does."""
     broken: Outcome | None = None
@@ -152,6 +159,7 @@ class Lane:
     def push(self, op: Op) -> None:
         """Queue an op at its number. The caller has made sure that the number is free."""
         self.ops[op.seq_id] = op
+        self.last_seq = max(self.last_seq, op.seq_id)
         op.held_bytes = len(op.body)
         self.held_bytes += op.held_bytes
         if self.held_bytes > MAX_HELD_BYTES and op.seq_id > self.next_seq:
@@ -262,7 +270,7 @@ class Lane:
     async def _fill(self) -> None:
         """Send ops in order, up to `MAX_AHEAD`; a barrier goes alone."""
         while len(self._flights) < MAX_AHEAD and not (self.snapshot_due and self._flights):
-            seq_id = self._flights[-1].op.seq_id + 1 if self._flights else self.next_seq
+            seq_id = self._flights[-1].op.through_seq + 1 if self._flights else self.next_seq
             op = self.ops.get(seq_id)
             if op is None:
                 return
@@ -374,16 +382,29 @@ class Lane:
         self._num_lost_replays = 0
         if op.seq_id == 0 and not outcome.ok:
             self.broken = never_created(self.model_id, outcome.error)
-        self.operations.record(op, outcome)
-        if op.promise is not None:
-            op.promise.settle(outcome)
+        self._tell(op, outcome)
+
+    def _tell(self, op: Op, outcome: Outcome) -> None:
+        """Journal how an op ended, and settle its promise.
+
+        A success may be told first: lost in a crash, it runs again and ends the same. A failure
+        may not: who was told that a request was not run must not find its effect after a crash.
+        """
+        promise = op.promise
+        if promise is None or outcome.ok:
+            self.operations.record(op, outcome)
+            if promise is not None:
+                promise.settle(outcome)
+            return
+        promise.reason = lambda: "it failed; the journal has yet to take note of it"
+        self.operations.record(op, outcome, then=lambda: (promise.settle(outcome), None)[1])
 
     def _retire(self, op: Op) -> None:
         self.ops.pop(op.seq_id, None)
         self.held_bytes -= op.held_bytes
         op.held_bytes = 0
-        self.next_seq = op.seq_id + 1
-        self.applied_seq = max(self.applied_seq, op.seq_id)
+        self.next_seq = op.through_seq + 1
+        self.applied_seq = max(self.applied_seq, op.through_seq)
         self.used_at = time.monotonic()
 
     async def _distrust(self, op: Op, exc: EngineError) -> None:
@@ -426,9 +447,7 @@ class Lane:
         logger.error("%s: %s", op.request_id, message)
         outcome = Outcome(error=message, category="server")
         if op.mode == "run":
-            self.operations.record(op, outcome)
-            if op.promise is not None:
-                op.promise.settle(outcome)
+            self._tell(op, outcome)
         op.mode = "skip"
 
     async def _land_all(self) -> None:
@@ -456,7 +475,7 @@ class Lane:
         self._gap_timer = None
         if not self.ops or self.next_seq in self.ops:
             return
-        missing = [n for n in range(self.next_seq, min(self.ops)) if n not in self.ops]
+        missing = range(self.next_seq, min(self.ops))  # never listed: a gap may be of any length
         shown = ", ".join(str(n) for n in missing[:5]) + (", ..." if len(missing) > 5 else "")
         self._fail_all(
             Outcome(

@@ -277,7 +277,7 @@ class ModelOperations:
             request_id=op.request_id,
         )
 
-    def record(self, op: Op, outcome: Outcome) -> None:
+    def record(self, op: Op, outcome: Outcome, then: Callable[[], None] | None = None) -> None:
         if op.kind in SAVES and isinstance(op.decoded, Path):
             if outcome.ok:
                 self._shelf.abandon(op.decoded)  # listed by now
@@ -287,7 +287,7 @@ class ModelOperations:
         if not outcome.ok:
             error, category = outcome.error, outcome.category
             fail = partial(journal.fail, op.request_id, error, category, started_at=started_at)
-            self._ends.put(fail)
+            self._ends.put(fail, then)
             return
 
         def finish() -> Future[None]:
@@ -302,7 +302,7 @@ class ModelOperations:
                 written.add_done_callback(self._leave_memory(op.request_id))
             return written
 
-        self._ends.put(finish)
+        self._ends.put(finish, then)
 
     def _leave_memory(self, request_id: str) -> Callable[[Future[None]], None]:
         """Once a result is in the journal; one that found no room there stays."""

@@ -128,18 +128,23 @@ class StateKeeper:
             elif row.state == "refused" and row.seq_id > lane.applied_seq:
                 lane.ops[row.seq_id] = _skip(row.seq_id)
         lane.next_seq = min([lane.applied_seq + 1, *lane.ops])
+        lane.last_seq = max([lane.applied_seq, *lane.ops])
 
     def _queue(self, lane: Lane, rows: Iterable[Row], start: int) -> None:
         """Put what followed the snapshot back into the lane, up to what was published."""
-        by_seq = {row.seq_id: row for row in rows}
-        for seq_id in range(start + 1, lane.applied_seq + 1):
-            if seq_id in lane.ops and lane.ops[seq_id].mode == "run":
-                continue
-            row = by_seq.get(seq_id)
-            if row is not None and row.state == "done" and row.kind in MUTATES:
-                lane.ops[seq_id] = _replay(row)
-            else:
-                lane.ops[seq_id] = _skip(seq_id)
+        waiting = {seq: op for seq, op in lane.ops.items() if op.mode == "run"}
+        again = {row.seq_id: _replay(row) for row in rows if _is_replayed(row, lane.applied_seq)}
+        lane.ops = {seq: op for seq, op in lane.ops.items() if seq > lane.applied_seq}
+        lane.ops |= again | waiting
+        # What lies between was refused, failed or never came: one op for each stretch of it, so
+        # that a hole costs memory by what stands around it, not by how many numbers it has.
+        at = start + 1
+        for seq_id in sorted(seq for seq in lane.ops if seq <= lane.applied_seq):
+            if at < seq_id:
+                lane.ops[at] = _skip(at, seq_id - 1)
+            at = seq_id + 1
+        if at <= lane.applied_seq:
+            lane.ops[at] = _skip(at, lane.applied_seq)
         lane.next_seq = start + 1
 
     # ------------------------------------------------------------------------ snapshots
@@ -292,5 +297,9 @@ def _replay(row: Row) -> Op:
     )
 
 
-def _skip(seq_id: int) -> Op:
-    return Op(seq_id=seq_id, kind="skip", request_id="", body=b"", mode="skip")
+def _is_replayed(row: Row, applied_seq: int) -> bool:
+    return row.seq_id <= applied_seq and row.state == "done" and row.kind in MUTATES
+
+
+def _skip(seq_id: int, through_seq: int = -1) -> Op:
+    return Op(seq_id, "skip", "", b"", mode="skip", through_seq=through_seq)

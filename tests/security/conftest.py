@@ -1,0 +1,19 @@
+"""The security tests use the server's worlds: an app in this process, and a real server process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
+from app_world import AppWorld, open_app
+
+
+@pytest.fixture
+async def app_world(tmp_path: Path) -> AsyncIterator[AppWorld]:
+    """A server in this process over the toy engine, reached without a socket."""
+    async with open_app(tmp_path) as world:
+        yield world
