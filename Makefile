@@ -1,16 +1,25 @@
 # Every target prepares what it needs. `make test` on a fresh clone is the whole story.
 SHELL := /bin/bash
+
+# `make test PYTHON=python3.12` (or 3.12, or a path): another Python, in a virtual environment of its
+# own (.venv-3.12). The version that `python3` is has plain .venv.
 PYTHON ?= python3
-VENV := .venv
+INTERPRETER := $(shell sh dev/find_python.sh $(PYTHON))
+ifeq ($(INTERPRETER),)
+$(error PYTHON=$(PYTHON) does not run: name one that does, e.g. `make test PYTHON=python3.12`)
+endif
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VERSION := $(call version,$(INTERPRETER))
+VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv lint format test test-slow test-peers bench quickstart proto clean
+.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-peers bench quickstart proto clean
 
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(INTERPRETER) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
@@ -32,6 +41,21 @@ test: $(STAMP)
 	sh tests/store/install_postgres.sh
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
+# What another version of Python can break: imports, types, wire, command line, client, server,
+# Triton's interpreter and a training step of the real engine.
+QUICK := tests/contracts tests/types tests/wire tests/cli tests/client tests/server tests/store \
+  tests/engine/test_trainer.py tests/engine/test_kernels.py
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(QUICK)
+
+# On every Python from 3.11 to 3.14 that this machine has; those it has not are named.
+test-pythons:
+	bash dev/test_pythons.sh test
+
+# The same for CI, where `make test` has run on $(VERSION) already.
+test-pythons-quick:
+	bash dev/test_pythons.sh test-quick --without $(VERSION)
+
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow"
 
@@ -47,11 +71,11 @@ bench: $(STAMP)
 	else echo "no CUDA device: benchmarks/gpu.py was not run" >&2; fi; exit $$status
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache
 
 # An old protoc on purpose: generated code runs on its own protobuf version and every later one.
 PROTO_VENV := build/protoc
 proto:
-	test -x $(PROTO_VENV)/bin/python || $(PYTHON) -m venv $(PROTO_VENV)
+	test -x $(PROTO_VENV)/bin/python || $(INTERPRETER) -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/pip install -q grpcio-tools==1.71.0 setuptools
 	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinkex/wire/tinker_public.proto

@@ -1,21 +1,16 @@
 """Each Triton kernel against the plain torch it replaces.
 
-On CUDA the real kernels run; elsewhere Triton's interpreter runs the same source on the CPU when
-the package is there. It is not a dependency off CUDA, so its absence is said aloud, not hidden.
+On CUDA the real kernels run; elsewhere Triton's interpreter runs the same source on the CPU
+(`tests/conftest.py` switches it on). Triton exists for Linux only, so elsewhere these are skipped.
 """
 
-import importlib.util
-import os
+import sys
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip(
-        "triton is not installed: kernels are tested on CUDA machines", allow_module_level=True
-    )
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+if sys.platform != "linux":
+    pytest.skip("triton has no build for this system", allow_module_level=True)
 
 from tinkex.engine.cuda import kernels
 from tinkex.engine.cuda.row_product import row_product
@@ -112,6 +107,10 @@ def test_logsumexp_and_the_gradient_of_a_logprob_match_autograd():
     torch.testing.assert_close(ours, logits.grad)
 
 
+# An empty split weighs log(0), minus infinity, and an empty row takes one from another: both are
+# masked afterwards. A GPU says nothing; NumPy, which interprets, warns.
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [1 << 30, 30])
 def test_paged_decode_matches_dense_attention(splits: int, window: int):
