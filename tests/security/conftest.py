@@ -8,12 +8,22 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 from app_world import AppWorld, open_app
+
+KEYS = ("tml-ann=ann", "tml-bob=bob")
 
 
 @pytest.fixture
 async def app_world(tmp_path: Path) -> AsyncIterator[AppWorld]:
     """A server in this process over the toy engine, reached without a socket."""
     async with open_app(tmp_path) as world:
+        yield world
+
+
+@pytest.fixture
+async def two_keys(tmp_path: Path) -> AsyncIterator[AppWorld]:
+    """The same with two users, `tml-ann` and `tml-bob`."""
+    async with open_app(tmp_path, api_keys=KEYS) as world:
         yield world

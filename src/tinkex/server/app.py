@@ -54,7 +54,8 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[ProcessWork
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service: Service = app.state.service
         await service.start()
-        sweeper = asyncio.create_task(Sweeper(store, app.state.shelf).run())
+        work = Sweeper(store, app.state.shelf, quarantine_ttl_s=config.quarantine_ttl_s)
+        sweeper = asyncio.create_task(work.run())
         try:
             yield
         finally:

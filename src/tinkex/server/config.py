@@ -106,6 +106,8 @@ class ServerConfig:
     """A session without a heartbeat for this long gives its memory back; its state stays."""
     state_ttl_s: float = 14 * 86_400.0
     """How long a model's state outlives the last sign of life of its session; checkpoints stay."""
+    quarantine_ttl_s: float = 30 * 86_400.0
+    """How long a folder of `data_dir` that no row knows is kept in `quarantine/`."""
     snapshot_every_ops: int = 256
     """State-changing requests of a model between two recovery snapshots."""
     snapshot_every_s: float = 60.0

@@ -35,6 +35,8 @@ from tinkex.server.tls import check_tls
 from tinkex.server.workers.processes import ProcessWorker
 from tinkex.server.workers.worker import WorkerSpec
 from tinkex.store import Store
+from tinkex.store.binding import refuse_lost_database
+from tinkex.store.claim import InUseError
 from tinkex.store.database import sqlite_file
 
 logger = logging.getLogger("tinkex.server")
@@ -130,7 +132,6 @@ def _run_loop(main: Any) -> None:
 
 
 async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) -> None:
-    config.data_dir.mkdir(parents=True, exist_ok=True)
     store = await asyncio.to_thread(open_store, config)
     try:
         workers = make_workers(config)
@@ -198,22 +199,25 @@ def connect_store(config: ServerConfig) -> Store:
 
 
 def open_store(config: ServerConfig) -> Store:
-    """The database a config names, for this server alone."""
+    """The database a config names, with its data folder, for this server alone."""
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    if not config.database:
+        refuse_lost_database(config.data_dir, sqlite_file(config.data_dir))
     store = connect_store(config)
     try:
-        _claim(store)
+        _claim(store, config.data_dir)
     except ConfigError:
         store.close()
         raise
     return store
 
 
-def _claim(store: Store) -> None:
+def _claim(store: Store, data_dir: Path) -> None:
     try:
-        store.claim(CLAIM_QUICK_S)
-    except ConfigError as exc:
+        store.claim(CLAIM_QUICK_S, data_dir=data_dir)
+    except InUseError as exc:
         logger.warning("%s Waiting %d s for it to end.", exc, CLAIM_S)
-        store.claim(CLAIM_S)
+        store.claim(CLAIM_S, data_dir=data_dir)
 
 
 def make_workers(config: ServerConfig) -> list[ProcessWorker]:

@@ -1,8 +1,8 @@
 """Checkpoints by their tinker path, and the audit log of what happened to them.
 
 A row is written only after its folder is complete, so whatever is listed also loads. Rows point at
-folders; removing the folder of a row that was deleted or replaced is the caller's work, after the
-row is gone.
+folders by their name in the data folder; the folder of a row that was deleted or replaced is noted
+in the same transaction, and removing it is the caller's work (see `folders`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, and_, func, insert, or_, select, update
 
 from tinkex.store import schema
+from tinkex.store.folders import note_deleted
 from tinkex.store.records import AuditEntry, Checkpoint
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
@@ -37,6 +38,8 @@ class Checkpoints:
             query = select(_table).where(_table.c.path == checkpoint.path)
             before = connection.execute(query).mappings().first()
             connection.execute(insert_or_replace(connection, _table), row)
+            if before and before["folder"] != checkpoint.folder:
+                note_deleted(connection, before["folder"])
             return _checkpoint(before) if before else None
 
         return self._writer.run(write)
@@ -53,6 +56,8 @@ class Checkpoints:
             query = select(_table).where(_table.c.path == path)
             before = connection.execute(query).mappings().first()
             connection.execute(_table.delete().where(_table.c.path == path))
+            if before:
+                note_deleted(connection, before["folder"])
             return _checkpoint(before) if before else None
 
         return self._writer.run(write)
@@ -123,11 +128,6 @@ class Checkpoints:
         """What the sweeper should delete, folders first listed, rows still present."""
         now = time.time() if now is None else now
         return self._all(select(_table).where(_table.c.expires_at <= now))
-
-    def folders(self) -> set[str]:
-        """Every folder a row points at."""
-        with self._reader.connect() as connection:
-            return set(connection.execute(select(_table.c.folder)).scalars())
 
     def remember(self, user_id: str, key: str, value: str) -> str:
         """Bind an idempotency key to a value; gives the value that was bound first."""

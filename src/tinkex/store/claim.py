@@ -1,7 +1,9 @@
-"""One server per database: two would replay the same journal and overwrite each other's state.
+"""One server per database and per data folder: two would replay the same journal and overwrite
+each other's state.
 
-The claim is a lock that the system drops with the process, however it ends: an advisory lock of
-PostgreSQL, or a locked file beside the SQLite file. Readers need no claim.
+A claim is a lock that the system drops with the process, however it ends: an advisory lock of
+PostgreSQL, a locked file beside the SQLite file, a locked file in the data folder. Readers need no
+claim.
 """
 
 from __future__ import annotations
@@ -16,61 +18,28 @@ from sqlalchemy import Connection, Engine, text
 from tinkex.errors import ConfigError
 
 POLL_S = 0.1
+LOCK_FILE = "store.lock"
 _PG_KEY = 0x74696E6B6578  # "tinkex"
 
 
-class Claim:
-    """Held from `take` to `release`."""
+class InUseError(ConfigError):
+    """Another server holds what this one needs; it may be ending just now."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+
+class FileLock:
+    """A file that one process at a time holds locked; it holds that process's number."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._file: IO[str] | None = None
-        self._connection: Connection | None = None
 
-    def take(self, timeout_s: float) -> None:
-        """Wait for the claim, as a server that is just stopping may still hold it.
-
-        Raises:
-            ConfigError: Another server keeps it.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not self._try():
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    f"Another server uses {self._engine.url.render_as_string()}{self._holder()}. "
-                    "Stop it, or use it (TINKER_BASE_URL names its address), or give this one its "
-                    "own --data-dir, --database or TINKEX_HOME."
-                )
-            time.sleep(POLL_S)
-
-    def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _try(self) -> bool:
-        if self._engine.dialect.name == "postgresql":
-            return self._try_postgresql()
-        return self._try_file(Path(f"{self._engine.url.database}.lock"))
-
-    def _try_postgresql(self) -> bool:
-        if self._connection is None:
-            self._connection = self._engine.connect().execution_options(
-                isolation_level="AUTOCOMMIT"
-            )
-        found = self._connection.execute(text("SELECT pg_try_advisory_lock(:k)"), {"k": _PG_KEY})
-        return bool(found.scalar_one())
-
-    def _try_file(self, path: Path) -> bool:
+    def try_take(self) -> bool:
         try:
             import fcntl
         except ImportError:  # Windows: no such lock; the port is the only guard there.
             return True
         if self._file is None:
-            self._file = path.open("a+")
+            self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -80,8 +49,68 @@ class Claim:
         self._file.flush()
         return True
 
-    def _holder(self) -> str:
+    def holder(self) -> str:
+        """Who holds it, in words."""
         if self._file is None:
             return ""
         self._file.seek(0)
         return f" (process {self._file.read().strip() or 'unknown'})"
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Claim:
+    """Held from `take` to `release`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._database_lock = FileLock(Path(f"{engine.url.database}.lock"))
+        self._folder_lock: FileLock | None = None
+        self._connection: Connection | None = None
+
+    def take(self, timeout_s: float, data_dir: Path | None = None) -> None:
+        """Wait for the claim, as a server that is just stopping may still hold it.
+
+        Raises:
+            InUseError: Another server keeps it.
+        """
+        deadline = time.monotonic() + timeout_s
+        if data_dir is not None and self._folder_lock is None:
+            self._folder_lock = FileLock(data_dir / LOCK_FILE)
+        while (held := self._try(data_dir)) is not None:
+            if time.monotonic() > deadline:
+                raise InUseError(
+                    f"Another server uses {held}. "
+                    "Stop it, or use it (TINKER_BASE_URL names its address), or give this one its "
+                    "own --data-dir, --database or TINKEX_HOME."
+                )
+            time.sleep(POLL_S)
+
+    def release(self) -> None:
+        self._database_lock.release()
+        if self._folder_lock is not None:
+            self._folder_lock.release()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _try(self, data_dir: Path | None) -> str | None:
+        """What another one holds; None when all is ours."""
+        if self._folder_lock is not None and not self._folder_lock.try_take():
+            return f"the data folder {data_dir}{self._folder_lock.holder()}"
+        if self._engine.dialect.name == "postgresql":
+            is_ours, holder = self._try_postgresql(), ""
+        else:
+            is_ours, holder = self._database_lock.try_take(), self._database_lock.holder()
+        return None if is_ours else f"{self._engine.url.render_as_string()}{holder}"
+
+    def _try_postgresql(self) -> bool:
+        if self._connection is None:
+            self._connection = self._engine.connect().execution_options(
+                isolation_level="AUTOCOMMIT"
+            )
+        found = self._connection.execute(text("SELECT pg_try_advisory_lock(:k)"), {"k": _PG_KEY})
+        return bool(found.scalar_one())

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, bindparam, func, or_, select, update
 
 from tinkex.store import schema
+from tinkex.store.folders import note_deleted
 from tinkex.store.records import Model, Snapshot
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
@@ -113,6 +114,8 @@ class Models:
             query = select(snapshots).where(snapshots.c.model_id == snapshot.model_id)
             before = connection.execute(query).mappings().first()
             connection.execute(insert_or_replace(connection, snapshots), row)
+            if before and before["folder"] != snapshot.folder:
+                note_deleted(connection, before["folder"])
             return Snapshot(**before) if before else None
 
         return self._writer.run(write)
@@ -124,8 +127,15 @@ class Models:
         return Snapshot(**row) if row else None
 
     def drop_snapshot(self, model_id: str) -> None:
-        statement = schema.snapshots.delete().where(schema.snapshots.c.model_id == model_id)
-        self._writer.run(lambda connection: connection.execute(statement))
+        snapshots = schema.snapshots
+        of_model = snapshots.c.model_id == model_id
+
+        def write(connection: Connection) -> None:
+            for folder in connection.execute(select(snapshots.c.folder).where(of_model)).scalars():
+                note_deleted(connection, folder)
+            connection.execute(snapshots.delete().where(of_model))
+
+        self._writer.run(write)
 
     def _all(self, query: Any) -> list[Model]:
         with self._reader.connect() as connection:

@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, and_, or_, select, update
 
 from tinkex.store import schema
+from tinkex.store.folders import note_deleted
 from tinkex.store.records import CustomLoss, SamplingSession
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.writer import GroupWriter
@@ -79,19 +80,17 @@ class Sampling:
         with self._reader.connect() as connection:
             return [_sampling(row) for row in connection.execute(query).mappings()]
 
-    def ephemeral_folders(self) -> set[str]:
-        """Every folder that belongs to a sampling session alone."""
-        query = select(_table.c.folder).where(
-            _table.c.ephemeral.is_(True), _table.c.folder.is_not(None)
-        )
-        with self._reader.connect() as connection:
-            return set(connection.execute(query).scalars())
-
     def forget_folder(self, sampling_session_id: str) -> None:
-        """An ephemeral folder is gone; sampling from it can only say so."""
-        one = update(_table).where(_table.c.sampling_session_id == sampling_session_id)
-        gone = one.values(folder=None, ephemeral=True)
-        self._writer.run(lambda connection: connection.execute(gone))
+        """Let an ephemeral folder be removed; sampling from it can only say so."""
+        one = _table.c.sampling_session_id == sampling_session_id
+
+        def write(connection: Connection) -> None:
+            folder = connection.execute(select(_table.c.folder).where(one)).scalar()
+            connection.execute(update(_table).where(one).values(folder=None, ephemeral=True))
+            if folder is not None:
+                note_deleted(connection, folder)
+
+        self._writer.run(write)
 
     def create_loss(self, loss: CustomLoss) -> CustomLoss:
         """Insert it, or give back the one that has its (session_id, seq_id)."""

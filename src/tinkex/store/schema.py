@@ -205,6 +205,22 @@ audit = Table(
     Index("ix_audit_owner", "user_id", "timestamp"),
 )
 
+# Facts about the database itself, such as the id it shares with its data folder.
+meta = Table(
+    "meta",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
+# Folders whose row is gone and that still lie on disk; nothing else is ever removed there.
+deleted_folders = Table(
+    "deleted_folders",
+    metadata,
+    Column("folder", String, primary_key=True),
+    Column("deleted_at", Double, nullable=False),
+)
+
 secrets = Table(
     "secrets",
     metadata,

@@ -4,7 +4,7 @@
 it is committed): call them off the event loop, with `await store.call(store.models.get, id)`. The
 journal's hot methods, `sessions.heartbeat`, `models.touch` and `usage.add` never block; the
 journal's return `concurrent.futures.Future`s (`await asyncio.wrap_future(...)`). The store knows no
-HTTP, no tensors and no folders beyond their names.
+HTTP, no tensors, and of the folders that rows name only whether they belong to this database.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tinkex.store.accounts import Accounts
+from tinkex.store.binding import bind
 from tinkex.store.checkpoints import Audit, Checkpoints
 from tinkex.store.claim import Claim
 from tinkex.store.database import open_database, sqlite_url
+from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, Journal
 from tinkex.store.ledger import Ledger
 from tinkex.store.models import Models
@@ -52,6 +54,7 @@ class Store:
         self.journal = Journal(reader, self._writer, result_ttl_s)
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)
+        self.folders = Folders(reader, self._writer)
         self.audit = Audit(reader, self._writer)
 
     @classmethod
@@ -62,13 +65,19 @@ class Store:
         data_dir.mkdir(parents=True, exist_ok=True)
         return cls(sqlite_url(data_dir), full_sync=full_sync, result_ttl_s=result_ttl_s)
 
-    def claim(self, timeout_s: float = 10.0) -> None:
+    def claim(self, timeout_s: float = 10.0, *, data_dir: Path | None = None) -> None:
         """Make sure that no other server uses this database, until `close`. Blocks.
 
+        Args:
+            data_dir: The folder of the files that rows name: no other server may use it either,
+                and it must belong to this database.
+
         Raises:
-            ConfigError: Another one does.
+            ConfigError: Another one does, or the two do not belong together.
         """
-        self._claim.take(timeout_s)
+        self._claim.take(timeout_s, data_dir)
+        if data_dir is not None:
+            bind(self._database.writer, data_dir)
 
     async def call(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a blocking method of a noun on the store's own threads."""

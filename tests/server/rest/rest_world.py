@@ -40,7 +40,7 @@ class World:
             name,
             kind,
             user_id=user_id,
-            folder=str(folder),
+            folder=self.shelf.folders.name(folder),
             size_bytes=folder_size(folder),
             **changes,
         )

@@ -103,7 +103,7 @@ async def test_deleting_removes_the_row_and_the_folder(world: World) -> None:
     made = await world.save()
     await world.call("DELETE", ONE, 204)
     await world.call("DELETE", ONE, 404)
-    assert not Path(made.folder).exists()
+    assert not world.shelf.folder_of(made).exists()
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 3599, 11 * 366 * 24 * 3600, 1.5, "x", True])
@@ -124,9 +124,9 @@ async def test_a_ttl_ends_a_checkpoint_and_null_keeps_it(world: World) -> None:
     await world.call("PUT", kept, 204, json={"ttl_seconds": None})
     sweeper = Sweeper(world.store, world.shelf)
     await sweeper.sweep(time.time() + 3500)
-    assert Path(made.folder).exists()
+    assert world.shelf.folder_of(made).exists()
     await sweeper.sweep(time.time() + 3700)
-    assert not Path(made.folder).exists()
+    assert not world.shelf.folder_of(made).exists()
     body = await world.call("GET", "/training_runs/s:train:0/checkpoints", 200)
     assert [c["checkpoint_id"] for c in body["checkpoints"]] == ["weights/kept"]
 
@@ -207,7 +207,7 @@ async def test_copying_is_idempotent_and_independent_of_its_source(world: World)
     copy = world.store.checkpoints.get(paths.pop())
     assert copy is not None
     assert copy.folder != made.folder
-    assert (Path(copy.folder) / "adapter_config.json").exists()
+    assert (world.shelf.folder_of(copy) / "adapter_config.json").exists()
     assert (copy.user_id, copy.project_id, copy.public) == ("bob", "p", False)
     assert copy.expires_at is not None
     again = await world.call("POST", "/copy_weights", 404, key="tml-bob", json=request)
@@ -266,23 +266,30 @@ async def test_a_taken_name_is_refused_unless_overwrite_or_the_same_request(worl
     assert again.folder == first.folder
     assert await world.shelf.admit(path, overwrite=True) is None
     second = await world.save()
-    assert not Path(first.folder).exists()
-    assert Path(second.folder).exists()
+    assert not world.shelf.folder_of(first).exists()
+    assert world.shelf.folder_of(second).exists()
 
 
-async def test_folders_without_a_row_are_cleared_and_others_are_not(world: World) -> None:
+async def test_folders_without_a_row_go_to_quarantine_and_others_stay(world: World) -> None:
     made = await world.save()
     listed = world.shelf.new_ephemeral_folder("s:sample:0")
-    world.store.sampling.create(rows.sampling(folder=str(listed), ephemeral=True))
+    world.store.sampling.create(
+        rows.sampling(folder=world.shelf.folders.name(listed), ephemeral=True)
+    )
     world.shelf.abandon(listed)
     saving = world.shelf.new_folder(checkpoints.parse_path(PATH))
     aside = saving.with_name(f".{saving.name}-x1y2")
-    strays = [Path(made.folder).parent / "half-written", world.shelf.ephemeral_root / "lost"]
+    strays = [
+        world.shelf.folder_of(made).parent / "half-written",
+        world.shelf.ephemeral_root / "lost",
+    ]
     for folder in (listed, aside, *strays):
         folder.mkdir()
-    assert await world.shelf.remove_strays() == 2
+    assert await world.shelf.set_strays_aside() == 2
     assert not any(folder.exists() for folder in strays)
-    assert all(folder.exists() for folder in (listed, aside, Path(made.folder)))
+    aside_names = {f.name for f in world.shelf.folders.quarantine_root.rglob("*") if f.is_dir()}
+    assert {folder.name for folder in strays} <= aside_names
+    assert all(folder.exists() for folder in (listed, aside, world.shelf.folder_of(made)))
 
 
 async def test_storage_is_counted_in_byte_hours(world: World) -> None:

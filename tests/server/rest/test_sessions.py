@@ -205,7 +205,9 @@ async def test_an_unnamed_snapshot_goes_with_its_session(world: World) -> None:
     """It stays while the session lives, an hour after its end, and two weeks after its silence."""
     folder = world.shelf.new_ephemeral_folder("s:sample:0")
     folder.mkdir()
-    world.store.sampling.create(rows.sampling(folder=str(folder), ephemeral=True))
+    world.store.sampling.create(
+        rows.sampling(folder=world.shelf.folders.name(folder), ephemeral=True)
+    )
     sweeper = Sweeper(world.store, world.shelf)
     await sweeper.sweep(time.time() + 13 * 24 * 3600)
     assert folder.exists()
@@ -223,6 +225,8 @@ async def test_an_unnamed_snapshot_goes_with_its_session(world: World) -> None:
 async def test_an_unnamed_snapshot_of_a_silent_session_goes_after_two_weeks(world: World) -> None:
     folder = world.shelf.new_ephemeral_folder("s:sample:0")
     folder.mkdir()
-    world.store.sampling.create(rows.sampling(folder=str(folder), ephemeral=True))
+    world.store.sampling.create(
+        rows.sampling(folder=world.shelf.folders.name(folder), ephemeral=True)
+    )
     await Sweeper(world.store, world.shelf).sweep(time.time() + 15 * 24 * 3600)
     assert not folder.exists()

@@ -1,9 +1,9 @@
 """Checkpoints as the server sees them: names, paths, folders, owners and lifetimes.
 
-A checkpoint is a row in the store that points at a complete folder under `data_dir/checkpoints`.
+A checkpoint is a row in the store that names a complete folder under `data_dir/checkpoints`.
 Folders have names of their own that never repeat, so no client-given name becomes a file path, an
 overwrite never touches a folder in use, and a crash leaves at worst a folder without a row, which
-`Shelf.remove_strays` clears. Weights themselves are written by the engine.
+`Shelf.set_strays_aside` moves to the quarantine. Weights themselves are written by the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import get_args
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.files.folders import DataFolder
 from tinkex.server.problems import ApiError
 from tinkex.store import Checkpoint, CheckpointKind, Store, UsageCount, User
 
@@ -97,10 +98,15 @@ class Shelf:
 
     def __init__(self, store: Store, data_dir: Path) -> None:
         self._store = store
-        self.root = data_dir / "checkpoints"
-        self.ephemeral_root = data_dir / "ephemeral"
+        self.folders = DataFolder(data_dir)
+        self.root = self.folders.root / "checkpoints"
+        self.ephemeral_root = self.folders.root / "ephemeral"
         self._in_progress: set[str] = set()
         self._clearing: set[asyncio.Task[None]] = set()
+
+    def folder_of(self, checkpoint: Checkpoint) -> Path:
+        """Where its files lie."""
+        return self.folders.path(checkpoint.folder)
 
     def new_folder(self, path: TinkerPath) -> Path:
         """A folder for the engine to write into; it does not exist yet, its parent does."""
@@ -143,12 +149,12 @@ class Shelf:
     async def register(self, checkpoint: Checkpoint) -> None:
         """List a checkpoint whose folder is complete; the folder it replaces goes."""
         replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
-        self._in_progress.discard(checkpoint.folder)
+        self.abandon(self.folder_of(checkpoint))
         self._store.usage.add([_saved(checkpoint)])
         action = "checkpoint_saved" if replaced is None else "checkpoint_overwritten"
         self.log(checkpoint.user_id, action, checkpoint.path, size_bytes=checkpoint.size_bytes)
-        if replaced is not None and replaced.folder != checkpoint.folder:
-            await self._remove_folder(replaced.folder)
+        if replaced is not None:
+            await self.remove_deleted()
 
     def abandon(self, folder: Path) -> None:
         """Nobody writes there any more; when no row points at it by now, it is a stray."""
@@ -183,11 +189,11 @@ class Shelf:
         return found
 
     async def delete(self, checkpoint: Checkpoint, event: str = "checkpoint_deleted") -> None:
-        """The row first, so that a crash in between leaves a stray folder, not a broken listing."""
+        """The row first, with a note of its folder: a crash in between leaves no broken listing."""
         gone = await self._store.call(self._store.checkpoints.delete, checkpoint.path)
         if gone is not None:
             self.log(gone.user_id, event, gone.path, size_bytes=gone.size_bytes)
-            await self._remove_folder(gone.folder)
+            await self.remove_deleted()
 
     async def copy(
         self, source: Checkpoint, target: TinkerPath, user: User, **changes: object
@@ -195,7 +201,7 @@ class Shelf:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
         folder = self.new_folder(target)
         try:
-            await asyncio.to_thread(_copy_folder, Path(source.folder), folder)
+            await asyncio.to_thread(_copy_folder, self.folder_of(source), folder)
         except BaseException:
             self.discard(folder)
             raise
@@ -205,7 +211,7 @@ class Shelf:
             model_id=target.run_id,
             user_id=user.user_id,
             name=target.name,
-            folder=str(folder),
+            folder=self.folders.name(folder),
             public=False,
             created_at=time.time(),
             request_id=None,
@@ -221,32 +227,42 @@ class Shelf:
             await self.delete(checkpoint, "checkpoint_expired")
         return len(ended)
 
-    async def remove_strays(self) -> int:
-        """Remove folders that no row points at: what crashes and failed saves left behind."""
+    async def remove_deleted(self) -> None:
+        """Remove the folders that the database says were deleted, those a crash left included."""
+        for name in await self._store.call(self._store.folders.deleted):
+            if await asyncio.to_thread(self.folders.remove, name):
+                await self._store.call(self._store.folders.removed, name)
+
+    async def set_strays_aside(self) -> int:
+        """Move folders that no row knows to the quarantine; gives how many.
+
+        They are what crashes and failed saves left behind, or the checkpoints of a database that
+        was replaced by another or an older one. Rows whose folder is missing are logged.
+        """
         # In this order, a folder that is finished meanwhile is either still busy or already listed.
-        found = await asyncio.to_thread(self._folders)
+        found = await asyncio.to_thread(self._found)
         busy = {Path(folder).name for folder in self._in_progress}
-        used = await self._store.call(self._store.checkpoints.folders)
-        used |= await self._store.call(self._store.sampling.ephemeral_folders)
-        strays = [f for f in found if f not in used and not _belongs(f, busy)]
+        known = await self._store.call(self._store.folders.known)
+        noted = set(await self._store.call(self._store.folders.deleted))
+        strays = [f for f in found if self.folders.name(f) not in known | noted]
+        strays = [folder for folder in strays if not _belongs(folder, busy)]
         for folder in strays:
-            await self._remove_folder(folder)
+            await asyncio.to_thread(self.folders.quarantine, folder)
+        await asyncio.to_thread(self._warn_of_missing, known)
         return len(strays)
 
-    def _folders(self) -> list[str]:
+    def _found(self) -> list[Path]:
         found = [*self.root.glob("*/*/*"), *self.ephemeral_root.glob("*")]
-        return [str(folder) for folder in found if folder.is_dir()]
+        return [folder for folder in found if folder.is_dir()]
+
+    def _warn_of_missing(self, known: set[str]) -> None:
+        missing = sorted(name for name in known if not (self.folders.root / name).is_dir())
+        if missing:
+            text = "%d listed folders are not in %s and cannot be loaded, the first is %s"
+            log.warning(text, len(missing), self.folders.root, missing[0])
 
     def log(self, user_id: str, event: str, path: str, **details: object) -> None:
         self._store.audit.record(user_id, event, {"tinker_path": path, **details})
-
-    async def _remove_folder(self, folder: str) -> None:
-        inside = Path(folder).resolve()
-        roots = (self.root.resolve(), self.ephemeral_root.resolve())
-        if not any(inside.is_relative_to(root) and inside != root for root in roots):
-            log.error("not removing %s: it lies outside the checkpoint folder", folder)
-            return
-        await asyncio.to_thread(shutil.rmtree, inside, ignore_errors=True)
 
 
 def absent(path: str) -> ApiError:
@@ -284,6 +300,6 @@ def _remove_traces(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _belongs(folder: str, busy: set[str]) -> bool:
+def _belongs(folder: Path, busy: set[str]) -> bool:
     """Whether a save under way writes there, or aside under a name made of its own."""
-    return any(name in Path(folder).name for name in busy)
+    return any(name in folder.name for name in busy)

@@ -1,17 +1,16 @@
 """What has to happen now and then: expiry, clean-up, and the hourly bytes of storage.
 
 One task per server. A round that fails is logged and the next one comes anyway; nothing else waits
-for it. Rounds read and delete; they never touch what a running request uses.
+for it. Rounds read and delete; they never touch what a running request uses, and remove from disk
+only what the database says was deleted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.store import Store, UsageCount
@@ -25,15 +24,23 @@ EPHEMERAL_SILENT_S = 14 * 24 * 3600.0
 
 
 class Sweeper:
-    def __init__(self, store: Store, shelf: Shelf, *, round_s: float = ROUND_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        shelf: Shelf,
+        *,
+        round_s: float = ROUND_S,
+        quarantine_ttl_s: float = 30 * 86_400.0,
+    ) -> None:
         self._store = store
         self._shelf = shelf
         self._round_s = round_s
+        self._quarantine_ttl_s = quarantine_ttl_s
         self._last_count: float | None = None
 
     async def run(self) -> None:
-        """Sweep until cancelled. Strays are cleared once, before anything is saved."""
-        await self._guarded(self._shelf.remove_strays)
+        """Sweep until cancelled. Strays are set aside once, before anything is saved."""
+        await self._guarded(self._shelf.set_strays_aside)
         while True:
             await self._guarded(self.sweep)
             await asyncio.sleep(self._round_s)
@@ -46,6 +53,9 @@ class Sweeper:
         await self._store.call(self._store.checkpoints.forget_keys, now - 86_400)
         await self._store.call(self._count_storage, now)
         await self._drop_ephemeral(now)
+        await self._shelf.remove_deleted()
+        purge = self._shelf.folders.purge_quarantine
+        await asyncio.to_thread(purge, now - self._quarantine_ttl_s)
 
     def _count_storage(self, now: float) -> None:
         """Add the byte-hours since the last round; the first round only starts the clock."""
@@ -71,10 +81,7 @@ class Sweeper:
             now - EPHEMERAL_SILENT_S,
         )
         for sampler in ended:
-            folder = Path(sampler.folder or "")
             await self._store.call(self._store.sampling.forget_folder, sampler.sampling_session_id)
-            if folder.is_relative_to(self._shelf.ephemeral_root):
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _guarded(self, work: Callable[[], Awaitable[object]]) -> None:
         try:

@@ -15,6 +15,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
+from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.signing import Signer
 from tinkex.server.files.tar import FolderTar
 from tinkex.server.problems import ApiError
@@ -38,14 +39,15 @@ def link(request: Request, resource: dict[str, Any], file_name: str) -> tuple[st
 async def download(request: Request, token: Text, file_name: Text) -> Response:
     signer: Signer = request.app.state.signer
     store: Store = request.app.state.store
+    shelf: Shelf = request.app.state.shelf
     resource = signer.open(token)
     if "trace" in resource:
         return await _trace(store, resource["trace"])
     if "archive" in resource:
         checkpoint = await _checkpoint(store, resource["archive"])
-        return _archive(request, Path(checkpoint.folder), file_name)
+        return _archive(request, shelf.folder_of(checkpoint), file_name)
     checkpoint = await _checkpoint(store, resource["file"])
-    return _file(Path(checkpoint.folder), resource["name"])
+    return _file(shelf.folder_of(checkpoint), resource["name"])
 
 
 async def _checkpoint(store: Store, path: str) -> Checkpoint:

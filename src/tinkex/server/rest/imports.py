@@ -177,7 +177,7 @@ async def _list(
         user_id=user.user_id,
         kind=target.kind,
         name=target.name,
-        folder=str(folder),
+        folder=service.shelf.folders.name(folder),
         size_bytes=await asyncio.to_thread(folder_size, folder),
         base_model=base_model,
         lora=model.lora,

@@ -149,7 +149,7 @@ class ModelOperations:
             job_id=job_id,
             adapter_id=self.model.model_id,
             base_model=self._base_model,
-            folder=found.folder,
+            folder=str(self._shelf.folder_of(found)),
             with_optimizer=body["optimizer"],
         )
 
@@ -238,7 +238,7 @@ class ModelOperations:
                 seq_id=body["sampling_session_seq_id"],
                 base_model=self.model.base_model,
                 model_path=None,
-                folder=str(folder),
+                folder=self._shelf.folders.name(folder),
                 ephemeral=True,
                 created_at=time.time(),
             ),
@@ -265,7 +265,7 @@ class ModelOperations:
             user_id=self.model.user_id,
             kind=path.kind,
             name=path.name,
-            folder=str(op.decoded),
+            folder=self._shelf.folders.name(op.decoded),
             size_bytes=size_bytes,
             base_model=self.model.base_model,
             lora=self.model.lora,

@@ -16,9 +16,9 @@ removes snapshots waits for it first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,6 +34,7 @@ from tinkex.engine.jobs import (
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.decode import MAX_SEQ_ID
 from tinkex.server.files import disk
+from tinkex.server.files.folders import DataFolder
 from tinkex.server.work.futures import Outcome
 from tinkex.server.work.lanes import Lane, Op, never_created
 from tinkex.server.work.operations import FORCES_SNAPSHOT, MUTATES
@@ -59,7 +60,8 @@ class StateKeeper:
     ) -> None:
         self._store = store
         self._ends = ends
-        self._root = data_dir / "state"
+        self._folders = DataFolder(data_dir)
+        self._root = self._folders.root / "state"
         self._every_ops = every_ops
         self._every_s = every_s
         self._revive = revive  # makes an accepted row that has no promise yet runnable again
@@ -78,7 +80,7 @@ class StateKeeper:
         try:
             await self._run(lane, self._drop_job(lane), generation)
             if snapshot is not None:
-                await self._run(lane, _load_job(lane, snapshot), generation)
+                await self._run(lane, self._load_job(lane, snapshot), generation)
         except WorkerLostError:
             raise
         except (InvalidInputError, EngineError) as exc:
@@ -208,7 +210,10 @@ class StateKeeper:
 
     async def _adopt(self, model_id: str, seq_id: int, folder: Path) -> None:
         snapshot = Snapshot(
-            model_id=model_id, seq_id=seq_id, folder=str(folder), created_at=time.time()
+            model_id=model_id,
+            seq_id=seq_id,
+            folder=self._folders.name(folder),
+            created_at=time.time(),
         )
         if self._ends.is_behind:
             raise OSError("the journal does not know yet how earlier requests ended")
@@ -216,7 +221,7 @@ class StateKeeper:
         before = await self._store.call(self._store.models.save_snapshot, snapshot)
         after = before.seq_id if before else -1
         self._store.journal.release_bodies(model_id, seq_id, after)
-        await asyncio.to_thread(_keep_only, folder)
+        await asyncio.to_thread(self._clear, folder.parent, before.folder if before else "", folder)
 
     def _note_end(self, model_id: str, task: asyncio.Task[None]) -> None:
         if self._under_way.get(model_id) is task:
@@ -256,34 +261,41 @@ class StateKeeper:
 
     async def forget(self, model_id: str) -> None:
         """Remove what a model without a lane could be restored from: its snapshot and bodies."""
+        snapshot = await self._store.call(self._store.models.get_snapshot, model_id)
         await self._store.call(self._store.models.drop_snapshot, model_id)
         self._store.journal.release_bodies(model_id, MAX_SEQ_ID)
         folder = self._root / model_id.replace(":", "-")
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(self._clear, folder, snapshot.folder if snapshot else "")
+
+    def _clear(self, folder: Path, ended: str, kept: Path | None = None) -> None:
+        """Remove the snapshot that the database let go of; set aside what it does not know.
+
+        The note of `ended` stays until the sweeper finds it gone. A crash leaves snapshots half
+        adopted; an older database does not know those that were made after it.
+        """
+        if ended:
+            self._folders.remove(ended)
+        for other in folder.iterdir() if folder.is_dir() else ():
+            if other != kept:
+                self._folders.quarantine(other)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # it was the last
 
     def _drop_job(self, lane: Lane) -> DropAdapterJob:
         return DropAdapterJob(job_id=f"drop-{secrets.token_hex(8)}", adapter_id=lane.model_id)
 
+    def _load_job(self, lane: Lane, snapshot: Snapshot) -> LoadAdapterJob:
+        return LoadAdapterJob(
+            job_id=f"restore-{secrets.token_hex(8)}",
+            adapter_id=lane.model_id,
+            base_model=lane.base_model,
+            folder=str(self._folders.path(snapshot.folder)),
+            with_optimizer=True,
+        )
+
     async def _run(self, lane: Lane, job: Job, generation: int) -> None:
         result = await lane.place.worker.post(job, generation=generation)
         assert isinstance(result, AdapterResult)
-
-
-def _keep_only(folder: Path) -> None:
-    """Remove the snapshots before this one, those a crash left half adopted included."""
-    for other in folder.parent.iterdir():
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
-
-
-def _load_job(lane: Lane, snapshot: Snapshot) -> LoadAdapterJob:
-    return LoadAdapterJob(
-        job_id=f"restore-{secrets.token_hex(8)}",
-        adapter_id=lane.model_id,
-        base_model=lane.base_model,
-        folder=snapshot.folder,
-        with_optimizer=True,
-    )
 
 
 def _replay(row: Row) -> Op:

@@ -299,10 +299,11 @@ class Samples:
 
     async def _job(self, session: SamplingSession, body: Mapping[str, Any]) -> SampleJob:
         info: ModelInfo | None = await self._catalog.info(session.base_model)
+        name = session.folder
         return validation.sample_job(
             body,
             base_model=self._catalog.resolve(session.base_model),
-            folder=session.folder,
+            folder=None if name is None else str(self._shelf.folders.path(name)),
             info=info,
         )
 
