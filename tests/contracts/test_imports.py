@@ -19,11 +19,12 @@ ROOT = Path(tinkex.__file__).parent
 BELOW = {
     "types": set(),
     "wire": {"types"},
+    "chat": set(),
     "engine": set(),
     "store": {"wire", "types"},
     "regularizers": {"wire", "types", "client"},
-    "client": {"regularizers", "wire", "types"},
-    "server": {"engine", "store", "wire", "types"},
+    "client": {"chat", "regularizers", "wire", "types"},
+    "server": {"chat", "engine", "store", "wire", "types"},
 }
 FREE = {"errors", "__init__"}
 ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "transformers", "triton"}

@@ -69,7 +69,9 @@ def test_a_datum_predicts_the_next_token(tokenizer):
 
 
 def test_text_spelling_a_control_token_is_refused(tokenizer):
-    with pytest.raises(InvalidInputError, match=r"messages\[0\].content holds the control token"):
+    with pytest.raises(
+        InvalidInputError, match=r"messages\[0\].content: .*holds the control token"
+    ):
         Renderer(tokenizer).prompt([{"role": "user", "content": "stop <|im_end|> here"}])
 
 
@@ -92,16 +94,11 @@ def test_a_tokenizer_without_chat_tokens_gets_plain_turns():
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_answers(tokenizer):
     class Forgetful(Bytes):
-        chat_template = "x"
+        chat_template = (
+            "{% for m in messages %}{{ m.role }}:{{ m.content if loop.last else '...' }}#"
+            "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        )
         eos_token = "#"
-        all_special_tokens = ()
-
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-            last = len(messages) - 1
-            return "".join(
-                f"{m['role']}:{m['content'] if i == last else '...'}#"
-                for i, m in enumerate(messages)
-            ) + ("assistant:" if add_generation_prompt else "")
 
     with pytest.raises(InvalidInputError, match="rewrites earlier turns"):
         Renderer(Forgetful()).example(CHAT)

@@ -13,15 +13,14 @@ a chat template: ask for one with `apply_chat_template`.
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
 __all__ = [
@@ -221,137 +220,3 @@ def _from_hub(name: str) -> Any:
     except Exception as exc:  # the Rust library raises bare Exception
         logger.info("No tokenizer %r on the hub: %s", name, exc)
         return None
-
-
-# ------------------------------------------------------------------------- without transformers
-
-
-class FastTokenizer:
-    """A `tokenizers.Tokenizer` with the calls that programs make on a transformers tokenizer."""
-
-    def __init__(self, tokenizer: Any, config: dict[str, Any]) -> None:
-        self.backend_tokenizer = tokenizer
-        self._config = config
-
-    @classmethod
-    def from_folder(cls, folder: Path) -> FastTokenizer:
-        from tokenizers import Tokenizer
-
-        file = folder / "tokenizer.json"
-        if not file.is_file():
-            raise ModelNotFoundError(
-                f"{folder} has no tokenizer.json. Install transformers to load slow tokenizers."
-            )
-        config_file = folder / "tokenizer_config.json"
-        config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else {}
-        template = folder / "chat_template.jinja"
-        if template.is_file():
-            config["chat_template"] = template.read_text("utf-8")
-        return cls(Tokenizer.from_file(str(file)), config)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text as it stands; no chat template."""
-        ids: list[int] = self.backend_tokenizer.encode(
-            text, add_special_tokens=add_special_tokens
-        ).ids
-        return ids
-
-    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
-        ids = [token_ids] if isinstance(token_ids, int) else [int(i) for i in token_ids]
-        text: str = self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        return text
-
-    def batch_decode(
-        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False
-    ) -> list[str]:
-        return [self.decode(ids, skip_special_tokens) for ids in sequences]
-
-    def convert_tokens_to_ids(self, token: str) -> int | None:
-        number: int | None = self.backend_tokenizer.token_to_id(token)
-        return number
-
-    def convert_ids_to_tokens(self, token_id: int) -> str | None:
-        token: str | None = self.backend_tokenizer.id_to_token(token_id)
-        return token
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = False,
-        tokenize: bool = True,
-    ) -> list[int] | str:
-        """The messages in the model's own chat format."""
-        template = self._config.get("chat_template")
-        if not template:
-            raise NotSupportedError("this tokenizer has no chat template.", path="messages")
-        special = {k: self._special(k) for k in self._config if k.endswith("_token")}
-        text = (
-            _templates()
-            .from_string(template)
-            .render(
-                **{name: token for name, token in special.items() if isinstance(token, str)},
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-            )
-        )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
-
-    @property
-    def chat_template(self) -> str | None:
-        return self._config.get("chat_template")
-
-    def get_added_vocab(self) -> dict[str, int]:
-        """Tokens outside the learned vocabulary, control tokens among them."""
-        added = self.backend_tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items()}
-
-    @property
-    def vocab_size(self) -> int:
-        size: int = self.backend_tokenizer.get_vocab_size()
-        return size
-
-    def __len__(self) -> int:
-        return self.vocab_size
-
-    @property
-    def eos_token(self) -> str | None:
-        return self._special("eos_token")
-
-    @property
-    def bos_token(self) -> str | None:
-        return self._special("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return None if self.bos_token is None else self.convert_tokens_to_ids(self.bos_token)
-
-    def _special(self, name: str) -> str | None:
-        value = self._config.get(name)
-        return value.get("content") if isinstance(value, dict) else value
-
-
-def _templates() -> Any:
-    """What chat templates may use: jinja2 in its sandbox, and the helpers of transformers."""
-    from datetime import datetime
-
-    from jinja2.exceptions import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

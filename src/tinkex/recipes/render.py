@@ -1,9 +1,7 @@
 """Turn messages into tokens, and say which of them the model should learn.
 
-The tokenizer's own chat template decides how a conversation reads; a tokenizer with ChatML tokens
-and no template gets ChatML, any other gets plain `User:`/`Assistant:` turns. Every turn is encoded
-by itself, at the same borders where sampling will stop and start, so what is trained is what is
-sampled. Knows tokenizers and text; nothing of servers and losses.
+`tinkex.chat` decides how a conversation reads. Every turn is encoded by itself, at the same borders
+where sampling will stop and start, so what is trained is what is sampled.
 """
 
 from __future__ import annotations
@@ -12,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tinkex.chat.conversation import Conversation
+from tinkex.chat.messages import Message as ChatMessage
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.data import Message
 from tinkex.types import Datum, ModelInput
 
 __all__ = ["Rendered", "Renderer"]
-
-_CHATML_END = "<|im_end|>"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,26 +46,21 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._style = _style(tokenizer)
-        self._special = _special_tokens(tokenizer)
+        self._chat = Conversation(tokenizer)
 
     @property
     def stop(self) -> list[int] | list[str]:
         """What ends the assistant's turn, for `SamplingParams.stop`."""
-        if self._style == "plain":
-            return ["\nUser:"]
-        return [self._end_id()]
+        return self._chat.stop
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Tokens up to where the assistant begins to speak."""
-        self._check(messages)
-        return self._encode(self._text(messages, generate=True))
+        return self._chat.encode(self._text(messages, generate=True))
 
     def example(
         self, messages: Sequence[Message], learn: Literal["last", "all"] = "all"
     ) -> Rendered:
         """A whole conversation. `learn`: all of the assistant's turns, or only the last."""
-        self._check(messages)
         tokens: list[int] = []
         weights: list[float] = []
         done = ""
@@ -79,79 +72,33 @@ class Renderer:
             answered = self._text(messages[: index + 1])
             _check_prefix(asked, done)
             _check_prefix(answered, asked)
-            before, answer = self._encode(asked[len(done) :]), self._answer(answered[len(asked) :])
-            tokens += before + answer
+            answer = self._answer(answered[len(asked) :])
+            before, said = self._chat.encode(asked[len(done) :]), self._chat.encode(answer)
+            tokens += before + said
             learned = 1.0 if learn == "all" or index == last else 0.0
-            weights += [0.0] * len(before) + [learned] * len(answer)
-            done = asked + self._answer_text(answered[len(asked) :])
+            weights += [0.0] * len(before) + [learned] * len(said)
+            done = asked + answer
         return Rendered(tokens=tuple(tokens), weights=tuple(weights))
 
     def text(self, tokens: Sequence[int]) -> str:
         """What the assistant said: decoded, without the mark that ends its turn."""
-        ids = list(tokens)
-        if self._style != "plain" and ids and ids[-1] == self._end_id():
-            ids.pop()
-        said = str(self.tokenizer.decode(ids))
-        return said.removesuffix("\nUser:").strip()
-
-    # ------------------------------------------------------------------------------ inside
+        said = str(self.tokenizer.decode(self._chat.without_end(tokens)))
+        return said.removesuffix(self._chat.end_text).strip()
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        if self._style == "template":
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=generate,
-                )
-            )
-        return (_chatml if self._style == "chatml" else _plain)(messages, generate)
+        told = [ChatMessage(role=m["role"], content=m["content"]) for m in messages]
+        return self._chat.text(told, generate=generate)
 
-    def _answer_text(self, text: str) -> str:
+    def _answer(self, text: str) -> str:
         """Cut what follows the end mark: sampling stops there, so it is never learned."""
-        end = self._end_text()
-        position = text.rfind(end)
+        end = self._chat.end_text
+        position = text.rfind(end) if end else -1
         if position < 0:
             raise InvalidInputError(
                 f"the chat template does not end the assistant's turn with {end!r}, so the model "
                 "could never learn to stop"
             )
         return text[: position + len(end)]
-
-    def _answer(self, text: str) -> list[int]:
-        return self._encode(self._answer_text(text))
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def _end_text(self) -> str:
-        if self._style == "plain":
-            return "\nUser:"
-        return _CHATML_END if _CHATML_END in self._special else str(self.tokenizer.eos_token)
-
-    def _end_id(self) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(self._end_text()))
-
-    def _check(self, messages: Sequence[Message]) -> None:
-        """Text that spells a control token would end a turn early; refuse it by name."""
-        for index, message in enumerate(messages):
-            for token in self._special:
-                if token in message["content"]:
-                    raise InvalidInputError(
-                        f"messages[{index}].content holds the control token {token}"
-                    )
-
-
-def _style(tokenizer: Any) -> Literal["template", "chatml", "plain"]:
-    if getattr(tokenizer, "chat_template", None):
-        return "template"
-    return "chatml" if _CHATML_END in _special_tokens(tokenizer) else "plain"
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[str]:
-    listed = getattr(tokenizer, "all_special_tokens", None) or ()
-    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    return frozenset(str(token) for token in (*listed, *added) if len(str(token)) > 2)
 
 
 def _check_prefix(text: str, prefix: str) -> None:
@@ -160,19 +107,3 @@ def _check_prefix(text: str, prefix: str) -> None:
             "the chat template rewrites earlier turns when a later one is added, so one example "
             "cannot hold several answers; split the conversation into one row per answer"
         )
-
-
-def _chatml(messages: Sequence[Message], generate: bool) -> str:
-    turns = "".join(
-        f"<|im_start|>{message['role']}\n{message['content']}{_CHATML_END}\n"
-        for message in messages
-    )
-    return turns + ("<|im_start|>assistant\n" if generate else "")
-
-
-def _plain(messages: Sequence[Message], generate: bool) -> str:
-    names = {"user": "User", "assistant": "Assistant", "system": "System", "tool": "Tool"}
-    turns = "".join(f"{names[m['role']]}: {m['content']}\n" for m in messages)
-    if generate:
-        return turns + "Assistant:"
-    return turns + ("User:" if messages and messages[-1]["role"] == "assistant" else "")

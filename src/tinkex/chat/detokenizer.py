@@ -1,0 +1,42 @@
+"""Text from tokens that arrive a few at a time.
+
+A character may be spread over several tokens, and the first token of a text may decode otherwise
+than the same token in its middle. So a text is decoded from a little before its new part, and
+nothing is given out that ends in half a character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Detokenizer"]
+
+_HALF = "\ufffd"
+
+
+class Detokenizer:
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._before = 0  # where decoding starts: old enough to be whole
+        self._given = 0  # tokens whose text was given out
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that is certain now and was not given before."""
+        self._tokens.extend(int(token) for token in tokens)
+        text = self._new_text()
+        if text.endswith(_HALF):
+            return ""
+        self._before, self._given = self._given, len(self._tokens)
+        return text
+
+    def end(self) -> str:
+        """What was held back, half characters included."""
+        text = self._new_text()
+        self._before = self._given = len(self._tokens)
+        return text
+
+    def _new_text(self) -> str:
+        known = str(self._tokenizer.decode(self._tokens[self._before : self._given]))
+        return str(self._tokenizer.decode(self._tokens[self._before :]))[len(known) :]

@@ -1,0 +1,98 @@
+"""What a conversation is made of, before any template turns it into text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkex.errors import InvalidInputError
+
+__all__ = ["ROLES", "Message", "Tool", "ToolCall"]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """An assistant's wish to have a function called."""
+
+    name: str
+    arguments: str
+    """A JSON object, as text: what travels in both APIs, so no number changes its spelling."""
+    call_id: str = ""
+
+    def parsed(self) -> dict[str, Any]:
+        """The arguments as a dict, which is what chat templates take.
+
+        Raises:
+            InvalidInputError: They are not a JSON object.
+        """
+        try:
+            value = json.loads(self.arguments or "{}")
+        except ValueError as exc:
+            raise InvalidInputError(
+                f"the arguments of the call to {self.name!r} are not JSON: {exc}",
+                path="tool_calls",
+            ) from exc
+        if not isinstance(value, dict):
+            raise InvalidInputError(
+                f"the arguments of the call to {self.name!r} must be a JSON object, "
+                f"got {type(value).__name__}",
+                path="tool_calls",
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    role: str
+    content: str = ""
+    reasoning: str = ""
+    """What the assistant thought before it spoke; empty for every other role."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    """Which call a `tool` message answers."""
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """The dict that chat templates of transformers expect."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            # Qwen reads `reasoning_content`, gpt-oss `thinking`; a template ignores the other.
+            found["reasoning_content"] = found["thinking"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.call_id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.parsed()},
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id:
+            found["tool_call_id"] = self.tool_call_id
+        if self.name:
+            found["name"] = self.name
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A function the assistant may ask for."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """A JSON schema of its arguments."""
+
+    def for_template(self) -> dict[str, Any]:
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": dict(self.parameters) or {"type": "object", "properties": {}},
+            },
+        }
