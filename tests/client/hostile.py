@@ -2,7 +2,7 @@
 
 `Server` is a correct, tiny Tinker server in memory: idempotent by (model, seq_id), in order, every
 result a function of its request. `Network` stands between it and the client and injects, by a
-seeded schedule, every row of the contract's 4.2 and 9: resets before and after the server acted,
+seeded schedule, every row of contract 4.2 and 9: resets before and after the server acted,
 stalls, half answers, 5xx bursts, 408 storms, 429 with each form of Retry-After, blank 400s,
 duplicated requests, late answers, payload announcements. Both live in virtual time.
 """

@@ -1,4 +1,4 @@
-"""Every row of the contract's table 4.2: what the server says, what the client does (R17, R18)."""
+"""Every row of contract 4.2: what the server says, what the client does (R17, R18)."""
 
 from __future__ import annotations
 

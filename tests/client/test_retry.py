@@ -1,4 +1,4 @@
-"""The retry policies of the contract's section 9, decided without a clock (R8, R13)."""
+"""The retry policies of contract 9, decided without a clock (R8, R13)."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_every_header_of_the_contract_is_sent() -> None:
 
 
 def test_a_get_has_neither_content_type_nor_idempotency_key() -> None:
-    """R28: what an endpoint needs of query strings, as the contract writes them (1.1)."""
+    """R28: what an endpoint needs of query strings, as contract 1.1 writes them."""
     backend = Recorded(OK)
     query = {"limit": 20, "flag": True, "ids": ["a", "b"], "none": None, "empty": ""}
     call_through(backend, Call(method="GET", path="sessions", query=query))

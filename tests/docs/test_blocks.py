@@ -183,9 +183,9 @@ def test_settings_files_load(tmp_path):
             assert str(shown) == str(value) or list(shown) == value, block.where
 
 
-def test_json_parses():
-    for block in of("json"):
-        json.loads(block.code)
+@pytest.mark.parametrize("block", of("json"), ids=lambda block: block.where)
+def test_json_parses(block):
+    json.loads(block.code)
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "llms.txt"], ids=lambda page: page.name)

@@ -37,7 +37,7 @@ def gradients(adapter: Adapter, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_three_adamw_steps_match_torch(adapter, clip):
-    """R12 and the contract's AdamParams: decoupled decay, bias correction, clipping."""
+    """R12 and contract 7.4: decoupled decay, bias correction, clipping."""
     params = AdamParams(
         learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-9, weight_decay=0.1, grad_clip_norm=clip
     )

@@ -1,4 +1,4 @@
-"""Checks of section 2.6: runs, checkpoints, sessions, audit and billing."""
+"""Checks of contract 2.6: runs, checkpoints, sessions, audit and billing."""
 
 from __future__ import annotations
 

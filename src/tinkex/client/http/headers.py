@@ -1,4 +1,4 @@
-"""The headers of the contract's section 1.4, computed once per process.
+"""The headers of contract 1.4, computed once per process.
 
 `CONTRACT_VERSION` is the SDK generation whose wire we speak, and is what servers gate on; our own
 version travels beside it in `X-Tinkex-Version`.

@@ -1,6 +1,6 @@
 """When to try again, and after how long: pure decisions, no clock and no network of their own.
 
-Four policies of the contract's section 9. `BaseRetry` lives inside one HTTP call, `WindowRetry`
+Four policies of contract 9. `BaseRetry` lives inside one HTTP call, `WindowRetry`
 around a whole call, `RetryHandler` around a sample (submit and wait), `BillingPause` wherever a
 402 may mean "wait". Clock and random are handed in, so their tests take no time.
 """
