@@ -160,20 +160,6 @@ async def test_every_call_has_an_async_twin_that_does_not_block(toy_server: str)
         assert result.loss is not None
 
 
-async def test_a_notebook_may_block_inside_its_running_loop(
-    toy_server: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Sync calls in a running loop work; outside Jupyter they say what to use instead."""
-    service = tinkex.ServiceClient(base_url=toy_server, api_key="tml-clients")
-    client = service.create_lora_training_client(MODEL, rank=4)
-    assert client.forward([datum([1, 2])], "cross_entropy").result(30).metrics["loss:sum"] > 0
-    assert "await create_lora_training_client_async() instead" in caplog.text
-    caplog.clear()
-    client.get_tokenizer()
-    assert caplog.text == "", "there is nothing to use instead"
-    await service.close("success")
-
-
 def test_thousands_of_samples_are_unique_and_complete(service: tinkex.ServiceClient) -> None:
     """R13."""
     sampler = service.create_sampling_client(base_model=MODEL)

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from tinkex.client.session.loop import LoopThread, background
+from tinkex.client.session.loop import background
 from tinkex.errors import ResultTimeoutError, TinkerError
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
     "Waiting",
     "cancel_all",
     "gather_or_cancel",
+    "is_in_loop",
     "spawn",
-    "warn_if_in_loop",
 ]
 
 logger = logging.getLogger("tinkex.futures")
@@ -137,8 +137,12 @@ class APIFuture(concurrent.futures.Future[T]):
         return self.result_async().__await__()
 
     def future(self) -> concurrent.futures.Future[T]:
-        """The same thing as a plain `concurrent.futures.Future`."""
+        """This as a `concurrent.futures.Future`, which it is."""
         return self
+
+    def coroutine(self) -> Coroutine[Any, Any, T]:
+        """This as a coroutine, for what takes nothing else: `asyncio.create_task` and its like."""
+        return self.result_async()
 
     def _check_can_block(self) -> None:
         if self.done():
@@ -172,6 +176,9 @@ class APIFuture(concurrent.futures.Future[T]):
             num_polls=waiting.num_polls,
             waited_s=until - self.waiting.started_s,
         )
+
+    def __repr__(self) -> str:
+        return f"<APIFuture {self.status()}>"
 
     def follow(self, other: APIFuture[Any] | None) -> None:
         """Let `status()` tell what `other` waits for; None is back to its own."""
@@ -243,12 +250,10 @@ class APIFuture(concurrent.futures.Future[T]):
 AwaitableConcurrentFuture = APIFuture
 
 
-def spawn(
-    start: Callable[[Waiting], Coroutine[Any, Any, T]], *, loop: LoopThread | None = None
-) -> APIFuture[T]:
-    """Run `start(waiting)` on the background loop; returns at once."""
-    thread = loop or background()
+def spawn(start: Callable[[Waiting], Coroutine[Any, Any, T]]) -> APIFuture[T]:
+    """Run `start(waiting)` on the background loop; returns at once with the future it will end."""
     future: APIFuture[T] = APIFuture()
+    thread = background()
     future._ender = thread
     thread.submit(future._launch, start(future.waiting))
     return future
@@ -276,11 +281,10 @@ async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*ending, return_exceptions=True)
 
 
-def warn_if_in_loop(name: str) -> None:
-    """Say that a blocking call was made where it stops an event loop. Notebooks are used to it."""
+def is_in_loop() -> bool:
+    """True where waiting would stop an event loop of the caller's. Notebooks are used to that."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return
-    if "ipykernel" not in sys.modules:
-        logger.warning("%s() blocks the running event loop; await %s_async() instead.", name, name)
+        return False
+    return "ipykernel" not in sys.modules

@@ -16,14 +16,15 @@ from typing import Any, Literal
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
-from tinkex.client.futures import APIFuture, Waiting, spawn, warn_if_in_loop
+from tinkex.client.direct import DirectFuture, awaited
+from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import Expect
-from tinkex.client.rest.rest_client import RestClient
-from tinkex.client.sampling.sampling_client import SamplingClient
+from tinkex.client.rest.rest_client import RestClient, RestClientFuture
+from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
 from tinkex.client.session.holder import Holder
-from tinkex.client.training.training_client import TrainingClient
+from tinkex.client.training.creation import create_from_state, create_model
+from tinkex.client.training.training_client import TrainingClient, TrainingClientFuture
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.types.account.console_urls import session_url
 
@@ -86,21 +87,15 @@ class ServiceClient:
 
     # -- the service
 
-    def get_server_capabilities(self) -> types.GetServerCapabilitiesResponse:
-        """Which models the server offers. Waits."""
-        warn_if_in_loop("get_server_capabilities")
-        return self._capabilities().result()
-
-    async def get_server_capabilities_async(self) -> types.GetServerCapabilitiesResponse:
-        """Like `get_server_capabilities`, without blocking the event loop."""
-        return await self._capabilities()
-
-    def _capabilities(self) -> APIFuture[types.GetServerCapabilitiesResponse]:
+    def get_server_capabilities(self) -> DirectFuture[types.GetServerCapabilitiesResponse]:
+        """Which models the server offers."""
         holder = self._sessionless()
         call = Call(method="GET", path="get_server_capabilities")
-        return holder.spawn(
-            lambda waiting: holder.call_json(call, types.GetServerCapabilitiesResponse)
-        )
+        kind = types.GetServerCapabilitiesResponse
+        asked = holder.spawn(lambda waiting: holder.call_json(call, kind))
+        return DirectFuture.of(asked, "get_server_capabilities", kind)
+
+    get_server_capabilities_async = awaited(get_server_capabilities)
 
     def _sessionless(self) -> Holder:
         """The session's own holder when there is one, else one that needs no session."""
@@ -123,40 +118,8 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: Any = None,
-    ) -> TrainingClient:
-        """A fresh LoRA adapter on a base model. Waits until the model is ready."""
-        warn_if_in_loop("create_lora_training_client")
-        return self._create(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        ).result()
-
-    async def create_lora_training_client_async(
-        self,
-        base_model: str,
-        rank: int = 32,
-        seed: int | None = None,
-        train_mlp: bool = True,
-        train_attn: bool = True,
-        train_unembed: bool = True,
-        user_metadata: dict[str, str] | None = None,
-        optimizer: Any = None,
-    ) -> TrainingClient:
-        """Like `create_lora_training_client`, without blocking the event loop."""
-        return await self._create(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        )
-
-    def _create(
-        self,
-        base_model: str,
-        rank: int,
-        seed: int | None,
-        train_mlp: bool,
-        train_attn: bool,
-        train_unembed: bool,
-        user_metadata: dict[str, str] | None,
-        optimizer: Any,
-    ) -> APIFuture[TrainingClient]:
+    ) -> TrainingClientFuture:
+        """A fresh LoRA adapter on a base model."""
         if not base_model or not isinstance(base_model, str):
             raise InvalidInputError(f"expected a model name, got {base_model!r}", path="base_model")
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
@@ -176,37 +139,14 @@ class ServiceClient:
             train_attn=train_attn,
         )
         holder = self.holder
-        return holder.spawn(
-            lambda waiting: self._create_model(
+        made = holder.spawn(
+            lambda waiting: create_model(
                 holder, base_model, lora, user_metadata, optimizer, waiting
             )
         )
+        return TrainingClientFuture.of(made, "create_lora_training_client", TrainingClient)
 
-    async def _create_model(
-        self,
-        holder: Holder,
-        base_model: str,
-        lora: types.LoraConfig,
-        user_metadata: dict[str, str] | None,
-        optimizer: Any,
-        waiting: Waiting,
-    ) -> TrainingClient:
-        assert holder.session_id is not None
-        number = holder.next_number("model")
-        request = types.CreateModelRequest(
-            session_id=holder.session_id,
-            model_seq_id=number,
-            base_model=base_model,
-            user_metadata=user_metadata,
-            lora_config=lora,
-            optimizer_config=optimizer or types.AdamOptimizerConfig(),
-        )
-        promise = await holder.post(
-            "create_model", request, types.UntypedAPIFuture, window=False, waiting=waiting
-        )
-        expect = Expect("CreateModel", types.CreateModelResponse)
-        made = await holder.poller.wait(promise.request_id, expect, waiting=waiting)
-        return TrainingClient(holder, number, made.model_id)
+    create_lora_training_client_async = awaited(create_lora_training_client)
 
     def create_training_client_from_state(
         self,
@@ -215,25 +155,19 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: Any = None,
-    ) -> TrainingClient:
-        """Train on from a checkpoint's weights; the optimizer starts afresh. Waits."""
-        warn_if_in_loop("create_training_client_from_state")
-        return self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer, with_optimizer=False
-        ).result()
-
-    async def create_training_client_from_state_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-        optimizer: Any = None,
-    ) -> TrainingClient:
-        """Like `create_training_client_from_state`, without blocking the event loop."""
-        return await self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer, with_optimizer=False
+    ) -> TrainingClientFuture:
+        """Train on from a checkpoint's weights; the optimizer starts afresh."""
+        validation.check_tinker_path(path, name="path")
+        wanted = types.LoadWeightsRequest(
+            path=path,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+            optimizer_config=optimizer,
         )
+        return self._from_state(wanted, "create_training_client_from_state")
+
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -241,111 +175,26 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        """Train on exactly where a checkpoint was saved, optimizer included. Waits."""
-        warn_if_in_loop("create_training_client_from_state_with_optimizer")
-        return self._from_state(
-            path, base_model, user_metadata, weights_access_token, None, with_optimizer=True
-        ).result()
-
-    async def create_training_client_from_state_with_optimizer_async(
-        self,
-        path: str,
-        base_model: str | None = None,
-        user_metadata: dict[str, str] | None = None,
-        weights_access_token: str | None = None,
-    ) -> TrainingClient:
-        """Like the method without `_async`, without blocking the event loop."""
-        return await self._from_state(
-            path, base_model, user_metadata, weights_access_token, None, with_optimizer=True
-        )
-
-    def _from_state(
-        self,
-        path: str,
-        base_model: str | None,
-        user_metadata: dict[str, str] | None,
-        weights_access_token: str | None,
-        optimizer: Any,
-        *,
-        with_optimizer: bool,
-    ) -> APIFuture[TrainingClient]:
+    ) -> TrainingClientFuture:
+        """Train on exactly where a checkpoint was saved, optimizer included."""
         validation.check_tinker_path(path, name="path")
+        wanted = types.LoadWeightsRequest(
+            path=path,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+            optimizer=True,
+        )
+        return self._from_state(wanted, "create_training_client_from_state_with_optimizer")
+
+    create_training_client_from_state_with_optimizer_async = awaited(
+        create_training_client_from_state_with_optimizer
+    )
+
+    def _from_state(self, wanted: types.LoadWeightsRequest, name: str) -> TrainingClientFuture:
         holder = self.holder
-
-        async def make(waiting: Waiting) -> TrainingClient:
-            if holder.flags.create_model_via_load_weights:
-                return await self._create_by_loading(
-                    holder,
-                    types.LoadWeightsRequest(
-                        session_id=holder.session_id,
-                        model_seq_id=holder.next_number("model"),
-                        base_model=base_model,
-                        user_metadata=user_metadata,
-                        path=path,
-                        optimizer=with_optimizer,
-                        optimizer_config=optimizer,
-                        weights_access_token=weights_access_token,
-                    ),
-                    waiting,
-                )
-            return await self._create_then_load(
-                holder,
-                path,
-                base_model,
-                user_metadata,
-                weights_access_token,
-                optimizer,
-                with_optimizer,
-                waiting,
-            )
-
-        return holder.spawn(make)
-
-    async def _create_by_loading(
-        self, holder: Holder, request: types.LoadWeightsRequest, waiting: Waiting
-    ) -> TrainingClient:
-        assert request.model_seq_id is not None
-        promise = await holder.post(
-            "load_weights", request, types.UntypedAPIFuture, waiting=waiting
-        )
-        expect = Expect("LoadWeights", types.LoadWeightsResponse)
-        await holder.poller.wait(promise.request_id, expect, waiting=waiting)
-        model_id = f"{holder.session_id}:train:{request.model_seq_id}"
-        return TrainingClient(holder, request.model_seq_id, model_id)
-
-    async def _create_then_load(
-        self,
-        holder: Holder,
-        path: str,
-        base_model: str | None,
-        user_metadata: dict[str, str] | None,
-        weights_access_token: str | None,
-        optimizer: Any,
-        with_optimizer: bool,
-        waiting: Waiting,
-    ) -> TrainingClient:
-        """The way of servers that cannot create by loading: look, create, load (5.8)."""
-        headers = {"X-API-Key": weights_access_token} if weights_access_token else None
-        info = await holder.post(
-            "weights_info",
-            types.WeightsInfoRequest(tinker_path=path),
-            types.WeightsInfoResponse,
-            headers=headers,
-            waiting=waiting,
-        )
-        lora = types.LoraConfig(
-            rank=info.lora_rank or 32,
-            train_unembed=info.train_unembed is not False,
-            train_mlp=info.train_mlp is not False,
-            train_attn=info.train_attn is not False,
-        )
-        family = info.optimizer_config if with_optimizer else optimizer
-        client = await self._create_model(
-            holder, base_model or info.base_model, lora, user_metadata, family, waiting
-        )
-        await client._load(path, weights_access_token, optimizer=with_optimizer)
-        return client
+        made = holder.spawn(lambda waiting: create_from_state(holder, wanted, waiting))
+        return TrainingClientFuture.of(made, name, TrainingClient)
 
     # -- sampling
 
@@ -355,36 +204,18 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Sample from a saved checkpoint or from a base model. Waits."""
-        return self._sampler(model_path, base_model, retry_config, record_stability_info).result()
-
-    async def create_sampling_client_async(
-        self,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Like `create_sampling_client`, without blocking the event loop."""
-        return await self._sampler(model_path, base_model, retry_config, record_stability_info)
-
-    def _sampler(
-        self,
-        model_path: str | None,
-        base_model: str | None,
-        retry_config: RetryConfig | None,
-        record_stability_info: bool,
-    ) -> APIFuture[SamplingClient]:
-        if model_path is None and base_model is None:
-            raise InvalidInputError("give model_path or base_model, got neither", path="model_path")
-        return SamplingClient.create(
+    ) -> SamplingClientFuture:
+        """Sample from a saved checkpoint or from a base model."""
+        made = SamplingClient.create(
             self.holder,
             model_path=model_path,
             base_model=base_model,
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
+        return SamplingClientFuture.of(made, "create_sampling_client", SamplingClient)
+
+    create_sampling_client_async = awaited(create_sampling_client)
 
     # -- more
 
@@ -395,6 +226,8 @@ class ServiceClient:
         from tinkex.client.training.custom_calls import create_custom_loss
 
         return create_custom_loss(self.holder, fn, input_ranks)
+
+    create_custom_loss_async = awaited(create_custom_loss)
 
     def copy_weights(
         self,
@@ -415,9 +248,15 @@ class ServiceClient:
             weights_access_token=weights_access_token,
         )
 
-    def create_rest_client(self) -> RestClient:
-        """A client for listings and checkpoints of the same service."""
-        return RestClient(self._sessionless())
+    copy_weights_async = awaited(copy_weights)
+
+    def create_rest_client(self) -> RestClientFuture:
+        """A client for listings and checkpoints of the same service. Touches no network."""
+        made: APIFuture[RestClient] = APIFuture()
+        made.set_result(RestClient(self._sessionless()))
+        return RestClientFuture.of(made, "create_rest_client", RestClient)
+
+    create_rest_client_async = awaited(create_rest_client)
 
     def get_console_url(self) -> str:
         """Where a browser shows this session (or all of them, before the first call)."""
@@ -425,6 +264,13 @@ class ServiceClient:
 
     def get_telemetry(self) -> Any:
         return self._holder.latest.reporter if self._holder else None
+
+    def __repr__(self) -> str:
+        holder = self._holder.latest if self._holder is not None else None
+        where = holder.config.base_url if holder is not None else self.config.base_url
+        session = holder.session_id if holder is not None else None
+        state = ", closed" if self._closing is not None else ""
+        return f"<ServiceClient of {where}, session {session or 'not begun'}{state}>"
 
     # -- ending
 

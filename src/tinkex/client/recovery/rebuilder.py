@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tinkex import types
 from tinkex.client.config import ClientConfig
+from tinkex.client.futures import APIFuture
 from tinkex.client.recovery.call_log import CallLog, Saved
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.errors import (
@@ -58,14 +59,15 @@ class Rebuilder:
         self, service: ServiceClient, run_ids: Sequence[str]
     ) -> tuple[Saved, TrainingClient]:
         """A new run from the first checkpoint that can still be loaded."""
-        create: Callable[..., TrainingClient] = service.create_training_client_from_state
+        create: Callable[..., APIFuture[TrainingClient]] = service.create_training_client_from_state
         if self._policy.restore_optimizer:
             create = service.create_training_client_from_state_with_optimizer
         known = self._known(service, run_ids)
         refusals = self._log.distrusted(known)
         for saved in self._log.candidates(known):
             try:
-                return saved, create(saved.path, user_metadata={"recovered_from": run_ids[-1]})
+                made = create(saved.path, user_metadata={"recovered_from": run_ids[-1]})
+                return saved, made.result()
             except (NotFoundError, BadRequestError, RequestFailedError) as exc:
                 if exc.category != "user":
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, date, datetime
 
 from tinkex import types
+from tinkex.client.direct import awaited
 from tinkex.client.futures import APIFuture
 from tinkex.client.rest.rest_client import Caller
 from tinkex.errors import InvalidInputError
@@ -28,10 +29,7 @@ class AdminClient(Caller):
         query = {"event_type": event_type, "day": day.isoformat() if isinstance(day, date) else day}
         return self._get("get_audit_log", "audit", types.AuditLogResponse, query, "redirect")
 
-    async def get_audit_log_async(
-        self, event_type: str = "all", day: date | str | None = None
-    ) -> types.AuditLogResponse:
-        return await self.get_audit_log(event_type, day)
+    get_audit_log_async = awaited(get_audit_log)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
@@ -45,10 +43,7 @@ class AdminClient(Caller):
             "get_billing_usage", "billing/usage/events", types.BillingUsageResponse, query
         )
 
-    async def get_billing_usage_async(
-        self, starting_on: datetime | str, ending_before: datetime | str
-    ) -> types.BillingUsageResponse:
-        return await self.get_billing_usage(starting_on, ending_before)
+    get_billing_usage_async = awaited(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
@@ -61,10 +56,7 @@ class AdminClient(Caller):
             {"project_id": project_id},
         )
 
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None
-    ) -> types.CurrentCheckpointStorageUsageResponse:
-        return await self.get_current_checkpoint_storage_usage(project_id)
+    get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
 
 def _moment(value: datetime | str, name: str) -> str:

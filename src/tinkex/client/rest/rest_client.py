@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
+from tinkex.client.direct import DirectFuture, awaited
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call
@@ -30,7 +31,7 @@ from tinkex.wire import requests
 if TYPE_CHECKING:
     from tinkex.client.rest.admin_client import AdminClient
 
-__all__ = ["RestClient"]
+__all__ = ["RestClient", "RestClientFuture"]
 
 M = TypeVar("M", bound=BaseModel)
 AccessScope = Literal["owned", "accessible"]
@@ -100,6 +101,9 @@ class Caller:
     def get_telemetry(self) -> Any:
         return self.holder.reporter
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.holder.config.base_url}>"
+
 
 class RestClient(Caller):
     """Training runs, checkpoints and sessions of an account."""
@@ -114,10 +118,7 @@ class RestClient(Caller):
         path = f"training_runs/{_segment(training_run_id, 'training_run_id')}"
         return self._get("get_training_run", path, types.TrainingRun, {"access_scope": scope})
 
-    async def get_training_run_async(
-        self, training_run_id: str, access_scope: AccessScope = "owned"
-    ) -> types.TrainingRun:
-        return await self.get_training_run(training_run_id, access_scope)
+    get_training_run_async = awaited(get_training_run)
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -132,10 +133,7 @@ class RestClient(Caller):
             {"access_scope": scope},
         )
 
-    async def get_training_run_by_tinker_path_async(
-        self, tinker_path: str, access_scope: AccessScope = "owned"
-    ) -> types.TrainingRun:
-        return await self.get_training_run_by_tinker_path(tinker_path, access_scope)
+    get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     def list_training_runs(
         self,
@@ -152,14 +150,7 @@ class RestClient(Caller):
         }
         return self._get("list_training_runs", "training_runs", types.TrainingRunsResponse, query)
 
-    async def list_training_runs_async(
-        self,
-        limit: int = 20,
-        offset: int = 0,
-        access_scope: AccessScope = "owned",
-        project_id: str | None = None,
-    ) -> types.TrainingRunsResponse:
-        return await self.list_training_runs(limit, offset, access_scope, project_id)
+    list_training_runs_async = awaited(list_training_runs)
 
     def iter_training_runs(
         self, access_scope: AccessScope = "owned", project_id: str | None = None
@@ -180,8 +171,7 @@ class RestClient(Caller):
         path = f"training_runs/{_segment(training_run_id, 'training_run_id')}/checkpoints"
         return self._get("list_checkpoints", path, types.CheckpointsListResponse)
 
-    async def list_checkpoints_async(self, training_run_id: str) -> types.CheckpointsListResponse:
-        return await self.list_checkpoints(training_run_id)
+    list_checkpoints_async = awaited(list_checkpoints)
 
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
@@ -194,10 +184,7 @@ class RestClient(Caller):
             _page(limit, offset),
         )
 
-    async def list_user_checkpoints_async(
-        self, limit: int = 100, offset: int = 0
-    ) -> types.CheckpointsListResponse:
-        return await self.list_user_checkpoints(limit, offset)
+    list_user_checkpoints_async = awaited(list_user_checkpoints)
 
     def iter_user_checkpoints(self) -> Iterator[types.Checkpoint]:
         """All checkpoints of the account, page by page as they are read. Waits between pages."""
@@ -222,6 +209,8 @@ class RestClient(Caller):
             types.WeightsInfoResponse,
         )
 
+    get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
+
     def get_external_weights_urls(
         self, tinker_path: str
     ) -> APIFuture[types.ExternalWeightsUrlsResponse]:
@@ -233,10 +222,7 @@ class RestClient(Caller):
             types.ExternalWeightsUrlsResponse,
         )
 
-    async def get_external_weights_urls_async(
-        self, tinker_path: str
-    ) -> types.ExternalWeightsUrlsResponse:
-        return await self.get_external_weights_urls(tinker_path)
+    get_external_weights_urls_async = awaited(get_external_weights_urls)
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
@@ -253,10 +239,7 @@ class RestClient(Caller):
 
         return self.holder.spawn(fetch)
 
-    async def get_checkpoint_archive_url_async(
-        self, training_run_id: str, checkpoint_id: str
-    ) -> types.CheckpointArchiveUrlResponse:
-        return await self.get_checkpoint_archive_url(training_run_id, checkpoint_id)
+    get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
@@ -264,10 +247,9 @@ class RestClient(Caller):
         """Like `get_checkpoint_archive_url`, from a path."""
         return self.get_checkpoint_archive_url(*validation.check_tinker_path(tinker_path))
 
-    async def get_checkpoint_archive_url_from_tinker_path_async(
-        self, tinker_path: str
-    ) -> types.CheckpointArchiveUrlResponse:
-        return await self.get_checkpoint_archive_url_from_tinker_path(tinker_path)
+    get_checkpoint_archive_url_from_tinker_path_async = awaited(
+        get_checkpoint_archive_url_from_tinker_path
+    )
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
         """Delete a checkpoint for good."""
@@ -275,8 +257,7 @@ class RestClient(Caller):
         path = f"training_runs/{run}/checkpoints/{_checkpoint(checkpoint_id)}"
         return self._send("delete_checkpoint", "DELETE", path)
 
-    async def delete_checkpoint_async(self, training_run_id: str, checkpoint_id: str) -> None:
-        return await self.delete_checkpoint(training_run_id, checkpoint_id)
+    delete_checkpoint_async = awaited(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint for good."""
@@ -284,22 +265,19 @@ class RestClient(Caller):
         path = f"training_runs/{run}/checkpoints/{checkpoint}"
         return self._send("delete_checkpoint_from_tinker_path", "DELETE", path)
 
-    async def delete_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        return await self.delete_checkpoint_from_tinker_path(tinker_path)
+    delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Let everyone read a checkpoint."""
         return self._publish("publish_checkpoint_from_tinker_path", "POST", tinker_path)
 
-    async def publish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        return await self.publish_checkpoint_from_tinker_path(tinker_path)
+    publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Make a checkpoint private again."""
         return self._publish("unpublish_checkpoint_from_tinker_path", "DELETE", tinker_path)
 
-    async def unpublish_checkpoint_from_tinker_path_async(self, tinker_path: str) -> None:
-        return await self.unpublish_checkpoint_from_tinker_path(tinker_path)
+    unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
 
     def _publish(self, method: str, verb: str, tinker_path: str) -> APIFuture[None]:
         run, checkpoint = validation.check_tinker_path(tinker_path)
@@ -314,10 +292,7 @@ class RestClient(Caller):
         path = f"training_runs/{run}/checkpoints/{checkpoint}/ttl"
         return self._send("set_checkpoint_ttl_from_tinker_path", "PUT", path, body)
 
-    async def set_checkpoint_ttl_from_tinker_path_async(
-        self, tinker_path: str, ttl_seconds: int | None
-    ) -> None:
-        return await self.set_checkpoint_ttl_from_tinker_path(tinker_path, ttl_seconds)
+    set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
     def copy_weights(
         self,
@@ -355,20 +330,7 @@ class RestClient(Caller):
 
         return self.holder.spawn(copied)
 
-    async def copy_weights_async(
-        self,
-        path: str,
-        destination_project_id: str | None = None,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
-    ) -> str:
-        return await self.copy_weights(
-            path,
-            destination_project_id,
-            ttl_seconds=ttl_seconds,
-            weights_access_token=weights_access_token,
-        )
+    copy_weights_async = awaited(copy_weights)
 
     # -- sessions
 
@@ -380,10 +342,7 @@ class RestClient(Caller):
         path = f"sessions/{_segment(session_id, 'session_id')}"
         return self._get("get_session", path, types.GetSessionResponse, {"access_scope": scope})
 
-    async def get_session_async(
-        self, session_id: str, access_scope: AccessScope = "owned"
-    ) -> types.GetSessionResponse:
-        return await self.get_session(session_id, access_scope)
+    get_session_async = awaited(get_session)
 
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
@@ -393,10 +352,7 @@ class RestClient(Caller):
         query = {**_page(limit, offset), "access_scope": scope}
         return self._get("list_sessions", "sessions", types.ListSessionsResponse, query)
 
-    async def list_sessions_async(
-        self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
-    ) -> types.ListSessionsResponse:
-        return await self.list_sessions(limit, offset, access_scope)
+    list_sessions_async = awaited(list_sessions)
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Move a session into a project."""
@@ -404,8 +360,7 @@ class RestClient(Caller):
         body = orjson.dumps({"project_id": project_id})
         return self._send("assign_session_project", "PUT", path, body)
 
-    async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
-        return await self.assign_session_project(session_id, project_id)
+    assign_session_project_async = awaited(assign_session_project)
 
     def export_session_trace(self, session_id: str) -> APIFuture[str]:
         """The address of a session's trace, once the server has built it."""
@@ -427,8 +382,7 @@ class RestClient(Caller):
 
         return self.holder.spawn(export)
 
-    async def export_session_trace_async(self, session_id: str) -> str:
-        return await self.export_session_trace(session_id)
+    export_session_trace_async = awaited(export_session_trace)
 
     def search_sessions(
         self, request: types.SessionSearchRequest
@@ -442,18 +396,14 @@ class RestClient(Caller):
             method_body="search_sessions",
         )
 
-    async def search_sessions_async(
-        self, request: types.SessionSearchRequest
-    ) -> types.SessionSearchResponse:
-        return await self.search_sessions(request)
+    search_sessions_async = awaited(search_sessions)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
         """What a sampling session samples from."""
         path = f"samplers/{_segment(sampler_id, 'sampler_id')}"
         return self._get("get_sampler", path, types.GetSamplerResponse)
 
-    async def get_sampler_async(self, sampler_id: str) -> types.GetSamplerResponse:
-        return await self.get_sampler(sampler_id)
+    get_sampler_async = awaited(get_sampler)
 
     def whoami(self) -> APIFuture[types.WhoamiResponse]:
         """Whose credential this is, read from its token; asks the server only for a token."""
@@ -474,6 +424,8 @@ class RestClient(Caller):
 
         return self.holder.spawn(read)
 
+    whoami_async = awaited(whoami)
+
     # -- moved to AdminClient
 
     def get_audit_log(
@@ -482,10 +434,7 @@ class RestClient(Caller):
         """Deprecated: use AdminClient."""
         return self._admin("get_audit_log").get_audit_log(event_type, day)
 
-    async def get_audit_log_async(
-        self, event_type: str = "all", day: date | str | None = None
-    ) -> types.AuditLogResponse:
-        return await self.get_audit_log(event_type, day)
+    get_audit_log_async = awaited(get_audit_log)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
@@ -493,10 +442,7 @@ class RestClient(Caller):
         """Deprecated: use AdminClient."""
         return self._admin("get_billing_usage").get_billing_usage(starting_on, ending_before)
 
-    async def get_billing_usage_async(
-        self, starting_on: datetime | str, ending_before: datetime | str
-    ) -> types.BillingUsageResponse:
-        return await self.get_billing_usage(starting_on, ending_before)
+    get_billing_usage_async = awaited(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
@@ -505,10 +451,7 @@ class RestClient(Caller):
         admin = self._admin("get_current_checkpoint_storage_usage")
         return admin.get_current_checkpoint_storage_usage(project_id)
 
-    async def get_current_checkpoint_storage_usage_async(
-        self, project_id: str | None = None
-    ) -> types.CurrentCheckpointStorageUsageResponse:
-        return await self.get_current_checkpoint_storage_usage(project_id)
+    get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
     def _admin(self, method: str) -> AdminClient:
         from tinkex.client.rest.admin_client import AdminClient
@@ -517,6 +460,15 @@ class RestClient(Caller):
             f"RestClient.{method} moved to AdminClient.{method}.", FutureWarning, stacklevel=3
         )
         return AdminClient(self.holder)
+
+
+if TYPE_CHECKING:
+
+    class RestClientFuture(DirectFuture[RestClient], RestClient):
+        """For type checkers: await it, ask for its result, or use it as the client."""
+
+else:
+    RestClientFuture = DirectFuture
 
 
 def _page(limit: int, offset: int) -> dict[str, int]:

@@ -21,7 +21,8 @@ import orjson
 from tinkex import types
 from tinkex.client import events
 from tinkex.client.config import ClientConfig
-from tinkex.client.futures import APIFuture, Waiting, warn_if_in_loop
+from tinkex.client.direct import BaseModelName, DirectFuture, awaited
+from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http import codec
 from tinkex.client.http.retry import RetryConfig, RetryHandler
 from tinkex.client.http.transport import Call
@@ -43,7 +44,7 @@ from tinkex.errors import (
 if TYPE_CHECKING:
     from tinkex.client.http.streaming import SampleStream
 
-__all__ = ["SamplingClient"]
+__all__ = ["SamplingClient", "SamplingClientFuture"]
 
 CLONE_STRIDE = 10**9
 _SECRET_HEADER = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
@@ -60,6 +61,7 @@ class SamplingClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         is_clone: bool = False,
+        base_model: str | None = None,
     ) -> None:
         self.holder = holder
         self.sampling_session_id = sampling_session_id
@@ -74,7 +76,7 @@ class SamplingClient:
         self._handler: RetryHandler | None = None
         self._collector: Collector | None = None
         self._batch: BatchSubmitter | None = None
-        self._info: types.GetSamplerResponse | None = None
+        self._base_model_name = base_model
 
     @staticmethod
     def create(
@@ -137,6 +139,7 @@ class SamplingClient:
             sampling_session_id,
             retry_config=retry_config,
             record_stability_info=record_stability_info,
+            base_model=base_model if model_path is None else None,
         )
 
     # -- sampling
@@ -174,30 +177,7 @@ class SamplingClient:
         retries = not self.holder.flags.sample_no_retries
         return self.holder.spawn(lambda waiting: self._sample(fields, waiting, retries))
 
-    async def sample_async(
-        self,
-        prompt: types.ModelInput,
-        num_samples: int,
-        sampling_params: types.SamplingParams,
-        include_prompt_logprobs: bool = False,
-        topk_prompt_logprobs: int = 0,
-        topk_sample_logprobs: int = 0,
-        target_prompt_logprobs: Any = None,
-        prompt_alt_tokens_k: int = 0,
-        prompt_logprobs_last_n: int | None = None,
-    ) -> types.SampleResponse:
-        """Like `sample`, and waits for the result without blocking the event loop."""
-        return await self.sample(
-            prompt,
-            num_samples,
-            sampling_params,
-            include_prompt_logprobs,
-            topk_prompt_logprobs,
-            topk_sample_logprobs,
-            target_prompt_logprobs,
-            prompt_alt_tokens_k,
-            prompt_logprobs_last_n,
-        )
+    sample_async = awaited(sample)
 
     def compute_logprobs(
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
@@ -221,11 +201,7 @@ class SamplingClient:
 
         return self.holder.spawn(score)
 
-    async def compute_logprobs_async(
-        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
-    ) -> list[float | None]:
-        """Like `compute_logprobs`, and waits without blocking the event loop."""
-        return await self.compute_logprobs(prompt, prompt_logprobs_last_n)
+    compute_logprobs_async = awaited(compute_logprobs)
 
     def stream(
         self,
@@ -416,37 +392,50 @@ class SamplingClient:
 
     # -- asking
 
-    def get_base_model(self) -> str:
-        """The base model under the sampled weights. Waits."""
-        warn_if_in_loop("get_base_model")
-        return self._sampler_info().result().base_model
+    def get_base_model(self) -> BaseModelName:
+        """The base model under the sampled weights: a text that can also be awaited.
+
+        Waits, the first time. A future could not stand for a text wherever one is wanted.
+        """
+        return BaseModelName(self._base_model().result())
 
     async def get_base_model_async(self) -> str:
         """Like `get_base_model`, without blocking the event loop."""
-        return (await self._sampler_info()).base_model
+        return await self._base_model()
 
-    def _sampler_info(self) -> APIFuture[types.GetSamplerResponse]:
-        async def fetch(waiting: Waiting) -> types.GetSamplerResponse:
-            if self._info is None:
+    def _base_model(self) -> APIFuture[str]:
+        async def ask(waiting: Waiting) -> str:
+            if self._base_model_name is None:
                 call = Call(method="GET", path=f"samplers/{self.sampling_session_id}")
                 reply = await self.holder.execute(call, waiting=waiting)
-                self._info = parse(reply, types.GetSamplerResponse)
-            return self._info
+                self._base_model_name = parse(reply, types.GetSamplerResponse).base_model
+            return self._base_model_name
 
-        return self.holder.spawn(fetch)
+        return self.holder.spawn(ask)
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model. Waits; the first call may download it."""
+    def get_tokenizer(self) -> DirectFuture[Any]:
+        """The tokenizer of the base model; the first call may download it."""
         from tinkex.client.tokenizers import load_tokenizer
 
-        # No warning in an event loop: this has no async twin.
-        return load_tokenizer(self._sampler_info().result().base_model)
+        asked = self._base_model()
+
+        async def load(waiting: Waiting) -> Any:
+            return await asyncio.to_thread(load_tokenizer, await asked)
+
+        return DirectFuture.of(spawn(load), "get_tokenizer")
+
+    get_tokenizer_async = awaited(get_tokenizer)
 
     def get_telemetry(self) -> Any:
         return self.holder.reporter
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
+
+    def __repr__(self) -> str:
+        of = f" of {self._base_model_name}" if self._base_model_name else ""
+        where = self.holder.config.base_url
+        return f"<SamplingClient {self.sampling_session_id}{of} at {where}>"
 
     # -- other processes
 
@@ -487,6 +476,15 @@ class SamplingClient:
                 f"not a sampler handle ({type(exc).__name__}); make one with get_sampler_handle()",
                 path="handle",
             ) from exc
+
+
+if TYPE_CHECKING:
+
+    class SamplingClientFuture(DirectFuture[SamplingClient], SamplingClient):  # type: ignore[misc]
+        """For type checkers: await it, ask for its result, or use it as the client."""
+
+else:
+    SamplingClientFuture = DirectFuture
 
 
 def _accepted(entry: dict[str, Any]) -> dict[str, Any]:

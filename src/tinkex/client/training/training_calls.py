@@ -32,9 +32,13 @@ T = TypeVar("T")
 class TrainingCalls:
     """The machinery of one model's calls."""
 
-    def __init__(self, holder: Holder, model_seq_id: int, model_id: str) -> None:
+    def __init__(
+        self, holder: Holder, model_seq_id: int, model_id: str, base_model: str | None = None
+    ) -> None:
         self.holder = holder
         self.model_id = model_id
+        self.base_model = base_model
+        """As far as the maker of this client was told; `get_info` asks the server."""
         self.model_seq_id = model_seq_id
         # Held while a call takes its place, so that train_step takes two places side by side.
         self._lock = threading.RLock()

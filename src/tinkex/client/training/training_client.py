@@ -1,8 +1,8 @@
 """Train one model: submit in order, wait in any order.
 
-Every method returns at once with a future, except those whose docstring says that they wait. The
-order of calls on one client is the order in which they were made, from whatever thread; see
-`training_calls.py` for how a call travels. Nothing here computes.
+Every method gives a future: wait with `.result()` or `await` it. The order of calls on one client
+is the order in which they were made, from whatever thread; see `training_calls.py` for how a call
+travels. Nothing here computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import types
 from tinkex.client import validation
-from tinkex.client.futures import APIFuture, Waiting, spawn, warn_if_in_loop
+from tinkex.client.direct import DirectFuture, awaited, submitted
+from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
 from tinkex.client.training.submission import Part
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from tinkex.client.http.retry import RetryConfig
     from tinkex.client.recovery.policy import RecoveryPolicy
     from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
-    from tinkex.client.sampling.sampling_client import SamplingClient
+    from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
     from tinkex.client.training.regularized import RegularizedOutput
     from tinkex.regularizers import RegularizerSpec
 
-__all__ = ["TrainingClient"]
+__all__ = ["TrainingClient", "TrainingClientFuture"]
 
 
 class TrainingClient(TrainingCalls):
@@ -55,14 +56,7 @@ class TrainingClient(TrainingCalls):
         """
         return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
 
-    async def forward_backward_async(
-        self,
-        data: Sequence[types.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Submit like `forward_backward`; await the returned future for the result."""
-        return self.forward_backward(data, loss_fn, loss_fn_config)
+    forward_backward_async = submitted(forward_backward)
 
     def forward(
         self,
@@ -73,14 +67,7 @@ class TrainingClient(TrainingCalls):
         """Compute the loss of a batch; no gradient is gathered."""
         return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
 
-    async def forward_async(
-        self,
-        data: Sequence[types.Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Submit like `forward`; await the returned future for the result."""
-        return self.forward(data, loss_fn, loss_fn_config)
+    forward_async = submitted(forward)
 
     def optim_step(
         self,
@@ -103,14 +90,7 @@ class TrainingClient(TrainingCalls):
         expect = Expect("OptimStep", types.OptimStepResponse)
         return self._submit_json("optim_step", request, expect)
 
-    async def optim_step_async(
-        self,
-        optim_params: types.OptimParams | None = None,
-        *,
-        adam_params: types.AdamParams | None = None,
-    ) -> APIFuture[types.OptimStepResponse]:
-        """Submit like `optim_step`; await the returned future for the result."""
-        return self.optim_step(optim_params, adam_params=adam_params)
+    optim_step_async = submitted(optim_step)
 
     def train_step(
         self,
@@ -141,15 +121,7 @@ class TrainingClient(TrainingCalls):
         future.follow(loss)  # status() tells what the half that runs now waits for
         return future
 
-    async def train_step_async(
-        self,
-        data: Sequence[types.Datum],
-        loss_fn: str,
-        optim_params: types.OptimParams,
-        loss_fn_config: Mapping[str, float | str] | None = None,
-    ) -> APIFuture[TrainStepResult]:
-        """Submit like `train_step`; await the returned future for the result."""
-        return self.train_step(data, loss_fn, optim_params, loss_fn_config)
+    train_step_async = submitted(train_step)
 
     def forward_backward_custom(
         self,
@@ -243,15 +215,7 @@ class TrainingClient(TrainingCalls):
         expect = Expect("SaveWeights", types.SaveWeightsResponse)
         return self._submit_json("save_weights", request, expect, max_retries=0)
 
-    async def save_state_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsResponse]:
-        """Submit like `save_state`; await the returned future for the result."""
-        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+    save_state_async = submitted(save_state)
 
     def save_weights_for_sampler(
         self,
@@ -269,14 +233,7 @@ class TrainingClient(TrainingCalls):
         expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponse)
         return self._submit_json("save_weights_for_sampler", request, expect, max_retries=0)
 
-    async def save_weights_for_sampler_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Submit like `save_weights_for_sampler`; await the returned future for the result."""
-        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
     def save_weights_external(
         self,
@@ -294,14 +251,7 @@ class TrainingClient(TrainingCalls):
         expect = Expect("SaveWeightsExternal", types.SaveWeightsExternalResponse)
         return self._submit_json("save_weights_external", request, expect, max_retries=0)
 
-    async def save_weights_external_async(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-    ) -> APIFuture[types.SaveWeightsExternalResponse]:
-        """Submit like `save_weights_external`; await the returned future for the result."""
-        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+    save_weights_external_async = submitted(save_weights_external)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -309,11 +259,7 @@ class TrainingClient(TrainingCalls):
         """Replace the weights by a checkpoint's; the optimizer starts afresh."""
         return self._load(path, weights_access_token, optimizer=False)
 
-    async def load_state_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """Submit like `load_state`; await the returned future for the result."""
-        return self.load_state(path, weights_access_token)
+    load_state_async = submitted(load_state)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
@@ -321,11 +267,7 @@ class TrainingClient(TrainingCalls):
         """Replace weights and optimizer by a checkpoint's, to go on exactly where it was saved."""
         return self._load(path, weights_access_token, optimizer=True)
 
-    async def load_state_with_optimizer_async(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """Submit like `load_state_with_optimizer`; await the returned future for the result."""
-        return self.load_state_with_optimizer(path, weights_access_token)
+    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
     def _load(
         self, path: str, weights_access_token: str | None, *, optimizer: bool
@@ -347,24 +289,18 @@ class TrainingClient(TrainingCalls):
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Freeze the weights as they are after all calls so far, and sample from them. Waits.
+    ) -> SamplingClientFuture:
+        """Freeze the weights as they are after all calls so far, and sample from them.
 
         The snapshot is unnamed and lives as long as the session; `name` has no effect.
         """
-        warn_if_in_loop("save_weights_and_get_sampling_client")
-        return self._snapshot(name, retry_config, record_stability_info).result()
+        from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
+
+        made = self._snapshot(name, retry_config, record_stability_info)
+        return SamplingClientFuture.of(made, "save_weights_and_get_sampling_client", SamplingClient)
 
     save_weights_and_get_sampling_client_sync = save_weights_and_get_sampling_client
-
-    async def save_weights_and_get_sampling_client_async(
-        self,
-        name: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Like `save_weights_and_get_sampling_client`, without blocking the event loop."""
-        return await self._snapshot(name, retry_config, record_stability_info)
+    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def _snapshot(
         self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
@@ -408,19 +344,14 @@ class TrainingClient(TrainingCalls):
         model_path: str,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Sample from a saved checkpoint. Waits."""
-        warn_if_in_loop("create_sampling_client")
-        return self._sampler(model_path, retry_config, record_stability_info).result()
+    ) -> SamplingClientFuture:
+        """Sample from a saved checkpoint."""
+        from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
 
-    async def create_sampling_client_async(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        """Like `create_sampling_client`, without blocking the event loop."""
-        return await self._sampler(model_path, retry_config, record_stability_info)
+        made = self._sampler(model_path, retry_config, record_stability_info)
+        return SamplingClientFuture.of(made, "create_sampling_client", SamplingClient)
+
+    create_sampling_client_async = awaited(create_sampling_client)
 
     def _sampler(
         self, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
@@ -436,14 +367,11 @@ class TrainingClient(TrainingCalls):
 
     # -- asking
 
-    def get_info(self) -> types.GetInfoResponse:
-        """What the server knows about this model. Waits."""
-        warn_if_in_loop("get_info")
-        return self._info().result()
+    def get_info(self) -> DirectFuture[types.GetInfoResponse]:
+        """What the server knows about this model."""
+        return DirectFuture.of(self._info(), "get_info", types.GetInfoResponse)
 
-    async def get_info_async(self) -> types.GetInfoResponse:
-        """Like `get_info`, without blocking the event loop."""
-        return await self._info()
+    get_info_async = awaited(get_info)
 
     def _info(self) -> APIFuture[types.GetInfoResponse]:
         request = types.GetInfoRequest(model_id=self.model_id)
@@ -453,13 +381,21 @@ class TrainingClient(TrainingCalls):
             )
         )
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer of the base model. Waits; the first call may download it."""
+    def get_tokenizer(self) -> DirectFuture[Any]:
+        """The tokenizer of the base model; the first call may download it."""
         from tinkex.client.tokenizers import load_tokenizer
 
-        info = self._info().result()  # no warning in an event loop: this has no async twin
-        name = info.model_data.model_name or info.model_name or ""
-        return load_tokenizer(name, tokenizer_id=info.model_data.tokenizer_id)
+        asked = self._info()
+
+        async def load(waiting: Waiting) -> Any:
+            info = await asked
+            name = info.model_data.model_name or info.model_name or ""
+            tokenizer_id = info.model_data.tokenizer_id
+            return await asyncio.to_thread(load_tokenizer, name, tokenizer_id=tokenizer_id)
+
+        return DirectFuture.of(spawn(load), "get_tokenizer")
+
+    get_tokenizer_async = awaited(get_tokenizer)
 
     def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
         """Free the model's memory on the server. Saved checkpoints stay."""
@@ -477,9 +413,7 @@ class TrainingClient(TrainingCalls):
 
         return self.holder.spawn(unload)
 
-    async def unload_model_async(self) -> APIFuture[types.UnloadModelResponse]:
-        """Submit like `unload_model`; await the returned future for the result."""
-        return self.unload_model()
+    unload_model_async = submitted(unload_model)
 
     def with_recovery(self, policy: RecoveryPolicy | None = None) -> RecoveringTrainingClient:
         """A client with the same methods that outlives this run; see `docs/recovery.md`.
@@ -490,6 +424,12 @@ class TrainingClient(TrainingCalls):
 
         return RecoveringTrainingClient(self, policy)
 
+    async def with_recovery_async(
+        self, policy: RecoveryPolicy | None = None
+    ) -> RecoveringTrainingClient:
+        """Like `with_recovery`, whose first checkpoint takes a moment, off the event loop."""
+        return await asyncio.to_thread(self.with_recovery, policy)
+
     def get_console_url(self) -> str:
         """Where a browser shows this run."""
         return training_run_url(self.model_id)
@@ -497,8 +437,21 @@ class TrainingClient(TrainingCalls):
     def get_telemetry(self) -> Any:
         return self.holder.reporter
 
+    def __repr__(self) -> str:
+        of = f" of {self.base_model}" if self.base_model else ""
+        return f"<{type(self).__name__} {self.model_id}{of} at {self.holder.config.base_url}>"
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "A TrainingClient belongs to the process that made it. Save the state and make a new "
             "client there, or pickle a SamplingClient."
         )
+
+
+if TYPE_CHECKING:
+
+    class TrainingClientFuture(DirectFuture[TrainingClient], TrainingClient):
+        """For type checkers: await it, ask for its result, or use it as the client."""
+
+else:
+    TrainingClientFuture = DirectFuture

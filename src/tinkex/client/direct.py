@@ -1,0 +1,169 @@
+"""One method for every calling style: `await f()`, `f().result()`, and `f()` used as its result.
+
+Up to SDK 0.37 some calls (`create_lora_training_client`, `get_info` ...) waited and gave the plain
+value, with an `_async` twin beside them; from 0.38 on every call gives a future. Programs of both
+ages run here. `DirectFuture` is that future, and passes whatever a future does not have on to its
+result; `awaited` and `submitted` make the twins.
+
+Outside an event loop such a call waits before it returns, so that an error is raised at the line
+that caused it, where programs catch it. Inside one it returns at once and is awaited.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+from collections.abc import Callable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+
+from tinkex.client.futures import APIFuture, is_in_loop
+
+__all__ = ["BaseModelName", "DirectFuture", "awaited", "submitted"]
+
+logger = logging.getLogger("tinkex.futures")
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class DirectFuture(APIFuture[T]):
+    """A future that can also be used as its result, which it then waits for."""
+
+    def __init__(self, behind: APIFuture[T], name: str, kind: type[T] | None = None) -> None:
+        super().__init__()
+        self._behind = behind
+        self._name = name
+        self._kind = kind
+        self._ender = behind._ender
+        self.follow(behind)
+        self._is_set_up = True  # from here on, foreign attributes are those of the result
+        behind.add_done_callback(self._end_like)
+
+    @classmethod
+    def of(cls, behind: APIFuture[T], name: str, kind: type[T] | None = None) -> Self:
+        """The answer of the method `name`. Waits outside an event loop."""
+        made = cls(behind, name, kind)
+        if not is_in_loop():
+            made.result()
+        return made
+
+    def _end_like(self, behind: concurrent.futures.Future[T]) -> None:
+        if behind.cancelled():
+            self.cancel()
+        elif (error := behind.exception()) is not None:
+            self._fail(error)
+        else:
+            self._succeed(behind.result())
+
+    def _cancel_task(self) -> None:
+        self._behind.cancel()
+
+    # -- as the result
+
+    def _value(self) -> T:
+        if not self.done() and is_in_loop():
+            logger.warning(
+                "What %s() gives is used before it is there, which blocks the running event loop; "
+                "await %s() instead.",
+                self._name,
+                self._name,
+            )
+        return self.result()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what a future does not have. Dunder names are asked for by libraries that
+        # look at what an object is; none of them may wait for a server.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._value(), name)
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if "_is_set_up" not in self.__dict__ or name in self.__dict__:
+                object.__setattr__(self, name, value)
+            else:
+                setattr(self._value(), name, value)
+
+        @property
+        def __class__(self) -> type:
+            """What `isinstance` sees beside APIFuture."""
+            return self._kind or type(self._value())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._value()(*args, **kwargs)  # type: ignore[operator]
+
+    def __len__(self) -> int:
+        return len(self._value())  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        if self.done() and not self.cancelled() and self.exception() is None:
+            return repr(self.result())
+        return f"<{self._name}(): {self.status()}>"
+
+    __str__ = __repr__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._value().__reduce_ex__(protocol)
+
+
+class BaseModelName(str):
+    """A text with the ways of asking that a future has. It is there already."""
+
+    def result(self, timeout: float | None = None) -> str:
+        return str(self)
+
+    async def result_async(self, timeout: float | None = None) -> str:
+        return str(self)
+
+    coroutine = result_async
+
+    def future(self) -> APIFuture[str]:
+        done: APIFuture[str] = APIFuture()
+        done.set_result(str(self))
+        return done
+
+    def __await__(self) -> Generator[Any, None, str]:
+        return self.result_async().__await__()
+
+
+# ------------------------------------------------------------------------------------------ twins
+
+
+def awaited(
+    method: Callable[Concatenate[S, P], APIFuture[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """The `_async` twin that gives the value."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        future: APIFuture[T] = getattr(self, name)(*args, **kwargs)  # a subclass may override it
+        return await future
+
+    _name(twin, name, f"Like `{name}`, and gives the value once it is there.")
+    return twin
+
+
+def submitted(
+    method: Callable[Concatenate[S, P], APIFuture[T]],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, APIFuture[T]]]:
+    """The `_async` twin that gives the future: awaited twice, as up to SDK 0.37."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
+        future: APIFuture[T] = getattr(self, name)(*args, **kwargs)
+        return future
+
+    _name(twin, name, f"Submit like `{name}`; await the returned future for the result.")
+    return twin
+
+
+def _name(twin: Any, name: str, doc: str) -> None:
+    twin.__name__, twin.__doc__ = f"{name}_async", doc
+    twin.__qualname__ += "_async"
