@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from store_rows import checkpoint, model, sampling, session
 
-from tinkex.store import CustomLoss, SessionQuery, Snapshot, Store, UsageCount
+from tinkex.store import (
+    CustomLoss,
+    SessionQuery,
+    Snapshot,
+    Store,
+    TrajectoryAnswer,
+    UsageCount,
+)
 
 
 def test_a_key_is_found_by_its_text_and_stored_as_a_hash(store: Store) -> None:
@@ -207,3 +214,41 @@ def test_moving_a_session_moves_its_checkpoints(store: Store) -> None:
     store.checkpoints.put(checkpoint())
     store.sessions.set_project("s", "p")
     assert store.checkpoints.storage_by_project("ann") == {"p": (1, 100)}
+
+
+def test_a_name_is_its_owners_and_can_be_moved(store: Store) -> None:
+    store.names.put("ann", "pirate", "tinker://a/weights/1")
+    store.names.put("ann", "pirate", "tinker://a/weights/2")
+    store.names.put("ben", "pirate", "tinker://b/weights/1")
+    found = store.names.get("ann", "pirate")
+    assert found is not None
+    assert found.path == "tinker://a/weights/2"
+    assert [named.path for named in store.names.of_user("ben")] == ["tinker://b/weights/1"]
+    assert store.names.remove("ann", "pirate")
+    assert not store.names.remove("ann", "pirate")
+
+
+def test_a_trajectory_keeps_its_answers_in_order_and_apart_from_others(store: Store) -> None:
+    def answer(user_id: str, parent_id: int | None) -> TrajectoryAnswer:
+        return TrajectoryAnswer(
+            user_id=user_id,
+            trajectory_id="t",
+            parent_id=parent_id,
+            history=b"h",
+            prompt_tokens=b"1234",
+            tokens=b"12345678",
+            logprobs=b"12345678",
+            stop_reason="stop",
+            model="m",
+            snapshot="",
+            created_at=time.time(),
+        )
+
+    (first,) = store.trajectories.add([answer("ann", None)])
+    (second,) = store.trajectories.add([answer("ann", first)])
+    store.trajectories.add([answer("ben", None)])
+    found = store.trajectories.of("ann", "t")
+    assert [(a.answer_id, a.parent_id) for a in found] == [(first, None), (second, first)]
+    assert store.trajectories.size_of_user("ann") == 40
+    assert store.trajectories.remove("ann", "t") == 2
+    assert store.trajectories.forget_before(time.time() + 1) == 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tinkex.chat.families import GENERIC, Family, family_of
+from tinkex.chat.families import GENERIC, Family, Listening, family_of
 from tinkex.chat.messages import ROLES, Message, Tool
 from tinkex.chat.reading import PlainReader, Reader, whole
 from tinkex.chat.template import render
@@ -124,26 +124,28 @@ class Conversation:
         """For `SamplingParams.stop`."""
         return self.end_ids or [_PLAIN_END]
 
-    def reader(self, prompt_text: str = "") -> Reader:
-        """Reads the answer that follows this prompt."""
-        return PlainReader() if self._is_plain else self.family.reader(prompt_text)
+    def reader(self, prompt: str = "", *, calls: bool = True, thinking: bool = True) -> Reader:
+        """Reads the answer that follows this prompt; see `Listening` for what to listen for."""
+        if self._is_plain:
+            return PlainReader()
+        return self.family.reader(Listening(prompt=prompt, calls=calls, thinking=thinking))
 
     def without_end(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that carry words: without the one that ended the turn."""
         ids = list(tokens)
-        if ids and ids[-1] in self.end_ids and not self._end_speaks:
+        if ids and ids[-1] in self.end_ids and not self.keeps_end:
             ids.pop()
         return ids
 
     @property
-    def _end_speaks(self) -> bool:
-        """Harmony's `<|call|>` is needed to read the call that it ends."""
+    def keeps_end(self) -> bool:
+        """Whether the end token is read too: harmony's `<|call|>` closes the call before it."""
         return self.family.name == "gpt-oss"
 
-    def message(self, tokens: Sequence[int], prompt_text: str = "") -> Message:
+    def message(self, tokens: Sequence[int], prompt: str = "") -> Message:
         """What the assistant said, apart from what it thought and which tools it called."""
         said = str(self.tokenizer.decode(self.without_end(tokens)))
-        return whole(self.reader(prompt_text), said.removesuffix(_PLAIN_END))
+        return whole(self.reader(prompt), said.removesuffix(_PLAIN_END))
 
     # ------------------------------------------------------------------------ inside
 

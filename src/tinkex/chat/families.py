@@ -11,11 +11,28 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tinkex.chat.messages import ToolCall
-from tinkex.chat.reading import Piece, Reader, TaggedReader, call_of, read_calls
+from tinkex.chat.reading import Piece, PlainReader, Reader, TaggedReader, call_of, read_calls
 
-__all__ = ["FAMILIES", "GENERIC", "Family", "family_of"]
+__all__ = ["FAMILIES", "GENERIC", "Family", "Listening", "family_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """What to listen for in an answer."""
+
+    prompt: str = ""
+    """The text before the answer; some templates open the thinking in it."""
+    calls: bool = True
+    """False: no tools were offered, so nothing is a call."""
+    thinking: bool = True
+    """False: thoughts stay in the content, as the model wrote them."""
+
+    @property
+    def starts_thinking(self) -> bool:
+        return self.thinking and self.prompt.rstrip().endswith("<think>")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +44,7 @@ class Family:
     """All of these stand in the chat template of a model of the family."""
     ends: tuple[str, ...]
     """Control tokens that end the assistant's turn, where the vocabulary has them."""
-    reader: Callable[[str], Reader]
-    """A reader for an answer that follows this prompt text."""
+    reader: Callable[[Listening], Reader]
 
 
 # ------------------------------------------------------------------------------------ Qwen 3.5
@@ -190,17 +206,12 @@ class _HarmonyReader:
 # ------------------------------------------------------------------------------------ the table
 
 
-def _starts_thinking(prompt: str) -> bool:
-    """Some templates open the thinking themselves: the answer begins in the middle of it."""
-    return prompt.rstrip().endswith("<think>")
-
-
-def _qwen_reader(prompt: str) -> Reader:
-    return TaggedReader(_tool_calls, starts_thinking=_starts_thinking(prompt))
-
-
-def _list_reader(prompt: str) -> Reader:
-    return TaggedReader(read_calls, starts_thinking=_starts_thinking(prompt))
+def _tagged(calls_of: Callable[[str], list[ToolCall]], listening: Listening) -> Reader:
+    return TaggedReader(
+        calls_of if listening.calls else None,
+        thinking=("<think>", "</think>") if listening.thinking else None,
+        starts_thinking=listening.starts_thinking,
+    )
 
 
 GENERIC = Family(
@@ -208,7 +219,7 @@ GENERIC = Family(
     says="`<think>` around reasoning, JSON in `<tool_call>` tags",
     marks=(),
     ends=("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>", "<|endoftext|>"),
-    reader=_list_reader,
+    reader=partial(_tagged, read_calls),
 )
 
 FAMILIES: tuple[Family, ...] = (
@@ -217,35 +228,35 @@ FAMILIES: tuple[Family, ...] = (
         says="harmony: channels `analysis`, `commentary` and `final`",
         marks=("<|channel|>", "<|message|>"),
         ends=("<|return|>", "<|call|>"),
-        reader=lambda prompt: _HarmonyReader(),
+        reader=lambda listening: _HarmonyReader(),
     ),
     Family(
         name="qwen3.5",
         says="`<think>` around reasoning, `<function=...>` in `<tool_call>` tags",
         marks=("<|im_start|>", "<tool_call>", "<function="),
         ends=("<|im_end|>",),
-        reader=_qwen_reader,
+        reader=partial(_tagged, _tool_calls),
     ),
     Family(
         name="qwen3",
         says="`<think>` around reasoning, JSON in `<tool_call>` tags",
         marks=("<|im_start|>", "<tool_call>"),
         ends=("<|im_end|>",),
-        reader=_qwen_reader,
+        reader=partial(_tagged, _tool_calls),
     ),
     Family(
         name="llama3",
         says="a call is a JSON object with `name` and `parameters`, alone",
         marks=("<|start_header_id|>",),
         ends=("<|eot_id|>", "<|eom_id|>"),
-        reader=lambda prompt: _LlamaReader(),
+        reader=lambda listening: _LlamaReader() if listening.calls else PlainReader(),
     ),
     Family(
         name="smollm2",
         says="ChatML; a list of JSON calls in one pair of `<tool_call>` tags",
         marks=("<|im_start|>",),
         ends=("<|im_end|>",),
-        reader=_list_reader,
+        reader=partial(_tagged, read_calls),
     ),
 )
 

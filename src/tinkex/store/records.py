@@ -217,3 +217,37 @@ class AuditEntry:
     user_id: str
     event: str
     details: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointName:
+    """A name of one user's own for a checkpoint."""
+
+    user_id: str
+    name: str
+    path: str
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryAnswer:
+    """One sampled answer of a recorded conversation; arrays are little-endian bytes."""
+
+    answer_id: int = 0
+    """Given by the store."""
+    user_id: str
+    trajectory_id: str
+    parent_id: int | None
+    history: bytes
+    """Digest of the messages up to and including this answer."""
+    prompt_tokens: bytes
+    """int32: what followed the parent's tokens, or the whole prompt."""
+    tokens: bytes
+    """int32, sampled."""
+    logprobs: bytes
+    """float32, of `tokens`."""
+    stop_reason: str
+    model: str
+    snapshot: str
+    """The immutable folder that was sampled from; empty for a base model."""
+    created_at: float

@@ -221,6 +221,37 @@ deleted_folders = Table(
     Column("deleted_at", Double, nullable=False),
 )
 
+# Short names that a user gave to checkpoints.
+checkpoint_names = Table(
+    "checkpoint_names",
+    metadata,
+    Column("user_id", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("path", String, nullable=False),
+    Column("created_at", Double, nullable=False),
+)
+
+# One row an answer: the tokens since its parent's, and those that were sampled. A conversation is
+# read by going up from a leaf, so a long one is not stored again with every turn.
+trajectory_answers = Table(
+    "trajectory_answers",
+    metadata,
+    Column("answer_id", BigId, primary_key=True, autoincrement=True),
+    Column("user_id", String, nullable=False),
+    Column("trajectory_id", String, nullable=False),
+    Column("parent_id", BigInteger),
+    Column("history", LargeBinary, nullable=False),
+    Column("prompt_tokens", LargeBinary, nullable=False),
+    Column("tokens", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("stop_reason", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("snapshot", String, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Index("ix_trajectory_answers_owner", "user_id", "trajectory_id", "answer_id"),
+    Index("ix_trajectory_answers_age", "created_at"),
+)
+
 secrets = Table(
     "secrets",
     metadata,

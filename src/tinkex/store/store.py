@@ -25,8 +25,10 @@ from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, Journal
 from tinkex.store.ledger import Ledger
 from tinkex.store.models import Models
+from tinkex.store.names import Names
 from tinkex.store.sampling import Sampling
 from tinkex.store.sessions import Sessions
+from tinkex.store.trajectories import Trajectories
 from tinkex.store.writer import GroupWriter
 
 T = TypeVar("T")
@@ -55,6 +57,8 @@ class Store:
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)
         self.folders = Folders(reader, self._writer)
+        self.names = Names(reader, self._writer)
+        self.trajectories = Trajectories(reader, self._writer)
         self.audit = Audit(reader, self._writer)
 
     @classmethod
