@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
 
     from tinkex import auth as auth
     from tinkex import errors as errors
+    from tinkex import events as events
     from tinkex import regularizers as regularizers
     from tinkex import types as types
-    from tinkex.client import events as events
     from tinkex.client import metrics as metrics
     from tinkex.client.config import ClientConfig as ClientConfig
     from tinkex.client.futures import APIFuture as APIFuture
@@ -182,7 +182,7 @@ _EXPORTS: dict[str, str] = {
 _SUBMODULES: dict[str, str] = {
     "auth": "tinkex.auth",
     "errors": "tinkex.errors",
-    "events": "tinkex.client.events",
+    "events": "tinkex.events",
     "metrics": "tinkex.client.metrics",
     "regularizers": "tinkex.regularizers",
     "types": "tinkex.types",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tinkex.client import events
+from tinkex import events
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tinkex
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.metrics import Metrics, percentile
 from tinkex.errors import InvalidInputError
 

@@ -21,7 +21,7 @@ from recovery_world import (
     wait_until,
 )
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.config import ClientConfig
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.service_client import ServiceClient

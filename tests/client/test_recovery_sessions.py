@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from recovery_world import ADAM, batch, delete_run, new_client, quick, train, wait_until
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.errors import ClientClosedError, RetryableException
 from tinkex.types import ModelInput, SamplingParams
 

@@ -8,7 +8,7 @@ import threading
 import orjson
 import pytest
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.config import ClientConfig
 from tinkex.client.service_client import ServiceClient
 from tinkex.client.session import telemetry

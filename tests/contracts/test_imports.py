@@ -1,11 +1,14 @@
 """Imports point one way, and each package loads only what its machine is promised to have.
 
-Read from the source, not from a running interpreter: an import inside a function counts too, except
-where the design allows a heavy import to wait until it is needed.
+Who may import whom stands in the table of docs/architecture.md, and only there. Read from the
+source, not from a running interpreter: imports inside functions and those for type checkers count
+too, except where the design allows a heavy import to wait until it is needed.
 """
 
 import ast
+import graphlib
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,19 +18,23 @@ import pytest
 import tinkex
 
 ROOT = Path(tinkex.__file__).parent
-# Each package may import itself, what stands below it, and the modules that belong to nobody.
-BELOW = {
-    "types": set(),
-    "wire": {"types"},
-    "chat": set(),
-    "engine": set(),
-    "store": {"wire", "types"},
-    "regularizers": {"wire", "types", "client"},
-    "client": {"chat", "regularizers", "wire", "types"},
-    "server": {"chat", "engine", "store", "wire", "types"},
-}
-FREE = {"errors", "__init__"}
+PAGE = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+# Modules beside the packages that everyone may import, and that import nothing of ours.
+FREE = {"errors", "events"}
+# Public modules of the top that are faces of the client.
+DOORS = {"auth", "compat"}
 ENGINE_MAY_IMPORT = {"torch", "numpy", "safetensors", "transformers", "triton"}
+MAX_MODULES = 20
+
+
+def allowed_by_the_page() -> dict[str, set[str]]:
+    """Each package and what its row of the table allows it to import."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", PAGE, re.M)
+    return {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
+
+
+BELOW = allowed_by_the_page()
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 
 def modules(package: str) -> list[Path]:
@@ -36,32 +43,86 @@ def modules(package: str) -> list[Path]:
 
 def imports(path: Path, *, top_level_only: bool) -> Iterator[tuple[str, int]]:
     tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    for node in nodes:
+    for node in _at_import_time(tree.body) if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}:{node.lineno}: write imports in full"
+            yield node.module or "", node.lineno
             if node.module == "tinkex":
                 yield from ((f"tinkex.{alias.name}", node.lineno) for alias in node.names)
 
 
-@pytest.mark.parametrize("package", BELOW)
+def _at_import_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that run when a module is imported: not in functions, not for type checkers."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _at_import_time(node.orelse)
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _at_import_time(getattr(node, part, []))
+
+
+def owner(name: str) -> str | None:
+    """The package or top module of ours that `name` belongs to; None if it is not ours."""
+    parts = name.split(".")
+    if parts[0] != "tinkex" or len(parts) == 1 or parts[1].startswith("__"):
+        return None
+    public = tinkex._EXPORTS.get(parts[1]) or tinkex._SUBMODULES.get(parts[1])
+    found = public.split(".")[1] if public else parts[1]
+    return "client" if found in DOORS else found
+
+
+def wrong_imports(path: Path, allowed: set[str]) -> list[str]:
+    found = imports(path, top_level_only=False)
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for name, line in found
+        if (package := owner(name)) is not None and package not in allowed
+    ]
+
+
+def test_the_page_has_a_row_for_every_package():
+    assert set(PACKAGES) <= set(BELOW)
+
+
+def test_the_page_allows_no_cycle():
+    order = [*graphlib.TopologicalSorter(BELOW).static_order()]
+    assert set(order) == set(BELOW), "a row allows what has no row"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_imports_point_one_way(package: str):
     allowed = BELOW[package] | FREE | {package}
-    wrong = []
-    for path in modules(package):
-        for name, line in imports(path, top_level_only=False):
-            parts = name.split(".")
-            owner = parts[1] if len(parts) > 1 else "__init__"
-            if parts[0] == "tinkex" and (ROOT / owner).is_dir() and owner not in allowed:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
-    assert not wrong, "\n".join(wrong)
+    assert not [wrong for path in modules(package) for wrong in wrong_imports(path, allowed)]
+
+
+def test_modules_beside_the_packages_are_above_or_below_them():
+    for path in ROOT.glob("*.py"):
+        if path.name != "__init__.py":
+            assert path.stem in FREE | DOORS, f"{path.name} needs a place"
+            assert not wrong_imports(path, {"client"} | FREE if path.stem in DOORS else set())
+
+
+def test_no_folder_has_more_modules_than_a_reader_can_hold():
+    folders = {path.parent for path in ROOT.rglob("*.py")}
+    counts = {
+        str(folder.relative_to(ROOT)): len({*folder.glob("*.py")} - {folder / "__init__.py"})
+        for folder in folders
+    }
+    assert not {folder: count for folder, count in counts.items() if count > MAX_MODULES}
+
+
+def test_the_page_shows_every_room():
+    """A room is a folder of modules inside a package."""
+    rooms = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("*/*/*.py")}
+    rows = re.findall(r"^\| (`\w+/\w+`[^|]*) \|", PAGE, re.M)
+    shown = {room for row in rows for room in re.findall(r"`(\w+/\w+)`", row)}
+    assert rooms == shown
 
 
 def test_the_engine_runs_where_only_torch_numpy_safetensors_and_transformers_are():
-    import sys
-
     wrong = []
     for path in modules("engine"):
         for name, line in imports(path, top_level_only=True):
@@ -69,6 +130,13 @@ def test_the_engine_runs_where_only_torch_numpy_safetensors_and_transformers_are
             if root not in ENGINE_MAY_IMPORT | {"tinkex"} and root not in sys.stdlib_module_names:
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_declarations_need_the_standard_library_only():
+    for path in modules("contract"):
+        for name, line in imports(path, top_level_only=False):
+            root = name.split(".")[0]
+            assert root == "tinkex" or root in sys.stdlib_module_names, f"{path.name}:{line} {name}"
 
 
 @pytest.mark.parametrize("package", ["types", "wire", "client", "regularizers", "cli"])

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.errors import InvalidInputError, RegularizerError, RegularizerTimeoutError
 from tinkex.regularizers import L1, L2, ElasticNet, Entropy, Pipeline, RegularizerSpec
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.rest import downloads
 from tinkex.client.service_client import ServiceClient
 from tinkex.client.training.custom_loss import forward_data

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.errors import InvalidInputError
 
 __all__ = ["Latency", "Metrics", "MetricsSnapshot", "percentile"]

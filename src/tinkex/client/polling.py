@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Reply
 from tinkex.client.http.headers import JSON, PROTOBUF

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tinkex.client import events
-from tinkex.client.training.custom_loss import check_metrics, check_scalar
+from tinkex import events
 from tinkex.errors import InvalidInputError, RegularizerError, RegularizerTimeoutError
+from tinkex.regularizers.loss_values import check_metrics, check_scalar
 from tinkex.regularizers.outputs import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from tinkex.regularizers.penalty import Logprobs, as_tensors
 

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 import httpx
 import orjson
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.backends import Backend, Reply, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker

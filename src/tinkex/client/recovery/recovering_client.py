@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.futures import APIFuture
 from tinkex.client.polling import QueueWatch
 from tinkex.client.recovery.call_log import BLOCKS, CallLog, RecordedCall, Saved

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tinkex import types
-from tinkex.client import events
+from tinkex import events, types
 from tinkex.client.futures import Waiting
 from tinkex.client.http.transport import Call
 from tinkex.errors import (

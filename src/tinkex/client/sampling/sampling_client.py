@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tinkex import types
-from tinkex.client import events
+from tinkex import events, types
 from tinkex.client.config import ClientConfig
 from tinkex.client.direct import BaseModelName, DirectFuture, awaited
 from tinkex.client.futures import APIFuture, Waiting, spawn

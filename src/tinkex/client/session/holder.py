@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, cancel_all, spawn
 from tinkex.client.http.backends import Backend, Reply, choose_backend

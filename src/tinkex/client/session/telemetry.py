@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tinkex.client import events
+from tinkex import events
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError
 

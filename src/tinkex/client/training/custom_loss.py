@@ -11,8 +11,6 @@ torch is imported when a loss is computed, never before.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.errors import InvalidInputError
+from tinkex.regularizers.loss_values import check_metrics, check_scalar
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.training.forward_backward import ForwardBackwardOutput
@@ -131,36 +130,6 @@ def call_loss(
     return loss, check_metrics(metrics, name)
 
 
-def check_scalar(value: Any, what: str) -> None:
-    """Refuse what is not one finite floating point number attached to an autograd graph."""
-    import torch
-
-    if not isinstance(value, torch.Tensor):
-        raise InvalidInputError(f"{what} must be a torch tensor, got {type(value).__name__}.")
-    if value.dim() != 0:
-        raise InvalidInputError(
-            f"{what} must be a scalar, got shape {tuple(value.shape)}. Reduce it with .sum()."
-        )
-    if not value.is_floating_point():
-        raise InvalidInputError(f"{what} must be floating point, got {value.dtype}.")
-    if not torch.isfinite(value):
-        raise InvalidInputError(
-            f"{what} is {value.item()}. Look for the log of zero or an overflow in exp."
-        )
-    if not value.requires_grad:
-        raise InvalidInputError(
-            f"{what} is detached: it has no gradient with respect to the logprobs. Compute it from "
-            "them with torch, without .detach(), .item() or numpy."
-        )
-
-
-def check_metrics(metrics: Any, name: str) -> dict[str, float]:
-    """Metrics as floats by name."""
-    if not isinstance(metrics, Mapping):
-        raise InvalidInputError(f"the metrics of {name} must be a dict, got {metrics!r:.80}.")
-    return {_metric_name(key, name): _number(value, key, name) for key, value in metrics.items()}
-
-
 def logprob_gradients(
     loss: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> list[np.ndarray[Any, Any]]:
@@ -184,22 +153,6 @@ def logprob_gradients(
             )
         arrays.append(gradient.detach().cpu().to(torch.float32).numpy())
     return arrays
-
-
-def _metric_name(key: Any, name: str) -> str:
-    if not isinstance(key, str):
-        raise InvalidInputError(f"metric names of {name} must be strings, got {key!r}.")
-    return key
-
-
-def _number(value: Any, key: str, name: str) -> float:
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:
-        value = value.detach() if hasattr(value, "detach") else value
-        if math.prod(tuple(value.shape)) == 1:
-            value = value.item()
-    if not isinstance(value, numbers.Real):
-        raise InvalidInputError(f"metric {key!r} of {name} must be one number, got {value!r:.80}.")
-    return float(value)
 
 
 # ------------------------------------------------------------------------------- building batches

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from tinkex import types
-from tinkex.client import events, validation
+from tinkex import events, types
+from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
 from tinkex.client.http import codec
 from tinkex.client.http.transport import Call
