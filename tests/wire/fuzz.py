@@ -3,7 +3,7 @@
     python tests/wire/fuzz.py --count 100000 --seed 1
 
 Starts from the recorded bodies of both SDKs and breaks them: bits, lengths, types, nesting,
-numbers. Prints one JSON line; anything but a `WireError` ends it with the body that caused it.
+numbers. Prints one JSON line; anything but an `InvalidInputError` ends it with the body to blame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import zstandard
 
 from tinkex import types
-from tinkex.errors import InvalidInputError, WireError
+from tinkex.errors import InvalidInputError
 from tinkex.wire import requests, results
 from tinkex.wire.generation import JSON, PROTOBUF
 
@@ -209,7 +209,7 @@ def attempt(name: str, raw: bytes, decode: Decode) -> bool:
     """Whether the body was refused, as opposed to understood."""
     try:
         decode(raw)
-    except WireError:
+    except InvalidInputError:
         return True
     except BaseException as error:
         kind = type(error).__name__

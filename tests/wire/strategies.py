@@ -17,7 +17,8 @@ from tinkex import types
 INT32 = st.integers(-(2**31), 2**31 - 1)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
-TEXT = st.text(max_size=8)
+STORABLE = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+TEXT = st.text(STORABLE, max_size=8)
 # None inside free-form data is left out by the 0.36 dialect, so it is not there to survive.
 PLAIN = st.recursive(
     st.booleans() | st.integers(-(2**53), 2**53) | TEXT,
@@ -191,30 +192,31 @@ def _of(annotation: Any, old: bool) -> st.SearchStrategy[Any]:
     if origin is list:
         return st.lists(_of(arguments[0], old), max_size=3)
     if origin is dict:
-        return st.dictionaries(TEXT, _of(arguments[1], old), max_size=3)
+        return st.dictionaries(_of(arguments[0], old), _of(arguments[1], old), max_size=3)
     return _simple(annotation, old)
 
 
 def _constrained(arguments: tuple[Any, ...], old: bool) -> st.SearchStrategy[Any]:
-    limits = {k: v for item in arguments[1:] for k, v in vars_of(item).items()}
+    limits = {k: v for item in arguments[1:] for k, v in limits_of(item).items()}
     inner = arguments[0]
-    if inner is int and "ge" in limits:
-        return st.integers(limits["ge"], limits.get("le", 2**31))
-    if inner is float and "ge" in limits:
-        top = limits.get("lt", 1e6)
-        return st.floats(limits["ge"], top, exclude_max="lt" in limits)
-    if "min_length" in limits:
-        return _long_enough(inner, limits["min_length"], old)
+    if inner is int:
+        return st.integers(limits.get("ge", -(2**63)), limits.get("le", 2**63 - 1))
+    if inner is float and limits:
+        least, below = limits.get("gt", limits.get("ge")), limits.get("lt", limits.get("le"))
+        return st.floats(least, below, exclude_max="lt" in limits, exclude_min="gt" in limits)
+    if inner is str:
+        return st.text(STORABLE, min_size=limits.get("min_length", 0), max_size=8)
+    if get_origin(inner) is list:
+        least = limits.get("min_length", 0)
+        return st.lists(_of(get_args(inner)[0], old), min_size=least, max_size=3)
     return _of(inner, old)
 
 
-def vars_of(item: Any) -> dict[str, Any]:
-    names = ("ge", "le", "lt", "min_length")
-    return {n: getattr(item, n) for n in names if getattr(item, n, None) is not None}
-
-
-def _long_enough(annotation: Any, length: int, old: bool) -> st.SearchStrategy[Any]:
-    return _of(annotation, old).filter(lambda value: value is None or len(value) >= length)
+def limits_of(item: Any) -> dict[str, Any]:
+    """The bounds in one piece of an annotation; a pydantic Field has them in pieces of its own."""
+    parts = [item, *getattr(item, "metadata", ())]
+    names = ("ge", "gt", "le", "lt", "min_length")
+    return {n: getattr(p, n) for p in parts for n in names if getattr(p, n, None) is not None}
 
 
 def _simple(annotation: Any, old: bool) -> st.SearchStrategy[Any]:
@@ -252,6 +254,6 @@ def _families(base: Any) -> st.SearchStrategy[Any]:
 
 
 def _known_then(kind: type[BaseModel]) -> tuple[str, ...]:
-    from tinkex.wire.json_codec import _FIELDS_V04
+    from tinkex.wire.sdk_0_4 import FIELDS
 
-    return _FIELDS_V04.get(kind.__name__) or tuple(kind.model_fields)
+    return FIELDS.get(kind.__name__) or tuple(kind.model_fields)

@@ -45,7 +45,7 @@ def weights(**changes: object) -> dict:
         (weights(data=[1, True]), "data[1].loss_fn_inputs.weights.data[1]", "got True"),
         (weights(data=7), "data[1].loss_fn_inputs.weights.data", "list"),
         (weights(**SPARSE, shape=[1, 2**40]), "data[1].loss_fn_inputs.weights.shape", "cells"),
-        ({"loss_fn_inputs": {"weights": [1.0, 2.0]}}, "data[1].loss_fn_inputs.weights", "tensor"),
+        ({"loss_fn_inputs": {"weights": [1.0, 2.0]}}, "data[1].loss_fn_inputs.weights", "object"),
         (weights(data=[1, float("nan")]), "data[1].loss_fn_inputs.weights[1]", "finite"),
         (weights(data=[float("inf"), 1]), "data[1].loss_fn_inputs.weights[0]", "finite"),
         (weights(shape=[-1, -2]), "data[1].loss_fn_inputs.weights.shape", "0 or more"),
@@ -61,7 +61,7 @@ def weights(**changes: object) -> dict:
     ],
 )  # fmt: skip
 def test_a_wrong_datum_is_named_by_its_path(changes, path, words):
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(InvalidInputError) as caught:
         requests.decode("forward_backward", old_pass(**changes))
     assert caught.value.path == path
     assert words in str(caught.value)
@@ -72,7 +72,9 @@ def test_truth_is_no_number_however_long_the_list(length):
     """Of a long list the types are looked at only where a value is 0 or 1."""
     for value, start in ((True, 2.0), (False, 2.0), (True, 0.0)):
         data = [start] * (length - 1) + [value]
-        with pytest.raises(WireError, match=f"data.{length - 1}.: expected a number, got {value}"):
+        with pytest.raises(
+            InvalidInputError, match=f"data.{length - 1}.: expected a number, got {value}"
+        ):
             requests.decode("forward_backward", old_pass(**weights(data=data, shape=None)))
     numbers = [0, 1, 0.0] + [1.0] * (length - 3)
     body = old_pass(**weights(data=numbers, shape=None))
@@ -80,7 +82,7 @@ def test_truth_is_no_number_however_long_the_list(length):
 
 
 def test_a_long_nested_list_is_refused():
-    with pytest.raises(WireError, match="expected a number"):
+    with pytest.raises(InvalidInputError, match="expected a number"):
         requests.decode("forward_backward", old_pass(**weights(data=[[2.0]] * 300, shape=None)))
 
 
@@ -109,7 +111,7 @@ def test_only_logprobs_of_candidates_may_be_minus_infinity():
         ("logprobs", [-np.inf, np.nan], [1, 2]),
         ("logprobs", [-np.inf, np.inf], [1, 2]),
     ):
-        with pytest.raises(WireError, match=rf"{name}.1.: must be finite"):
+        with pytest.raises(InvalidInputError, match=rf"{name}.1.: must be finite"):
             requests.decode("forward_backward", pass_with(name, wrong, shape), PROTOBUF)
 
 
@@ -127,7 +129,7 @@ def test_a_setting_of_a_thousand_digits_is_refused():
     """It becomes a Python integer only where a NaN forces the slower parser."""
     inner = b'{"data":[],"loss_fn":"ppo","loss_fn_config":{"a":' + b"9" * 1000 + b',"b":NaN}}'
     body = b'{"model_id":"m","forward_backward_input":' + inner + b"}"
-    with pytest.raises(WireError, match="loss_fn_config.a: must be finite"):
+    with pytest.raises(InvalidInputError, match="loss_fn_config.a: must be finite"):
         requests.decode("forward_backward", body)
 
 
@@ -137,7 +139,9 @@ def test_a_wrong_tensor_in_protobuf_is_named_by_its_path():
     tensor = message.data.add().loss_fn_inputs["weights"]
     tensor.dense, tensor.dtype = np.zeros(127, np.float32).tobytes(), pb.DTYPE_FLOAT32
     tensor.shape.append(128)
-    with pytest.raises(WireError, match="^data.1..loss_fn_inputs.weights: expected 128 values"):
+    with pytest.raises(
+        InvalidInputError, match="^data.1..loss_fn_inputs.weights: expected 128 values"
+    ):
         requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
 
 
@@ -156,7 +160,7 @@ def test_a_hollow_protobuf_message_is_refused(change, path):
     message = pb.ForwardBackwardRequest(model_id="m")
     message.data.add()
     change(message)
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(InvalidInputError) as caught:
         requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
     assert caught.value.path == path
 
@@ -176,7 +180,7 @@ def test_unknown_fields_are_ignored_at_every_depth():
         ("create_model", {"session_id": "s", "model_seq_id": "0", "base_model": "m"},
          "model_seq_id"),
         ("create_model", {"session_id": "s", "model_seq_id": 0}, "base_model"),
-        ("optim_step", {"model_id": "m", "adam_params": {"beta1": "x"}}, "optim_params.beta1"),
+        ("optim_step", {"model_id": "m", "adam_params": {"beta1": "x"}}, "adam_params.beta1"),
         ("optim_step", {"model_id": "m"}, ""),
         ("asample", {"prompt": {"chunks": []}, "sampling_params": {"top_k": 1.5}},
          "sampling_params.top_k"),
@@ -186,7 +190,7 @@ def test_unknown_fields_are_ignored_at_every_depth():
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named_by_its_path(name, body, path):
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(InvalidInputError) as caught:
         requests.decode(name, json.dumps(body).encode())
     assert caught.value.path == path
 
@@ -194,7 +198,7 @@ def test_a_wrong_field_is_named_by_its_path(name, body, path):
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"a":1}x'])
 @pytest.mark.parametrize("name", ["optim_step", "asample", "forward_backward"])
 def test_what_is_not_an_object_is_refused(name, raw):
-    with pytest.raises(WireError):
+    with pytest.raises(InvalidInputError):
         requests.decode(name, raw)
 
 
@@ -227,7 +231,6 @@ def test_cancelling_sends_the_request_id_alone():
 @pytest.mark.parametrize(
     ("name", "request_"),
     [
-        ("create_session", types.CreateSessionRequest(tags=["\ud800"], sdk_version="1")),
         ("create_session",
          types.CreateSessionRequest(tags=[], sdk_version="1", user_metadata={"a": object()})),
         ("asample", types.SampleRequest(
@@ -286,22 +289,6 @@ def test_zstd_is_undone_up_to_the_limit():
         unpack(b"", "gzip")
     with pytest.raises(WireError, match="zstd"):
         unpack(body.content[:-3], "zstd")
-
-
-@pytest.mark.parametrize(
-    ("version", "generation"),
-    [
-        ("0.4.1", Generation.V0_4),
-        ("0.18.2", Generation.V0_4),
-        ("0.19.0", Generation.V0_36),
-        ("0.36.0", Generation.V0_36),
-        ("1.0", Generation.V0_36),
-        ("dev", Generation.V0_36),
-        (None, Generation.V0_36),
-    ],
-)
-def test_the_generation_follows_the_sdk_version(version, generation):
-    assert Generation.of_sdk(version) is generation
 
 
 def test_the_generation_follows_the_headers_and_the_server():

@@ -15,8 +15,9 @@ from tinkex import types
 from tinkex.types._models import Response
 from tinkex.wire import Generation, proto_requests, requests, results
 from tinkex.wire import tinker_public_pb2 as pb
+from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.generation import PROTOBUF
-from tinkex.wire.json_codec import _FIELDS_V04
+from tinkex.wire.sdk_0_4 import FIELDS
 
 spec = importlib.util.spec_from_file_location(
     "wire_strategies", Path(__file__).with_name("strategies.py")
@@ -33,7 +34,12 @@ few = settings(
 )
 many = settings(few, max_examples=150)
 
-MODELS = {name: kind for name, kind in requests.ENDPOINTS.items() if issubclass(kind, BaseModel)}
+MODELS = {
+    row.name: row.request
+    for row in ENDPOINTS.values()
+    if isinstance(row.request, type) and issubclass(row.request, BaseModel)
+    if row.name != "asample_batch"  # its parts are read one by one
+}
 # What SDK 0.4.1 could send.
 OLD = [
     "asample", "create_model", "create_sampling_session", "create_session", "get_info",
@@ -63,9 +69,9 @@ def test_a_request_survives_the_newer_dialect(name: str, data: Any) -> None:
 @given(data=st.data())
 def test_a_request_survives_the_older_dialect(name: str, data: Any) -> None:
     kind = MODELS[name]
-    known = _FIELDS_V04.get(kind.__name__) or tuple(kind.model_fields)
+    known = FIELDS.get(kind.__name__) or tuple(kind.model_fields)
     if kind is types.OptimStepRequest:
-        adam = data.draw(make.models(types.AdamParams, _FIELDS_V04["AdamParams"]))
+        adam = data.draw(make.models(types.AdamParams, FIELDS["AdamParams"]))
         request = types.OptimStepRequest(adam_params=adam, model_id=data.draw(make.TEXT))
     else:
         request = data.draw(make.models(kind, known))

@@ -13,6 +13,7 @@ from typing import Any
 
 from tinkex import types
 from tinkex.errors import InvalidInputError
+from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 
 __all__ = [
     "check_access_scope",
@@ -24,8 +25,6 @@ __all__ = [
     "check_ttl",
 ]
 
-MIN_TTL_S = 3600
-MAX_TTL_S = 10 * 365 * 24 * 3600
 
 # Loss -> inputs it cannot do without. The server may know more inputs, never fewer.
 _NEEDS: dict[str, tuple[str, ...]] = {

@@ -27,7 +27,7 @@ from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.wire import budget, json_requests, proto_requests
-from tinkex.wire.paths import join
+from tinkex.wire.paths import at
 
 MAX_SEQ_ID = 2**63 - 1
 
@@ -57,40 +57,24 @@ def load_json(body: bytes) -> dict[str, Any]:
 
 def train_from_proto(message: Any) -> TrainRequest:
     """The work in a parsed `ForwardBackwardRequest`. Where its tokens came from is of no use."""
-    try:
-        return _work(proto_requests.read(message, with_spans=False))
-    except WireError as exc:
-        raise _wrong_field(exc) from exc
+    return _work(proto_requests.read(message, with_spans=False))
 
 
 def train_from_json(body: dict[str, Any], *, forward_only: bool) -> TrainRequest:
-    try:
-        return _work(json_requests.read("forward" if forward_only else "forward_backward", body))
-    except WireError as exc:
-        raise _wrong_field(exc) from exc
+    return _work(json_requests.read("forward" if forward_only else "forward_backward", body))
 
 
 def prompt_tokens(value: Any, where: str) -> NDArray[np.int64]:
     """The tokens of a JSON ModelInput. Text chunks only."""
-    try:
-        prompt = json_requests.read_model_input(value)
-    except InvalidInputError as exc:
-        raise _wrong_field(exc, where) from exc
+    with at(where):
+        prompt = ModelInput._validate_object(value)
     return _tokens(prompt, where)
 
 
 def json_tensor(value: Any, where: str) -> Array | CsrArray:
     """A TensorData in JSON."""
-    try:
-        return _array(json_requests.read_tensor(value))
-    except InvalidInputError as exc:
-        raise _wrong_field(exc, where) from exc
-
-
-def _wrong_field(error: InvalidInputError, where: str = "") -> InvalidInputError:
-    """A wrong field, in a body that could be read, is `invalid_input` to the caller."""
-    text = str(error).removeprefix(f"{error.path}: ")
-    return InvalidInputError(text, path=join(where, error.path))
+    with at(where):
+        return _array(TensorData._validate_object(value))
 
 
 def _work(request: proto_requests.Pass) -> TrainRequest:

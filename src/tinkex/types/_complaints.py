@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -10,41 +10,82 @@ from pydantic import ValidationError
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import nest, short
 
-__all__ = ["from_validation"]
+__all__ = ["explain"]
+
+# Kinds of complaint whose own words do not read well here.
+_WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "greater_than_equal": lambda limits: f"at least {_shown(limits['ge'])}",
+    "greater_than": lambda limits: f"above {_shown(limits['gt'])}",
+    "less_than_equal": lambda limits: f"at most {_shown(limits['le'])}",
+    "less_than": lambda limits: f"below {_shown(limits['lt'])}",
+    "string_too_short": lambda limits: "a non-empty text",
+    "string_too_long": lambda limits: f"a text of at most {limits['max_length']} characters",
+    "string_pattern_mismatch": lambda limits: "a text without NUL characters",
+    "string_unicode": lambda limits: "valid Unicode text",
+    "too_short": lambda limits: f"at least {limits['min_length']} long",
+    "too_long": lambda limits: f"at most {limits['max_length']} long",
+}
 
 
-def from_validation(error: ValidationError, name: str, fields: Iterable[str]) -> InvalidInputError:
-    """The complaint about the first wrong field: its path, the value and what would be right."""
+def explain(
+    error: ValidationError, given: Any, name: str = "", fields: Sequence[str] = ()
+) -> InvalidInputError:
+    """The complaint about the first wrong field of `given`: its path, value and what is right.
+
+    `name` and `fields` are those of the class, for a field that it does not have.
+    """
     found = error.errors(include_url=False)
     first = found[0]
-    location = first["loc"][:1]
+    path, value, missing = _followed(first["loc"], given)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidInputError):
-        return nest(cause, str(location[0])) if location else cause
-    path = str(location[0]) if location else ""
-    if first["type"] in ("extra_forbidden", "missing") and len(first["loc"]) > 1:
-        word = "is missing" if first["type"] == "missing" else "is no field of it"
-        return InvalidInputError(f"{first['loc'][-1]!r} {word}", path=path)
+        return nest(cause, path) if path else cause
     if first["type"] == "extra_forbidden":
-        return InvalidInputError(f"{name} has no such field; it has {', '.join(fields)}", path=path)
+        if path == first["loc"][0]:
+            return InvalidInputError(
+                f"{name} has no such field; it has {', '.join(fields)}", path=path
+            )
+        return InvalidInputError("there is no such field", path=path)
     if first["type"] == "missing":
-        return InvalidInputError(f"{name} needs it", path=path)
+        whole = f"{path}.{missing}" if path else str(missing)
+        return InvalidInputError(f"{name} needs it" if name else "is needed", path=whole)
     if cause is not None:
         return InvalidInputError(str(cause), path=path)
     # A field of several types complains once for each of them.
-    wanted = _wanted([item["msg"] for item in found if item["loc"][:1] == location])
-    return InvalidInputError(f"{wanted}, got {short(_given(found, location))}", path=path)
+    wanted = [_wanted(item) for item in found if _followed(item["loc"], given)[0].startswith(path)]
+    text = " or ".join(dict.fromkeys(wanted))
+    return InvalidInputError(f"must be {text}, got {short(value)}", path=path)
 
 
-def _given(found: Sequence[Any], location: tuple[Any, ...]) -> Any:
-    """The field's whole value where a complaint shows it; else the element it is about."""
-    own = [item for item in found if item["loc"][:1] == location]
-    return min(own, key=lambda item: len(item["loc"]))["input"]
+def _followed(location: tuple[Any, ...], given: Any) -> tuple[str, Any, Any]:
+    """The path to the value, the value, and a part that is missing.
+
+    pydantic also names the members of a union on the way; what is not in the value is left out.
+    """
+    path, missing = "", None
+    for part in location:
+        inside = given.get(part, _ABSENT) if isinstance(given, Mapping) else _ABSENT
+        if isinstance(given, list | tuple) and isinstance(part, int) and part < len(given):
+            inside = given[part]
+            path += f"[{part}]"
+        elif inside is not _ABSENT:
+            path += f".{str(part)[:80]}" if path else str(part)[:80]
+        else:
+            missing = part
+            continue
+        given = inside
+    return path, given, missing
 
 
-def _wanted(messages: Iterable[str]) -> str:
-    texts = [
-        text.removeprefix("Input should be ").partition(", ")[0].replace("a valid ", "a ")
-        for text in dict.fromkeys(messages)
-    ]
-    return "must be " + " or ".join(dict.fromkeys(texts)).replace("a integer", "an integer")
+_ABSENT = object()
+
+
+def _wanted(item: Any) -> str:
+    if (words := _WORDS.get(item["type"])) is not None:
+        return words(item.get("ctx", {}))
+    text = item["msg"].removeprefix("Input should be ").partition(", ")[0]
+    return str(text.replace("a valid ", "a ").replace("a integer", "an integer"))
+
+
+def _shown(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"

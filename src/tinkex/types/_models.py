@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    ValidationError,
+)
 
-from tinkex.types._complaints import from_validation
+from tinkex.types._complaints import explain
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _InOurWords
@@ -20,7 +28,7 @@ else:
             try:
                 return super().__call__(*args, **kwargs)
             except ValidationError as exc:
-                raise from_validation(exc, cls.__name__, cls.model_fields) from exc
+                raise explain(exc, kwargs, cls.__name__, list(cls.model_fields)) from exc
 
 
 class Request(BaseModel, metaclass=_InOurWords):
@@ -42,12 +50,12 @@ class Response(BaseModel):
 T = TypeVar("T")
 
 
-class _FirstErrorOnly(FailFast):
+class FirstErrorOnly(FailFast):
     def __hash__(self) -> int:  # pydantic's own is not hashable, which unions need
-        return hash(_FirstErrorOnly)
+        return hash(FirstErrorOnly)
 
 
-Listing: TypeAlias = Annotated[list[T], _FirstErrorOnly()]
+Listing: TypeAlias = Annotated[list[T], FirstErrorOnly()]
 """A list whose first wrong element ends the check: a hostile body must not buy a million errors."""
 
 
@@ -60,7 +68,7 @@ def member_of(kind: type[Enum]) -> BeforeValidator:
     return BeforeValidator(lambda value: kind(value))
 
 
-def _texts(value: object) -> object:
+def all_texts(value: object) -> object:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(item, str):
@@ -68,8 +76,20 @@ def _texts(value: object) -> object:
     return value
 
 
-Texts: TypeAlias = Annotated[dict[str, str], BeforeValidator(_texts)]
+Texts: TypeAlias = Annotated[dict[str, str], BeforeValidator(all_texts)]
 """Text by name, with the same care as `Listing`."""
+
+
+def _moment(value: object) -> object:
+    """JSON has no form for a moment: it travels as text."""
+    try:
+        return datetime.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError as exc:
+        raise ValueError("must be a time such as 2026-01-31T12:00:00Z") from exc
+
+
+Moment: TypeAlias = Annotated[datetime, BeforeValidator(_moment)]
+AwareMoment: TypeAlias = Annotated[AwareDatetime, BeforeValidator(_moment)]
 
 
 def _number(value: object) -> object:

@@ -77,6 +77,15 @@ class Value:
         return cls._from_dict(value)
 
     @classmethod
+    def _schema(cls) -> dict[str, Any]:
+        """The value in JSON schema, for OpenAPI."""
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        return cls._schema()
+
+    @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
 

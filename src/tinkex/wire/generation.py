@@ -6,7 +6,6 @@ it accepts. A server reads both dialects from one handler; a client picks by wha
 
 from __future__ import annotations
 
-import re
 from enum import Enum
 
 JSON = "application/json"
@@ -20,14 +19,6 @@ class Generation(Enum):
     """JSON everywhere; fields that were never set are left out, and None is sent as null."""
     V0_36 = "0.36"
     """Passes travel as protobuf; JSON elsewhere, with None left out (two fields send null)."""
-
-    @classmethod
-    def of_sdk(cls, sdk_version: str | None) -> Generation:
-        """The dialect of a client by its version. Passes became protobuf in 0.19."""
-        numbers = re.match(r"(\d+)\.(\d+)", sdk_version or "")
-        if numbers is None:
-            return cls.V0_36
-        return cls.V0_36 if (int(numbers[1]), int(numbers[2])) >= (0, 19) else cls.V0_4
 
     @classmethod
     def of_server(cls, *, has_client_config: bool) -> Generation:

@@ -275,6 +275,7 @@ def read(message: Any, *, with_spans: bool = True) -> Pass:
         with at(f"data[{index}]"):
             data.append(_read_datum(item, with_spans))
     given = ForwardBackwardInput(data, message.loss_fn, _read_config(message))
+    given.check_bounds()
     kind = ForwardRequest if message.forward_only else ForwardBackwardRequest
     return kind(given, message.model_id, message.seq_id)
 
@@ -285,11 +286,13 @@ def _read_config(message: Any) -> dict[str, float | str] | None:
     for key, value in message.loss_fn_config_v2.items():
         kind = value.WhichOneof("value")
         if kind is None:
-            raise WireError("has neither a number nor a text", path=f"loss_fn_config.{key}")
+            raise InvalidInputError(
+                "has neither a number nor a text", path=f"loss_fn_config.{key[:80]}"
+            )
         config[key] = getattr(value, kind)
     for key, value in config.items():
         if not isinstance(value, str) and not np.isfinite(value):
-            raise WireError(f"must be finite, got {value}", path=f"loss_fn_config.{key}")
+            raise InvalidInputError(f"must be finite, got {value}", path=f"loss_fn_config.{key}")
     return config or None
 
 
@@ -300,7 +303,7 @@ def _read_datum(message: Any, with_spans: bool) -> Datum:
             chunks.append(_read_chunk(item))
     inputs = {}
     for name, tensor in message.loss_fn_inputs.items():
-        with at(f"loss_fn_inputs.{name}"):
+        with at(f"loss_fn_inputs.{name[:80]}"):
             inputs[name] = check_finite(decode_tensor(tensor), name)
     model_input = ModelInput.wrap(chunks)
     if not with_spans or not (message.model_input_spans or message.loss_fn_input_spans):

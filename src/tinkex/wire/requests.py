@@ -1,67 +1,88 @@
 """Every request body, by the name of its endpoint, in both dialects and for both sides.
 
-Names are the last part of the path (`optim_step`, `asample`); where that is not unique, what the
-call does (`finish_session`, `set_checkpoint_ttl`). Endpoints that have only a query string are not
-here. A server that must number a request before it judges it reads in two steps, with
-`proto_requests` and `json_requests`, which `decode` joins.
+The client calls `encode`. The server calls `open_body`, which parses and looks at nothing, then
+`address` where the request is one of a model's ordered ones, and `read`, which judges the whole: a
+request is numbered even when the rest of it is refused. `decode` is both steps at once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
-
-from tinkex import types
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._value import Value, short
-from tinkex.wire import json_codec, json_requests, proto_requests
-from tinkex.wire.body import DEFAULT_MAX_BYTES, Body, unpack
+from tinkex.types._bounds import Id, SeqId
+from tinkex.types._models import Request
+from tinkex.types._value import short
+from tinkex.wire import json_codec, json_requests, proto_requests, sdk_0_4
+from tinkex.wire.body import Body, unpack
+from tinkex.wire.endpoints import ENDPOINTS, Endpoint
 from tinkex.wire.generation import JSON, PROTOBUF, Generation, is_protobuf
 from tinkex.wire.json_requests import PASSES
 
-ENDPOINTS: dict[str, type[BaseModel] | type[Value]] = {
-    **PASSES,
-    "asample": types.SampleRequest,
-    "assign_session_project": types.AssignSessionProjectRequest,
-    "cancel_future": types.CancelFutureRequest,
-    "client_config": types.ClientConfigRequest,
-    "client_dynamic_config": types.ClientConfigRequest,
-    "copy_weights": types.CopyWeightsRequest,
-    "create_custom_loss": types.CreateCustomLossRequest,
-    "create_model": types.CreateModelRequest,
-    "create_sampling_session": types.CreateSamplingSessionRequest,
-    "create_session": types.CreateSessionRequest,
-    "finish_session": types.FinishSessionRequest,
-    "get_info": types.GetInfoRequest,
-    "join_sampling_session": types.JoinSamplingSessionRequest,
-    "load_weights": types.LoadWeightsRequest,
-    "optim_step": types.OptimStepRequest,
-    "retrieve_future": types.FutureRetrieveRequest,
-    "retrieve_futures": types.FuturesRetrieveRequest,
-    "save_weights": types.SaveWeightsRequest,
-    "save_weights_external": types.SaveWeightsExternalRequest,
-    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
-    "search_sessions": types.SessionSearchRequest,
-    "session_heartbeat": types.SessionHeartbeatRequest,
-    "set_checkpoint_ttl": types.SetCheckpointTtlRequest,
-    "telemetry": types.TelemetrySendRequest,
-    "unload_model": types.UnloadModelRequest,
-    "weights_info": types.WeightsInfoRequest,
-}
-# Where None is a statement ("keep it for good") and is sent as null in every dialect.
-_EXPLICIT_NULL = frozenset({"finish_session", "set_checkpoint_ttl"})
-# Bodies that carry user data may be large; the rest are a few fields, and an error list of a
-# hostile one must stay small.
-_LARGE = frozenset({"asample", "forward", "forward_backward"})
-_MEDIUM = frozenset({"create_custom_loss", "telemetry"})
+
+class Address(Request):
+    """Whose turn in which stream a request is; None takes the next number."""
+
+    model_id: Id
+    seq_id: SeqId | None = None
 
 
-def max_bytes(name: str) -> int:
-    """The size limit of an endpoint's body unless the caller sets one."""
-    if name in _LARGE:
-        return DEFAULT_MAX_BYTES
-    return 4 * 1024 * 1024 if name in _MEDIUM else 1024 * 1024
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A body that was parsed and not judged yet."""
+
+    endpoint: Endpoint
+    body: Any
+    """A dict, or a protobuf message."""
+
+    def address(self) -> Address:
+        if isinstance(self.body, dict):
+            return json_codec.read(Address, self.body)
+        # Protobuf has no null: a number that was not given is 0.
+        seq_id = self.body.seq_id or None
+        return json_codec.read(Address, {"model_id": self.body.model_id, "seq_id": seq_id})
+
+    def read(self, *, with_spans: bool = False) -> Any:
+        """The request; where its tokens came from only `with_spans`, as no engine asks for it.
+
+        Raises:
+            InvalidInputError: With the path of the first thing that is wrong.
+        """
+        if self.endpoint.name not in PASSES:
+            return json_codec.read(self.endpoint.request, self.body)
+        if isinstance(self.body, dict):
+            return json_requests.read(self.endpoint.name, self.body)
+        return proto_requests.read(self.body, with_spans=with_spans)
+
+
+def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Opened:
+    """Parse a body, whichever generation wrote it.
+
+    Raises:
+        WireError: It is not JSON or not the protobuf message that was expected.
+    """
+    endpoint = _endpoint(name)
+    if not is_protobuf(content_type):
+        return Opened(endpoint, json_codec.loads_object(content or b"{}"))
+    if name not in PASSES:
+        raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
+    return Opened(endpoint, proto_requests.parse(content))
+
+
+def decode(
+    name: str,
+    content: bytes,
+    content_type: str | None = JSON,
+    content_encoding: str | None = None,
+) -> Any:
+    """The request in a body. Unknown fields are ignored; wrong types, sizes and ranges are not.
+
+    A protobuf pass with its forward-only flag gives a `ForwardRequest`.
+    """
+    if content_encoding is not None:
+        content = unpack(content, content_encoding, max_bytes=_endpoint(name).max_bytes)
+    return open_body(name, content, content_type).read(with_spans=True)
 
 
 def encode(
@@ -80,7 +101,8 @@ def encode(
         InvalidInputError: The request has a value that cannot travel.
         NotSupportedError: It sets a field that this generation does not have.
     """
-    expected = _kind(name)
+    endpoint = _endpoint(name)
+    expected = endpoint.request
     accepted: Any = tuple(PASSES.values()) if name in PASSES else expected
     if not isinstance(request, accepted):
         raise InvalidInputError(f"{name} takes {expected.__name__}, got {type(request).__name__}")
@@ -88,43 +110,17 @@ def encode(
         body = (
             Body(proto_requests.encode(request), PROTOBUF)
             if generation is Generation.V0_36
-            else Body(json_requests.encode(name, request), JSON)
+            else Body(sdk_0_4.encode_pass(name, request), JSON)
         )
         return body.compressed() if compress else body
     if generation is Generation.V0_4:
-        return Body(json_codec.dumps_v04(request), JSON)
-    return Body(json_codec.dumps_v36(request, keep_none=name in _EXPLICIT_NULL), JSON)
+        return Body(sdk_0_4.encode(request), JSON)
+    return Body(json_codec.encode(request, keep_none=endpoint.keeps_null), JSON)
 
 
-def decode(
-    name: str,
-    content: bytes,
-    content_type: str | None = JSON,
-    content_encoding: str | None = None,
-    *,
-    limit_bytes: int | None = None,
-) -> Any:
-    """The request in a body, whichever generation wrote it.
-
-    Unknown fields are ignored; wrong types, sizes and non-finite numbers are not. A protobuf pass
-    with its forward-only flag gives a `ForwardRequest`.
-
-    Raises:
-        WireError: With the path of the first thing that is wrong.
-    """
-    kind = _kind(name)
-    limit = max_bytes(name) if limit_bytes is None else limit_bytes
-    raw = unpack(content, content_encoding, max_bytes=limit)
-    if name in PASSES:
-        if is_protobuf(content_type):
-            return proto_requests.read(proto_requests.parse(raw))
-        return json_requests.read(name, json_codec.loads_object(raw))
-    if is_protobuf(content_type):
-        raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
-    return json_codec.validate(kind, raw)  # type: ignore[type-var]
-
-
-def _kind(name: str) -> type[BaseModel] | type[Value]:
-    if name not in ENDPOINTS:
-        raise InvalidInputError(f"unknown endpoint {name!r}; known: {', '.join(sorted(ENDPOINTS))}")
-    return ENDPOINTS[name]
+def _endpoint(name: str) -> Endpoint:
+    found = ENDPOINTS.get(name)
+    if found is None or found.request is None:
+        known = ", ".join(sorted(name for name, row in ENDPOINTS.items() if row.request))
+        raise InvalidInputError(f"unknown endpoint {name!r}; known: {known}")
+    return found

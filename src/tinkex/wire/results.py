@@ -23,7 +23,7 @@ from tinkex.types.training.forward_backward import ForwardBackwardOutput
 from tinkex.wire import json_codec, proto_results
 from tinkex.wire.body import Body
 from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf
-from tinkex.wire.paths import at, wire_error
+from tinkex.wire.paths import at
 
 ResultT = TypeVar("ResultT")
 
@@ -152,11 +152,7 @@ def _failure(body: dict[str, Any]) -> types.RequestFailedResponse:
 
 
 def _sample_from_json(content: bytes, sequence_ids: Sequence[str] | None) -> SampleResponse:
-    body = json_codec.loads_object(content)
-    try:
-        response = SampleResponse._from_dict(body)
-    except InvalidInputError as exc:
-        raise wire_error(exc) from exc
+    response = SampleResponse._from_dict(json_codec.loads_object(content))
     return response if sequence_ids is None else with_sequence_ids(response, sequence_ids)
 
 

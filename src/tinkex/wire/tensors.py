@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,6 @@ from numpy.typing import NDArray
 from tinkex.errors import InvalidInputError, WireError
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.wire import tinker_public_pb2 as pb
-
-MAX_DENSE_CELLS = 2**28
-"""Most cells of a sparse tensor's dense shape: reading it densely must stay possible."""
 
 _WIDE: dict[int, Any] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -94,23 +90,13 @@ def _shaped(array: NDArray[Any], shape: list[int]) -> TensorData:
 
 def _decode_sparse(message: Any, shape: list[int]) -> TensorData:
     csr = message.sparse_csr
-    tensor = TensorData(
+    return TensorData(
         from_bytes(csr.values, message.dtype),
         None,
         shape,
         from_bytes(csr.crow_indices, pb.DTYPE_INT64),
         from_bytes(csr.col_indices, pb.DTYPE_INT64),
     )
-    return check_cells(tensor)
-
-
-def check_cells(tensor: TensorData) -> TensorData:
-    """The tensor itself, unless it is sparse and too large to be read densely."""
-    if tensor.is_sparse and math.prod(tensor.shape or ()) > MAX_DENSE_CELLS:
-        raise InvalidInputError(
-            f"{tensor.shape} has more than {MAX_DENSE_CELLS} cells", path="shape"
-        )
-    return tensor
 
 
 def check_finite(tensor: TensorData, name: str) -> TensorData:

@@ -22,12 +22,11 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.problems import ApiError
 from tinkex.store import Checkpoint, CheckpointKind, Store, UsageCount, User
+from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 
 log = logging.getLogger(__name__)
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 WIRE_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-MIN_TTL_S = 3600
-MAX_TTL_S = 10 * 366 * 24 * 3600
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@:~-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from tinkex.types._bounds import Name
 from tinkex.types._models import Listing, Request, Response, Texts
 
 
@@ -20,7 +21,7 @@ class GetBillingUsageRequest(Request):
 class GetCurrentCheckpointStorageUsageRequest(Request):
     """One project, or all projects of the caller when None."""
 
-    project_id: str | None = None
+    project_id: Name | None = None
 
 
 class TrainingBillingEvent(Response):

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
 from tinkex.errors import InvalidInputError
+from tinkex.types._bounds import TtlSeconds
 from tinkex.types._models import Listing, Request, Response, Texts
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
@@ -87,7 +88,7 @@ class CheckpointArchiveUrlResponse(Response):
 class SetCheckpointTtlRequest(Request):
     """Seconds until the checkpoint is deleted; None, sent as null, keeps it for good."""
 
-    ttl_seconds: int | None
+    ttl_seconds: TtlSeconds | None
 
 
 class TrainingRun(Response):

@@ -67,6 +67,21 @@ def pack_flat(values: list[Any] | tuple[Any, ...], dtype: str, *, path: str) -> 
     return np.frombuffer(raw, dtype=np.dtype(dtype).newbyteorder("<"))
 
 
+def check_flat(values: list[Any], array: NDArray[Any], *, path: str) -> None:
+    """Refuse what became numbers on the way and is none in JSON: true, a list in the list.
+
+    True is packed as 1, so of a long list only a 0 or a 1 is worth a look at every type.
+    """
+    is_long = len(values) > 256 and not isinstance(values[0], list)
+    if is_long and not ((array == 0) | (array == 1)).any():
+        return
+    odd = {bool, list}.intersection(map(type, values))
+    if odd:
+        index = next(i for i, value in enumerate(values) if type(value) in odd)
+        found = short(values[index])
+        raise InvalidInputError(f"expected a number, got {found}", path=f"{path}[{index}]")
+
+
 def _bad_element(values: Iterable[Any], dtype: str, path: str) -> InvalidInputError:
     code = _CODES[dtype]
     for index, value in enumerate(values):

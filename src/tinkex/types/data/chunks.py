@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, set_field, short
-from tinkex.types.data.arrays import token_array
+from tinkex.types.data.arrays import check_flat, token_array
 
+MAX_TOKENS = 2**25
+"""Most tokens of a chunk in JSON; what a model reads at once is far less."""
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
 
@@ -71,7 +73,11 @@ class EncodedTextChunk(Value):
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> Self:
-        return cls(_field(value, "tokens"), type=value.get("type"))
+        tokens = _field(value, "tokens")
+        chunk = cls(tokens, type=value.get("type"))
+        if isinstance(tokens, list):
+            check_flat(tokens, chunk.tokens_np, path="tokens")
+        return chunk
 
     def to_dict(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "type": self.type}
@@ -260,6 +266,13 @@ _KIND_BY_KEY = {
     "data": ImageChunk,
     "dmel": DmelChunk,
     "tokens": EncodedTextChunk,
+}
+_TOKENS = {"type": "array", "items": {"type": "integer"}, "maxItems": MAX_TOKENS}
+CHUNK_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "encoded_text"}, "tokens": _TOKENS},
+    "required": ["tokens"],
+    "description": "Tokens. Images and audio have forms of their own, which text models refuse.",
 }
 
 

@@ -32,6 +32,9 @@ LIST_DTYPES: dict[str, TensorDtype] = {
 _SPARSE_KEYS = frozenset({"target_tokens", "weights"})
 
 
+MAX_INPUTS = 64
+
+
 class Datum(Value):
     """A training example. `loss_fn_inputs` is a dict you may change; the rest is frozen.
 
@@ -115,6 +118,16 @@ class Datum(Value):
         except InvalidInputError as exc:
             raise nest(exc, "model_input") from exc
         return cls(model_input, inputs)
+
+    @classmethod
+    def _schema(cls) -> dict[str, Any]:
+        inputs = {
+            "type": "object",
+            "additionalProperties": TensorData._schema(),
+            "maxProperties": MAX_INPUTS,
+        }
+        properties = {"model_input": ModelInput._schema(), "loss_fn_inputs": inputs}
+        return {"type": "object", "properties": properties, "required": ["model_input"]}
 
     def to_dict(self) -> dict[str, Any]:
         inputs = {name: tensor.to_dict() for name, tensor in self.loss_fn_inputs.items()}

@@ -10,7 +10,14 @@ from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, nest, set_field
-from tinkex.types.data.chunks import EncodedTextChunk, ModelInputChunk, chunk_from_dict
+from tinkex.types.data.chunks import (
+    CHUNK_SCHEMA,
+    EncodedTextChunk,
+    ModelInputChunk,
+    chunk_from_dict,
+)
+
+MAX_CHUNKS = 65_536
 
 
 class ModelInput(Value):
@@ -100,7 +107,14 @@ class ModelInput(Value):
         chunks = value.get("chunks")
         if not isinstance(chunks, list):
             raise InvalidInputError("expected a list of chunks", path="chunks")
+        if len(chunks) > MAX_CHUNKS:
+            raise InvalidInputError(f"at most {MAX_CHUNKS}, got {len(chunks)}", path="chunks")
         return cls(chunks)
+
+    @classmethod
+    def _schema(cls) -> dict[str, Any]:
+        chunks = {"type": "array", "items": CHUNK_SCHEMA, "maxItems": MAX_CHUNKS}
+        return {"type": "object", "properties": {"chunks": chunks}, "required": ["chunks"]}
 
     def to_dict(self) -> dict[str, Any]:
         return {"chunks": [chunk.to_dict() for chunk in self.chunks]}

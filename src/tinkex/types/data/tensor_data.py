@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, comparable, set_field
-from tinkex.types.data.arrays import as_numpy, pack_flat, wire_array
+from tinkex.types.data.arrays import as_numpy, check_flat, pack_flat, wire_array
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,8 @@ class TensorDtype(StrEnum):
     FLOAT32 = "float32"
 
 
+MAX_CELLS = 2**28
+"""Most cells of a sparse tensor's dense shape: reading it densely must stay possible."""
 _FLOAT, _INT = TensorDtype.FLOAT32, TensorDtype.INT64
 _NUMPY: dict[TensorDtype, np.dtype[Any]] = {_FLOAT: np.dtype("<f4"), _INT: np.dtype("<i8")}
 
@@ -231,7 +233,23 @@ class TensorData(_Fields, Value):
             raise InvalidInputError(f"expected a list, got {type(data).__name__}", path="data")
         if not isinstance(dtype, str):
             raise InvalidInputError(f"expected 'float32' or 'int64', got {dtype!r}", path="dtype")
-        return cls(data, dtype, *(_listed(value, name) for name in names))
+        made = cls(data, dtype, *(_listed(value, name) for name in names))
+        check_flat(data, made.array, path="data")
+        return made
+
+    @classmethod
+    def _schema(cls) -> dict[str, Any]:
+        def numbers(kind: str, most: int = MAX_CELLS) -> dict[str, Any]:
+            return {"type": "array", "items": {"type": kind}, "maxItems": most}
+
+        properties = {
+            "data": numbers("number"),
+            "dtype": {"enum": [str(dtype) for dtype in TensorDtype]},
+            "shape": {"anyOf": [numbers("integer", 32), {"type": "null"}]},
+            "sparse_crow_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
+            "sparse_col_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
+        }
+        return {"type": "object", "properties": properties, "required": ["data", "dtype"]}
 
     def to_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"data": self.data, "dtype": str(self.dtype)}
@@ -363,6 +381,8 @@ def _checked_csr(
     sizes = _checked_sizes(shape or ())
     if len(sizes) != 2:
         raise InvalidInputError(f"a sparse tensor needs a 2-D shape, got {shape}", path="shape")
+    if sizes[0] * sizes[1] > MAX_CELLS:
+        raise InvalidInputError(f"{list(sizes)} has more than {MAX_CELLS} cells", path="shape")
     if len(crow) != sizes[0] + 1:
         raise InvalidInputError(
             f"expected {sizes[0] + 1} values, got {len(crow)}", path="sparse_crow_indices"

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from tinkex.types._bounds import Id, Ids, Number
 from tinkex.types._models import Listing, Request, Response, member_of
 from tinkex.types.service.identifiers import ModelID, RequestID
 from tinkex.types.service.request_error import RequestErrorCategory
@@ -46,14 +47,14 @@ class UntypedAPIFuture(Response):
 class FutureRetrieveRequest(Request):
     """Ask for a result. With `allow_metadata_only` a large one may first answer with its size."""
 
-    request_id: RequestID
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(Request):
     """Say that nobody waits for this result any more."""
 
-    request_id: RequestID
+    request_id: Id
 
 
 class TryAgainResponse(Response):
@@ -83,17 +84,19 @@ class SamplingSessionFuturesTarget(Request):
     """All results of one copy of one sampling session."""
 
     type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: str
-    cloned_sampler_id: int = 0
+    sampling_session_id: Id
+    cloned_sampler_id: Number = 0
 
 
 class FuturesRetrieveRequest(Request):
     """Ask which of many results are ready; the server may forget `retrieved_request_ids`."""
 
     target: SamplingSessionFuturesTarget
-    prev_cursor: int = 0
-    timeout: float | None = None
-    retrieved_request_ids: Listing[str] = []
+    prev_cursor: Number = 0
+    timeout: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    retrieved_request_ids: Ids = []
+    inline_results: bool | None = None
+    """Send the results along, as frames; Tinkex servers only."""
 
 
 class FutureFinished(Response):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from tinkex.types._bounds import Name
 from tinkex.types._models import Listing, Request, Response
 
 
@@ -31,7 +32,7 @@ class GetServerCapabilitiesResponse(Response):
 class ClientConfigRequest(Request):
     """Asks for the flags of both configs below."""
 
-    sdk_version: str
+    sdk_version: Name
 
 
 class ClientConfigResponse(Response):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
-from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types._bounds import MAX_NAME, Id, Metadata, Name, Names, listing, text
+from tinkex.types._models import AwareMoment, Listing, Request, Response, Texts
 from tinkex.types.service.session_status import ClientSessionFinishReasonType, SessionStatus
 
 
@@ -27,7 +28,7 @@ class UserSearchOwner(Request):
     """Sessions of one to ten named users."""
 
     type: Literal["user"] = "user"
-    owner_urns: Listing[str] = Field(min_length=1, max_length=10)
+    owner_urns: Annotated[list[Name], *listing(10, 1)]
 
 
 SearchOwner: TypeAlias = Annotated[
@@ -57,7 +58,7 @@ class ClientFinishedSessionStatusQuery(Request):
     """Sessions their client finished, for any reason or one of `reasons`."""
 
     type: Literal["client_finished"] = "client_finished"
-    reasons: Listing[ClientSessionFinishReasonType] | None = Field(default=None, min_length=1)
+    reasons: Annotated[list[ClientSessionFinishReasonType], *listing(16, 1)] | None = None
 
 
 SessionStatusQuery: TypeAlias = Annotated[
@@ -72,19 +73,19 @@ SessionStatusQuery: TypeAlias = Annotated[
 class SessionSearchCursor(Response):
     """Where the next page starts."""
 
-    last_created_at: AwareDatetime
-    last_session_id: str
+    last_created_at: AwareMoment
+    last_session_id: Id
 
 
 class SessionSearchRequest(Request):
     """`session_id` and `display_name` widen the search (either matches); all else narrows it."""
 
-    session_id: str | None = None
-    project_ids: Listing[str] | None = None
-    user_metadata: Texts = {}
-    display_name: str | None = Field(default=None, min_length=1)
+    session_id: Id | None = None
+    project_ids: Names | None = None
+    user_metadata: Metadata = {}
+    display_name: Annotated[str, text(MAX_NAME, 1)] | None = None
     owner: SearchOwner = OwnSearchOwner()
-    statuses: Listing[SessionStatusQuery] | None = Field(default=None, min_length=1)
+    statuses: Annotated[list[SessionStatusQuery], *listing(16, 1)] | None = None
     limit: int = Field(default=50, ge=1, le=200)
     cursor: SessionSearchCursor | None = None
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+from tinkex.types._bounds import MAX_NAME, Id, Name, Names, Plain, Text, text
 from tinkex.types._models import Listing, Request, Response, Texts
 from tinkex.types.service.session_status import ClientSessionFinishReason
 
@@ -11,11 +12,11 @@ from tinkex.types.service.session_status import ClientSessionFinishReason
 class CreateSessionRequest(Request):
     """Open a session."""
 
-    tags: Listing[str]
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Names
+    user_metadata: Plain | None = None
+    sdk_version: Name
+    project_id: Name | None = None
+    display_name: Name | None = None
     type: Literal["create_session"] = "create_session"
 
 
@@ -32,7 +33,7 @@ class CreateSessionResponse(Response):
 class SessionHeartbeatRequest(Request):
     """Say that the client still lives."""
 
-    session_id: str
+    session_id: Id
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -46,13 +47,13 @@ class FinishSessionRequest(Request):
     """End a session; `detail` is sent even when it is None. The first reason given stands."""
 
     reason: ClientSessionFinishReason
-    detail: str | None = None
+    detail: Text | None = None
 
 
 class AssignSessionProjectRequest(Request):
     """Move a session to another project."""
 
-    project_id: str
+    project_id: Annotated[str, text(MAX_NAME, 1)]
 
 
 class GetSessionResponse(Response):

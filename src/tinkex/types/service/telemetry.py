@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from tinkex.types._models import Listing, Request, Response, member_of
+from tinkex.types._bounds import Count, Id, Name, Plain, Text, listing
+from tinkex.types._models import Moment, Request, Response, member_of
 
 
 class EventType(StrEnum):
@@ -44,71 +44,78 @@ class SessionStartEvent(Response):
     """A client started."""
 
     event: _Event = EventType.SESSION_START
-    event_id: str
-    event_session_index: int
+    event_id: Id
+    event_session_index: Count
     severity: _Severity
-    timestamp: datetime
+    timestamp: Moment
 
 
 class SessionEndEvent(Response):
     """`duration` is text such as `0:00:12.5`."""
 
-    duration: str
+    duration: Name
     event: _Event = EventType.SESSION_END
-    event_id: str
-    event_session_index: int
+    event_id: Id
+    event_session_index: Count
     severity: _Severity
-    timestamp: datetime
+    timestamp: Moment
 
 
 class UnhandledExceptionEvent(Response):
     """An exception ended a call or the process."""
 
-    error_message: str
-    error_type: str
+    error_message: Text
+    error_type: Name
     event: _Event = EventType.UNHANDLED_EXCEPTION
-    event_id: str
-    event_session_index: int
+    event_id: Id
+    event_session_index: Count
     severity: _Severity
-    timestamp: datetime
-    traceback: str | None = None
+    timestamp: Moment
+    traceback: Text | None = None
 
 
 class GenericEvent(Response):
     """Anything else, by name."""
 
     event: _Event = EventType.GENERIC_EVENT
-    event_id: str
-    event_name: str
-    event_session_index: int
+    event_id: Id
+    event_name: Name
+    event_session_index: Count
     severity: _Severity
-    timestamp: datetime
-    event_data: dict[str, Any] = {}
+    timestamp: Moment
+    event_data: Plain = {}
+
+
+class OtherEvent(Response):
+    """An event of a newer SDK: its kind is counted, the rest is not read."""
+
+    event: Name
+    severity: Name = "INFO"
 
 
 TelemetryEvent: TypeAlias = (
-    SessionEndEvent | UnhandledExceptionEvent | GenericEvent | SessionStartEvent
+    SessionEndEvent | UnhandledExceptionEvent | GenericEvent | SessionStartEvent | OtherEvent
 )
 
 
 class TelemetryBatch(Response):
     """Events of one session, as a server receives them."""
 
-    events: Listing[TelemetryEvent]
-    platform: str
-    sdk_version: str
-    session_id: str
-    process_uuid: str | None = None
+    events: Annotated[list[TelemetryEvent], *listing(1000)]
+    platform: Name
+    sdk_version: Name
+    session_id: Id
+    process_uuid: Name | None = None
 
 
 class TelemetrySendRequest(Request):
     """Events of one session, as a client sends them. SDK 0.4.1 has no `process_uuid`."""
 
-    events: Listing[TelemetryEvent]
-    platform: str
-    sdk_version: str
-    session_id: str
-    process_uuid: str | None = None
+    events: Annotated[list[TelemetryEvent], *listing(1000)]
+    platform: Name
+    sdk_version: Name
+    session_id: Id
+    process_uuid: Name | None = None
 
 
 class TelemetryResponse(Response):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types._bounds import Id, Name, Number, Plain, PlainList, listing
+from tinkex.types._models import Request, Response
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 
@@ -12,7 +13,7 @@ CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 class CustomLossInput(Request):
     """One parameter of a traced loss."""
 
-    name: str
+    name: Name
     rank: CustomLossInputRank
 
 
@@ -20,26 +21,26 @@ class CustomLossNode(Request):
     """One step of a traced loss, in execution order."""
 
     op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
-    name: str
-    target: str
-    args: Listing[Any] = []
-    kwargs: dict[str, Any] = {}
+    name: Name
+    target: Name
+    args: PlainList = []
+    kwargs: Plain = {}
 
 
 class CustomLossGraph(Request):
     """A loss traced from user code into plain data."""
 
     format: Literal[1] = 1
-    nodes: Listing[CustomLossNode]
+    nodes: Annotated[list[CustomLossNode], *listing(10_000)]
 
 
 class CreateCustomLossRequest(Request):
     """Upload a traced loss, to be named later by `loss_fn="custom"`."""
 
-    session_id: str
-    custom_loss_seq_id: int
-    name: str
-    inputs: Listing[CustomLossInput]
+    session_id: Id
+    custom_loss_seq_id: Number
+    name: Name
+    inputs: Annotated[list[CustomLossInput], *listing(256)]
     graph: CustomLossGraph
     type: Literal["create_custom_loss"] = "create_custom_loss"
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, set_field
-from tinkex.types.data.datum import Datum
+from tinkex.types.data.datum import MAX_INPUTS, Datum
 from tinkex.types.service.identifiers import ModelID
 from tinkex.types.training.loss import LossFnOutput
 
@@ -19,6 +20,10 @@ class _NotGiven:
 
 
 _NOT_GIVEN: Any = _NotGiven()
+
+MAX_DATUMS, MAX_SETTINGS = 65_536, 64
+MAX_MODEL_ID, MAX_NAME, MAX_SETTING = 512, 256, 1024
+"""Most characters of an id, of the name of a loss, an input or a setting, and of a setting."""
 
 
 class ForwardBackwardInput(Value):
@@ -44,12 +49,50 @@ class ForwardBackwardInput(Value):
         set_field(self, "loss_fn_config", loss_fn_config if given else None)
         set_field(self, "_given", given)
 
+    def check_bounds(self) -> None:
+        """Refuse what no honest batch has: the last look of both readers of the wire."""
+        config = self.loss_fn_config or {}
+        _limit(len(self.data), MAX_DATUMS, "datums", "data")
+        _limit(len(self.loss_fn), MAX_NAME, "characters", "loss_fn")
+        _limit(len(config), MAX_SETTINGS, "settings", "loss_fn_config")
+        for name, value in config.items():
+            _limit(len(name), MAX_NAME, "characters in a name", "loss_fn_config")
+            if isinstance(value, str):
+                _limit(len(value), MAX_SETTING, "characters", f"loss_fn_config.{name}")
+        for index, datum in enumerate(self.data):
+            inputs = datum.loss_fn_inputs
+            if len(inputs) > MAX_INPUTS or any(len(name) > MAX_NAME for name in inputs):
+                raise InvalidInputError(
+                    f"at most {MAX_INPUTS} inputs with names of {MAX_NAME} characters",
+                    path=f"data[{index}].loss_fn_inputs",
+                )
+
     def _content(self) -> tuple[Any, ...]:
         return (self.data, self.loss_fn, self.loss_fn_config)
+
+    @classmethod
+    def _schema(cls) -> dict[str, Any]:
+        setting = {"anyOf": [{"type": "number"}, {"type": "string", "maxLength": MAX_SETTING}]}
+        config = {
+            "type": "object",
+            "additionalProperties": setting,
+            "maxProperties": MAX_SETTINGS,
+        }
+        properties = {
+            "data": {"type": "array", "items": Datum._schema(), "maxItems": MAX_DATUMS},
+            "loss_fn": {"type": "string", "maxLength": MAX_NAME},
+            "loss_fn_config": {"anyOf": [config, {"type": "null"}]},
+        }
+        return {"type": "object", "properties": properties, "required": ["data", "loss_fn"]}
 
     def __repr__(self) -> str:
         text = f"ForwardBackwardInput({len(self.data)} datums, loss_fn={self.loss_fn!r}"
         return f"{text}, loss_fn_config={self.loss_fn_config!r})"
+
+
+def _limit(count: int, most: int, what: str, path: str) -> None:
+    if count > most:
+        raise InvalidInputError(f"at most {most} {what}, got {count}", path=path)
 
 
 class _Pass(Value):
@@ -58,6 +101,7 @@ class _Pass(Value):
     seq_id: int | None
     _input: ForwardBackwardInput
     _given: bool
+    _INPUT: ClassVar[str]
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -76,6 +120,16 @@ class _Pass(Value):
     def _content(self) -> tuple[Any, ...]:
         return (self._input, self.model_id, self.seq_id)
 
+    @classmethod
+    def _schema(cls) -> dict[str, Any]:
+        properties = {
+            "model_id": {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_ID},
+            "seq_id": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**63 - 1},
+            cls._INPUT: ForwardBackwardInput._schema(),
+        }
+        required = ["model_id", cls._INPUT]
+        return {"type": "object", "properties": properties, "required": required}
+
     def __repr__(self) -> str:
         name = type(self).__name__
         return f"{name}({self._input!r}, model_id={self.model_id!r}, seq_id={self.seq_id!r})"
@@ -85,6 +139,7 @@ class ForwardBackwardRequest(_Pass):
     """Compute the loss and gather its gradient."""
 
     __slots__ = ()
+    _INPUT = "forward_backward_input"
 
     def __init__(
         self,
@@ -103,6 +158,7 @@ class ForwardRequest(_Pass):
     """Compute the loss only; no gradient is gathered."""
 
     __slots__ = ()
+    _INPUT = "forward_input"
 
     def __init__(
         self,

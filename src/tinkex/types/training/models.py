@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from tinkex.types._bounds import Count, Id, Name, Plain, Seed
 from tinkex.types._models import Request, Response
 from tinkex.types.service.identifiers import ModelID
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
@@ -12,8 +15,8 @@ from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 class LoraConfig(Request):
     """The shape of a LoRA adapter: its rank, its seed, and which layers get one."""
 
-    rank: int
-    seed: int | None = None
+    rank: Annotated[int, Field(ge=1, le=512)]
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -22,10 +25,10 @@ class LoraConfig(Request):
 class CreateModelRequest(Request):
     """Start a training run: a fresh adapter on a base model."""
 
-    session_id: str
-    model_seq_id: int
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
+    session_id: Id
+    model_seq_id: Count
+    base_model: Name
+    user_metadata: Plain | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     type: Literal["create_model"] = "create_model"
@@ -41,7 +44,7 @@ class CreateModelResponse(Response):
 class GetInfoRequest(Request):
     """Ask what a model is."""
 
-    model_id: ModelID
+    model_id: Id
     type: Literal["get_info"] = "get_info"
 
 
@@ -68,7 +71,7 @@ class GetInfoResponse(Response):
 class UnloadModelRequest(Request):
     """Free a model's memory; SDK 0.4.1 only sends this, Tinkex servers still honour it."""
 
-    model_id: ModelID
+    model_id: Id
     type: Literal["unload_model"] = "unload_model"
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    model_validator,
+)
 
+from tinkex.types._bounds import MAX_PARTS, Id, Name, SeqId, plain
 from tinkex.types._models import Metrics, Request, Response
-from tinkex.types.service.identifiers import ModelID
 
 
 class OptimizerConfigBase(Request):
     """An optimizer family by name; fields of families unknown here are kept."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"maxProperties": MAX_PARTS})
 
-    type: str
+    type: Name
 
 
 class AdamOptimizerConfig(OptimizerConfigBase):
@@ -49,9 +56,9 @@ class AdamParams(Request):
 class OptimParamsBase(Request):
     """Step parameters of an optimizer family by name; unknown families keep their fields."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"maxProperties": MAX_PARTS})
 
-    type: str
+    type: Name
 
 
 class DimuonParams(OptimParamsBase):
@@ -97,7 +104,7 @@ def _config_by_family(value: Any) -> Any:
     """Parsed JSON goes to the class its `type` names; an unknown family keeps all its fields."""
     if not isinstance(value, dict):
         return value
-    family = value.get("type")
+    family = plain(value).get("type")
     model = _CONFIGS.get(family) if isinstance(family, str) else None
     return (model or OptimizerConfigBase).model_validate(value, strict=True, extra=_extra(model))
 
@@ -105,7 +112,7 @@ def _config_by_family(value: Any) -> Any:
 def _params_by_family(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    family = value.get("type")
+    family = plain(value).get("type")
     if family is None:
         return AdamParams.model_validate(value, strict=True, extra="ignore")
     model = _PARAMS.get(family) if isinstance(family, str) else None
@@ -128,9 +135,9 @@ _PARAM_NAMES = ("optim_params", "adam_params", "optimizer_params")
 class OptimStepRequest(Request):
     """Apply the gathered gradients. `adam_params` and `optimizer_params` are accepted names too."""
 
-    optim_params: OptimParams
-    model_id: ModelID
-    seq_id: int | None = None
+    optim_params: OptimParams = Field(validation_alias=AliasChoices(*_PARAM_NAMES))
+    model_id: Id
+    seq_id: SeqId | None = None
     type: Literal["optim_step"] = "optim_step"
 
     @model_validator(mode="before")
@@ -142,8 +149,8 @@ class OptimStepRequest(Request):
         if len(given) != 1:
             names = ", ".join(_PARAM_NAMES)
             raise ValueError(f"expected exactly one of {names}; got {given or 'none of them'}")
-        rest = {key: item for key, item in value.items() if key not in _PARAM_NAMES}
-        return {"optim_params": value[given[0]], **rest}
+        unused = set(_PARAM_NAMES).difference(given)  # a null beside the one that counts
+        return {key: item for key, item in value.items() if key not in unused}
 
     @property
     def adam_params(self) -> AdamParams | None:

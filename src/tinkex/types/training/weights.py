@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types._bounds import (
+    Count,
+    Id,
+    Metadata,
+    Name,
+    Number,
+    Path,
+    Plain,
+    Secret,
+    SeqId,
+    TtlSeconds,
+    listing,
+)
+from tinkex.types._models import Request, Response, Texts
 from tinkex.types.account.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.account.console_urls import checkpoint_url, playground_url
 from tinkex.types.service.identifiers import ModelID
@@ -17,12 +28,12 @@ from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 class SaveWeightsRequest(Request):
     """Save weights and optimizer state under a name, for training to resume from."""
 
-    model_id: ModelID
-    path: str | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
+    model_id: Id
+    path: Path | None = None
+    seq_id: SeqId | None = None
+    ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
-    user_metadata: Texts | None = None
+    user_metadata: Metadata | None = None
     type: Literal["save_weights"] = "save_weights"
 
 
@@ -39,12 +50,12 @@ class SaveWeightsResponse(Response):
 class SaveWeightsForSamplerRequest(Request):
     """Save weights for sampling: named (`path`), or unnamed with a sampling session number."""
 
-    model_id: ModelID
-    path: str | None = None
-    sampling_session_seq_id: int | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
-    user_metadata: Texts | None = None
+    model_id: Id
+    path: Path | None = None
+    sampling_session_seq_id: Number | None = None
+    seq_id: SeqId | None = None
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: Metadata | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -72,11 +83,11 @@ class SaveWeightsForSamplerResponseInternal(Response):
 class SaveWeightsExternalRequest(Request):
     """Export weights for download, encrypted to up to ten age recipients when given."""
 
-    model_id: ModelID
-    path: str
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
-    age_encryption_recipients: Listing[str] | None = Field(default=None, max_length=10)
+    model_id: Id
+    path: Path
+    seq_id: SeqId | None = None
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: Annotated[list[Name], *listing(10)] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
@@ -101,16 +112,16 @@ class LoadWeightsRequest(Request):
     Without `optimizer` only the weights are loaded and the optimizer starts afresh.
     """
 
-    model_id: ModelID | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
-    path: str
+    model_id: Id | None = None
+    seq_id: SeqId | None = None
+    session_id: Id | None = None
+    model_seq_id: Count | None = None
+    base_model: Name | None = None
+    user_metadata: Plain | None = None
+    path: Path
     optimizer: bool = False
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Secret | None = None
     type: Literal["load_weights"] = "load_weights"
 
 
@@ -125,7 +136,7 @@ class LoadWeightsResponse(Response):
 class WeightsInfoRequest(Request):
     """Ask what a checkpoint was trained from, before loading it."""
 
-    tinker_path: str
+    tinker_path: Path
 
 
 class WeightsInfoResponse(Response):
@@ -143,12 +154,12 @@ class WeightsInfoResponse(Response):
 class CopyWeightsRequest(Request):
     """Copy a checkpoint into a project."""
 
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    destination_project_id: str | None = None
-    source_path: str
-    ttl_seconds: int | None = None
-    weights_access_token: str | None = None
+    session_id: Id | None = None
+    model_seq_id: Count | None = None
+    destination_project_id: Name | None = None
+    source_path: Path
+    ttl_seconds: TtlSeconds | None = None
+    weights_access_token: Secret | None = None
 
 
 class CopyWeightsResponse(Response):

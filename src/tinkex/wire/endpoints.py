@@ -1,0 +1,234 @@
+"""Every endpoint of the protocol, one row each: its path, its messages, how large, in what order.
+
+Routes, request decoding, OpenAPI, body limits and the tests read this table; nothing else says
+which messages exist. A row's name is the last part of the path (`optim_step`), or what the call
+does where that is not unique (`finish_session`). Rows of one lane's operations are `is_ordered`:
+they carry `model_id` and `seq_id` and run in that order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinkex import types
+from tinkex.types.service.extensions import (
+    CancelFutureResponse,
+    ProcessRequest,
+    SampleBatchRequest,
+    SampleBatchResponse,
+)
+
+API = "/api/v1"
+MIB = 1024 * 1024
+
+Size = Literal["small", "medium", "large", "file"]
+MAX_BYTES: dict[Size, int] = {
+    "small": MIB,  # a few fields
+    "medium": 4 * MIB,  # lists of ids, events, graphs
+    "large": 32 * MIB,  # training data and prompts; a server's own setting may say more
+    "file": 0,  # an upload that is not parsed in memory; the server's setting counts
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What both sides agree on about one call."""
+
+    name: str
+    method: Literal["GET", "POST", "PUT", "DELETE"]
+    path: str
+    request: Any = None
+    """The message in the body; None when there is no body."""
+    result: Any = None
+    """What a 200 answers; None for 204 and for what is not JSON."""
+    promised: Any = None
+    """What the promise becomes, where the result is a promise."""
+    size: Size = "small"
+    is_ordered: bool = False
+    changes_state: bool = False
+    """Replayed after a crash."""
+    is_barrier: bool = False
+    """Runs alone: what came before it ends first, and what comes after waits."""
+    keeps_null: bool = False
+    """None is a statement ("keep it for good") and is sent as null in every dialect."""
+
+    @property
+    def max_bytes(self) -> int:
+        return MAX_BYTES[self.size]
+
+
+def _post(name: str, request: Any, result: Any, path: str = "", **rest: Any) -> Endpoint:
+    where = path or f"{API}/{name}"
+    return Endpoint(name=name, method="POST", path=where, request=request, result=result, **rest)
+
+
+def _lane(name: str, request: Any, promised: Any, **rest: Any) -> Endpoint:
+    """A call that ends in a promise."""
+    return _post(name, request, types.UntypedAPIFuture, promised=promised, **rest)
+
+
+def _get(name: str, path: str, result: Any = None) -> Endpoint:
+    return Endpoint(name=name, method="GET", path=path, result=result)
+
+
+_RUN = f"{API}/training_runs/{{run_id}}"
+_CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
+_SESSION = f"{API}/sessions/{{session_id}}"
+_COMPUTE = {"is_ordered": True, "size": "large"}
+_SAVE = {"is_ordered": True, "is_barrier": True}
+
+_ROWS = [
+    # ---------------------------------------------------------------------------- training
+    _lane(
+        "forward_backward",
+        types.ForwardBackwardRequest,
+        types.ForwardBackwardOutput,
+        changes_state=True,
+        **_COMPUTE,
+    ),
+    _lane("forward", types.ForwardRequest, types.ForwardBackwardOutput, **_COMPUTE),
+    _lane(
+        "optim_step",
+        types.OptimStepRequest,
+        types.OptimStepResponse,
+        is_ordered=True,
+        changes_state=True,
+    ),
+    _lane(
+        "load_weights",
+        types.LoadWeightsRequest,
+        types.LoadWeightsResponse,
+        is_ordered=True,
+        changes_state=True,
+        is_barrier=True,
+    ),
+    _lane("save_weights", types.SaveWeightsRequest, types.SaveWeightsResponse, **_SAVE),
+    _lane(
+        "save_weights_for_sampler",
+        types.SaveWeightsForSamplerRequest,
+        types.SaveWeightsForSamplerResponseInternal,
+        **_SAVE,
+    ),
+    _lane(
+        "save_weights_external",
+        types.SaveWeightsExternalRequest,
+        types.SaveWeightsExternalResponseInternal,
+        **_SAVE,
+    ),
+    _lane(
+        "create_model",
+        types.CreateModelRequest,
+        types.CreateModelResponse,
+        changes_state=True,
+        is_barrier=True,
+    ),
+    _lane(
+        "create_custom_loss",
+        types.CreateCustomLossRequest,
+        types.CreateCustomLossResponse,
+        size="medium",
+    ),
+    _lane("unload_model", types.UnloadModelRequest, types.UnloadModelResponse),
+    _post("get_info", types.GetInfoRequest, types.GetInfoResponse),
+    # ---------------------------------------------------------------------------- sampling
+    _lane("asample", types.SampleRequest, types.SampleResponse, size="large"),
+    _post("asample_batch", SampleBatchRequest, SampleBatchResponse, size="large"),
+    _post("sample_stream", types.SampleRequest, None, size="large"),
+    _post(
+        "create_sampling_session",
+        types.CreateSamplingSessionRequest,
+        types.CreateSamplingSessionResponse,
+    ),
+    _post(
+        "join_sampling_session",
+        types.JoinSamplingSessionRequest,
+        types.JoinSamplingSessionResponse,
+    ),
+    _get("get_sampler", f"{API}/samplers/{{sampler_id}}", types.GetSamplerResponse),
+    # ---------------------------------------------------------------------------- results
+    _post("retrieve_future", types.FutureRetrieveRequest, None),
+    _post(
+        "retrieve_futures",
+        types.FuturesRetrieveRequest,
+        types.FuturesRetrieveResponse,
+        size="medium",
+    ),
+    _post("cancel_future", types.CancelFutureRequest, CancelFutureResponse),
+    # ---------------------------------------------------------------------------- service
+    _post(
+        "client_config",
+        types.ClientConfigRequest,
+        types.ClientConfigResponse,
+        f"{API}/client/config",
+    ),
+    _post(
+        "client_dynamic_config",
+        types.ClientConfigRequest,
+        types.ClientDynamicConfigResponse,
+        f"{API}/client/dynamic_config",
+    ),
+    _post("create_session", types.CreateSessionRequest, types.CreateSessionResponse),
+    _post("session_heartbeat", types.SessionHeartbeatRequest, types.SessionHeartbeatResponse),
+    _post("telemetry", types.TelemetrySendRequest, types.TelemetryResponse, size="medium"),
+    _get(
+        "get_server_capabilities",
+        f"{API}/get_server_capabilities",
+        types.GetServerCapabilitiesResponse,
+    ),
+    _post("attach", ProcessRequest, None, "/tinkex/v1/attach"),
+    _post("detach", ProcessRequest, None, "/tinkex/v1/detach"),
+    # ---------------------------------------------------------------------------- sessions
+    _get("list_sessions", f"{API}/sessions", types.ListSessionsResponse),
+    _post(
+        "search_sessions",
+        types.SessionSearchRequest,
+        types.SessionSearchResponse,
+        f"{API}/sessions/search",
+    ),
+    _get("get_session", _SESSION, types.GetSessionResponse),
+    _get("export_session_trace", f"{_SESSION}/trace_export", types.TraceExportResponse),
+    _post(
+        "finish_session", types.FinishSessionRequest, None, f"{_SESSION}/finish", keeps_null=True
+    ),
+    Endpoint(
+        name="assign_session_project",
+        method="PUT",
+        path=f"{_SESSION}/project",
+        request=types.AssignSessionProjectRequest,
+    ),
+    # ---------------------------------------------------------------------------- runs
+    _get("list_training_runs", f"{API}/training_runs", types.TrainingRunsResponse),
+    _get("get_training_run", _RUN, types.TrainingRun),
+    _get("list_checkpoints", f"{_RUN}/checkpoints", types.CheckpointsListResponse),
+    _get("list_user_checkpoints", f"{API}/checkpoints", types.CheckpointsListResponse),
+    Endpoint(name="delete_checkpoint", method="DELETE", path=_CHECKPOINT),
+    Endpoint(name="publish_checkpoint", method="POST", path=f"{_CHECKPOINT}/publish"),
+    Endpoint(name="unpublish_checkpoint", method="DELETE", path=f"{_CHECKPOINT}/publish"),
+    Endpoint(
+        name="set_checkpoint_ttl",
+        method="PUT",
+        path=f"{_CHECKPOINT}/ttl",
+        request=types.SetCheckpointTtlRequest,
+        keeps_null=True,
+    ),
+    _get("checkpoint_archive", f"{_CHECKPOINT}/archive", types.CheckpointArchiveUrlResponse),
+    _get(
+        "external_weights_urls",
+        f"{_CHECKPOINT}/external_weights_urls",
+        types.ExternalWeightsUrlsResponse,
+    ),
+    _post("weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse),
+    _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse),
+    # ---------------------------------------------------------------------------- account
+    _get("audit_log", f"{API}/audit", types.AuditLogResponse),
+    _get("billing_usage", f"{API}/billing/usage/events", types.BillingUsageResponse),
+    _get(
+        "checkpoint_storage_usage",
+        f"{API}/billing/usage/checkpoints/current",
+        types.CurrentCheckpointStorageUsageResponse,
+    ),
+]
+
+ENDPOINTS: dict[str, Endpoint] = {row.name: row for row in _ROWS}
+BY_PATH: dict[tuple[str, str], Endpoint] = {(row.method, row.path): row for row in _ROWS}
