@@ -1,10 +1,9 @@
 """What a server asks of compute, and what compute answers.
 
-Frozen dataclasses over numpy and nothing else: they are pickled between our own processes and are
-the arguments of Ray actor calls. They are made by code that has already validated the request
-against the wire contract; an engine validates again only what needs the model (vocabulary, context
-length, adapter existence) and answers a user's mistake with `Failed(category="user")`, changing no
-state.
+Frozen dataclasses over numpy and nothing else: they are pickled between our own processes. They
+are made by code that has already validated the request against the wire contract; an engine
+validates again only what needs the model (vocabulary, context length, adapter existence) and
+answers a user's mistake with `Failed(category="user")`, changing no state.
 
 `Engine` is the synchronous heart inside one worker; `Worker` is how a server reaches it, wherever
 it runs. Order: jobs of one `adapter_id` run in the order they were submitted. Training jobs of

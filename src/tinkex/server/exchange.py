@@ -15,10 +15,8 @@ import zstandard
 from fastapi import Request, Response
 
 from tinkex.server import decode
-from tinkex.server.auth import Auth, credential_of
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
-from tinkex.store import User
 from tinkex.wire.body import BodyTooLargeError, unpack
 
 T = TypeVar("T")
@@ -29,11 +27,6 @@ _KEPT = "tinkex.body"
 def service_of(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-async def caller(request: Request) -> User:
-    auth: Auth = request.app.state.auth
-    return await auth.user_of(credential_of(request))
 
 
 async def receive_body(request: Request) -> bytes:

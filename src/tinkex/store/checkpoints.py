@@ -141,12 +141,6 @@ class Checkpoints:
 
         return self._writer.run(write)
 
-    def recall(self, user_id: str, key: str) -> str | None:
-        table = schema.idempotency
-        query = select(table.c.value).where(table.c.user_id == user_id, table.c.key == key)
-        with self._reader.connect() as connection:
-            return connection.execute(query).scalar()
-
     def forget_keys(self, before: float) -> None:
         """Drop idempotency keys bound before a moment."""
         statement = schema.idempotency.delete().where(schema.idempotency.c.created_at < before)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, func, select, update
+from sqlalchemy import Connection, Engine, bindparam, select, update
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
@@ -105,12 +105,6 @@ class Journal:
         """Everything after a snapshot, in order: what a recovery runs again or still has to run."""
         newer = (_table.c.model_id == model_id, _table.c.seq_id > after_seq_id)
         return self._all(select(_table).where(*newer).order_by(_table.c.seq_id))
-
-    def last_seq_id(self, model_id: str) -> int | None:
-        query = select(func.max(_table.c.seq_id)).where(_table.c.model_id == model_id)
-        with self._reader.connect() as connection:
-            found = connection.execute(query).scalar()
-        return None if found is None else int(found)
 
     def unfinished_models(self) -> list[str]:
         """Models with an accepted op that has no end yet."""

@@ -71,12 +71,6 @@ class Sessions:
         )
         return self._writer.run(lambda connection: connection.execute(statement).rowcount > 0)
 
-    def reopen(self, session_id: str) -> None:
-        """Make a session active again, such as one that ended by silence and then spoke."""
-        statement = update(_table).where(_table.c.session_id == session_id)
-        values = {"status": ACTIVE, "status_type": "active", "last_heartbeat": time.time()}
-        self._writer.run(lambda connection: connection.execute(statement.values(**values)))
-
     def set_project(self, session_id: str, project_id: str) -> None:
         """Move a session, with the checkpoints of its runs, to a project."""
         runs = select(schema.models.c.model_id).where(schema.models.c.session_id == session_id)

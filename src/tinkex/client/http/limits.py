@@ -1,8 +1,8 @@
 """Holding back before a server has to: one rate limiter per account, and budgets in bytes.
 
 The limiters live on the SDK's event loop. They know waiting and counting, not HTTP: a caller tells
-them what a 429 said. `RateLimiter.of` is the only shared object of the process, keyed by base URL
-and a hash of the key, because the limit it mirrors is the account's, not the client's (R14).
+them what a 429 said. `RateLimiter.of` gives one to all clients of the process with the same base
+URL and key, because the limit it mirrors is the account's, not the client's (R14).
 """
 
 from __future__ import annotations

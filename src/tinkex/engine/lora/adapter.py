@@ -135,9 +135,6 @@ class Adapter:
         for group in self.groups.values():
             yield from group.tensors()
 
-    def num_parameters(self) -> int:
-        return sum(tensor.numel() for tensor in self.parameters())
-
     def modules(self) -> Iterator[tuple[LoraPart, Tensor, Tensor]]:
         """Every adapted module: its part, A [r, I] (a view) and B [O, r]."""
         for group in self.groups.values():

@@ -1,4 +1,4 @@
-"""One uniform number per (seed, sample, position), computed, never drawn from a stream.
+"""Uniform numbers of a (seed, sample, position), computed, never drawn from a stream.
 
 A stream would make a sample depend on what else was drawn before it; a counter does not, so a
 seeded sample is the same alone, in a batch, after preemption and on every device. Knows integers

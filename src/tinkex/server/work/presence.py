@@ -2,8 +2,8 @@
 
 A client process says `attach` with its pid and counts as present while the pid lives, even when a
 busy loop keeps it from sending heartbeats. Requests count too: a client that never attached (a
-stock SDK) is present for `until_idle_s` after its last request. Polling pids once a second is the
-whole mechanism; a production server (`until_idle_s` 0) never starts it.
+stock SDK) is present for `until_idle_s` after its last request. Both are looked at every
+half second; a production server (`until_idle_s` 0) never starts that.
 """
 
 from __future__ import annotations
