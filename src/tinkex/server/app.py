@@ -14,14 +14,16 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tinkex
 from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import current_user
 from tinkex.server.config import ServerConfig
-from tinkex.server.exchange import receive_body
+from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.sweeper import Sweeper
+from tinkex.server.limits import BodyBudget, body_limit
 from tinkex.server.metrics import Metrics
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
@@ -44,6 +46,7 @@ _SUBMITS = frozenset(
     f"/api/v1/{name}" for name in ("asample", "asample_batch", "forward", "forward_backward")
 )
 MAX_SUBMITTING = 32
+_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 
 
@@ -66,6 +69,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[ProcessWork
     app = FastAPI(title="Tinkex", version=tinkex.__version__, lifespan=lifespan)
     app.state.config = config
     app.state.metrics = Metrics()
+    app.state.bodies = BodyBudget(config.max_held_body_bytes)
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
     # Routes are matched in this order: what is called most stands first.
     for router in _OURS:
@@ -101,6 +105,7 @@ class Watch:
         self._hot = _hot_routes()
         self._turns = asyncio.Semaphore(MAX_SUBMITTING)
         self._max_body_bytes: int = root.state.config.max_body_bytes
+        self._bodies: BodyBudget = root.state.bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,16 +122,30 @@ class Watch:
 
         hot = self._hot.get(scope["path"]) if scope["method"] == "POST" else None
         self._presence.request_started()
+        scope["app"] = self._root
         try:
             if hot is not None:
-                scope["app"] = self._root
                 await self._answer(hot, scope, receive, watch)
             else:
-                await self._app(scope, _limited(scope, receive, self._max_body_bytes), watch)
+                await self._enter(scope, receive, watch)
         finally:
+            let_go(scope, self._bodies)
             self._presence.request_ended()
             name = scope["path"] if hot else getattr(scope.get("route"), "path", "unknown")
             self._metrics.observe(name, status, time.perf_counter() - started)
+
+    async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The long way, which reads bodies before it asks who is there; so we ask first."""
+        try:
+            if _needs_key(scope["path"]):
+                await current_user(Request(scope))
+            receive = _limited(scope, receive, self._max_body_bytes)
+        except Exception as exc:
+            response = problems.response_for(exc)
+            response.headers["Connection"] = "close"  # what it goes on sending is not read
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
     async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -140,14 +159,25 @@ class Watch:
                 response = await hot(request, user)
         except Exception as exc:
             response = problems.response_for(exc)
+            if response.status_code in (401, 413):
+                response.headers["Connection"] = "close"  # what it goes on sending is not read
         await response(scope, receive, send)
 
 
-def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
-    """`receive` that refuses JSON bodies beyond the limit; uploads of files have no limit here."""
-    kind = dict(scope["headers"]).get(b"content-type", b"application/json")
-    if not kind.startswith(b"application/json"):
-        return receive
+def _needs_key(path: str) -> bool:
+    """All but what operators look at, and downloads, whose link is the permission."""
+    return path.startswith(("/api/", "/tinkex/")) and not path.startswith(_WITHOUT_KEY)
+
+
+def _limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
+    """`receive` that refuses a body beyond the limit of its route."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").decode("latin-1")
+    limit = body_limit(scope["path"], kind, max_body_bytes)
+    text = f"The body exceeds the {limit} bytes that this route takes."
+    declared = headers.get(b"content-length", b"0")
+    if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
+        raise problems.ApiError(413, text)
     size = 0
 
     async def bounded() -> Message:
@@ -155,7 +185,7 @@ def _limited(scope: Scope, receive: Receive, limit: int) -> Receive:
         message = await receive()
         size += len(message.get("body", b""))
         if size > limit:
-            raise problems.ApiError(413, f"The body exceeds {limit} bytes.")
+            raise HTTPException(413, text, headers={"Connection": "close"})
         return message
 
     return bounded

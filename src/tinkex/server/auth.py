@@ -29,6 +29,7 @@ OPEN_USER = "local"
 CACHE_S = 5.0
 """A revoked key is refused after this long at the latest, and so are the tokens it was given."""
 CACHE_SIZE = 4096
+MAX_CREDENTIAL = 4096
 _CONFIG_NOTE = "set in the server's configuration"
 _URN = "tml:user:"
 _KEY_CLAIM = "key_id"
@@ -94,6 +95,8 @@ class Auth:
 
     async def _identity(self, credential: str | None) -> _Identity:
         credential = (credential or "").strip()
+        if len(credential) > MAX_CREDENTIAL:
+            raise _refused(f"A key or token has at most {MAX_CREDENTIAL} characters.")
         seen = self._seen.get(credential)
         if seen is not None and seen.until > time.monotonic():
             return seen.identity

@@ -120,7 +120,15 @@ class ServerConfig:
     max_running_training: int = 16
     """Training requests one worker holds at a time."""
     max_body_bytes: int = 256 * 1024 * 1024
-    """Largest request body, counted after decompression."""
+    """Largest request body, before and after decompression; small routes take far less."""
+    max_held_body_bytes: int = 384 * 1024 * 1024
+    """Bytes of request bodies in memory at a time; half of it for one user. Others wait."""
+    max_connections_per_address: int = 2048
+    """Open connections of one address; behind a proxy that is the proxy's. More are closed."""
+    head_timeout_s: float = 20.0
+    """How long a connection may take to say what it wants."""
+    body_pause_s: float = 30.0
+    """How long the sender of a body may pause."""
     min_free_bytes: int = 64 * 1024 * 1024
     """New work is refused (507) while `data_dir` has less room, so that accepted work can end."""
     worker_start_timeout_s: float = 300.0

@@ -13,15 +13,23 @@ from typing import Any, TypeVar
 import orjson
 import zstandard
 from fastapi import Request, Response
+from starlette.types import Scope
 
 from tinkex.server import decode
+from tinkex.server.auth import current_user
+from tinkex.server.limits import BodyBudget, body_limit
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.wire.body import BodyTooLargeError, unpack
 
 T = TypeVar("T")
 LARGE_BYTES = 64 * 1024
+SMALL_BODY_BYTES = 16 * 1024
+"""Bodies below this are not counted against the budget."""
+RESERVE_BYTES = 1024 * 1024
+"""Reserved at a time for a body that does not say its length."""
 _KEPT = "tinkex.body"
+_HELD = "tinkex.held"
 
 
 def service_of(request: Request) -> Service:
@@ -30,32 +38,61 @@ def service_of(request: Request) -> Service:
 
 
 async def receive_body(request: Request) -> bytes:
-    """The body as it was sent, within the configured size; kept, so that it can be asked twice.
+    """The body as it was sent, within the route's size; kept, so that it can be asked twice.
+
+    Call it after the key was checked. Room for a large body is reserved before it is read, and
+    given back by `let_go` when the request ends.
 
     Raises:
-        ApiError: 413 for too much.
+        ApiError: 413 for too much, 429 when the server holds too many bodies.
     """
     kept: bytes | None = request.scope.get(_KEPT)
     if kept is not None:
         return kept
-    limit = service_of(request).config.max_body_bytes
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit:
+    limit = limit_of(request)
+    declared = request.headers.get("content-length", "")
+    reserved = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+    if reserved > limit:
         raise _too_large(limit)
+    await _reserve(request, reserved)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise _too_large(limit)
+        if size > reserved:
+            await _reserve(request, RESERVE_BYTES)
+            reserved += RESERVE_BYTES
         parts.append(part)
     body = parts[0] if len(parts) == 1 else b"".join(parts)
     request.scope[_KEPT] = body
     return body
 
 
+def limit_of(request: Request) -> int:
+    """Most bytes the body of this request may have."""
+    kind = request.headers.get("content-type", "")
+    return body_limit(request.scope["path"], kind, service_of(request).config.max_body_bytes)
+
+
+async def _reserve(request: Request, num_bytes: int) -> None:
+    if num_bytes < SMALL_BODY_BYTES:
+        return
+    user_id = (await current_user(request)).user_id
+    budget: BodyBudget = request.app.state.bodies
+    await budget.reserve(user_id, num_bytes)
+    request.scope.setdefault(_HELD, []).append((user_id, num_bytes))
+
+
+def let_go(scope: Scope, budget: BodyBudget) -> None:
+    """The request is answered: others may use the room of its body."""
+    for user_id, num_bytes in scope.pop(_HELD, ()):
+        budget.release(user_id, num_bytes)
+
+
 async def read_body(request: Request) -> bytes:
-    """The body, decompressed, within the configured size.
+    """The body, decompressed, within the route's size.
 
     Raises:
         ApiError: 413 for too much, 415 for a compression we do not know.
@@ -66,17 +103,19 @@ async def read_body(request: Request) -> bytes:
         return body
     if encoding != "zstd":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
-    limit = service_of(request).config.max_body_bytes
-    return await off_loop(_size_unpacked(body), _decompress, body, limit)
+    limit = limit_of(request)
+    size = _size_unpacked(body, limit)
+    await _reserve(request, min(size, limit))
+    return await off_loop(size, _decompress, body, limit)
 
 
-def _size_unpacked(body: bytes) -> int:
+def _size_unpacked(body: bytes, limit: int) -> int:
     """As its header says; a frame that does not say may be of any size."""
     try:
         size = zstandard.frame_content_size(body)
     except zstandard.ZstdError:
         return len(body)
-    return max(size, len(body)) if size >= 0 else LARGE_BYTES
+    return max(size, len(body)) if size >= 0 else limit
 
 
 def _decompress(body: bytes, limit: int) -> bytes:
@@ -88,7 +127,11 @@ def _decompress(body: bytes, limit: int) -> bytes:
 
 
 def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The body exceeds {limit} bytes; send fewer datums per request.")
+    return ApiError(
+        413,
+        f"The body exceeds the {limit} bytes that this route takes; send less per request.",
+        headers={"Connection": "close"},
+    )
 
 
 async def read_json(request: Request) -> dict[str, Any]:

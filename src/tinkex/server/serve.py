@@ -29,6 +29,12 @@ from tinkex.errors import ConfigError
 from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
 from tinkex.server.config import ENGINES, ServerConfig, load_config
+from tinkex.server.connections import (
+    SPARE_FILES,
+    ConnectionLimits,
+    guarded,
+    raise_file_limit,
+)
 from tinkex.server.files import disk
 from tinkex.server.greeting import greeting
 from tinkex.server.tls import check_tls
@@ -145,7 +151,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
             announce = greeting(config, base_url, needs_key=needs_key)
         options = uvicorn.Config(
             app,
-            http="httptools",
+            http=guarded(_connection_limits(config)),
             ws="none",
             access_log=False,
             server_header=False,
@@ -163,6 +169,17 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
                 raise ConfigError(worker.refusal)
     finally:
         await asyncio.to_thread(store.close)
+
+
+def _connection_limits(config: ServerConfig) -> ConnectionLimits:
+    """The configured ones, within the files that this process may open."""
+    room = max(raise_file_limit() - SPARE_FILES, 64)
+    return ConnectionLimits(
+        max_connections=room,
+        max_per_address=min(config.max_connections_per_address, room * 3 // 4),
+        head_timeout_s=config.head_timeout_s,
+        body_pause_s=config.body_pause_s,
+    )
 
 
 async def _until_deserted(

@@ -1,0 +1,226 @@
+"""What a connection may cost before anybody knows whose it is.
+
+A stranger can open connections, send headers that never end, send a body a byte at a time, or not
+read the answer. `Guarded` is uvicorn's protocol with a bound on each: bytes and seconds of the
+head, seconds between two pieces of a body and for all of it, seconds in which an answer is not read
+at all, and connections per address. It knows bytes and clocks, not routes or keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 128
+SPARE_FILES = 256
+"""Files that are never given to connections: the database, checkpoints, pipes to workers."""
+WANTED_FILES = 65_536
+_REFUSED = (
+    "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
+    "connection: close\r\n\r\n{body}"
+)
+_BODY = '{{"detail": "{text}", "code": "{code}", "category": "user"}}'
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may; gives how many that are."""
+    try:
+        import resource
+    except ImportError:  # Windows: no such limit
+        return WANTED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return soft if soft != resource.RLIM_INFINITY else WANTED_FILES
+
+
+@dataclass(kw_only=True)
+class ConnectionLimits:
+    """The bounds of one server's connections, and how many each address has open."""
+
+    max_per_address: int = 2048
+    max_connections: int = WANTED_FILES - SPARE_FILES
+    head_timeout_s: float = 20.0
+    """From the first byte (or the connection) to the end of the headers."""
+    body_pause_s: float = 30.0
+    """Between two pieces of a body, while we read."""
+    body_timeout_s: float = 900.0
+    """For a whole body."""
+    write_pause_s: float = 120.0
+    """In which nothing of an answer is taken."""
+    open: Counter[str] = field(default_factory=Counter)
+    num_open: int = 0
+    num_refused: int = 0
+
+    def admit(self, address: str) -> bool:
+        if self.open[address] >= self.max_per_address or self.num_open >= self.max_connections:
+            self.num_refused += 1
+            if self.num_refused & (self.num_refused - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+                logger.warning("%d connections refused, now from %s", self.num_refused, address)
+            return False
+        self.open[address] += 1
+        self.num_open += 1
+        return True
+
+    def release(self, address: str) -> None:
+        self.num_open -= 1
+        self.open[address] -= 1
+        if self.open[address] <= 0:
+            del self.open[address]
+
+
+def guarded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """The protocol class for uvicorn's `http` option."""
+
+    class Bound(Guarded):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.limits = limits
+
+    return Bound
+
+
+class Guarded(HttpToolsProtocol):
+    limits: ConnectionLimits
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._address: str | None = None
+        self._head_bytes = 0
+        self._in_head = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._body_ends_at = 0.0
+
+    # ------------------------------------------------------------------------ the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self.limits.admit(address):
+            transport.abort()
+            return
+        self._address = address
+        self._arm(self.limits.head_timeout_s, self._late_head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._address is not None:
+            self.limits.release(self._address)
+            self._address = None
+        self._disarm()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    # ------------------------------------------------------------------------ the head
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._timer is None:  # the first byte of the next request
+                self._arm(self.limits.head_timeout_s, self._late_head)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._check_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._check_head()
+
+    def _check_head(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers[-1:])
+        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
+
+    def on_headers_complete(self) -> None:
+        if self.transport.is_closing():
+            return
+        self._in_head, self._head_bytes = False, 0
+        self._body_ends_at = self.loop.time() + self.limits.body_timeout_s
+        self._arm(self.limits.body_pause_s, self._late_body)
+        super().on_headers_complete()
+
+    # ------------------------------------------------------------------------ the body
+
+    def on_body(self, body: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._arm(self.limits.body_pause_s, self._late_body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._disarm()
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def _late_head(self) -> None:
+        self._timer = None
+        seconds = f"{self.limits.head_timeout_s:g}"
+        text = f"The headers did not end within {seconds} s."
+        # A connection on which nothing was ever said is closed without a word.
+        if self._head_bytes:
+            self._refuse("408 Request Timeout", "too_slow", text)
+        else:
+            self.transport.close()
+
+    def _late_body(self) -> None:
+        self._timer = None
+        late = self.loop.time() >= self._body_ends_at
+        if self.flow.read_paused and not late:  # it is our turn, not the sender's
+            self._arm(self.limits.body_pause_s, self._late_body)
+            return
+        self.transport.abort()
+
+    # ------------------------------------------------------------------------ the answer
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_pause_s, self._late_read)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _late_read(self) -> None:
+        self._write_timer = None
+        self.transport.abort()
+
+    # ------------------------------------------------------------------------ tools
+
+    def _arm(self, seconds: float, call: Any) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, call)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: str, code: str, text: str) -> None:
+        if self.transport.is_closing():
+            return
+        body = _BODY.format(text=text, code=code)
+        answer = _REFUSED.format(status=status, size=len(body), body=body)
+        self.transport.write(answer.encode())
+        self.transport.close()
+
+
+_HEAD_TEXT = f"URL and headers may have {MAX_HEAD_BYTES} bytes and {MAX_HEADERS} lines."

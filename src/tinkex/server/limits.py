@@ -1,0 +1,84 @@
+"""How large a body may be, by route and encoding, and how many bytes of bodies may be in memory.
+
+A route that carries training data or prompts takes much, everything else a little; JSON takes less
+than protobuf, because it costs many times its size once parsed. `BodyBudget` is the sum over all
+requests under way: whoever would exceed it waits for others to end, and no user can take it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from tinkex.server.problems import ApiError
+
+MIB = 1024 * 1024
+SMALL_BYTES = 1 * MIB
+JSON_BYTES = 64 * MIB
+_DATA = frozenset(f"/api/v1/{name}" for name in ("forward", "forward_backward", "asample_batch"))
+_FILES = frozenset({"/api/v1/checkpoints/import"})
+_MEDIUM = {
+    f"/api/v1/{name}": 16 * MIB for name in ("asample", "sample_stream", "create_custom_loss")
+}
+WAIT_S = 30.0
+
+
+def body_limit(path: str, content_type: str, max_body_bytes: int) -> int:
+    """Most bytes a body of that route may have, before and after it is unpacked."""
+    if path in _FILES:
+        return max_body_bytes
+    if path in _DATA:
+        is_proto = content_type.startswith("application/x-protobuf")
+        return max_body_bytes if is_proto else min(JSON_BYTES, max_body_bytes)
+    return min(_MEDIUM.get(path, SMALL_BYTES), max_body_bytes)
+
+
+class BodyBudget:
+    """Bytes of request bodies held at a time, in all and by one user."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total = total_bytes
+        self._per_user = total_bytes // 2
+        self._held = 0
+        self._by_user: Counter[str] = Counter()
+        self._freed = asyncio.Event()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+    async def reserve(self, user_id: str, num_bytes: int) -> None:
+        """Wait until there is room for so many bytes; give them back with `release`.
+
+        One body alone always fits, so that a limit on bodies above the budget does not hang.
+
+        Raises:
+            ApiError: 429, when there was none for long.
+        """
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not self._fits(user_id, num_bytes):
+            left = deadline - asyncio.get_running_loop().time()
+            self._freed.clear()
+            try:
+                await asyncio.wait_for(self._freed.wait(), left)
+            except TimeoutError:
+                raise ApiError(
+                    429,
+                    f"The server holds {self._held} bytes of requests under way; try again in a "
+                    "moment, with fewer large requests at a time.",
+                    headers={"Retry-After": "1"},
+                ) from None
+        self._held += num_bytes
+        self._by_user[user_id] += num_bytes
+
+    def release(self, user_id: str, num_bytes: int) -> None:
+        self._held -= num_bytes
+        self._by_user[user_id] -= num_bytes
+        if self._by_user[user_id] <= 0:
+            del self._by_user[user_id]
+        self._freed.set()
+
+    def _fits(self, user_id: str, num_bytes: int) -> bool:
+        mine = self._by_user[user_id]
+        fits_user = mine == 0 or mine + num_bytes <= self._per_user
+        return fits_user and (self._held == 0 or self._held + num_bytes <= self._total)

@@ -1,0 +1,173 @@
+"""What somebody without a key can cost the server: bytes, seconds, connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+from server_process import ServerProcess
+
+from tinkex.server.limits import BodyBudget, body_limit
+from tinkex.server.problems import ApiError
+
+KEY = {"x-api-key": "tml-ann"}
+SETTINGS = """
+head_timeout_s = 1.0
+body_pause_s = 1.0
+max_connections_per_address = 20
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("strangers")
+    file = folder / "settings.toml"
+    file.write_text(SETTINGS)
+    flags = ("--engine", "toy", "--api-key", "tml-ann=ann", "--config", str(file))
+    with ServerProcess(folder, *flags) as started:
+        yield started
+
+
+def _open(server: ServerProcess, text: str) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    sock.sendall(text.encode())
+    return sock
+
+
+def _head(path: str, *lines: str) -> str:
+    return "\r\n".join([f"POST /api/v1/{path} HTTP/1.1", "host: localhost", *lines, "", ""])
+
+
+def _status(sock: socket.socket) -> int:
+    """The status of the answer; 0 when the connection ends without one."""
+    with sock:
+        try:
+            data = sock.recv(200)
+        except ConnectionResetError:
+            return 0
+    return int(data.split()[1]) if data else 0
+
+
+@pytest.mark.parametrize("path", ["sessions/search", "checkpoints/import", "forward_backward"])
+def test_the_key_is_checked_before_a_byte_of_the_body_is_read(
+    server: ServerProcess, path: str
+) -> None:
+    head = _head(path, "content-type: text/plain", "content-length: 100000000")
+    assert _status(_open(server, head)) == 401
+
+
+def test_a_key_of_any_length_is_refused_not_kept(server: ServerProcess) -> None:
+    answer = httpx.post(
+        f"{server.base_url}/api/v1/create_session", headers={"x-api-key": "tml-" + "x" * 50_000}
+    )
+    assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/json", "application/octet-stream"])
+def test_a_small_route_takes_a_small_body_whatever_its_type(
+    server: ServerProcess, kind: str
+) -> None:
+    body = b"[" + b"[]," * 700_000 + b"[]]"
+    for send in (body, iter([body])):  # with a length, and in chunks
+        answer = httpx.post(
+            f"{server.base_url}/api/v1/sessions/search",
+            content=send,
+            headers=KEY | {"content-type": kind},
+        )
+        assert answer.status_code == 413, answer.text
+        assert "1048576" in answer.json()["detail"]
+
+
+def test_a_body_is_measured_after_it_is_unpacked_too(server: ServerProcess) -> None:
+    body = zstandard.compress(json.dumps({"events": [{}] * 700_000}).encode())
+    assert len(body) < 10_000
+    headers = KEY | {"content-encoding": "zstd", "content-type": "application/json"}
+    answer = httpx.post(f"{server.base_url}/api/v1/telemetry", content=body, headers=headers)
+    assert answer.status_code == 413
+
+
+def test_json_is_allowed_less_than_protobuf() -> None:
+    limit = 256 * 1024 * 1024
+    assert body_limit("/api/v1/forward_backward", "application/x-protobuf", limit) == limit
+    assert body_limit("/api/v1/forward_backward", "application/json", limit) == limit // 4
+    assert body_limit("/api/v1/session_heartbeat", "application/x-protobuf", limit) == 1024 * 1024
+
+
+def test_a_head_has_an_end(server: ServerProcess) -> None:
+    many = [f"x-{n}: y" for n in range(300)]
+    for lines in (many, ["x: " + "y" * 200_000]):
+        assert _status(_open(server, _head("healthz", *lines))) == 431
+    assert _status(_open(server, "GET /" + "a" * 200_000)) in (431, 400)
+
+
+@pytest.mark.parametrize("text", ["", "GET /healthz HTTP/1.1\r\nhost: "])
+def test_a_connection_that_does_not_say_what_it_wants_is_closed(
+    server: ServerProcess, text: str
+) -> None:
+    started = time.monotonic()
+    assert _status(_open(server, text)) in (0, 408)
+    assert time.monotonic() - started < 4
+
+
+def test_a_body_that_does_not_come_ends_the_connection(server: ServerProcess) -> None:
+    head = _head("session_heartbeat", "x-api-key: tml-ann", "content-length: 100")
+    started = time.monotonic()
+    assert _status(_open(server, head + "{")) == 0
+    assert time.monotonic() - started < 4
+
+
+def test_one_address_has_so_many_connections_and_the_next_are_closed(
+    server: ServerProcess,
+) -> None:
+    head = "GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    socks = [_open(server, head) for _ in range(40)]
+    answers = [_status_kept(sock) for sock in socks]
+    for sock in socks:
+        sock.close()
+    assert answers.count(200) == 20
+    assert answers.count(0) == 20
+    assert httpx.get(f"{server.base_url}/healthz").status_code == 200
+
+
+def _status_kept(sock: socket.socket) -> int:
+    try:
+        data = sock.recv(200)
+    except ConnectionResetError:
+        return 0
+    return int(data.split()[1]) if data else 0
+
+
+def test_the_server_raises_its_file_limit(server: ServerProcess) -> None:
+    lines = Path(f"/proc/{server.pid}/limits").read_text().splitlines()
+    soft, hard = next(line for line in lines if line.startswith("Max open files")).split()[3:5]
+    assert int(soft) == min(int(hard), max(65_536, int(soft)))
+
+
+async def test_bodies_in_memory_are_bounded_and_shared() -> None:
+    budget = BodyBudget(100)
+    await budget.reserve("ann", 50)
+    late = asyncio.create_task(budget.reserve("ann", 10))  # beyond her half
+    await budget.reserve("bob", 50)
+    await asyncio.sleep(0)
+    assert not late.done()
+    budget.release("ann", 50)
+    await asyncio.wait_for(late, 5)
+    assert budget.held_bytes == 60
+
+
+async def test_a_body_that_finds_no_room_is_asked_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tinkex.server.limits.WAIT_S", 0.05)
+    budget = BodyBudget(100)
+    await budget.reserve("ann", 500)  # one alone always fits
+    with pytest.raises(ApiError) as refused:
+        await budget.reserve("bob", 1)
+    assert refused.value.status == 429
