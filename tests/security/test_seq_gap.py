@@ -12,16 +12,16 @@ from server_process import ServerProcess
 from wire_client import Failed, WireClient, loss_of
 
 from tinkex.server.work.futures import Outcome
-from tinkex.store import NewOp
+from tinkex.store import NewRow
 
 TOKENS = [1, 2, 3, 4]
 FAR = 2**40
 LAST = 2**63 - 1
 
 
-def journaled(model: str, seq_id: int, **fields: str) -> NewOp:
+def journaled(model: str, seq_id: int, **fields: str) -> NewRow:
     body = b'{"adam_params":{},"optimizer_params":null}'
-    return NewOp(
+    return NewRow(
         model_id=model,
         seq_id=seq_id,
         kind="optim_step",
@@ -59,7 +59,7 @@ async def test_a_gap_in_an_old_journal_ends_at_once(tmp_path: Path) -> None:
         done = (await world.step(model, FAR + 1)).json()
         assert (await world.result(done))["metrics"]["step:max"] == 1.0
         lane = world.service._lanes[model]
-        assert lane.applied_seq == FAR + 1
+        assert lane._applied_seq == FAR + 1
 
 
 async def test_after_the_last_number_a_request_without_one_is_refused(tmp_path: Path) -> None:

@@ -158,23 +158,23 @@ async def test_bodies_beyond_the_bound_wait_in_the_journal(
     app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may queue more than fits in memory; order and results stay the same."""
-    monkeypatch.setattr("tinkex.server.work.lanes.MAX_HELD_BYTES", 200)
+    monkeypatch.setattr("tinkex.server.work.lane.MAX_HELD_BYTES", 200)
     model = await app_world.model()
     numbers = list(range(2, 12))
     promises = [(await app_world.train(model, n, list(range(n)))).json() for n in numbers]
     lane = app_world.service._lanes[model]
-    assert sum(op.spilled for op in lane.ops.values()) > 5
-    assert lane.held_bytes <= 400
+    assert sum(request.spilled for request in lane._requests.values()) > 5
+    assert lane._held_bytes <= 400
     await app_world.train(model, 1, TOKENS)
     losses = [loss_of(await app_world.result(promise)) for promise in promises]
     assert len(set(losses)) == len(numbers)
-    assert lane.held_bytes == 0
+    assert lane._held_bytes == 0
 
 
 async def test_large_results_leave_the_memory_and_can_still_be_fetched(
     app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.work.operations.LARGE_RESULT_BYTES", 10)
+    monkeypatch.setattr("tinkex.server.work.results.LARGE_RESULT_BYTES", 10)
     model = await app_world.model()
     promise = (await app_world.train(model, 1, TOKENS)).json()
     for _ in range(200):
@@ -189,15 +189,15 @@ async def test_a_request_refused_on_its_way_to_the_worker_keeps_its_place(tmp_pa
     """It is sent ahead behind others; its error must not overtake their results."""
     async with open_app(tmp_path, toy_latency_s=0.2) as world:
         model = await world.model()
-        operations = world.service._lanes[model].operations
-        prepare = operations.prepare
+        operation = world.service.operations["forward_backward"]
+        job = operation.job
 
-        async def refuse_second(op: Any, job_id: str) -> Any:
-            if op.seq_id == 2:
+        async def refuse_second(asked: Any, turn: Any) -> Any:
+            if turn.request_id.endswith(":2"):
                 raise InvalidInputError("gone")
-            return await prepare(op, job_id)
+            return await job(asked, turn)
 
-        operations.prepare = refuse_second  # type: ignore[method-assign]
+        operation.job = refuse_second  # type: ignore[method-assign]
         promises = [(await world.train(model, n, TOKENS)).json() for n in (1, 2)]
         promises.append((await world.step(model, 3)).json())
         assert loss_of(await world.result(promises[0])) > 0

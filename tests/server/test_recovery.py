@@ -90,7 +90,7 @@ async def test_a_snapshot_bounds_the_replay_and_old_ones_go(tmp_path: Path) -> N
         lane = world.service._lanes[model]
         while not lane.is_idle:
             await asyncio.sleep(0.01)
-        await world.service.keeper.snapshot_ended(lane)
+        await lane._state.snapshot_ended()
         snapshot = world.app.state.store.models.get_snapshot(model)
         assert snapshot is not None
         assert 0 <= 20 - snapshot.seq_id < 4
@@ -126,7 +126,7 @@ async def test_a_snapshot_that_was_due_when_the_worker_died_is_not_made_of_older
         worker._process.kill()  # type: ignore[union-attr]
         while worker.generation == generation or not worker.is_ready:
             await asyncio.sleep(0.01)
-        world.service._lanes[model].snapshot_due = True
+        world.service._lanes[model]._snapshot_due = True
         await train_steps(world, model, 7, 1)
     async with open_app(tmp_path / "killed") as world:
         assert await train_steps(world, model, 9, 2) == expected
@@ -135,14 +135,14 @@ async def test_a_snapshot_that_was_due_when_the_worker_died_is_not_made_of_older
 async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
     async with open_app(tmp_path, snapshot_every_ops=4) as world:
         model = await world.model()
-        keeper = world.service.keeper
-        adopt, gate = keeper._adopt, asyncio.Event()
+        state = world.service._lanes[model]._state
+        adopt, gate = state._adopt, asyncio.Event()
 
         async def adopt_later(*args: Any) -> None:
             await gate.wait()
             await adopt(*args)
 
-        keeper._adopt = adopt_later  # type: ignore[method-assign]
+        state._adopt = adopt_later  # type: ignore[method-assign]
         await train_steps(world, model, 1, 3)
         store = world.app.state.store
         assert store.models.get_snapshot(model) is None
@@ -150,7 +150,7 @@ async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> N
             "the journal still has it all"
         )
         gate.set()
-        await keeper.snapshot_ended(world.service._lanes[model])
+        await state.snapshot_ended()
         assert store.models.get_snapshot(model) is not None
 
 
@@ -160,7 +160,7 @@ async def test_a_worker_that_dies_with_a_snapshot_under_way_costs_a_replay(tmp_p
     async with open_app(tmp_path / "killed", snapshot_every_ops=4, toy_latency_s=0.05) as world:
         model = await world.model()
         await train_steps(world, model, 1, 2)
-        while model not in world.service.keeper._under_way:
+        while world.service._lanes[model]._state._under_way is None:
             await asyncio.sleep(0)
         world.service.workers[0]._process.kill()  # type: ignore[union-attr]
         assert await train_steps(world, model, 5, 6) == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tinkex.store import Checkpoint, Model, NewOp, SamplingSession, Session
+from tinkex.store import Checkpoint, Model, NewRow, SamplingSession, Session
 
 
 def session(session_id: str = "s", user_id: str = "ann", **changes: Any) -> Session:
@@ -42,7 +42,7 @@ def model(model_id: str = "s:train:0", user_id: str = "ann", **changes: Any) -> 
     return Model(**(values | changes))
 
 
-def op(seq_id: int, model_id: str = "s:train:0", **changes: Any) -> NewOp:
+def op(seq_id: int, model_id: str = "s:train:0", **changes: Any) -> NewRow:
     values: dict[str, Any] = {
         "model_id": model_id,
         "seq_id": seq_id,
@@ -51,7 +51,7 @@ def op(seq_id: int, model_id: str = "s:train:0", **changes: Any) -> NewOp:
         "user_id": "ann",
         "body": f"body {seq_id}".encode(),
     }
-    return NewOp(**(values | changes))
+    return NewRow(**(values | changes))
 
 
 def checkpoint(

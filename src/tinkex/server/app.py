@@ -75,7 +75,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[ProcessWork
     for router in _OURS:
         app.include_router(router)
     rest.install(app, store, config.data_dir, config.api_keys, _finish_session(app))
-    app.state.service = Service(config, store, app.state.shelf, workers)
+    app.state.service = Service(config, store, app.state.shelf, workers, app.state.auth.user_of)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(Watch, root=app)

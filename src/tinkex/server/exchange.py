@@ -6,9 +6,8 @@ event loop when they are large, so that a heartbeat never waits behind a big bat
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
 import zstandard
@@ -18,12 +17,11 @@ from starlette.types import Scope
 from tinkex.server import decode
 from tinkex.server.auth import current_user
 from tinkex.server.limits import BodyBudget, body_limit
+from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.wire.body import BodyTooLargeError, unpack
 
-T = TypeVar("T")
-LARGE_BYTES = 64 * 1024
 SMALL_BODY_BYTES = 16 * 1024
 """Bodies below this are not counted against the budget."""
 RESERVE_BYTES = 1024 * 1024
@@ -137,13 +135,6 @@ def _too_large(limit: int) -> ApiError:
 async def read_json(request: Request) -> dict[str, Any]:
     body = await read_body(request)
     return await off_loop(len(body), decode.load_json, body)
-
-
-async def off_loop(size_bytes: int, work: Callable[..., T], *args: Any) -> T:
-    """Run `work` here when it is small, on a thread when it would hold up others."""
-    if size_bytes < LARGE_BYTES:
-        return work(*args)
-    return await asyncio.to_thread(work, *args)
 
 
 def answer(body: Mapping[str, Any], status: int = 200) -> Response:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tinkex.store import Model, Op, Session
+from tinkex.store import JournalRow, Model, Session
 
 PROCESS = 1
 
 
-def chrome_trace(session: Session, models: Sequence[Model], ops: Sequence[Op]) -> dict[str, Any]:
+def chrome_trace(
+    session: Session, models: Sequence[Model], ops: Sequence[JournalRow]
+) -> dict[str, Any]:
     threads = {model.model_id: index + 1 for index, model in enumerate(models)}
     events = list(_names(session, threads))
     for op in ops:
@@ -39,7 +41,7 @@ def _names(session: Session, threads: dict[str, int]) -> Iterator[dict[str, Any]
         }
 
 
-def _slices(op: Op, thread: int) -> Iterator[dict[str, Any]]:
+def _slices(op: JournalRow, thread: int) -> Iterator[dict[str, Any]]:
     if op.finished_at is None:
         yield _event(op, thread, "i", op.accepted_at, name=f"{op.kind} accepted", s="t")
         return
@@ -60,6 +62,6 @@ def _slices(op: Op, thread: int) -> Iterator[dict[str, Any]]:
     yield _event(op, thread, "X", started_at, name=op.kind, dur=duration_us, args=args)
 
 
-def _event(op: Op, thread: int, phase: str, at: float, **fields: Any) -> dict[str, Any]:
+def _event(op: JournalRow, thread: int, phase: str, at: float, **fields: Any) -> dict[str, Any]:
     place = {"ph": phase, "ts": at * 1e6, "pid": PROCESS, "tid": thread, "cat": "training"}
     return place | fields

@@ -21,7 +21,7 @@ from sqlalchemy import Connection, Engine, bindparam, select, update
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
 from tinkex.store.ledger import Ledger
-from tinkex.store.records import Appended, NewOp, Op, UsageCount
+from tinkex.store.records import Appended, JournalRow, NewRow, UsageCount
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.writer import GroupWriter
 
@@ -62,7 +62,7 @@ class Journal:
         self._writer = writer
         self._result_ttl_s = result_ttl_s
 
-    def append(self, op: NewOp) -> Future[Appended]:
+    def append(self, op: NewRow) -> Future[Appended]:
         """Record a request; when the future is done the row is durable. Never blocks.
 
         Raises:
@@ -92,16 +92,16 @@ class Journal:
         """The client has the result: `sweep` may drop it after the grace. Never blocks."""
         return self._writer.bulk(_mark_retrieved, (request_id, time.time() + grace_s))
 
-    def get(self, request_id: str) -> Op | None:
+    def get(self, request_id: str) -> JournalRow | None:
         found = self._all(select(_table).where(_table.c.request_id == request_id))
         return found[0] if found else None
 
-    def find(self, model_id: str, seq_id: int) -> Op | None:
+    def find(self, model_id: str, seq_id: int) -> JournalRow | None:
         same = (_table.c.model_id == model_id, _table.c.seq_id == seq_id)
         found = self._all(select(_table).where(*same))
         return found[0] if found else None
 
-    def since(self, model_id: str, after_seq_id: int) -> list[Op]:
+    def since(self, model_id: str, after_seq_id: int) -> list[JournalRow]:
         """Everything after a snapshot, in order: what a recovery runs again or still has to run."""
         newer = (_table.c.model_id == model_id, _table.c.seq_id > after_seq_id)
         return self._all(select(_table).where(*newer).order_by(_table.c.seq_id))
@@ -112,14 +112,14 @@ class Journal:
         with self._reader.connect() as connection:
             return list(connection.execute(query).scalars())
 
-    def timings(self, model_ids: Sequence[str]) -> list[Op]:
+    def timings(self, model_ids: Sequence[str]) -> list[JournalRow]:
         """Rows without body and result, in order of acceptance: the material of a trace."""
         slim = [c for c in _table.c if c.name not in ("body", "result", "drop_result_at")]
         query = select(*slim).where(_table.c.model_id.in_(model_ids))
         query = query.order_by(_table.c.accepted_at)
         with self._reader.connect() as connection:
             rows = connection.execute(query).mappings().all()
-        return [Op(**row, body=None, result=None) for row in rows]
+        return [JournalRow(**row, body=None, result=None) for row in rows]
 
     def release_bodies(
         self, model_id: str, through_seq_id: int, after_seq_id: int = -1
@@ -180,7 +180,7 @@ class Journal:
         )
         return self._writer.bulk(_end_all, end)
 
-    def _all(self, query: Any) -> list[Op]:
+    def _all(self, query: Any) -> list[JournalRow]:
         with self._reader.connect() as connection:
             return [_op(row) for row in connection.execute(query).mappings()]
 
@@ -193,7 +193,7 @@ def body_hash(kind: str, body: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
 
 
-def _append_all(connection: Connection, ops: Sequence[NewOp]) -> list[Appended | Exception]:
+def _append_all(connection: Connection, ops: Sequence[NewRow]) -> list[Appended | Exception]:
     rows = [_row(op) for op in ops]
     new = _insert(connection, rows)
     return [
@@ -214,7 +214,7 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> set[str]:
     return {row["request_id"] for row in rows} if written.rowcount == len(rows) else set()
 
 
-def _appended(connection: Connection, op: NewOp, row: dict[str, Any]) -> Appended | Exception:
+def _appended(connection: Connection, op: NewRow, row: dict[str, Any]) -> Appended | Exception:
     """Some rows of a group were there before: look each of them up."""
     columns = (_table.c.request_id, _table.c.body_hash)
     same = (_table.c.model_id == op.model_id, _table.c.seq_id == op.seq_id)
@@ -229,7 +229,7 @@ def _appended(connection: Connection, op: NewOp, row: dict[str, Any]) -> Appende
     return Appended(request_id=first.request_id, created=first.request_id == op.request_id)
 
 
-def _row(op: NewOp) -> dict[str, Any]:
+def _row(op: NewRow) -> dict[str, Any]:
     at = op.accepted_at or time.time()
     refused = op.refused is not None
     return {
@@ -239,7 +239,7 @@ def _row(op: NewOp) -> dict[str, Any]:
         "request_id": op.request_id,
         "user_id": op.user_id,
         "body": None if refused else op.body,
-        "body_hash": body_hash(op.kind, op.body),
+        "body_hash": op.body_hash or body_hash(op.kind, op.body),
         "state": "refused" if refused else "accepted",
         "accepted_at": at,
         "finished_at": at if refused else None,
@@ -301,5 +301,5 @@ def _mark_retrieved(connection: Connection, marks: Sequence[tuple[str, float]]) 
     return [None] * len(marks)
 
 
-def _op(row: Any) -> Op:
-    return Op(**{name: row[name] for name in Op.__slots__})
+def _op(row: Any) -> JournalRow:
+    return JournalRow(**{name: row[name] for name in JournalRow.__slots__})

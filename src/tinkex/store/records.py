@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
-OpState = Literal["accepted", "done", "failed", "refused"]
+RowState = Literal["accepted", "done", "failed", "refused"]
 UsageKind = Literal[
     "training",
     "sampling_prefill",
@@ -74,7 +74,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NewOp:
+class NewRow:
     """A training request as accepted. Creation (`create_model`, create-via-load) has seq_id 0."""
 
     model_id: str
@@ -84,6 +84,8 @@ class NewOp:
     user_id: str
     body: bytes
     """Whatever the server needs to run the request again; opaque to the store."""
+    body_hash: bytes = b""
+    """What a repeat must have in common with it; empty: of the whole body."""
     accepted_at: float = 0.0
     """0: now."""
     refused: str | None = None
@@ -91,7 +93,7 @@ class NewOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class JournalRow:
     model_id: str
     seq_id: int
     kind: str
@@ -100,7 +102,7 @@ class Op:
     body: bytes | None
     """None once a snapshot made it useless."""
     body_hash: bytes
-    state: OpState
+    state: RowState
     accepted_at: float
     started_at: float | None
     finished_at: float | None

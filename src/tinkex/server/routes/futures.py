@@ -16,7 +16,8 @@ from fastapi import APIRouter, Request, Response
 from tinkex.errors import InvalidInputError
 from tinkex.server import decode, encode
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, off_loop, read_json, service_of
+from tinkex.server.exchange import answer, read_json, service_of
+from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import Completion, Outcome, Promise

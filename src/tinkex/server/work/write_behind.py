@@ -19,7 +19,7 @@ DELAY_S = 0.025
 RETRY_S = 1.0
 MAX_WAITING = 256
 Write = Callable[[], Future[None]]
-Then = Callable[[], None]
+Then = Callable[[], object]
 
 
 class WriteBehind:

@@ -1,0 +1,1 @@
+"""What the numbered requests of a model mean, one class for each kind."""

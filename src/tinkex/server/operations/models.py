@@ -1,0 +1,213 @@
+"""create_model and load_weights: where a model's state comes from."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+
+from tinkex.engine.jobs import CreateAdapterJob, Job, LoadAdapterJob, LoraSpec, Result
+from tinkex.errors import InvalidInputError
+from tinkex.server import decode, validation
+from tinkex.server.operations.operation import (
+    Address,
+    Conclusion,
+    Opened,
+    Operation,
+    Tools,
+    Turn,
+    canonical,
+    json_outcome,
+)
+from tinkex.server.problems import ApiError
+from tinkex.store import Checkpoint, Model, User
+
+CREATION = 0
+"""The number of the request that makes a model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a new model is, its seed drawn: a replay must give the same adapter."""
+
+    lora: dict[str, Any]
+    optimizer_config: dict[str, Any]
+
+
+class CreateModel(Operation[Shape]):
+    """Start a training run with a fresh adapter."""
+
+    name = "create_model"
+    changes_state = True
+
+    def peek(self, opened: Opened) -> Address:
+        return Address(None, CREATION)
+
+    def identity(self, opened: Opened) -> bytes:
+        return canonical(opened.fields)
+
+    async def new_model(self, opened: Opened, user: User) -> Model:
+        shape = _shape(opened, secrets.randbelow(2**31))
+        base_model = decode.text(opened.fields, "base_model")
+        self.tools.catalog.resolve(base_model)
+        return _new_model(opened, user, base_model, shape.lora, shape.optimizer_config)
+
+    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Shape:
+        return _shape(opened, int(model.lora["seed"]))
+
+    def pack(self, opened: Opened, asked: Shape) -> bytes:
+        return canonical({"lora": asked.lora, "optimizer_config": asked.optimizer_config})
+
+    def unpack(self, body: bytes, model: Model) -> Shape:
+        return Shape(**orjson.loads(body))
+
+    async def job(self, asked: Shape, turn: Turn) -> CreateAdapterJob:
+        is_muon = asked.optimizer_config.get("type") == "muon"
+        return CreateAdapterJob(
+            job_id=turn.job_id,
+            adapter_id=turn.model.model_id,
+            base_model=self.tools.catalog.resolve(turn.model.base_model),
+            lora=LoraSpec(**asked.lora),
+            optimizer="muon" if is_muon else "adamw",
+        )
+
+    async def conclude(self, asked: Shape, turn: Turn, job: Job, result: Result) -> Conclusion:
+        model = replace(turn.model, lora=asked.lora, optimizer_config=asked.optimizer_config)
+        if model != turn.model:  # a crash came between the rows of an earlier request like this
+            await _set_shape(self.tools, model)
+        answer = {"model_id": model.model_id, "type": self.name}
+        return Conclusion(outcome=json_outcome(answer), model=model)
+
+
+@dataclass(slots=True)
+class Loading:
+    path: str
+    optimizer: bool
+    found: Checkpoint | None = None
+    """The checkpoint, once its turn came."""
+
+
+class LoadWeights(Operation[Loading]):
+    """Load a checkpoint into a model, or into one made for it (0.24 and later)."""
+
+    name = "load_weights"
+    changes_state = True
+    is_snapshot_forced = True  # its owner may delete the checkpoint as soon as the result is out
+
+    def peek(self, opened: Opened) -> Address:
+        if opened.fields.get("model_id") is None:
+            return Address(None, CREATION)
+        return super().peek(opened)
+
+    def identity(self, opened: Opened) -> bytes:
+        optimizer = opened.fields.get("optimizer") is True
+        return canonical({"path": opened.fields.get("path"), "optimizer": optimizer})
+
+    async def new_model(self, opened: Opened, user: User) -> Model:
+        found = await self._readable(opened, user)
+        base_model = decode.optional_text(opened.fields, "base_model") or found.base_model
+        given = opened.fields.get("optimizer_config") is not None
+        config = validation.optimizer_config(opened.fields) if given else found.optimizer_config
+        return _new_model(opened, user, base_model, found.lora, dict(config))
+
+    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Loading:
+        optimizer = decode.boolean(opened.fields, "optimizer", default=False)
+        found = await self._readable(opened, user)
+        self._check_fit(found, model.base_model, optimizer)
+        return Loading(decode.text(opened.fields, "path"), optimizer)
+
+    async def _readable(self, opened: Opened, user: User) -> Checkpoint:
+        path = decode.text(opened.fields, "path")
+        token = decode.optional_text(opened.fields, "weights_access_token")
+        try:
+            owner = await self.tools.user_of(token) if token else None
+            return await self.tools.shelf.readable(path, user, token_user=owner)
+        except ApiError as exc:
+            raise InvalidInputError(str(exc), path="path") from exc
+
+    def _check_fit(self, found: Checkpoint, base_model: str, optimizer: bool) -> None:
+        resolve = self.tools.catalog.resolve
+        if resolve(found.base_model) != resolve(base_model):
+            raise InvalidInputError(
+                f"{found.path} was trained on {found.base_model!r}, the model is {base_model!r}",
+                path="path",
+            )
+        if found.kind == "external_weights":
+            raise InvalidInputError(
+                f"{found.path} is an export; load from weights/ or sampler_weights/", path="path"
+            )
+        if optimizer and not found.has_optimizer:
+            raise InvalidInputError(
+                f"{found.path} holds no optimizer state; load it without, or save with save_state.",
+                path="optimizer",
+            )
+
+    def pack(self, opened: Opened, asked: Loading) -> bytes:
+        return self.identity(opened)
+
+    def unpack(self, body: bytes, model: Model) -> Loading:
+        return Loading(**orjson.loads(body))
+
+    async def job(self, asked: Loading, turn: Turn) -> LoadAdapterJob:
+        store, shelf = self.tools.store, self.tools.shelf
+        asked.found = await store.call(store.checkpoints.get, asked.path)
+        if asked.found is None:
+            raise InvalidInputError(f"{asked.path} was deleted before it was loaded", path="path")
+        return LoadAdapterJob(
+            job_id=turn.job_id,
+            adapter_id=turn.model.model_id,
+            base_model=self.tools.catalog.resolve(turn.model.base_model),
+            folder=str(shelf.folder_of(asked.found)),
+            with_optimizer=asked.optimizer,
+        )
+
+    async def conclude(self, asked: Loading, turn: Turn, job: Job, result: Result) -> Conclusion:
+        """The run now has the shape of the checkpoint, whatever it was created with."""
+        assert asked.found is not None
+        model = replace(turn.model, lora=asked.found.lora)
+        await _set_shape(self.tools, model)
+        answer = {"path": asked.path, "model_id": model.model_id, "type": self.name}
+        return Conclusion(outcome=json_outcome(answer), model=model)
+
+
+async def _set_shape(tools: Tools, model: Model) -> None:
+    models = tools.store.models
+    config = dict(model.optimizer_config)
+    await tools.store.call(models.set_lora, model.model_id, model.lora, config)
+
+
+def _shape(opened: Opened, seed: int) -> Shape:
+    """As asked for, with `seed` for an adapter whose creator gave none."""
+    return Shape(
+        lora=validation.lora_spec(opened.fields, seed),
+        optimizer_config=validation.optimizer_config(opened.fields),
+    )
+
+
+def _new_model(
+    opened: Opened,
+    user: User,
+    base_model: str,
+    lora: dict[str, Any],
+    optimizer_config: dict[str, Any],
+) -> Model:
+    now = time.time()
+    session_id = decode.text(opened.fields, "session_id")
+    number = decode.integer(opened.fields, "model_seq_id", default=0, high=2**31 - 1)
+    return Model(
+        model_id=f"{session_id}:train:{number}",
+        session_id=session_id,
+        user_id=user.user_id,
+        model_seq_id=number,
+        base_model=base_model,
+        lora=lora,
+        optimizer_config=optimizer_config,
+        user_metadata=decode.mapping(opened.fields, "user_metadata"),
+        created_at=now,
+        last_request_time=now,
+        corrupted=False,
+        unloaded=False,
+    )

@@ -1,0 +1,114 @@
+"""forward and forward_backward: training data through the model."""
+
+from __future__ import annotations
+
+from tinkex.engine.jobs import CustomLoss, Job, ModelInfo, Result, TrainJob, TrainResult
+from tinkex.errors import InvalidInputError
+from tinkex.server import decode, encode, validation
+from tinkex.server.decode import TrainRequest
+from tinkex.server.off_loop import off_loop
+from tinkex.server.operations.operation import Address, Conclusion, Opened, Operation, Turn
+from tinkex.server.work.futures import Outcome
+from tinkex.store import Model, UsageCount, UsageKind, User
+from tinkex.wire import proto_requests
+
+PROTO_BODY, JSON_BODY = b"P", b"J"
+
+
+class Forward(Operation[TrainRequest]):
+    """Loss and outputs only. Clients up to 0.24 ask here; newer ones flag a forward_backward."""
+
+    name = "forward"
+    is_barrier = False
+    usage_kind: UsageKind = "sampling_prefill"
+
+    def open(self, raw: bytes, content_type: str) -> Opened:
+        if "protobuf" in content_type:
+            return Opened(body=PROTO_BODY + raw, message=proto_requests.parse(raw))
+        return Opened(body=JSON_BODY + raw, fields=decode.load_json(raw))
+
+    def peek(self, opened: Opened) -> Address:
+        if opened.message is None:
+            return super().peek(opened)
+        # Protobuf cannot tell an absent number from 0, and 0 is the creation's.
+        return Address(opened.message.model_id, opened.message.seq_id or None)
+
+    def identity(self, opened: Opened) -> bytes:
+        return opened.body
+
+    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> TrainRequest:
+        info = await self.tools.catalog.info(model.base_model)
+        asked = await off_loop(len(opened.body), self._judge, opened, info)
+        await self._custom_loss(asked, user.user_id)
+        return asked
+
+    def _judge(self, opened: Opened, info: ModelInfo | None) -> TrainRequest:
+        asked = self._read(opened)
+        validation.check_train(asked, info)
+        return asked
+
+    def _read(self, opened: Opened) -> TrainRequest:
+        if opened.message is not None:
+            return decode.train_from_proto(opened.message)
+        return decode.train_from_json(dict(opened.fields), forward_only=not self.changes_state)
+
+    def pack(self, opened: Opened, asked: TrainRequest) -> bytes:
+        return opened.body
+
+    def unpack(self, body: bytes, model: Model) -> TrainRequest:
+        kind = "application/x-protobuf" if body[:1] == PROTO_BODY else "application/json"
+        return self._read(self.open(body[1:], kind))
+
+    async def job(self, asked: TrainRequest, turn: Turn) -> TrainJob:
+        return TrainJob(
+            job_id=turn.job_id,
+            adapter_id=turn.model.model_id,
+            data=asked.data,
+            loss_fn=asked.loss_fn,
+            loss_fn_config=asked.loss_fn_config,
+            backward=self.changes_state,
+            custom_loss=await self._custom_loss(asked, turn.model.user_id),
+        )
+
+    async def _custom_loss(self, asked: TrainRequest, user_id: str) -> CustomLoss | None:
+        if asked.loss_fn != "custom":
+            return None
+        loss_id = str(asked.loss_fn_config["loss_id"])
+        store = self.tools.store
+        loss = await store.call(store.sampling.get_loss, loss_id)
+        if loss is None or loss.user_id != user_id:
+            raise InvalidInputError(
+                f"no custom loss {loss_id!r}; create it with create_custom_loss first",
+                path="loss_fn_config.loss_id",
+            )
+        inputs = tuple((str(item["name"]), int(item["rank"])) for item in loss.inputs)
+        return CustomLoss(inputs=inputs, graph=loss.graph)
+
+    async def conclude(
+        self, asked: TrainRequest, turn: Turn, job: Job, result: Result
+    ) -> Conclusion:
+        assert isinstance(result, TrainResult)
+        model = turn.model
+        used = UsageCount(
+            kind=self.usage_kind,
+            count=result.num_tokens,
+            user_id=model.user_id,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            base_model=model.base_model,
+            project_id=turn.project_id,
+        )
+        outcome = Outcome(kind="train", payload=encode.train_payload(result))
+        return Conclusion(outcome=outcome, usage=(used,))
+
+
+class ForwardBackward(Forward):
+    """Loss, outputs, and gradients that are gathered for the next step."""
+
+    name = "forward_backward"
+    changes_state = True
+    usage_kind: UsageKind = "training"
+
+    def kind_of(self, opened: Opened) -> str:
+        is_forward = opened.message is not None and opened.message.forward_only
+        return Forward.name if is_forward else self.name

@@ -1,0 +1,229 @@
+"""save_weights, save_weights_for_sampler and save_weights_external: a model's state on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import orjson
+
+from tinkex.engine.jobs import AdapterResult, Job, Result, SaveAdapterJob
+from tinkex.errors import InvalidInputError
+from tinkex.server import decode
+from tinkex.server.files.checkpoints import check_name, expiry_of, parse_path
+from tinkex.server.files.encryption import check_recipients, encrypt_folder
+from tinkex.server.operations.operation import (
+    Conclusion,
+    Opened,
+    Operation,
+    Turn,
+    canonical,
+    json_outcome,
+)
+from tinkex.server.work.futures import Outcome
+from tinkex.store import Checkpoint, CheckpointKind, Model, SamplingSession, User
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    path: str | None
+    """Where it will be listed; None: in a sampling session of its own."""
+    sampling_session_seq_id: int = 0
+    overwrite: bool = False
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class SaveWeights(Operation[Save]):
+    """Weights and optimizer state under a name, for training to resume from."""
+
+    name = "save_weights"
+    kind: ClassVar[CheckpointKind] = "weights"
+    with_optimizer: ClassVar[bool] = True
+    for_sampling: ClassVar[bool] = False
+
+    def identity(self, opened: Opened) -> bytes:
+        names = ("path", "overwrite", "ttl_seconds", "user_metadata", "age_encryption_recipients")
+        return canonical({name: opened.fields.get(name) for name in names})
+
+    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
+        fields = opened.fields
+        name = decode.optional_text(fields, "path")
+        ttl_seconds = decode.optional_int(fields, "ttl_seconds")
+        expiry_of(ttl_seconds)
+        return Save(
+            path=self._path(model, check_name(name or f"{seq_id:06d}")),
+            overwrite=decode.boolean(fields, "overwrite", default=False),
+            ttl_seconds=ttl_seconds,
+            user_metadata=_metadata(fields),
+            age_encryption_recipients=self._recipients(fields),
+        )
+
+    def _path(self, model: Model, name: str) -> str:
+        return f"tinker://{model.model_id}/{self.kind}/{name}"
+
+    def _recipients(self, fields: Any) -> list[str] | None:
+        if fields.get("age_encryption_recipients") is not None:
+            raise InvalidInputError(
+                "only exports are encrypted; use save_weights_external",
+                path="age_encryption_recipients",
+            )
+        return None
+
+    def pack(self, opened: Opened, asked: Save) -> bytes:
+        return canonical(asdict(asked))
+
+    def unpack(self, body: bytes, model: Model) -> Save:
+        return Save(**orjson.loads(body))
+
+    async def job(self, asked: Save, turn: Turn) -> SaveAdapterJob | Outcome:
+        assert asked.path is not None
+        path, shelf = parse_path(asked.path), self.tools.shelf
+        done = await shelf.admit(path, overwrite=asked.overwrite, request_id=turn.request_id)
+        if done is not None:  # before a crash
+            return self._saved(asked.path, done.size_bytes)
+        return self._job(shelf.new_folder(path), turn)
+
+    def _job(self, folder: Path, turn: Turn) -> SaveAdapterJob:
+        return SaveAdapterJob(
+            job_id=turn.job_id,
+            adapter_id=turn.model.model_id,
+            folder=str(folder),
+            with_optimizer=self.with_optimizer,
+            for_sampling=self.for_sampling,
+        )
+
+    async def conclude(self, asked: Save, turn: Turn, job: Job, result: Result) -> Conclusion:
+        assert isinstance(job, SaveAdapterJob)
+        assert isinstance(result, AdapterResult)
+        assert asked.path is not None
+        size_bytes = await self._finish(asked, Path(job.folder), result.size_bytes)
+        await self.tools.shelf.register(self._checkpoint(asked, turn, job, size_bytes))
+        return Conclusion(outcome=self._saved(asked.path, size_bytes))
+
+    async def _finish(self, asked: Save, folder: Path, size_bytes: int) -> int:
+        """What is left to do with a folder before it is listed; gives its size."""
+        return size_bytes
+
+    def _checkpoint(
+        self, asked: Save, turn: Turn, job: SaveAdapterJob, size_bytes: int
+    ) -> Checkpoint:
+        assert asked.path is not None
+        path, model = parse_path(asked.path), turn.model
+        return Checkpoint(
+            path=asked.path,
+            model_id=model.model_id,
+            user_id=model.user_id,
+            kind=path.kind,
+            name=path.name,
+            folder=self.tools.shelf.folders.name(Path(job.folder)),
+            size_bytes=size_bytes,
+            base_model=model.base_model,
+            lora=model.lora,
+            optimizer_config=model.optimizer_config,
+            has_optimizer=self.with_optimizer,
+            project_id=turn.project_id,
+            expires_at=expiry_of(asked.ttl_seconds),
+            user_metadata=asked.user_metadata,
+            request_id=turn.request_id,
+        )
+
+    def _saved(self, path: str, size_bytes: int) -> Outcome:
+        return json_outcome({"path": path, "type": self.name})
+
+    def cleanup(self, job: Job, *, ok: bool) -> None:
+        assert isinstance(job, SaveAdapterJob)
+        if ok:
+            self.tools.shelf.abandon(Path(job.folder))  # listed by now
+        else:
+            self.tools.shelf.discard(Path(job.folder))
+
+
+class SaveWeightsForSampler(SaveWeights):
+    """Weights to sample from: under a name, or unnamed in a sampling session of their own.
+
+    A retried unnamed save carries a new `sampling_session_seq_id` (contract 3.5); the number is no
+    part of its identity, and the first one counts.
+    """
+
+    name = "save_weights_for_sampler"
+    kind = "sampler_weights"
+    with_optimizer = False
+    for_sampling = True
+
+    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
+        asked = await super().check(opened, model, user, seq_id)
+        fields = opened.fields
+        if fields.get("path") is not None or fields.get("sampling_session_seq_id") is None:
+            return asked
+        return Save(
+            path=None,
+            sampling_session_seq_id=decode.integer(fields, "sampling_session_seq_id"),
+            user_metadata=asked.user_metadata,
+        )
+
+    async def job(self, asked: Save, turn: Turn) -> SaveAdapterJob | Outcome:
+        if asked.path is not None:
+            return await super().job(asked, turn)
+        return self._job(self.tools.shelf.new_ephemeral_folder(_session_id(asked, turn)), turn)
+
+    async def conclude(self, asked: Save, turn: Turn, job: Job, result: Result) -> Conclusion:
+        if asked.path is not None:
+            return await super().conclude(asked, turn, job, result)
+        assert isinstance(job, SaveAdapterJob)
+        model, store, folder = turn.model, self.tools.store, Path(job.folder)
+        session = SamplingSession(
+            sampling_session_id=_session_id(asked, turn),
+            session_id=model.session_id,
+            user_id=model.user_id,
+            seq_id=asked.sampling_session_seq_id,
+            base_model=model.base_model,
+            model_path=None,
+            folder=self.tools.shelf.folders.name(folder),
+            ephemeral=True,
+            created_at=time.time(),
+        )
+        made = await store.call(store.sampling.create, session)
+        answer = {"sampling_session_id": made.sampling_session_id, "type": self.name}
+        return Conclusion(outcome=json_outcome(answer))
+
+
+class SaveWeightsExternal(SaveWeights):
+    """Weights to download, encrypted when recipients are given."""
+
+    name = "save_weights_external"
+    kind = "external_weights"
+    with_optimizer = False
+
+    def _recipients(self, fields: Any) -> list[str] | None:
+        given = fields.get("age_encryption_recipients")
+        if given is None:
+            return None
+        if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
+            raise InvalidInputError("must be a list of texts", path="age_encryption_recipients")
+        check_recipients(given)
+        return given
+
+    async def _finish(self, asked: Save, folder: Path, size_bytes: int) -> int:
+        if not asked.age_encryption_recipients:
+            return size_bytes
+        return await asyncio.to_thread(encrypt_folder, folder, asked.age_encryption_recipients)
+
+    def _saved(self, path: str, size_bytes: int) -> Outcome:
+        return json_outcome({"path": path, "type": self.name, "size_bytes": size_bytes})
+
+
+def _session_id(asked: Save, turn: Turn) -> str:
+    return f"{turn.model.session_id}:sample:{asked.sampling_session_seq_id}"
+
+
+def _metadata(fields: Any) -> dict[str, str] | None:
+    given = decode.mapping(fields, "user_metadata")
+    for key, value in (given or {}).items():
+        if not isinstance(value, str):
+            raise InvalidInputError(f"must be a text, got {value!r}", path=f"user_metadata.{key}")
+    return given

@@ -1,0 +1,168 @@
+"""The numbers of one model: which are taken, by what, and what a repeat is answered.
+
+A request is accepted once: it gets its number, is judged, written to the journal and queued in the
+lane, and only then promised. The same request under the same number gets the first one's promise,
+from memory while that is young, from the journal later; another request under a used number is
+refused. A request that is refused uses up its number all the same, because the client counted it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinkex.errors import InvalidInputError
+from tinkex.server import decode
+from tinkex.server.off_loop import off_loop
+from tinkex.server.operations.operation import Opened, Operation
+from tinkex.server.problems import ApiError
+from tinkex.server.work.futures import Promise
+from tinkex.store import NewRow, SeqConflictError, User
+from tinkex.store.journal import body_hash
+
+if TYPE_CHECKING:
+    from tinkex.server.work.lane import Lane
+
+MAX_KNOWN = 2048
+"""Numbers whose request is remembered in memory; older ones are looked up."""
+MAX_GAP = 10_000
+"""How far beyond the highest number known a request may be. Chunks overtake each other by tens."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A number that is taken."""
+
+    digest: bytes
+    accepted: asyncio.Future[str | Exception]
+    """The request id, or why it was refused. Not the promise: that would keep its result."""
+
+
+class Inbox:
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._taken: dict[int, _Taken] = {}
+
+    async def accept(
+        self, operation: Operation[Any], opened: Opened, user: User, seq_id: int | None
+    ) -> Promise:
+        """Journal a request and queue it; the promise is durable when this returns.
+
+        Args:
+            seq_id: Its number; None takes the next one, in order of arrival.
+
+        Raises:
+            InvalidInputError: The request is refused, or its number was used for another one.
+            DiskFullError: There is too little room; the number stays free.
+        """
+        identity = operation.identity(opened)
+        digest = await off_loop(len(identity), body_hash, operation.name, identity)
+        newest = max([self._lane.newest_seq, *self._taken])
+        if seq_id is None:
+            seq_id = newest + 1
+        taken = self._taken.get(seq_id)
+        if taken is not None:
+            return await self._again(taken, digest, seq_id)
+        if self._lane.has_seen(seq_id):
+            return await self._from_journal(digest, seq_id)
+        self._check_number(seq_id, newest)
+        self._lane.means.room.require()
+        # From here to the entry in the table nothing waits, so no repeat slips in between.
+        accepted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
+        self._taken[seq_id] = _Taken(digest, accepted)
+        self._trim()
+        try:
+            promise = await self._write(operation, opened, user, seq_id, digest)
+        except Exception as exc:
+            accepted.set_result(exc)
+            if not isinstance(exc, InvalidInputError):  # our own trouble: it may be sent again
+                self._taken.pop(seq_id, None)
+            raise
+        accepted.set_result(promise.request_id)
+        return promise
+
+    async def _write(
+        self, operation: Operation[Any], opened: Opened, user: User, seq_id: int, digest: bytes
+    ) -> Promise:
+        lane = self._lane
+        asked, body, refused = None, b"", None
+        try:
+            asked = await operation.check(opened, lane.model, user, seq_id)
+            body = operation.pack(opened, asked)
+        except InvalidInputError as exc:
+            refused = exc
+        row = NewRow(
+            model_id=lane.model.model_id,
+            seq_id=seq_id,
+            kind=operation.name,
+            request_id=f"{lane.model.model_id}:{seq_id}",
+            user_id=lane.model.user_id,
+            body=body,
+            body_hash=digest,
+            refused=None if refused is None else str(refused),
+        )
+        await asyncio.wrap_future(lane.means.store.journal.append(row))
+        if refused is not None:
+            lane.skip(seq_id)
+            raise refused
+        return lane.push(seq_id, operation, row.request_id, body, asked)
+
+    async def _again(self, taken: _Taken, digest: bytes, seq_id: int) -> Promise:
+        """The number is known: the same request gets the same answer, another one is refused."""
+        if taken.digest != digest:
+            raise _conflict(seq_id)
+        answer = await asyncio.shield(taken.accepted)
+        if isinstance(answer, Exception):
+            raise answer
+        found = await self._lane.means.results.find(answer)
+        if found is None:
+            raise ApiError(410, f"The result of seq_id {seq_id} was handed out and is gone.")
+        return found
+
+    async def _from_journal(self, digest: bytes, seq_id: int) -> Promise:
+        """A number that was used before this process, or long ago."""
+        model_id, journal = self._lane.model.model_id, self._lane.means.store.journal
+        found = await self._lane.means.store.call(journal.find, model_id, seq_id)
+        if found is None:
+            raise InvalidInputError(
+                f"{seq_id} of {model_id} arrived too late: later requests were given up or "
+                "run without it. Send the request under a new number.",
+                path="seq_id",
+            )
+        if found.body_hash != digest:
+            raise _conflict(seq_id)
+        if found.state == "refused":
+            raise InvalidInputError(found.error or "The request was refused.")
+        return self._lane.means.results.of_row(found)
+
+    def _check_number(self, seq_id: int, newest: int) -> None:
+        model_id = self._lane.model.model_id
+        if seq_id > decode.MAX_SEQ_ID:
+            raise InvalidInputError(
+                f"{model_id} has used its last number, {decode.MAX_SEQ_ID}. Save its state and "
+                "load it into a new model.",
+                path="seq_id",
+            )
+        if seq_id > newest + MAX_GAP:
+            raise InvalidInputError(
+                f"{seq_id} is too far ahead: the highest number of {model_id} so far is {newest}, "
+                f"and a request may come at most {MAX_GAP} before those between. Number requests "
+                "one by one; this one was not run and its number stays free.",
+                path="seq_id",
+            )
+
+    def _trim(self) -> None:
+        while len(self._taken) > MAX_KNOWN:
+            oldest = next(iter(self._taken))
+            if not self._taken[oldest].accepted.done():
+                return
+            del self._taken[oldest]
+
+
+def _conflict(seq_id: int) -> SeqConflictError:
+    return SeqConflictError(
+        f"seq_id {seq_id} was used before for another request. Every request needs a new number; "
+        "only an exact repeat may reuse one.",
+        path="seq_id",
+    )

@@ -1,0 +1,575 @@
+"""One lane per model: requests run in seq_id order, each exactly once, whatever dies meanwhile.
+
+A lane takes requests in any order and runs them in one: `push` puts a request at its number, and a
+single task drives the lane while it has something to do. A few jobs are sent ahead, so that the
+engine never idles between two of them, but results are published strictly in order. When the
+worker dies, or a job fails in a way that may have left the state half changed, everything not yet
+published is taken back, the state is restored (`model_state`) and the lane goes on from there.
+
+Who waits for whom: a client waits for a `Promise`; the promise is settled by the lane; the lane
+waits for a place at the worker (`queue.FairGate`) and then for the worker. What a request means is
+its operation's business, which numbers are taken the inbox's; nobody else writes these fields.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tinkex.engine.jobs import Event, Job, Progress, Result
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.files import disk
+from tinkex.server.off_loop import off_loop
+from tinkex.server.operations.operation import Conclusion, Operation, Turn
+from tinkex.server.work.futures import Outcome, Promise
+from tinkex.server.work.inbox import Inbox
+from tinkex.server.work.model_state import ModelState
+from tinkex.server.work.queued_request import QueuedRequest
+from tinkex.server.work.results import Results
+from tinkex.server.workers.placement import Place
+from tinkex.store import JournalRow, Model, Store, UsageCount
+
+logger = logging.getLogger(__name__)
+
+MAX_AHEAD = 8
+"""Compute jobs of one lane that the worker may hold together."""
+MAX_HELD_BYTES = 64_000_000
+"""Bodies of one lane kept in memory; those beyond wait in the journal."""
+MAX_ATTEMPTS = 5
+"""A request that was running this many times when its worker died is to blame."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A request that was sent to the worker, or is about to be."""
+
+    request: QueuedRequest
+    task: asyncio.Task[Result]
+    sent: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What every lane works with."""
+
+    store: Store
+    room: disk.Room
+    results: Results
+    operations: dict[str, Operation[Any]]
+    gap_limit_s: float
+
+
+class Lane:
+    def __init__(
+        self, model: Model, project_id: str | None, place: Place, state: ModelState, means: Means
+    ) -> None:
+        self.model = model
+        self.place = place
+        self.means = means
+        self.inbox = Inbox(self)
+        self._project_id = project_id
+        self._state = state
+        self._requests: dict[int, QueuedRequest] = {}
+        self._next_seq = 0
+        self._applied_seq = -1  # the last number whose effect is in the state and published
+        self._last_seq = -1  # the highest number that has arrived
+        self._broken: Outcome | None = None  # what every request is answered: the state is lost
+        self._snapshot_due = False  # nothing more is sent until the snapshot is begun
+        self._held_bytes = 0
+        self._flights: deque[_Flight] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._gap_timer: asyncio.TimerHandle | None = None
+        self._num_launched = 0
+        self._num_lost_replays = 0
+        self._exclusive = asyncio.Lock()
+
+    # ------------------------------------------------------------------------ for the outside
+
+    @property
+    def is_idle(self) -> bool:
+        return self._task is None and not self._exclusive.locked()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests)
+
+    @property
+    def newest_seq(self) -> int:
+        """The highest number that is taken."""
+        return max(self._last_seq, self._next_seq - 1)
+
+    def has_seen(self, seq_id: int) -> bool:
+        """Whether a number waits or has ended, so that the journal knows what became of it."""
+        past = seq_id < self._next_seq or seq_id <= self._applied_seq
+        return past or seq_id in self._requests
+
+    async def open(self) -> None:
+        """Queue what the journal holds for a lane that was just made; runs nothing by itself.
+
+        A lane whose requests all ended needs no worker yet: it restores when the next one comes.
+        """
+        start, rows = await self._state.journaled()
+        ended = [row.seq_id for row in rows if row.state in ("done", "failed")]
+        self._applied_seq = max([start, *ended])
+        for row in rows:
+            if row.seq_id == 0 and row.state == "failed":
+                self._broken = self._never_created(row.error or "")
+            if row.state == "accepted":
+                self._requests[row.seq_id] = self._revived(row)
+            elif row.state == "refused" and row.seq_id > self._applied_seq:
+                self._requests[row.seq_id] = QueuedRequest(row.seq_id, mode="skip")
+        self._next_seq = min([self._applied_seq + 1, *self._requests])
+        self._last_seq = max([self._applied_seq, *self._requests])
+
+    def push(
+        self, seq_id: int, operation: Operation[Any], request_id: str, body: bytes, asked: Any
+    ) -> Promise:
+        """Queue a request at its number. The inbox has made sure that the number is free."""
+        request = QueuedRequest(seq_id, operation, request_id, body, asked=asked)
+        promise = self._promise(request, self.model.user_id)
+        self._held_bytes += request.held_bytes
+        if self._held_bytes > MAX_HELD_BYTES and seq_id > self._next_seq:
+            self._held_bytes -= request.held_bytes
+            request.let_go()
+            request.spilled = True
+        self._put(request)
+        return promise
+
+    def skip(self, seq_id: int) -> None:
+        """Count the number of a request that was refused."""
+        self._put(QueuedRequest(seq_id, mode="skip"))
+
+    def _put(self, request: QueuedRequest) -> None:
+        self._requests[request.seq_id] = request
+        self._last_seq = max(self._last_seq, request.seq_id)
+        self.kick()
+
+    def kick(self) -> None:
+        """Go on, if there is something to do."""
+        self._wake.set()
+        if self._task is None and self._next_seq in self._requests:
+            self._task = asyncio.create_task(self._drive(), name=f"lane-{self.model.model_id}")
+        self._watch_gap()
+
+    async def park(self) -> bool:
+        """Save the state and free its memory. False when the lane is busy, before or after."""
+        if self._requests:
+            return False
+        seq_id = self._next_seq - 1
+        if not await self._run_alone(lambda: self._state.park(seq_id, keep=self._broken is None)):
+            return False
+        return self.is_idle and not self._requests
+
+    async def discard(self) -> bool:
+        """Forget the state for good, snapshot included. False when the lane is busy."""
+        return await self._run_alone(self._state.discard)
+
+    async def _run_alone(self, action: Callable[[], Awaitable[None]]) -> bool:
+        """Run something while no request is under way. False, and nothing done, when one is."""
+        if not self.is_idle:
+            return False
+        async with self._exclusive:
+            await action()
+        self.kick()
+        return True
+
+    async def close(self) -> None:
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._land_all()
+        await self._state.give_up_snapshot()
+
+    # ------------------------------------------------------------------------ why it waits
+
+    def _promise(self, request: QueuedRequest, user_id: str) -> Promise:
+        assert request.operation is not None
+        promise = self.means.results.promise(request.request_id, user_id, request.operation.name)
+        promise.reason = lambda: self._reason(request)
+        request.promise = promise
+        return promise
+
+    def _reason(self, request: QueuedRequest) -> str:
+        """Why `request` is not done, for a person."""
+        if not self.place.worker.is_ready:
+            return "the worker is starting"
+        if self._state.obstacle:
+            return self._state.obstacle
+        if self._state.is_restoring:
+            return f"restoring the model's state; {self._ahead(request)} requests ahead"
+        if request.mode == "run" and any(flight.request is request for flight in self._flights):
+            if not request.started_at:
+                waiting = self.place.training.ahead_of(self.model.user_id)
+                return f"waiting for a free worker; about {waiting} requests ahead"
+            return request.progress or "running"
+        if self._next_seq not in self._requests and not self._flights:
+            return (
+                f"waiting for seq_id {self._next_seq} of {self.model.model_id}, which has not "
+                f"arrived; {len(self._requests)} later requests wait for it"
+            )
+        head = self._flights[0].request.progress if self._flights else ""
+        return f"{self._ahead(request)} requests ahead" + (f"; {head}" if head else "")
+
+    def _ahead(self, request: QueuedRequest) -> int:
+        return sum(1 for seq_id in self._requests if seq_id < request.seq_id)
+
+    # ------------------------------------------------------------------------ the driver
+
+    async def _drive(self) -> None:
+        try:
+            async with self._exclusive:
+                while self._next_seq in self._requests or self._snapshot_due:
+                    await self._advance()
+        except asyncio.CancelledError:
+            raise
+        except Exception as exc:
+            logger.exception("lane %s failed", self.model.model_id)
+            await self._land_all()
+            self._state.distrust()  # what was under way may have changed it
+            self._fail_all(Outcome(error=disk.describe(exc), category="server"))
+        finally:
+            self._task = None
+        self.kick()
+
+    async def _advance(self) -> None:
+        """Make sure the state is there, send what may go, publish the head when it is done."""
+        try:
+            if not self._state.is_here:
+                await self._restore()
+            if self._snapshot_due and not self._flights:
+                self._snapshot_due = False
+                # Not the last applied number: in the middle of a replay the state is an older one.
+                await self._state.begin_snapshot(self._next_seq - 1)
+            await self._fill()
+            if self._flights:
+                await self._publish_head()
+        except WorkerLostError:
+            await self._take_back(blame=True)
+
+    async def _restore(self) -> None:
+        await self._take_back(blame=True)
+        self._snapshot_due = False  # of a state that is gone; the replay counts anew
+        start, rows = await self._state.restore()
+        if self._state.loss:
+            self._lose_state(self._state.loss)
+        self._queue_replay(start, rows)
+
+    def _queue_replay(self, start: int, rows: Iterable[JournalRow]) -> None:
+        """Put what followed the snapshot back into the lane, up to what was published."""
+        applied = self._applied_seq
+        waiting = {n: request for n, request in self._requests.items() if request.mode == "run"}
+        done = [row for row in rows if row.seq_id <= applied and self._had_effect(row)]
+        replays = {row.seq_id: self._replayed(row) for row in done}
+        ahead = {n: request for n, request in self._requests.items() if n > applied}
+        self._requests = ahead | replays | waiting
+        # What lies between was refused, failed or never came: one entry for each stretch of it, so
+        # that a hole costs memory by what stands around it, not by how many numbers it has.
+        at = start + 1
+        for seq_id in sorted(n for n in self._requests if n <= applied):
+            if at < seq_id:
+                self._requests[at] = QueuedRequest(at, mode="skip", through_seq=seq_id - 1)
+            at = seq_id + 1
+        if at <= applied:
+            self._requests[at] = QueuedRequest(at, mode="skip", through_seq=applied)
+        self._next_seq = start + 1
+        if replays:
+            model_id = self.model.model_id
+            logger.info("%s: replaying %d requests after %d", model_id, len(replays), start)
+
+    def _had_effect(self, row: JournalRow) -> bool:
+        return row.state == "done" and self.means.operations[row.kind].changes_state
+
+    def _replayed(self, row: JournalRow) -> QueuedRequest:
+        assert row.body is not None, f"{row.request_id} has no body and no snapshot covers it"
+        operation = self.means.operations[row.kind]
+        return QueuedRequest(row.seq_id, operation, row.request_id, row.body, mode="replay")
+
+    def _revived(self, row: JournalRow) -> QueuedRequest:
+        """An accepted request from the journal, with a promise that can be polled again."""
+        operation = self.means.operations[row.kind]
+        request = QueuedRequest(row.seq_id, operation, row.request_id, row.body or b"")
+        self._promise(request, row.user_id)
+        self._held_bytes += request.held_bytes
+        return request
+
+    async def _fill(self) -> None:
+        """Send requests in order, up to `MAX_AHEAD`; a barrier goes alone."""
+        while len(self._flights) < MAX_AHEAD and not (self._snapshot_due and self._flights):
+            last = self._flights[-1].request if self._flights else None
+            request = self._requests.get(last.through_seq + 1 if last else self._next_seq)
+            if request is None:
+                return
+            alone = request.mode == "skip" or self._broken is not None or request.is_barrier
+            if last is not None and (alone or last.is_barrier):
+                return
+            if request.mode == "skip":
+                self._retire(request)
+            elif self._broken is not None:
+                self._settle(request, self._broken)
+            else:
+                await self._launch(request)
+
+    async def _launch(self, request: QueuedRequest) -> None:
+        self._num_launched += 1
+        after = self._flights[-1].sent if self._flights else None
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        try:
+            job = await self._job(request)
+        except InvalidInputError as exc:
+            task = asyncio.create_task(_refuse(exc, sent))
+        except Exception as exc:  # no room for a folder, no answer from the database
+            logger.exception("%s cannot be run", request.request_id)
+            task = asyncio.create_task(_refuse(EngineError(disk.describe(exc)), sent))
+        else:
+            if isinstance(job, Outcome):  # only of a barrier, so nothing is under way
+                self._settle(request, job)
+                return
+            request.job = job
+            task = asyncio.create_task(self._execute(request, job, after, sent))
+        task.add_done_callback(lambda _: self._wake.set())
+        self._flights.append(_Flight(request, task, sent))
+
+    async def _job(self, request: QueuedRequest) -> Job | Outcome:
+        operation = request.operation
+        assert operation is not None
+        if request.spilled:
+            row = await self.means.store.call(self.means.store.journal.get, request.request_id)
+            if row is None or row.body is None:
+                raise InvalidInputError(f"the body of {request.request_id} left the journal")
+            request.body, request.spilled = row.body, False
+        if request.asked is None:
+            size = len(request.body)
+            request.asked = await off_loop(size, operation.unpack, request.body, self.model)
+        return await operation.job(request.asked, self._turn(request))
+
+    def _turn(self, request: QueuedRequest) -> Turn:
+        return Turn(
+            model=self.model,
+            project_id=self._project_id,
+            request_id=request.request_id,
+            job_id=f"{request.request_id}#{self._num_launched}",
+        )
+
+    async def _execute(
+        self,
+        request: QueuedRequest,
+        job: Job,
+        after: asyncio.Future[None] | None,
+        sent: asyncio.Future[None],
+    ) -> Result:
+        try:
+            if after is not None:  # gates are fair between users, but never within one lane
+                await asyncio.shield(after)
+            async with self.place.training.place(self.model.user_id, max(1, request.size_bytes)):
+                answer = self.place.worker.post(
+                    job, partial(_note, request), generation=self._state.generation
+                )
+                sent.set_result(None)
+                request.started_at = time.time()
+                return await answer
+        finally:
+            if not sent.done():
+                sent.set_result(None)
+
+    # ------------------------------------------------------------------------ ends
+
+    async def _publish_head(self) -> None:
+        flight = self._flights[0]
+        while not flight.task.done():
+            self._wake.clear()
+            await self._fill()
+            if not flight.task.done():
+                await self._wake.wait()
+        request = flight.request
+        try:
+            result = flight.task.result()
+        except WorkerLostError:
+            raise
+        except InvalidInputError as exc:
+            if request.mode == "replay":
+                self._lose_state(f"{request.request_id} ran before and is refused now: {exc}")
+            self._flights.popleft()
+            self._settle(request, Outcome(error=str(exc), category="user"))
+        except EngineError as exc:
+            await self._distrust(request, exc)
+        else:
+            await self._conclude(request, result)
+
+    async def _conclude(self, request: QueuedRequest, result: Result) -> None:
+        operation, job = request.operation, request.job
+        assert operation is not None
+        assert job is not None
+        compute_s = time.time() - request.started_at
+        if request.mode == "replay":
+            self._flights.popleft()
+            self._retire(request)
+            self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
+            return
+        try:
+            concluded = await operation.conclude(request.asked, self._turn(request), job, result)
+        except InvalidInputError as exc:
+            concluded = Conclusion(outcome=Outcome(error=str(exc), category="user"))
+        except Exception as exc:  # the job ran, but what it made cannot be kept
+            logger.exception("%s cannot be ended", request.request_id)
+            await self._distrust(request, EngineError(disk.describe(exc)))
+            return
+        self._flights.popleft()
+        self.model = concluded.model or self.model
+        if concluded.outcome.ok:
+            self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
+            self._snapshot_due |= operation.is_snapshot_forced
+        if self._snapshot_due and request.is_barrier:
+            # Before anybody knows of it: what the request depended on may go as soon as they do.
+            results = self.means.results
+            results.record(request.request_id, concluded.outcome, request.started_at)
+            self._applied_seq = request.seq_id
+            self._snapshot_due = False
+            await self._state.snapshot(request.seq_id)
+        self._settle(request, concluded.outcome, concluded.usage)
+
+    def _settle(
+        self, request: QueuedRequest, outcome: Outcome, usage: tuple[UsageCount, ...] = ()
+    ) -> None:
+        """Publish an outcome and move on to the next number."""
+        self._retire(request)
+        if request.mode != "run":
+            return
+        self._num_lost_replays = 0
+        if request.seq_id == 0 and not outcome.ok:
+            self._broken = self._never_created(outcome.error)
+        self._tell(request, outcome, usage)
+
+    def _tell(
+        self, request: QueuedRequest, outcome: Outcome, usage: tuple[UsageCount, ...] = ()
+    ) -> None:
+        self._clean_up(request, ok=outcome.ok)
+        self._held_bytes -= request.held_bytes
+        request.let_go()
+        assert request.promise is not None
+        self.means.results.settle(request.promise, outcome, request.started_at, usage)
+
+    def _clean_up(self, request: QueuedRequest, *, ok: bool) -> None:
+        if request.operation is not None and request.job is not None:
+            request.operation.cleanup(request.job, ok=ok)
+            request.job = None
+
+    def _retire(self, request: QueuedRequest) -> None:
+        self._requests.pop(request.seq_id, None)
+        self._held_bytes -= request.held_bytes
+        request.held_bytes = 0
+        self._next_seq = request.through_seq + 1
+        self._applied_seq = max(self._applied_seq, request.through_seq)
+
+    # ------------------------------------------------------------------------ what goes wrong
+
+    async def _distrust(self, request: QueuedRequest, exc: EngineError) -> None:
+        """The engine failed in the middle: the request failed, and state it changed is restored."""
+        self._flights.popleft()
+        error = disk.trouble(exc) or str(exc)
+        self._settle(request, Outcome(error=error, category="server"))
+        self._count_lost_replay(request, error)
+        if request.operation is not None and request.operation.changes_state:
+            self._state.distrust()
+            await self._take_back(blame=False)
+
+    async def _take_back(self, *, blame: bool) -> None:
+        """Give up everything sent and not published; it will be sent again."""
+        flights = list(self._flights)
+        await self._land_all()
+        for flight in flights:
+            request = flight.request
+            # A job that ended well before the worker died is not what killed it.
+            if blame and request.started_at and not _ended_well(flight.task):
+                request.attempts += 1
+                self._count_lost_replay(request, "the worker died")
+            self._clean_up(request, ok=False)
+            request.started_at, request.progress = 0.0, ""
+            if request.attempts >= MAX_ATTEMPTS:
+                self._blame(request)
+
+    def _count_lost_replay(self, request: QueuedRequest, reason: str) -> None:
+        """A replay starts afresh each time, so its failures are counted here."""
+        if request.mode == "replay":
+            self._num_lost_replays += 1
+            if self._num_lost_replays >= MAX_ATTEMPTS:
+                self._lose_state(reason)
+
+    def _lose_state(self, reason: str) -> None:
+        logger.error("the state of %s is lost: %s", self.model.model_id, reason)
+        error = f"The state of {self.model.model_id} could not be restored: {reason}"
+        self._broken = Outcome(error=error, category="server")
+
+    def _never_created(self, reason: str) -> Outcome:
+        error = f"{self.model.model_id} was never created: {reason}"
+        return Outcome(error=error, category="user")
+
+    def _blame(self, request: QueuedRequest) -> None:
+        times = request.attempts
+        message = f"The worker died {times} times while it ran this request; it was given up."
+        logger.error("%s: %s", request.request_id, message)
+        if request.mode == "run":
+            self._tell(request, Outcome(error=message, category="server"))
+        request.mode = "skip"
+
+    async def _land_all(self) -> None:
+        flights, self._flights = list(self._flights), deque()
+        for flight in flights:
+            flight.task.cancel()
+        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+
+    def _fail_all(self, outcome: Outcome) -> None:
+        for request in [self._requests[seq_id] for seq_id in sorted(self._requests)]:
+            self._settle(request, outcome)
+
+    # ------------------------------------------------------------------------ gaps
+
+    def _watch_gap(self) -> None:
+        waits = bool(self._requests) and self._next_seq not in self._requests
+        has_gap = waits and self._task is None
+        if not has_gap and self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
+        elif has_gap and self._gap_timer is None:
+            loop = asyncio.get_running_loop()
+            self._gap_timer = loop.call_later(self.means.gap_limit_s, self._fail_gap)
+
+    def _fail_gap(self) -> None:
+        self._gap_timer = None
+        if not self._requests or self._next_seq in self._requests:
+            return
+        # Never listed: a gap may be of any length.
+        missing = range(self._next_seq, min(self._requests))
+        shown = ", ".join(str(n) for n in missing[:5]) + (", ..." if len(missing) > 5 else "")
+        self._fail_all(
+            Outcome(
+                error=f"seq_id {shown} of {self.model.model_id} did not arrive within "
+                f"{self.means.gap_limit_s:g} s, so the requests after it were not run. "
+                "Number requests without gaps, and send this one again under a new number.",
+                category="user",
+            )
+        )
+
+
+async def _refuse(exc: InvalidInputError | EngineError, sent: asyncio.Future[None]) -> Result:
+    sent.set_result(None)
+    raise exc
+
+
+def _note(request: QueuedRequest, event: Event) -> None:
+    if isinstance(event, Progress):
+        if event.text != request.progress:
+            logger.info("%s: %s", request.request_id, event.text)
+        request.progress = event.text
+
+
+def _ended_well(task: asyncio.Task[Result]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -1,0 +1,301 @@
+"""One model's state: in the worker's memory, and on disk where it can be rebuilt from.
+
+State is a snapshot plus the journal since: `restore` loads the one into the worker and gives the
+other to the lane, where it runs again in order, for its effect only. A snapshot bounds how much
+there is to replay: it is made every so many state-changing requests or seconds of compute, and
+always after a checkpoint was loaded, because that checkpoint may be deleted later. Parking is a
+snapshot followed by letting go of the memory; coming back is the same restore.
+
+Nobody waits for an ordinary snapshot: the lane posts the job and goes on, because the worker runs
+the jobs of a model in the order they are posted. A task waits until the folder is on disk, makes it
+the snapshot to start from and only then drops the bodies it replaces; dying before that costs a
+longer replay. A model has one snapshot under way at a time, and whatever reads or removes snapshots
+waits for it first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinkex.engine.jobs import (
+    AdapterResult,
+    DropAdapterJob,
+    Job,
+    LoadAdapterJob,
+    Result,
+    SaveAdapterJob,
+)
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.decode import MAX_SEQ_ID
+from tinkex.server.files import disk
+from tinkex.server.files.folders import DataFolder
+from tinkex.server.operations.operation import Operation
+from tinkex.server.work.write_behind import RETRY_S, WriteBehind
+from tinkex.server.workers.processes import ProcessWorker
+from tinkex.store import JournalRow, Snapshot, Store
+
+logger = logging.getLogger(__name__)
+MAX_REPLAY_BYTES = 128_000_000
+"""Bodies between two snapshots; a replay holds them all in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotFiles:
+    """Where the snapshots of all models are, and how often they are made."""
+
+    store: Store
+    ends: WriteBehind
+    folders: DataFolder
+    every_requests: int
+    every_s: float
+
+    def folder_of(self, model_id: str) -> Path:
+        return self.folders.root / "state" / model_id.replace(":", "-")
+
+    async def forget(self, model_id: str) -> None:
+        """Remove what a model could be restored from: its snapshot and the bodies since."""
+        models = self.store.models
+        snapshot = await self.store.call(models.get_snapshot, model_id)
+        await self.store.call(models.drop_snapshot, model_id)
+        self.store.journal.release_bodies(model_id, MAX_SEQ_ID)
+        ended = snapshot.folder if snapshot else ""
+        await asyncio.to_thread(self.clear, self.folder_of(model_id), ended)
+
+    def clear(self, folder: Path, ended: str, kept: Path | None = None) -> None:
+        """Remove the snapshot that the database let go of; set aside what it does not know.
+
+        The note of `ended` stays until the sweeper finds it gone. A crash leaves snapshots half
+        adopted; an older database does not know those that were made after it.
+        """
+        if ended:
+            self.folders.remove(ended)
+        for other in folder.iterdir() if folder.is_dir() else ():
+            if other != kept:
+                self.folders.quarantine(other)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # it was the last
+
+
+@dataclass(slots=True)
+class _Since:
+    """What a replay would run again, counted from the last snapshot."""
+
+    num_requests: int = 0
+    compute_s: float = 0.0
+    size_bytes: int = 0
+
+
+class ModelState:
+    def __init__(
+        self, model_id: str, base_model: str, worker: ProcessWorker, files: SnapshotFiles
+    ) -> None:
+        self.generation = -1
+        """The worker's generation that holds the state; -1: none does, or it is not trusted."""
+        self.is_restoring = False
+        self.obstacle = ""
+        """What keeps the state from being restored, for a person."""
+        self.loss = ""
+        """Why it cannot be restored at all."""
+        self._model_id = model_id
+        self._base_model = base_model
+        self._worker = worker
+        self._files = files
+        self._store = files.store
+        self._since = _Since()
+        self._under_way: asyncio.Task[None] | None = None
+
+    @property
+    def is_here(self) -> bool:
+        return self.generation == self._worker.generation and self._worker.is_ready
+
+    def distrust(self) -> None:
+        """Something failed in the middle: what the worker holds must not be used again."""
+        self.generation = -1
+
+    # ------------------------------------------------------------------------ restoring
+
+    async def journaled(self) -> tuple[int, list[JournalRow]]:
+        """The number of the snapshot to start from (-1: none), and the requests after it."""
+        snapshot = await self._store.call(self._store.models.get_snapshot, self._model_id)
+        start = snapshot.seq_id if snapshot else -1
+        return start, await self._store.call(self._store.journal.since, self._model_id, start)
+
+    async def restore(self) -> tuple[int, list[JournalRow]]:
+        """Bring the worker's memory to the last snapshot; gives `journaled`.
+
+        Raises:
+            WorkerLostError: The worker died meanwhile.
+        """
+        await self._worker.wait_ready()
+        self.is_restoring = True
+        try:
+            await self.snapshot_ended()
+            await self._ends_written()
+            start, rows = await self.journaled()
+            generation = self._worker.generation
+            await self._load(generation)
+            self.generation = generation
+            self._since = _Since()
+            return start, rows
+        finally:
+            self.is_restoring, self.obstacle = False, ""
+
+    async def _load(self, generation: int) -> None:
+        snapshot = await self._store.call(self._store.models.get_snapshot, self._model_id)
+        try:
+            await self._run(self._drop_job(), generation)
+            if snapshot is not None:
+                await self._run(self._load_job(snapshot), generation)
+        except WorkerLostError:
+            raise
+        except (InvalidInputError, EngineError) as exc:
+            logger.exception("cannot restore %s", self._model_id)
+            self.loss = str(exc)
+            await self._store.call(self._store.models.mark, self._model_id, corrupted=True)
+
+    async def _ends_written(self) -> None:
+        """Wait until the journal knows how every request ended, because a replay goes by that."""
+        while True:
+            self._files.ends.flush()
+            try:
+                await self._store.call(self._store.flush)
+            except Exception as exc:
+                if not disk.may_pass(exc):
+                    raise
+                self.obstacle = disk.describe(exc)
+            else:
+                if not self._files.ends.is_behind:
+                    return
+                self.obstacle = "the end of earlier requests cannot be written to the journal"
+            logger.warning("%s waits to be restored: %s", self._model_id, self.obstacle)
+            await asyncio.sleep(RETRY_S)
+
+    # ------------------------------------------------------------------------ snapshots
+
+    def note(self, operation: Operation[Any], compute_s: float, size_bytes: int) -> bool:
+        """Count a request that ended well; True when a snapshot is due."""
+        if not operation.changes_state:
+            return False
+        since = self._since
+        since.num_requests += 1
+        since.compute_s += compute_s
+        since.size_bytes += size_bytes
+        share = max(
+            since.num_requests / self._files.every_requests,
+            since.compute_s / self._files.every_s,
+            since.size_bytes / MAX_REPLAY_BYTES,
+        )
+        # After a step there are no gradients to save; wait for one, but not for ever.
+        return share >= 2 or (share >= 1 and operation.clears_gradients)
+
+    async def snapshot(self, seq_id: int) -> None:
+        """Save the state, which is the one after `seq_id`, and wait until that is durable."""
+        await self.begin_snapshot(seq_id)
+        if self._under_way is not None:
+            await self._under_way
+
+    async def begin_snapshot(self, seq_id: int) -> None:
+        """Have it saved while the lane goes on. Called with no request under way."""
+        await self.snapshot_ended()
+        folder = self._files.folder_of(self._model_id) / f"{seq_id}-{secrets.token_hex(4)}"
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        job = SaveAdapterJob(
+            job_id=f"snapshot-{secrets.token_hex(8)}",
+            adapter_id=self._model_id,
+            folder=str(folder),
+            with_optimizer=True,
+            with_gradients=True,
+        )
+        self._since = _Since()
+        saved = self._worker.post(job, generation=self.generation)
+        self._under_way = asyncio.create_task(self._finish(seq_id, folder, saved))
+        self._under_way.add_done_callback(self._note_end)
+
+    async def snapshot_ended(self) -> None:
+        """Wait for the snapshot under way, however it ends."""
+        if self._under_way is not None:
+            await asyncio.wait({self._under_way})
+
+    async def give_up_snapshot(self) -> None:
+        """End the one under way; the journal holds what it would have saved."""
+        if self._under_way is not None:
+            self._under_way.cancel()
+            await self.snapshot_ended()
+
+    async def _finish(self, seq_id: int, folder: Path, saved: asyncio.Future[Result]) -> None:
+        try:
+            await saved
+            await self._adopt(seq_id, folder)
+        except WorkerLostError:
+            raise
+        except Exception:  # no room on the disk, or in the database
+            logger.exception("%s: no snapshot; the journal is kept instead", self._model_id)
+
+    async def _adopt(self, seq_id: int, folder: Path) -> None:
+        if self._files.ends.is_behind:
+            raise OSError("the journal does not know yet how earlier requests ended")
+        self._files.ends.flush()  # a request before the snapshot must have its end in the journal
+        snapshot = Snapshot(
+            model_id=self._model_id,
+            seq_id=seq_id,
+            folder=self._files.folders.name(folder),
+            created_at=time.time(),
+        )
+        before = await self._store.call(self._store.models.save_snapshot, snapshot)
+        # Only now: until this row is durable a restart replays from the snapshot before.
+        self._store.journal.release_bodies(self._model_id, seq_id, before.seq_id if before else -1)
+        ended = before.folder if before else ""
+        await asyncio.to_thread(self._files.clear, folder.parent, ended, folder)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if self._under_way is task:
+            self._under_way = None
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, WorkerLostError):
+            logger.error(
+                "%s: no snapshot; the journal is kept instead", self._model_id, exc_info=error
+            )
+
+    # ------------------------------------------------------------------------ letting go
+
+    async def park(self, seq_id: int, *, keep: bool) -> None:
+        """Free the memory, the state saved first when there is something new to `keep`."""
+        await self.snapshot_ended()
+        if self.is_here:
+            with contextlib.suppress(WorkerLostError):
+                if self._since.num_requests and keep:
+                    await self.snapshot(seq_id)
+                await self._run(self._drop_job(), self.generation)
+            logger.info("%s is parked", self._model_id)
+        self.generation = -1
+
+    async def discard(self) -> None:
+        """Forget the state for good, snapshot included."""
+        await self.snapshot_ended()
+        if self.is_here:
+            await self._run(self._drop_job(), self.generation)
+        self.generation = -1
+        await self._files.forget(self._model_id)
+
+    def _drop_job(self) -> DropAdapterJob:
+        return DropAdapterJob(job_id=f"drop-{secrets.token_hex(8)}", adapter_id=self._model_id)
+
+    def _load_job(self, snapshot: Snapshot) -> LoadAdapterJob:
+        return LoadAdapterJob(
+            job_id=f"restore-{secrets.token_hex(8)}",
+            adapter_id=self._model_id,
+            base_model=self._base_model,
+            folder=str(self._files.folders.path(snapshot.folder)),
+            with_optimizer=True,
+        )
+
+    async def _run(self, job: Job, generation: int) -> None:
+        result = await self._worker.post(job, generation=generation)
+        assert isinstance(result, AdapterResult)

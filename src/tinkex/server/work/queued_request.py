@@ -1,0 +1,51 @@
+"""One numbered request of a model, from its acceptance to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tinkex.engine.jobs import Job
+from tinkex.server.operations.operation import Operation
+from tinkex.server.work.futures import Promise
+
+Mode = Literal["run", "replay", "skip"]
+
+
+@dataclass(slots=True, eq=False)
+class QueuedRequest:
+    """One numbered request of a model, from its acceptance to its end."""
+
+    seq_id: int
+    operation: Operation[Any] | None = None
+    """None: only the number counts."""
+    request_id: str = ""
+    body: bytes = b""
+    promise: Promise | None = None
+    mode: Mode = "run"
+    """`replay`: run for its effect on the state only. `skip`: only its number counts."""
+    asked: Any = None
+    """What the operation's `check` gave on arrival; None: `unpack` gives it again."""
+    job: Job | None = None
+    """The job under way."""
+    attempts: int = 0
+    spilled: bool = False
+    """The body is in the journal only, because too many wait; it is read back for its turn."""
+    size_bytes: int = 0
+    held_bytes: int = 0
+    started_at: float = 0.0
+    progress: str = ""
+    through_seq: int = -1
+    """The last number it stands for: one `skip` covers a whole range. -1: its own only."""
+
+    def __post_init__(self) -> None:
+        self.through_seq = max(self.through_seq, self.seq_id)
+        self.size_bytes = self.held_bytes = len(self.body)
+
+    @property
+    def is_barrier(self) -> bool:
+        return self.operation is None or self.operation.is_barrier
+
+    def let_go(self) -> None:
+        """Keep nothing but the number and what is needed to read the rest back."""
+        self.body, self.asked, self.job, self.held_bytes = b"", None, None, 0
