@@ -127,8 +127,11 @@ def test_a_cancelled_trial_frees_its_place() -> None:
     breaker.failed()
     now[0] = 1.0
     breaker.before_call()
+    with pytest.raises(CircuitOpenError):
+        breaker.before_call()  # one trial at a time
     breaker.gave_no_answer()
     breaker.before_call()
+    assert breaker.state is BreakerState.HALF_OPEN
 
 
 def test_a_senseless_breaker_is_refused() -> None:

@@ -218,4 +218,6 @@ def test_terms_side_by_side_never_stop_each_other():
     specs = [RegularizerSpec(last, 0.1, name=name) for name in ("a", "b")]
     for _ in range(3000):
         leaves = [torch.randn(5, requires_grad=True) for _ in range(4)]
-        Pipeline(base, specs).compute([None] * 4, leaves)
+        total, _ = Pipeline(base, specs).compute([None] * 4, leaves)
+        expected = -sum(x.sum() + 0.2 * x[-1] for x in leaves)
+        torch.testing.assert_close(total, expected)

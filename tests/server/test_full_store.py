@@ -29,7 +29,9 @@ def test_a_store_without_room_still_closes(tmp_path: Path) -> None:
         UsageCount(kind="training", count=1, user_id=f"{n}" + "x" * 300) for n in range(300)
     )
     store.close()
-    Store.in_folder(tmp_path).close()
+    again = Store.in_folder(tmp_path)
+    assert count_tokens(again, "0" + "x" * 300) == 0, "what found no room is not half there"
+    again.close()
 
 
 def test_token_counts_wait_for_room(tmp_path: Path) -> None:
