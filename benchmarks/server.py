@@ -36,7 +36,7 @@ from raw_http import Connection  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from test_load import run_load  # noqa: E402
 from venvs import sdk_python  # noqa: E402
-from wire_client import train_body  # noqa: E402
+from wire_client import model_body, train_body  # noqa: E402
 
 PROTO = "application/x-protobuf"
 NUM_CLIENTS = 8
@@ -263,9 +263,7 @@ class Clients:
 
 async def _new_model(connection: Connection) -> str:
     session = (await connection.ok("create_session", {"sdk_version": "bench"}))["session_id"]
-    body = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
-    body["lora_config"] = {"rank": 4, "seed": 1}
-    await connection.settled(await connection.ok("create_model", body))
+    await connection.settled(await connection.ok("create_model", model_body(session)))
     return f"{session}:train:0"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import store_rows as rows
 from fastapi import FastAPI
+from wire_client import Caller
 
 from tinkex.server import problems, rest
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, folder_size
@@ -18,7 +19,7 @@ KEYS = ("tml-ann=ann", "tml-bob=bob")
 
 
 @dataclass
-class World:
+class World(Caller):
     """Two users, Ann with a session and a run, and Bob with nothing."""
 
     app: FastAPI
@@ -46,26 +47,6 @@ class World:
         )
         await self.shelf.register(made)
         return made
-
-    async def call(
-        self, method: str, path: str, status: int, *, key: str = "tml-ann", **request: Any
-    ) -> Any:
-        """Make a call and check its status; gives the JSON body, if there is one."""
-        headers = {"x-api-key": key, **request.pop("headers", {})}
-        answer = await self.http.request(method, f"/api/v1{path}", headers=headers, **request)
-        assert answer.status_code == status, answer.text
-        if status >= 400:
-            check_error(answer)
-        return answer.json() if answer.content else None
-
-
-def check_error(answer: httpx.Response) -> None:
-    """The one error shape: never empty, never of unknown length (contract 1.6)."""
-    assert int(answer.headers["content-length"]) == len(answer.content) > 0
-    body = answer.json()
-    assert isinstance(body["detail"], str)
-    assert body["detail"]
-    assert body["category"] == ("user" if answer.status_code < 500 else "server")
 
 
 class open_world:

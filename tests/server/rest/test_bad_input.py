@@ -14,9 +14,10 @@ import schemathesis
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
-from rest_world import KEYS, World, check_error, open_world
+from rest_world import KEYS, World, open_world
 from schemathesis import Case, GenerationMode
 from store_rows import model, session
+from wire_client import check_error
 from wrong_values import wrong_versions
 
 MANY = 60
