@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import report
 
+from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
@@ -123,7 +124,7 @@ def our_step(trainer: Trainer, batches: list[tuple[jobs.TrainDatum, ...]]) -> No
         if isinstance(result, Exception):
             raise result
     for job in todo:
-        params = jobs.AdamParams(learning_rate=1e-5)
+        params = AdamParams(learning_rate=1e-5)
         trainer.optim(jobs.OptimJob(job_id="", adapter_id=job.adapter_id, params=params))
 
 
@@ -179,7 +180,7 @@ def tenant_seconds(num: int) -> tuple[float, float]:
                 job_id="", adapter_id=f"a{number}", data=data, loss_fn="cross_entropy"
             )
             trainer.train([job])
-            params = jobs.AdamParams(learning_rate=1e-5)
+            params = AdamParams(learning_rate=1e-5)
             trainer.optim(jobs.OptimJob(job_id="", adapter_id=f"a{number}", params=params))
 
     return seconds(lambda: our_step(trainer, [data] * num), 5), seconds(one_by_one, 3)

@@ -108,6 +108,7 @@ def measure_compute() -> float:
     """Seconds the toy engine itself takes for the same two jobs."""
     import numpy as np
 
+    from tinkex.contract.optimizers import AdamParams
     from tinkex.engine import jobs
     from tinkex.engine.toy.engine import ToyEngine
 
@@ -132,7 +133,7 @@ def measure_compute() -> float:
         run(
             jobs.TrainJob(job_id=f"t{step}", adapter_id="a", data=(datum,), loss_fn="cross_entropy")
         )
-        run(jobs.OptimJob(job_id=f"o{step}", adapter_id="a", params=jobs.AdamParams()))
+        run(jobs.OptimJob(job_id=f"o{step}", adapter_id="a", params=AdamParams()))
         times.append(time.perf_counter() - started)
     engine.close()
     return statistics.median(times)

@@ -25,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import report
 
+from tinkex.contract.optimizers import AdamParams
 from tinkex.engine.jobs import (
-    AdamParams,
     CreateAdapterJob,
     LoraSpec,
     OptimJob,

@@ -120,12 +120,12 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: sampling().sample([1], 1, PARAMS), "prompt: expected a ModelInput, got list"),
     (
         lambda: sampling().sample(PROMPT, 0, PARAMS),
-        "num_samples: must be a whole number of at least 1",
+        "num_samples: must be at least 1 and at most 4096, got 0",
     ),
     (lambda: sampling().sample(PROMPT, 1, None), "sampling_params: expected SamplingParams"),
     (
         lambda: sampling().sample(PROMPT, 1, PARAMS, prompt_logprobs_last_n=2),
-        "needs include_prompt_logprobs",
+        "include_prompt_logprobs in the SDK",
     ),
     (lambda: SamplingClient.create(holder()), "give model_path or base_model"),
     (lambda: SamplingClient.create(holder(), model_path="/tmp/x"), "starts with tinker://"),

@@ -17,7 +17,7 @@ ALLOWED = {
     "huggingface_hub",
     "triton",
 }
-OURS = ("tinkex.engine", "tinkex.errors")
+OURS = ("tinkex.engine", "tinkex.errors", "tinkex.contract")
 
 
 def imports(path: Path) -> set[str]:

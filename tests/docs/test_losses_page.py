@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkex.engine.train.losses import LOSSES, loss_values
+from tinkex.contract.losses import LOSSES, read_settings
+from tinkex.engine.train.losses import loss_values
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 INPUTS = {
@@ -35,8 +36,8 @@ def test_every_loss_of_the_table_has_a_worked_example():
 def test_the_numbers_are_those_of_the_engine(name):
     loss = LOSSES[name]
     logp = torch.tensor([-1.0, -0.5, -2.0], dtype=torch.float64, requires_grad=True)
-    inputs = {key: value for key, value in INPUTS.items() if key in loss.needs}
-    values = loss_values(loss, logp, inputs, dict(loss.settings))
+    inputs = {key: value for key, value in INPUTS.items() if key in {i.name for i in loss.needs}}
+    values = loss_values(loss, logp, inputs, read_settings(loss, {}))
     (gradient,) = torch.autograd.grad(values.sum(), logp)
     shown, total, slope = rows()[name]
     assert shown == pytest.approx(values.tolist(), abs=5e-5)

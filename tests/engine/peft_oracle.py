@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tinkex.contract.losses import find_loss, read_settings
 from tinkex.engine.jobs import SaveAdapterJob
-from tinkex.engine.train.losses import check_settings, find_loss, loss_values
+from tinkex.engine.train.losses import loss_values
 
 
 def exact_norms(model: Any) -> Any:
@@ -56,7 +57,7 @@ def truth(model, data, loss_fn: str, **settings):
         inputs = {
             k: torch.as_tensor(v).double() for k, v in datum.inputs.items() if k != "target_tokens"
         }
-        values = loss_values(loss, logp, inputs, check_settings(loss_fn, loss, settings))
+        values = loss_values(loss, logp, inputs, read_settings(loss, settings))
         total = total + values.sum()
         logprobs.append(logp.detach())
     model.zero_grad()

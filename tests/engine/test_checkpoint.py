@@ -11,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tinkex.contract.optimizers import AdamParams, MuonParams
 from tinkex.engine import checkpoint
 from tinkex.engine.jobs import (
-    AdamParams,
     CreateAdapterJob,
     LoadAdapterJob,
     LoraSpec,
-    MuonParams,
     OptimJob,
     SaveAdapterJob,
     TrainDatum,

@@ -369,7 +369,7 @@ losses = []
 for step in range(6):
     train = jobs.TrainJob(job_id="t", adapter_id="a", data=data, loss_fn="cross_entropy")
     losses.append(run(train).metrics["loss:sum"])
-    run(jobs.OptimJob(job_id="o", adapter_id="a", params=jobs.AdamParams(learning_rate=5e-3)))
+    run(jobs.OptimJob(job_id="o", adapter_id="a", params=AdamParams(learning_rate=5e-3)))
 run(jobs.SaveAdapterJob(job_id="s", adapter_id="a", folder=out, for_sampling=True))
 sample = jobs.SampleJob(
     job_id="g", base_model=model, adapter_folder=out, prompt=rows[0][:20], num_samples=3,
@@ -387,7 +387,7 @@ run(jobs.LoadAdapterJob(
 ))
 ends = []
 for name in "ab":
-    run(jobs.OptimJob(job_id="o", adapter_id=name, params=jobs.AdamParams(learning_rate=5e-3)))
+    run(jobs.OptimJob(job_id="o", adapter_id=name, params=AdamParams(learning_rate=5e-3)))
     end = jobs.SaveAdapterJob(job_id="s", adapter_id=name, folder=out + "-" + name)
     run(end)
     ends.append(open(end.folder + "/adapter_model.safetensors", "rb").read())

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import checkpoint, jobs
 from tinkex.engine.engine import EngineConfig, TorchEngine
 from tinkex.engine.sample.sampler import SamplerConfig
@@ -91,7 +92,7 @@ class Client:
         return self.put(jobs.TrainJob, adapter_id=adapter_id, data=data, **fields)
 
     def step(self, adapter_id: str = "a", lr: float = 0.01) -> Ticket:
-        params = jobs.AdamParams(learning_rate=lr)
+        params = AdamParams(learning_rate=lr)
         return self.put(jobs.OptimJob, adapter_id=adapter_id, params=params)
 
     def save(self, folder: Path, adapter_id: str = "a", **fields: Any) -> Ticket:

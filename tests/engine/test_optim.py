@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
-from tinkex.engine.jobs import AdamParams, MuonParams
+from tinkex.contract.optimizers import AdamParams, MuonParams, check_params
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
-from tinkex.engine.train.optim import OptimizerState, apply_step, check_params, orthogonalize
+from tinkex.engine.train.optim import OptimizerState, apply_step
+from tinkex.engine.train.updates import orthogonalize
 from tinkex.errors import InvalidInputError
 
 

@@ -15,7 +15,8 @@ import torch
 from peft_oracle import adapter_parameters, peft_model, truth
 from training import FAMILIES, RL, assert_close, distance, job, make, make_data, named_grads, train
 
-from tinkex.engine.jobs import AdamParams, OptimJob, TrainDatum
+from tinkex.contract.optimizers import AdamParams
+from tinkex.engine.jobs import OptimJob, TrainDatum
 
 LOSSES = ["cross_entropy", *RL, "kl_divergence"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from training import assert_close, job, make, make_data, named_grads, train
 
+from tinkex.contract.optimizers import AdamParams
 from tinkex.engine.jobs import (
-    AdamParams,
     CreateAdapterJob,
     LoraSpec,
     OptimJob,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tinkex.engine import jobs
+from tinkex.contract.sampling import DrawSettings
 from tinkex.engine.sample.rng import sample_key, uniform, uniforms
 from tinkex.engine.sample.sampling_math import Settings, draw, logprobs_of, top_sampled
 from tinkex.engine.toy.model import Row
@@ -18,12 +18,12 @@ from tinkex.engine.toy.sampling import _filtered
 VOCAB = 300
 NUM = 20_000
 SETTINGS = {
-    "plain": (1.0, -1, 1.0),
-    "cold": (0.6, -1, 1.0),
-    "hot": (1.7, -1, 1.0),
-    "top_k": (1.0, 7, 1.0),
-    "top_p": (1.0, -1, 0.8),
-    "all": (0.8, 20, 0.7),
+    "plain": DrawSettings(temperature=1.0, top_k=-1, top_p=1.0),
+    "cold": DrawSettings(temperature=0.6, top_k=-1, top_p=1.0),
+    "hot": DrawSettings(temperature=1.7, top_k=-1, top_p=1.0),
+    "top_k": DrawSettings(temperature=1.0, top_k=7, top_p=1.0),
+    "top_p": DrawSettings(temperature=1.0, top_k=-1, top_p=0.8),
+    "all": DrawSettings(temperature=0.8, top_k=20, top_p=0.7),
 }
 
 
@@ -31,27 +31,17 @@ def logits() -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def expected(setting: tuple[float, int, float]) -> np.ndarray:
+def expected(setting: DrawSettings) -> np.ndarray:
     """Probabilities by the plain numpy version."""
-    temperature, top_k, top_p = setting
     row = Row(VOCAB, dict(enumerate(logits().tolist())))
-    job = jobs.SampleJob(
-        job_id="",
-        base_model="",
-        adapter_folder=None,
-        prompt=np.array([0]),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-    )
-    return np.exp(_filtered(row, job))
+    return np.exp(_filtered(row, setting))
 
 
 def numbers(keys: Iterable[int]) -> torch.Tensor:
     return torch.tensor([uniforms(key, 0) for key in keys], dtype=torch.float64)
 
 
-def drawn(setting: tuple[float, int, float], num: int = NUM) -> tuple[np.ndarray, np.ndarray]:
+def drawn(setting: DrawSettings, num: int = NUM) -> tuple[np.ndarray, np.ndarray]:
     u = numbers(sample_key(7, i) for i in range(num))
     settings = Settings.of([setting] * num, VOCAB)
     tokens, logprobs = draw(logits().repeat(num, 1), settings, u)
@@ -81,7 +71,11 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(name):
 
 def test_rows_of_one_batch_keep_their_own_settings():
     """A row gives the same alone and in a batch with every other setting."""
-    rows = [*SETTINGS.values(), (0.0, -1, 1.0), (0.0, 3, 0.5)] * 20
+    rows = [
+        *SETTINGS.values(),
+        DrawSettings(temperature=0.0, top_k=-1, top_p=1.0),
+        DrawSettings(temperature=0.0, top_k=3, top_p=0.5),
+    ] * 20
     u = numbers(sample_key(3, i) for i in range(len(rows)))
     together, together_lp = draw(logits().repeat(len(rows), 1), Settings.of(rows, VOCAB), u)
     for i, row in enumerate(rows):
@@ -91,7 +85,7 @@ def test_rows_of_one_batch_keep_their_own_settings():
 
 
 def test_greedy_takes_the_best_and_reports_temperature_one():
-    tokens, logprobs = drawn((0.0, 5, 0.3), 2)
+    tokens, logprobs = drawn(DrawSettings(temperature=0.0, top_k=5, top_p=0.3), 2)
     assert tokens.tolist() == [int(logits().argmax())] * 2
     expected_lp = logprobs_of(logits()[None], torch.tensor(tokens[:1]))
     assert logprobs[0] == pytest.approx(expected_lp.item(), abs=1e-6)
@@ -112,7 +106,7 @@ def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
     """A nearly flat row: its nucleus is wider than the short cut."""
     flat = torch.zeros(1, 2000)
     u = numbers(sample_key(1, i) for i in range(4000))
-    settings = Settings.of([(1.0, -1, 0.9)] * 400, 2000)
+    settings = Settings.of([DrawSettings(temperature=1.0, top_k=-1, top_p=0.9)] * 400, 2000)
     seen: set[int] = set()
     for part in u.split(400):
         seen |= set(draw(flat.repeat(400, 1), settings, part)[0].tolist())
@@ -120,8 +114,8 @@ def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
 
 
 def test_top_sampled_lists_the_distribution_and_leaves_filtered_cells_empty():
-    setting = (0.7, 3, 1.0)
-    settings = Settings.of([setting, (1.0, -1, 1.0)], VOCAB)
+    setting = DrawSettings(temperature=0.7, top_k=3, top_p=1.0)
+    settings = Settings.of([setting, DrawSettings(temperature=1.0, top_k=-1, top_p=1.0)], VOCAB)
     scaled = logits().repeat(2, 1)
     draw(scaled, settings, torch.full((2, 3), 0.1))
     ids, values = top_sampled(scaled, settings, 5)
@@ -148,7 +142,7 @@ def test_rounding_changes_hardly_any_token_of_a_large_flat_vocabulary():
     """
     vocab, num = 49_152, 200
     generator = torch.Generator().manual_seed(1)
-    plain = (1.0, -1, 1.0)
+    plain = DrawSettings(temperature=1.0, top_k=-1, top_p=1.0)
     flips = flips_of_one = 0
     for start in range(100):
         row = torch.randn(vocab, generator=generator) * 2

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.toy.cache import PrefixCache
 from tinkex.engine.toy.engine import ToyConfig, ToyEngine
@@ -84,7 +85,7 @@ def train(client: Client, steps: int, adapter_id: str = "a") -> list[float]:
             data=(datum([5, 6, 7, 8, 9]),),
             loss_fn="cross_entropy",
         )
-        client.run(jobs.OptimJob, adapter_id=adapter_id, params=jobs.AdamParams(learning_rate=0.01))
+        client.run(jobs.OptimJob, adapter_id=adapter_id, params=AdamParams(learning_rate=0.01))
         losses.append(result.metrics["loss:sum"])
     return losses
 
@@ -155,7 +156,7 @@ def test_a_recovery_snapshot_keeps_gathered_gradients(client, tmp_path):
         with_optimizer=True,
     )
     norms = [
-        client.run(jobs.OptimJob, adapter_id=name, params=jobs.AdamParams()).metrics
+        client.run(jobs.OptimJob, adapter_id=name, params=AdamParams()).metrics
         for name in ("a", "b")
     ]
     assert norms[0] == norms[1]
@@ -258,7 +259,7 @@ def test_bad_training_input_is_a_user_error_and_changes_nothing(client, change, 
     failed = client.run(jobs.TrainJob, **(good | change))
     assert failed.category == "user"
     assert message in failed.message
-    metrics = client.run(jobs.OptimJob, adapter_id="a", params=jobs.AdamParams()).metrics
+    metrics = client.run(jobs.OptimJob, adapter_id="a", params=AdamParams()).metrics
     assert metrics["grad_norm:mean"] == 0
 
 
@@ -288,7 +289,7 @@ def test_a_traced_loss_trains_like_the_loss_it_spells(client):
     assert traced.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"])
     assert traced.metrics["custom/n:sum"] == pytest.approx(-plain.metrics["loss:sum"])
     norms = [
-        client.run(jobs.OptimJob, adapter_id=name, params=jobs.AdamParams()).metrics
+        client.run(jobs.OptimJob, adapter_id=name, params=AdamParams()).metrics
         for name in ("a", "b")
     ]
     assert norms[0]["grad_norm:mean"] == pytest.approx(norms[1]["grad_norm:mean"])

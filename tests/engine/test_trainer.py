@@ -9,12 +9,11 @@ import pytest
 import torch
 from training import LENGTHS, assert_close, job, make, make_data, named_grads, train
 
+from tinkex.contract.optimizers import AdamParams, MuonParams
 from tinkex.engine.jobs import (
-    AdamParams,
     CreateAdapterJob,
     CustomLoss,
     LoraSpec,
-    MuonParams,
     OptimJob,
     TrainDatum,
     TrainResult,

@@ -215,8 +215,10 @@ def _constrained(arguments: tuple[Any, ...], old: bool) -> st.SearchStrategy[Any
 def limits_of(item: Any) -> dict[str, Any]:
     """The bounds in one piece of an annotation; a pydantic Field has them in pieces of its own."""
     parts = [item, *getattr(item, "metadata", ())]
-    names = ("ge", "gt", "le", "lt", "min_length")
-    return {n: getattr(p, n) for p in parts for n in names if getattr(p, n, None) is not None}
+    words = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}  # of a `Between`
+    names = words | {n: n for n in ("ge", "gt", "le", "lt", "min_length")}
+    found = [(name, getattr(part, word, None)) for part in parts for word, name in names.items()]
+    return {name: limit for name, limit in found if limit is not None}
 
 
 def _simple(annotation: Any, old: bool) -> st.SearchStrategy[Any]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tinkex import types
+from tinkex.contract.losses import CUSTOM, LOSSES, TARGETS, WEIGHTS, LossFnType, read_settings
+from tinkex.contract.optimizers import OPTIMIZERS, read_params
 from tinkex.errors import InvalidInputError
 from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 
@@ -26,28 +28,13 @@ __all__ = [
 ]
 
 
-# Loss -> inputs it cannot do without. The server may know more inputs, never fewer.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "cross_entropy": ("target_tokens",),
-    "importance_sampling": ("target_tokens", "logprobs", "advantages"),
-    "ppo": ("target_tokens", "logprobs", "advantages"),
-    "cispo": ("target_tokens", "logprobs", "advantages"),
-    "dro": ("target_tokens", "logprobs", "advantages"),
-    "gspo": ("target_tokens", "logprobs", "advantages"),
-    "dppo": ("target_tokens", "logprobs", "advantages"),
-    "stable_reinforce": ("target_tokens",),
-    "kl_divergence": ("target_tokens", "logprobs"),
-    "custom": (),
-}
-
-
 def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
-    """The loss as plain text."""
+    """The loss as plain text. Settings unknown here are left to the server, which may know more."""
     name = str(loss_fn) if isinstance(loss_fn, str) else None
-    if name not in _NEEDS:
+    if name not in _LOSS_NAMES:
         raise InvalidInputError(
-            f"unknown loss {loss_fn!r}; known: {', '.join(_NEEDS)}. For a loss of your own use "
-            "forward_backward_custom.",
+            f"unknown loss {loss_fn!r}; known: {', '.join(_LOSS_NAMES)}. For a loss of your own "
+            "use forward_backward_custom.",
             path="loss_fn",
         )
     if config is not None and not isinstance(config, Mapping):
@@ -55,20 +42,30 @@ def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
             f"expected a dict of settings, got {config!r}", path="loss_fn_config"
         )
     for key, value in (config or {}).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise InvalidInputError(
-                f"expected a number or text, got {value!r}", path=f"loss_fn_config.{key}"
-            )
-        if not isinstance(value, str) and not math.isfinite(value):
-            raise InvalidInputError(
-                f"expected a finite number, got {value!r}", path=f"loss_fn_config.{key}"
-            )
-    if name == "custom" and "loss_id" not in (config or {}):
+        _check_sendable(key, value)
+    if name == CUSTOM and "loss_id" not in (config or {}):
         raise InvalidInputError(
             "loss 'custom' needs a loss_id; use forward_backward_custom(data, handle)",
             path="loss_fn_config.loss_id",
         )
+    if (loss := LOSSES.get(name)) is not None and config:
+        known = {setting.name for setting in loss.settings}
+        read_settings(loss, {key: value for key, value in config.items() if key in known})
     return name
+
+
+_LOSS_NAMES = tuple(LossFnType)
+
+
+def _check_sendable(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise InvalidInputError(
+            f"expected a number or text, got {value!r}", path=f"loss_fn_config.{key}"
+        )
+    if not isinstance(value, str) and not math.isfinite(value):
+        raise InvalidInputError(
+            f"expected a finite number, got {value!r}", path=f"loss_fn_config.{key}"
+        )
 
 
 def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
@@ -84,7 +81,7 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
                 f"expected a Datum, got {type(datum).__name__}", path=f"data[{index}]"
             )
         _check_inputs(datum.loss_fn_inputs, loss_fn, f"data[{index}].loss_fn_inputs")
-        if loss_fn != "custom":
+        if loss_fn != CUSTOM:
             _check_lengths(datum, f"data[{index}].loss_fn_inputs")
     return datums
 
@@ -115,18 +112,18 @@ def _is_text(model_input: types.ModelInput) -> bool:
 
 
 def _check_inputs(inputs: Mapping[str, types.TensorData], loss_fn: str, path: str) -> None:
-    missing = [name for name in _NEEDS[loss_fn] if name not in inputs]
-    if missing:
+    if loss_fn == CUSTOM:
+        return
+    needed = [TARGETS.name, *_needed_elsewhere(loss_fn)]
+    if missing := [name for name in needed if name not in inputs]:
         raise InvalidInputError(
             f"loss {loss_fn!r} needs {', '.join(missing)}; given: {', '.join(inputs) or 'nothing'}",
             path=path,
         )
-    if loss_fn == "custom" or "target_tokens" not in inputs:
-        return
-    targets = inputs["target_tokens"]
-    if targets.dtype != "int64":
+    targets = inputs[TARGETS.name]
+    if targets.dtype != TARGETS.dtype:
         raise InvalidInputError("expected int64 token ids", path=f"{path}.target_tokens")
-    for name in _NEEDS[loss_fn][1:]:
+    for name in needed[1:]:
         tensor = inputs[name]
         if not (tensor.is_sparse or targets.is_sparse) and tensor.array.size != targets.array.size:
             raise InvalidInputError(
@@ -136,35 +133,30 @@ def _check_inputs(inputs: Mapping[str, types.TensorData], loss_fn: str, path: st
             )
 
 
+def _needed_elsewhere(loss_fn: str) -> list[str]:
+    """Inputs that every server needs; a hosted one fills in missing weights."""
+    loss = LOSSES.get(loss_fn)
+    return [each.name for each in loss.needs if each is not WEIGHTS] if loss is not None else []
+
+
 def check_optim_params(optim_params: Any, adam_params: Any) -> Any:
-    """The one given; Adam's numbers within their ranges."""
+    """The one given, its numbers within their ranges."""
     if (optim_params is None) == (adam_params is None):
         raise InvalidInputError(
             "give exactly one of optim_params and adam_params", path="optim_params"
         )
     params = adam_params if optim_params is None else optim_params
     if isinstance(params, types.AdamParams):
-        _check_adam(params)
-    elif not isinstance(params, types.OptimParamsBase | Mapping):
+        read_params("adamw", params.model_dump(), "optim_params")
+    elif isinstance(params, types.OptimParamsBase):
+        if params.type in OPTIMIZERS:  # other families are left to the server, which may know them
+            read_params(params.type, params.model_dump(), "optim_params")
+    elif not isinstance(params, Mapping):
         raise InvalidInputError(
             f"expected AdamParams(learning_rate=...) or its like, got {params!r}",
             path="optim_params",
         )
     return params
-
-
-def _check_adam(params: types.AdamParams) -> None:
-    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
-        _need(params, name, lambda value: value >= 0, "at least 0")
-    for name in ("beta1", "beta2"):
-        _need(params, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
-    _need(params, "eps", lambda value: value > 0, "above 0")
-
-
-def _need(params: types.AdamParams, name: str, holds: Any, text: str) -> None:
-    value = getattr(params, name)
-    if not math.isfinite(value) or not holds(value):
-        raise InvalidInputError(f"must be {text}, got {value!r}", path=f"optim_params.{name}")
 
 
 def check_ttl(ttl_seconds: int | None) -> int | None:

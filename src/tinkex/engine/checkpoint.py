@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.contract.optimizers import find_optimizer
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import (
     MAX_RANK,
@@ -35,7 +36,8 @@ from tinkex.engine.lora.adapter import (
     Target,
     build_adapter,
 )
-from tinkex.engine.train.optim import MOMENTS, OptimizerKind, OptimizerState
+from tinkex.engine.train.optim import OptimizerState
+from tinkex.engine.train.updates import UPDATES
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,7 +52,7 @@ class Stored:
 
     adapter: Adapter
     spec: LoraSpec
-    optimizer_kind: OptimizerKind | None
+    optimizer_kind: str | None
     optimizer: OptimizerState | None
     grad: Tensor | None
 
@@ -240,7 +242,9 @@ def read(
     config = _load_json(path / _CONFIG)
     manifest = _read_manifest(path)
     adapter = build_adapter(targets, _read_modules(path, config), device)
-    kind: OptimizerKind | None = manifest.get("optimizer")
+    kind: str | None = manifest.get("optimizer")
+    if kind is not None:
+        find_optimizer(kind, f"{path.name}/{_MANIFEST}")
     optimizer = None
     if with_optimizer:
         if not manifest.get("has_optimizer") or kind is None:
@@ -348,9 +352,9 @@ def _spec(adapter: Adapter, config: Mapping[str, Any], manifest: Mapping[str, An
     )
 
 
-def _read_optimizer(path: Path, adapter: Adapter, kind: OptimizerKind, step: int) -> OptimizerState:
+def _read_optimizer(path: Path, adapter: Adapter, kind: str, step: int) -> OptimizerState:
     stored = _load_tensors(path / _OPTIMIZER)
-    moments = {slot: _unname(adapter, stored, f".{slot}") for slot in MOMENTS[kind]}
+    moments = {slot: _unname(adapter, stored, f".{slot}") for slot in UPDATES[kind].moments}
     return OptimizerState(kind, step, moments)
 
 

@@ -20,6 +20,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.optimizers import OptimizerParams
+from tinkex.contract.sampling import DrawSettings, SampleOptions
+
 Array = NDArray[Any]
 
 
@@ -54,7 +57,8 @@ class CreateAdapterJob:
     adapter_id: str
     base_model: str
     lora: LoraSpec
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: str = "adamw"
+    """A name of `contract.optimizers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,29 +153,10 @@ class TrainResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamParams:
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """0 means no clipping; the norm is measured and reported either way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MuonParams:
-    learning_rate: float
-    momentum: float = 0.95
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimJob:
     job_id: str
     adapter_id: str
-    params: AdamParams | MuonParams
+    params: OptimizerParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,32 +168,19 @@ class OptimResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleJob:
+class SampleJob(SampleOptions, DrawSettings):
+    """Sample from a prompt; how, the declarations say that it inherits."""
+
     job_id: str
     base_model: str
     adapter_folder: str | None
     """An immutable checkpoint folder, or None for the base model itself."""
     prompt: NDArray[np.int64]
-    num_samples: int = 1
-    max_tokens: int | None = None
-    """None: until a stop, at most the context that is left."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_k: int = -1
-    """-1 or 0: off."""
-    top_p: float = 1.0
-    seed: int | None = None
-    """With a seed, sample i depends on (seed, i) only, whatever else is in the batch."""
     stop_tokens: tuple[int, ...] | None = None
     """None and no stop_strings: the model's own end tokens. (): nothing stops but max_tokens."""
     stop_strings: tuple[str, ...] = ()
-    prompt_logprobs: bool = False
-    prompt_logprobs_last_n: int | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
     target_prompt_logprobs: Array | CsrArray | None = None
     """[T-1, K] token ids to score at prompt positions 1..T-1; -1 skips a cell."""
-    prompt_alt_tokens_k: int = 0
     stream: bool = False
     """Emit `Tokens` events while generating."""
 

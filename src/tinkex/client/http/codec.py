@@ -109,14 +109,7 @@ def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> 
     The bytes are equal but for floats that have two spellings: 1e-05 there, 1e-5 here.
     """
     params = fields.params
-    chosen: dict[str, Any] = {
-        "max_tokens": params.max_tokens,
-        "seed": params.seed,
-        "stop": params.stop,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-    }
+    chosen = {name: getattr(params, name) for name in types.SamplingParams.model_fields}
     body: dict[str, Any] = {
         "num_samples": fields.num_samples,
         "prompt": fields.prompt.to_dict(),

@@ -6,11 +6,15 @@ import numpy as np
 
 from tinkex import types
 from tinkex.client.http import codec
+from tinkex.contract.sampling import DrawSettings, read_draw, read_options, read_stop
+from tinkex.contract.settings import settings_of
 from tinkex.errors import APIResponseValidationError, InvalidInputError, WireError
 from tinkex.wire import results
 from tinkex.wire.chunking import model_input_size
 
 __all__ = ["SampleFields"]
+
+_DRAW_NAMES = tuple(setting.name for setting in settings_of(DrawSettings))
 
 
 class SampleFields:
@@ -64,24 +68,22 @@ class SampleFields:
                 "ModelInput.from_ints(tokens).",
                 path="prompt",
             )
-        if (
-            isinstance(self.num_samples, bool)
-            or not isinstance(self.num_samples, int)
-            or self.num_samples < 1
-        ):
-            raise InvalidInputError(
-                f"must be a whole number of at least 1, got {self.num_samples!r}",
-                path="num_samples",
-            )
         if not isinstance(self.params, types.SamplingParams):
             raise InvalidInputError(
                 f"expected SamplingParams, got {type(self.params).__name__}", path="sampling_params"
             )
-        if self.last_n is not None and (self.last_n < 1 or not self.prompt_logprobs):
-            raise InvalidInputError(
-                f"must be at least 1 and needs include_prompt_logprobs=True, got {self.last_n}",
-                path="prompt_logprobs_last_n",
-            )
+        read_draw({name: getattr(self.params, name) for name in _DRAW_NAMES})
+        read_stop(self.params.stop, "sampling_params.stop")
+        read_options(
+            {
+                "num_samples": self.num_samples,
+                "prompt_logprobs": self.prompt_logprobs,
+                "prompt_logprobs_last_n": self.last_n,
+                "topk_prompt_logprobs": self.topk_prompt,
+                "topk_sample_logprobs": self.topk_sample,
+                "prompt_alt_tokens_k": self.alt_k,
+            }
+        )
         self.size_bytes = model_input_size(self.prompt, bytes_per_token=10)
 
     def body(self, sampling_session_id: str, seq_id: int) -> bytes:

@@ -81,8 +81,7 @@ class PromptScores:
 
     def _add_alternatives(self, rows: range, logits_NV: Tensor) -> None:
         job, device = self.job, logits_NV.device
-        setting = (job.temperature, job.top_k, job.top_p)
-        settings = Settings.of([setting] * len(rows), self.vocab_size, device)
+        settings = Settings.of([job] * len(rows), self.vocab_size, device)
         for j in range(job.prompt_alt_tokens_k):
             key = sample_key(self.seed, j, PROMPT_ALT)
             uniform_N3 = send([uniforms(key, row) for row in rows], device, torch.float64)

@@ -82,7 +82,6 @@ class _Request:
     emit: Emit
     max_tokens: int
     stop_ids: frozenset[int]
-    setting: tuple[float, int, float]
     scores: PromptScores | None
     samples: list[_Sample] = field(default_factory=list)
     num_open: int = 0
@@ -225,8 +224,7 @@ class Sampler:
             stop_ids = () if job.stop_strings else config.eos_token_ids
         seed = fresh_seed() if job.seed is None else job.seed
         scores = PromptScores(job, seed, config.vocab_size) if PromptScores.wanted(job) else None
-        setting = (job.temperature, job.top_k, job.top_p)
-        request = _Request(job, adapter, emit, max_tokens, frozenset(stop_ids), setting, scores)
+        request = _Request(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
         prompt = [int(token) for token in job.prompt]
         for index in range(job.num_samples):
             scored = scores is not None and index == 0
@@ -467,7 +465,7 @@ class Sampler:
         """The batch's settings; decoding mostly asks for the same samples as the step before."""
         if self._settings is None or self._settings[0] != samples:
             settings = Settings.of(
-                [sample.request.setting for sample in samples],
+                [sample.request.job for sample in samples],
                 self.decoder.config.vocab_size,
                 self.decoder.device,
             )

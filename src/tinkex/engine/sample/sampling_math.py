@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinkex.contract.sampling import DrawSettings
 from tinkex.engine.transfer import send
 
 EMPTY_LOGPROB = -99999.0
@@ -53,22 +54,23 @@ class Settings:
     @classmethod
     def of(
         cls,
-        rows: Sequence[tuple[float, int, float]],
+        rows: Sequence[DrawSettings],
         vocab_size: int,
         device: torch.device | str = "cpu",
     ) -> Settings:
-        """From (temperature, top_k, top_p) per row; temperature 0 is greedy, top_k < 1 is off."""
-        greedy = [t == 0 for t, _, _ in rows]
-        inverse = [1.0 if t == 0 else 1.0 / t for t, _, _ in rows]
-        top_k = [min(k, vocab_size) if k > 0 else vocab_size for _, k, _ in rows]
+        """Of a batch of jobs, one per row."""
+        greedy = [row.temperature == 0 for row in rows]
+        # A temperature below what fp32 can divide by is as good as the smallest it can.
+        inverse = [1.0 if t == 0 else min(1.0 / t, 1e30) for t in (r.temperature for r in rows)]
+        top_k = [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in rows]
         active = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
-        filtered = any(top_k[i] < vocab_size or rows[i][2] < 1 for i in active)
+        filtered = any(top_k[i] < vocab_size or rows[i].top_p < 1 for i in active)
         widest = max((top_k[i] for i in active), default=0)
         return cls(
             greedy_N=send(greedy, device),
             inverse_temperature_N1=send(inverse, device)[:, None],
             top_k_N=send(top_k, device),
-            top_p_N=send([p for _, _, p in rows], device),
+            top_p_N=send([row.top_p for row in rows], device),
             any_greedy=any(greedy),
             any_scaled=any(x != 1.0 for x in inverse),
             max_top_k=widest if widest < vocab_size else 0,

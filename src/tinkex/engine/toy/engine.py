@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
+from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
 from tinkex.engine.toy.cache import PrefixCache, Recent
 from tinkex.engine.toy.data import check_tokens, prepare
@@ -224,7 +225,7 @@ class ToyEngine:
             case jobs.TrainJob():
                 return self._train(job)
             case jobs.OptimJob():
-                metrics = self._adapter(job.adapter_id).optim_step(_checked(job.params))
+                metrics = self._adapter(job.adapter_id).optim_step(job.params)
                 return jobs.OptimResult(metrics=metrics)
             case jobs.SampleJob():
                 return self._sample(job, emit)
@@ -353,6 +354,7 @@ class ToyEngine:
 
     def _sample(self, job: jobs.SampleJob, emit: Emit) -> jobs.SampleResult:
         vocab_size, context = self.config.vocab_size, self.config.max_context_length
+        check_sample_job(job, vocab_size)
         check_tokens(job.prompt, "prompt", vocab_size, context)
         room = context - len(job.prompt)
         max_tokens = room if job.max_tokens is None else job.max_tokens
@@ -422,14 +424,6 @@ def _tell(emit: Emit, event: jobs.Event) -> None:
 
 def _failed(job_id: str, message: str, category: Literal["user", "server"]) -> jobs.Failed:
     return jobs.Failed(job_id=job_id, message=message, category=category)
-
-
-def _checked(params: jobs.AdamParams | jobs.MuonParams) -> jobs.AdamParams | jobs.MuonParams:
-    if not (np.isfinite(params.learning_rate) and params.learning_rate >= 0):
-        raise InvalidInputError(
-            f"must be finite and not negative, got {params.learning_rate}", path="learning_rate"
-        )
-    return params
 
 
 @dataclass(frozen=True, slots=True)

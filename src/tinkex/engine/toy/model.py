@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkex.engine.jobs import AdamParams, LoraSpec, MuonParams
+from tinkex.contract.optimizers import OptimizerParams, check_params
+from tinkex.engine.jobs import LoraSpec
+from tinkex.engine.train.updates import UPDATES
 
 GAIN = 100.0
 """Logits per unit of parameter, so that the learning rates users try (1e-4 to 1e-2) move it."""
@@ -126,24 +128,17 @@ class ToyAdapter:
                 p = math.exp(row.logprob(token))
                 self._state[self._cells[context, token], 1] -= GAIN * total * p
 
-    def optim_step(self, params: AdamParams | MuonParams) -> dict[str, float]:
-        """Apply and clear the gathered gradients. Muon on a table of scalars is signed momentum."""
+    def optim_step(self, params: OptimizerParams) -> dict[str, float]:
+        """Apply and clear the gathered gradients."""
+        check_params(self.optimizer, params)
         used = self._state[: len(self._cells)]
-        grad = used[:, 1]
+        weights, grad, first, second = used.T
         norm = float(np.sqrt((grad**2).sum()))
         if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
             grad *= params.grad_clip_norm / norm
         self.step += 1
-        used[:, 0] *= 1 - params.learning_rate * params.weight_decay
-        if isinstance(params, MuonParams):
-            used[:, 2] = params.momentum * used[:, 2] + grad
-            used[:, 0] -= params.learning_rate * np.sign(used[:, 2])
-        else:
-            used[:, 2] = params.beta1 * used[:, 2] + (1 - params.beta1) * grad
-            used[:, 3] = params.beta2 * used[:, 3] + (1 - params.beta2) * grad**2
-            m_hat = used[:, 2] / (1 - params.beta1**self.step)
-            v_hat = used[:, 3] / (1 - params.beta2**self.step)
-            used[:, 0] -= params.learning_rate * m_hat / (np.sqrt(v_hat) + params.eps)
+        weights *= 1 - params.learning_rate * params.weight_decay
+        UPDATES[self.optimizer].toy_step(weights, grad, first, second, self.step, params)
         used[:, 1] = 0
         self._rows.clear()
         return {"grad_norm:mean": norm, "step:max": float(self.step)}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.sampling import DrawSettings
 from tinkex.engine import jobs
 from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniform
 from tinkex.engine.toy.model import EMPTY_LOGPROB, Row, ToyAdapter
@@ -23,9 +24,9 @@ def log_softmax(logits_V: NDArray[np.float64]) -> NDArray[np.float64]:
     return shifted
 
 
-def _filtered(row: Row, job: jobs.SampleJob) -> NDArray[np.float64]:
+def _filtered(row: Row, job: DrawSettings) -> NDArray[np.float64]:
     """Logprobs of the distribution sampled from: temperature, then top_k, then top_p."""
-    logits_V = row.dense() / job.temperature
+    logits_V = row.dense() / max(job.temperature, 1e-30)
     order_V = np.argsort(-logits_V, kind="stable")
     if job.top_k > 0:
         logits_V[order_V[job.top_k :]] = -np.inf
@@ -35,7 +36,7 @@ def _filtered(row: Row, job: jobs.SampleJob) -> NDArray[np.float64]:
     return log_softmax(logits_V)
 
 
-def draw(row: Row, job: jobs.SampleJob, u: float) -> tuple[int, float, NDArray[np.float64] | None]:
+def draw(row: Row, job: DrawSettings, u: float) -> tuple[int, float, NDArray[np.float64] | None]:
     """One token, its logprob, and the distribution where it was made. Greedy reports T = 1."""
     if job.temperature == 0:
         token = max(row.logits, key=lambda v: (row.logits[v], -v))

@@ -18,15 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinkex.contract.losses import CUSTOM, Loss, find_loss, read_settings
 from tinkex.engine.jobs import Array, TrainJob, TrainResult
 from tinkex.engine.train.graph import build_loss, reduce_metrics
 from tinkex.engine.train.losses import (
     GAP_INPUTS,
     Gap,
-    Loss,
     Prepared,
-    check_settings,
-    find_loss,
     gap_metrics,
     loss_values,
     prepare,
@@ -101,7 +99,7 @@ def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
         raise InvalidInputError("must hold at least one datum", path="data")
     limits = {"vocab_size": vocab_size, "max_length": max_length}
     named = [(f"data[{index}]", datum) for index, datum in enumerate(job.data)]
-    if job.loss_fn == "custom":
+    if job.loss_fn == CUSTOM:
         if (custom := job.custom_loss) is None:
             raise InvalidInputError("loss 'custom' came without its graph", path="loss_fn")
         return Task(
@@ -112,7 +110,7 @@ def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
             is_custom=True,
         )
     loss = find_loss(job.loss_fn)
-    settings = check_settings(job.loss_fn, loss, job.loss_fn_config)
+    settings = read_settings(loss, job.loss_fn_config)
     return Task(
         job=job,
         data=[prepare(datum, loss, path=path, **limits) for path, datum in named],

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tinkex.contract.optimizers import check_params
 from tinkex.engine import checkpoint
 from tinkex.engine.jobs import (
     CreateAdapterJob,
@@ -31,13 +32,7 @@ from tinkex.engine.jobs import (
 from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
-from tinkex.engine.train.optim import (
-    OptimizerKind,
-    OptimizerState,
-    apply_step,
-    check_params,
-    global_norm,
-)
+from tinkex.engine.train.optim import OptimizerState, apply_step, global_norm
 from tinkex.engine.train.packing import Item, Pass, pack
 from tinkex.engine.train.scoring import score
 from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
@@ -148,7 +143,7 @@ class Trainer:
         stored = checkpoint.read(
             job.folder, self.decoder.targets, self.decoder.device, with_optimizer=job.with_optimizer
         )
-        kind: OptimizerKind = stored.optimizer_kind or (
+        kind: str = stored.optimizer_kind or (
             previous.optimizer.kind if previous is not None else "adamw"
         )
         optimizer = stored.optimizer or OptimizerState.fresh(kind, stored.adapter)

@@ -65,13 +65,12 @@ class CreateModel(Operation[Shape]):
         return Shape(**orjson.loads(body))
 
     async def job(self, asked: Shape, turn: Turn) -> CreateAdapterJob:
-        is_muon = asked.optimizer_config.get("type") == "muon"
         return CreateAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
             base_model=self.tools.catalog.resolve(turn.model.base_model),
             lora=LoraSpec(**asked.lora),
-            optimizer="muon" if is_muon else "adamw",
+            optimizer=str(asked.optimizer_config.get("type", "adamw")),
         )
 
     async def conclude(self, asked: Shape, turn: Turn, job: Job, result: Result) -> Conclusion:

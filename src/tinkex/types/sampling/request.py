@@ -4,39 +4,38 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
-
-from tinkex.types._bounds import INT32, Count, Id, Name, Number, Path, Seed, listing, text
+from tinkex.contract import sampling
+from tinkex.types._bounds import Count, Id, Name, Number, Path, listing, text
 from tinkex.types._models import Request
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
 
-StopText: TypeAlias = Annotated[str, text(4096, 1)]
-StopTexts: TypeAlias = Annotated[list[StopText], *listing(256)]
-StopTokens: TypeAlias = Annotated[list[Count], *listing(4096)]
-TopK: TypeAlias = Annotated[int, Field(ge=0, le=1024)]
-"""How many of the likeliest tokens are told at each position."""
+StopText: TypeAlias = Annotated[str, text(sampling.MAX_STOP_CHARACTERS, 1)]
+StopTexts: TypeAlias = Annotated[list[StopText], *listing(sampling.MAX_STOP_TEXTS)]
+StopTokens: TypeAlias = Annotated[list[Count], *listing(sampling.MAX_STOP_TOKENS)]
+_DRAW, _OPTIONS = sampling.DrawSettings(), sampling.SampleOptions()
 
 
 class SamplingParams(Request):
     """How tokens are drawn.
 
     `stop` is a string, a list of strings or a list of token ids. None means the model's own end
-    tokens; an empty list means that nothing but `max_tokens` ends a sequence.
+    tokens; an empty list means that nothing but `max_tokens` ends a sequence. What the others mean,
+    and their ranges, `contract.sampling` declares.
     """
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
-    seed: Seed | None = None
+    max_tokens: sampling.MaxTokens | None = _DRAW.max_tokens
+    seed: sampling.Seed | None = _DRAW.seed
     stop: StopText | StopTexts | StopTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e6)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] = -1
-    top_p: Annotated[float, Field(ge=1e-9, le=1)] = 1.0
+    temperature: sampling.Temperature = _DRAW.temperature
+    top_k: sampling.TopK = _DRAW.top_k
+    top_p: sampling.TopP = _DRAW.top_p
 
 
 class SampleRequest(Request):
     """Sample from a prompt. `prompt_logprobs` left out, None and False differ on the wire."""
 
-    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
+    num_samples: sampling.NumSamples = _OPTIONS.num_samples
     prompt: ModelInput
     sampling_params: SamplingParams
     base_model: Name | None = None
@@ -44,11 +43,11 @@ class SampleRequest(Request):
     sampling_session_id: Id | None = None
     seq_id: Number | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: TopK = 0
-    topk_sample_logprobs: TopK = 0
+    topk_prompt_logprobs: sampling.NumLikeliest = _OPTIONS.topk_prompt_logprobs
+    topk_sample_logprobs: sampling.NumLikeliest = _OPTIONS.topk_sample_logprobs
     target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: TopK = 0
-    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    prompt_alt_tokens_k: sampling.NumLikeliest = _OPTIONS.prompt_alt_tokens_k
+    prompt_logprobs_last_n: sampling.LastN | None = _OPTIONS.prompt_logprobs_last_n
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 

@@ -1,4 +1,7 @@
-"""Optimizers: which one a model trains with, and the numbers of one step."""
+"""Optimizers: which one a model trains with, and the numbers of one step.
+
+Ranges and defaults are those that `contract.optimizers` declares.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,12 @@ from pydantic import (
     model_validator,
 )
 
+from tinkex.contract import optimizers
 from tinkex.types._bounds import MAX_PARTS, Id, Name, SeqId, plain
 from tinkex.types._models import Metrics, Request, Response
+
+_ADAM = optimizers.AdamParams()
+_MUON = optimizers.MuonParams(learning_rate=0.0)
 
 
 class OptimizerConfigBase(Request):
@@ -45,12 +52,12 @@ class DimuonOptimizerConfig(OptimizerConfigBase):
 class AdamParams(Request):
     """One AdamW step. Weight decay is decoupled; `grad_clip_norm` 0 means no clipping."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: optimizers.Rate = _ADAM.learning_rate
+    beta1: optimizers.Fraction = _ADAM.beta1
+    beta2: optimizers.Fraction = _ADAM.beta2
+    eps: optimizers.Positive = _ADAM.eps
+    weight_decay: optimizers.Decay = _ADAM.weight_decay
+    grad_clip_norm: optimizers.ClipNorm = _ADAM.grad_clip_norm
 
 
 class OptimParamsBase(Request):
@@ -78,10 +85,10 @@ class MuonParams(OptimParamsBase):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["muon"] = "muon"
-    learning_rate: float = Field(ge=0)
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: optimizers.Rate
+    momentum: optimizers.Fraction = _MUON.momentum
+    weight_decay: optimizers.Decay = _MUON.weight_decay
+    grad_clip_norm: optimizers.ClipNorm = _MUON.grad_clip_norm
 
 
 class MuonOptimizerConfig(OptimizerConfigBase):

@@ -1,0 +1,74 @@
+"""Which numbers are allowed.
+
+A bound stands beside the type of a field, `num_samples: Annotated[int, Between(1, 4096)] = 1`, in
+a plain dataclass as in a pydantic model: pydantic asks `__get_pydantic_core_schema__`, refuses by
+it and prints it into JSON schemas. Knows no names and no messages; see `settings`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Limit: TypeAlias = float | str | None
+"""A number, or the name of another setting whose value is the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """A range of numbers: `Between(0, below=1)` is 0 <= x < 1."""
+
+    at_least: Limit = None
+    at_most: Limit = None
+    above: Limit = None
+    below: Limit = None
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is inside. Limits that are names are not looked at."""
+        return all(
+            _HOLDS[word](value, limit) for word, limit in self._limits() if _is_number(limit)
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The limits that are other settings: `{"at_least": "clip_low_threshold"}`."""
+        return {word: limit for word, limit in self._limits() if isinstance(limit, str)}
+
+    def schema(self) -> dict[str, float]:
+        """The range in words of JSON schema."""
+        return {_SCHEMA[word]: limit for word, limit in self._limits() if _is_number(limit)}
+
+    def __str__(self) -> str:
+        words = [
+            f"{word.replace('_', ' ')} {limit if isinstance(limit, str) else f'{limit:.12g}'}"
+            for word, limit in self._limits()
+        ]
+        return " and ".join(words)
+
+    def _limits(self) -> list[tuple[str, Any]]:
+        return [(word, limit) for word in _SCHEMA if (limit := getattr(self, word)) is not None]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        limits = {_PYDANTIC[word]: limit for word, limit in self._limits() if _is_number(limit)}
+        return {**handler(source), **limits}
+
+
+_SCHEMA = {
+    "at_least": "minimum",
+    "above": "exclusiveMinimum",
+    "at_most": "maximum",
+    "below": "exclusiveMaximum",
+}
+_HOLDS: dict[str, Callable[[float, float], bool]] = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
+_PYDANTIC = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
+
+
+def _is_number(limit: Any) -> bool:
+    return isinstance(limit, int | float)

@@ -1,0 +1,133 @@
+"""The parameters of a sample: how tokens are drawn, how many, and which logprobs come back.
+
+A class here is both the declaration and a part of the job that travels to an engine. How a token is
+drawn is `engine.sample.sampling_math`. The two have no slots, because a job inherits both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from tinkex.contract.bounds import Between
+from tinkex.contract.settings import check, read_all, settings_of, shown
+from tinkex.errors import InvalidInputError
+
+MAX_STOP_TEXTS, MAX_STOP_TOKENS = 256, 4096
+MAX_STOP_CHARACTERS = 4096
+_INT32 = 2**31 - 1
+
+MaxTokens: TypeAlias = Annotated[
+    int,
+    Between(0, _INT32),
+    "Most tokens to generate; 0 only scores the prompt. None: until a stop, at most the context "
+    "that is left.",
+]
+Seed: TypeAlias = Annotated[
+    int,
+    Between(-(2**63), 2**64 - 1),
+    "Sample i depends on (seed, i) only, whatever else is in the batch. None: a fresh one.",
+]
+Temperature: TypeAlias = Annotated[
+    float, Between(0, 1e6), "The logits are divided by it; 0 takes the likeliest token."
+]
+TopK: TypeAlias = Annotated[
+    int, Between(-1, _INT32), "Only the k likeliest tokens are drawn. -1 or 0: off."
+]
+TopP: TypeAlias = Annotated[
+    float,
+    Between(above=0, at_most=1),
+    "Only the likeliest tokens that together hold this much of what top_k leaves are drawn. "
+    "1: off.",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawSettings:
+    """How tokens are drawn: the fields of `sampling_params`, except `stop`."""
+
+    max_tokens: MaxTokens | None = None
+    seed: Seed | None = None
+    temperature: Temperature = 1.0
+    top_k: TopK = -1
+    top_p: TopP = 1.0
+
+
+NumSamples: TypeAlias = Annotated[int, Between(1, 4096), "Samples of the one prompt."]
+NumLikeliest: TypeAlias = Annotated[int, Between(0, 1024)]
+LastN: TypeAlias = Annotated[
+    int, Between(1, _INT32), "Score only the last n tokens of the prompt. None: all."
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How many samples, and which logprobs: fields of a sample request."""
+
+    num_samples: NumSamples = 1
+    prompt_logprobs: Annotated[bool, Between(), "Score the prompt, at temperature 1."] = False
+    prompt_logprobs_last_n: LastN | None = None
+    topk_prompt_logprobs: Annotated[
+        NumLikeliest, "Also the k likeliest tokens at each place of the prompt."
+    ] = 0
+    topk_sample_logprobs: Annotated[
+        NumLikeliest, "Also the k likeliest tokens at each sampled token."
+    ] = 0
+    prompt_alt_tokens_k: Annotated[
+        NumLikeliest, "Draw k other tokens at each place of the prompt."
+    ] = 0
+
+
+def read_draw(given: Mapping[str, Any], path: str = "sampling_params") -> dict[str, Any]:
+    """The draw settings of a `sampling_params` object, complete and checked."""
+    known = settings_of(DrawSettings)
+    # None is how a client leaves a field out; fields of other servers are not ours to judge.
+    numbers = {s.name: given[s.name] for s in known if given.get(s.name) is not None}
+    return read_all(known, numbers, of="sampling_params", path=path)
+
+
+def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sample options among the fields of a request, complete and checked."""
+    known = settings_of(SampleOptions)
+    named = {s.name: given[s.name] for s in known if given.get(s.name) is not None}
+    options = read_all(known, named, of="a sample request")
+    if options["prompt_logprobs_last_n"] is not None and not options["prompt_logprobs"]:
+        raise InvalidInputError(
+            "needs prompt_logprobs (include_prompt_logprobs in the SDK)",
+            path="prompt_logprobs_last_n",
+        )
+    return options
+
+
+def check_sample(job: Any) -> None:
+    """Refuse a job, which is both `DrawSettings` and `SampleOptions`, out of these ranges."""
+    check(job, of="a sample")
+
+
+def read_stop(stop: Any, path: str) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
+    """(token ids, texts) that end a sequence, from a `stop` as it is given.
+
+    (None, ()) means the model's own end tokens; ((), ()) means that nothing but `max_tokens` ends
+    a sequence.
+    """
+    if stop is None:
+        return None, ()
+    items = [stop] if isinstance(stop, str) else stop
+    if isinstance(items, list):
+        if not items:
+            return (), ()
+        texts = all(
+            isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARACTERS for item in items
+        )
+        if texts and len(items) <= MAX_STOP_TEXTS:
+            return None, tuple(items)
+        ids = all(type(item) is int and 0 <= item <= _INT32 for item in items)
+        if ids and len(items) <= MAX_STOP_TOKENS:
+            return tuple(items), ()
+    raise InvalidInputError(
+        f"must be a text, a list of texts (at most {MAX_STOP_TEXTS}, of 1 to {MAX_STOP_CHARACTERS} "
+        f"characters) or a list of token ids (at most {MAX_STOP_TOKENS}; an empty list: no stop), "
+        f"got {shown(stop)}",
+        path=path,
+    )

@@ -1,0 +1,98 @@
+"""How each optimizer that `contract.optimizers` declares changes weights, told twice.
+
+`step` works on the tensors of an adapter: the real engine. `toy_step` works on the columns of the
+toy's table. Clipping and weight decay, which are the same for all, are done by the callers
+beforehand. Torch is imported when a step needs it, so that the toy runs without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.contract.optimizers import AdamParams, MuonParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tinkex.engine.lora.adapter import Adapter
+
+F = NDArray[np.float64]
+Moments = Mapping[str, "Tensor"]
+
+
+class Update(NamedTuple):
+    """Both forms of one optimizer. The step counts from 1."""
+
+    moments: tuple[str, ...]
+    """The state kept per parameter, by its name in checkpoints; the toy has room for two."""
+    step: Callable[[Adapter, Moments, Tensor, int, Any], None]
+    """(adapter, moments, gradient, number of the step, parameters), in place."""
+    toy_step: Callable[[F, F, F, F, int, Any], None]
+    """(weights, gradient, first moment, second moment, number, parameters), in place."""
+
+
+def _adamw(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: AdamParams) -> None:
+    first, second = moments["exp_avg"], moments["exp_avg_sq"]
+    first.lerp_(grad, 1 - params.beta1)
+    second.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
+    correction1 = 1 - params.beta1**step
+    correction2 = 1 - params.beta2**step
+    denominator = second.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
+    adapter.flat.addcdiv_(first, denominator, value=-params.learning_rate / correction1)
+
+
+def _toy_adamw(weights: F, grad: F, first: F, second: F, step: int, params: AdamParams) -> None:
+    first[:] = params.beta1 * first + (1 - params.beta1) * grad
+    second[:] = params.beta2 * second + (1 - params.beta2) * grad**2
+    m_hat = first / (1 - params.beta1**step)
+    v_hat = second / (1 - params.beta2**step)
+    weights -= params.learning_rate * m_hat / (np.sqrt(v_hat) + params.eps)
+
+
+def _muon(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: MuonParams) -> None:
+    """Momentum, then every module's matrix is replaced by its nearest orthogonal one.
+
+    The stacked A of a fused linear is taken apart: each module is a matrix of its own.
+    """
+    momentum = moments["momentum"].mul_(params.momentum).add_(grad)
+    looked_ahead = adapter.views(grad + params.momentum * momentum)
+    weights, at = adapter.views(adapter.flat), 0
+    for group in adapter.groups.values():
+        rows = [(part.row, part.row + part.rank) for part in group.parts]
+        for pieces in [rows, *([(0, len(b_Or))] for b_Or in group.b_Or)]:
+            for start, stop in pieces:
+                update = orthogonalize(looked_ahead[at][start:stop])
+                scale = math.sqrt(max(1.0, update.shape[0] / update.shape[1]))
+                weights[at][start:stop].add_(update, alpha=-params.learning_rate * scale)
+            at += 1
+
+
+def _toy_muon(weights: F, grad: F, first: F, second: F, step: int, params: MuonParams) -> None:
+    """On a table of scalars the nearest orthogonal matrix is the sign."""
+    first[:] = params.momentum * first + grad
+    weights -= params.learning_rate * np.sign(first)
+
+
+def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
+    """Push all singular values of a matrix towards one (quintic Newton-Schulz iteration)."""
+    import torch
+
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix.t() if tall else matrix
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    for _ in range(num_steps):
+        gram = x @ x.t()
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.t() if tall else x
+
+
+UPDATES: Mapping[str, Update] = {
+    "adamw": Update(("exp_avg", "exp_avg_sq"), _adamw, _toy_adamw),
+    "muon": Update(("momentum",), _muon, _toy_muon),
+}
