@@ -98,16 +98,16 @@ MISTAKES: list[tuple[Any, str]] = [
     (lambda: training().optim_step(adam(), adam_params=adam()), "exactly one"),
     (
         lambda: training().optim_step(adam(learning_rate=-1e-4)),
-        "optim_params.learning_rate: must be at least 0, got -0.0001",
+        "learning_rate: must be at least 0, got -0.0001",
     ),
     (
         lambda: training().optim_step(adam(beta2=1.0)),
-        "optim_params.beta2: must be at least 0 and below 1",
+        "beta2: must be below 1",
     ),
-    (lambda: training().optim_step(adam(eps=0.0)), "optim_params.eps: must be above 0"),
+    (lambda: training().optim_step(adam(eps=0.0)), "eps: must be above 0"),
     (
         lambda: training().train_step([DATUM], "cross_entropy", adam(beta1=-0.1)),
-        "optim_params.beta1",
+        "beta1",
     ),
     (lambda: training().save_state("a/b"), "name: expected a name without slashes"),
     (lambda: training().save_state("a", ttl_seconds=60), "ttl_seconds: must be between 3600"),
