@@ -6,22 +6,26 @@ event loop when they are large, so that a heartbeat never waits behind a big bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import orjson
 import zstandard
-from fastapi import Request, Response
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
 from starlette.types import Scope
 
-from tinkex.server import decode
 from tinkex.server.auth import current_user
 from tinkex.server.limits import BodyBudget, body_limit
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
+from tinkex.wire import json_codec, requests, results
 from tinkex.wire.body import BodyTooLargeError, unpack
+from tinkex.wire.endpoints import ENDPOINTS
+from tinkex.wire.requests import Opened
 
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 SMALL_BODY_BYTES = 16 * 1024
 """Bodies below this are not counted against the budget."""
 RESERVE_BYTES = 1024 * 1024
@@ -132,10 +136,32 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
+async def read(request: Request, name: str) -> Any:
+    """The request in the body, judged by the declaration of its endpoint."""
+    opened = await open_body(request, name)
+    return await off_loop(opened.size_bytes, opened.read)
+
+
+async def open_body(request: Request, name: str) -> Opened:
+    """The body, parsed and not judged yet."""
+    raw = await read_body(request)
+    content_type = request.headers.get("content-type")
+    return await off_loop(len(raw), requests.open_body, name, raw, content_type)
+
+
 async def read_json(request: Request) -> dict[str, Any]:
     body = await read_body(request)
-    return await off_loop(len(body), decode.load_json, body)
+    return await off_loop(len(body), json_codec.loads_object, body or b"{}")
 
 
-def answer(body: Mapping[str, Any], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status_code=status, media_type="application/json")
+def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
+    """A declared result, or a small object, as JSON."""
+    content = results.encode(body).content if isinstance(body, BaseModel) else orjson.dumps(body)
+    return Response(content, status_code=status, media_type="application/json")
+
+
+def serve(router: APIRouter, name: str, **options: Any) -> Callable[[Handler], Handler]:
+    """Make a function the handler of an endpoint, at the method and path of its row."""
+    endpoint = ENDPOINTS[name]
+    path = endpoint.path.removeprefix(router.prefix)
+    return router.api_route(path, methods=[endpoint.method], **options)

@@ -11,15 +11,11 @@ import asyncio
 from collections import Counter
 
 from tinkex.server.problems import ApiError
+from tinkex.wire.endpoints import ENDPOINTS, MAX_BYTES
 
-MIB = 1024 * 1024
-SMALL_BYTES = 1 * MIB
-JSON_BYTES = 64 * MIB
-_DATA = frozenset(f"/api/v1/{name}" for name in ("forward", "forward_backward", "asample_batch"))
+JSON_BYTES = 64 * 1024 * 1024
 _FILES = frozenset({"/api/v1/checkpoints/import"})
-_MEDIUM = {
-    f"/api/v1/{name}": 16 * MIB for name in ("asample", "sample_stream", "create_custom_loss")
-}
+_SIZES = {row.path: row.size for row in ENDPOINTS.values()}
 WAIT_S = 30.0
 
 
@@ -27,10 +23,11 @@ def body_limit(path: str, content_type: str, max_body_bytes: int) -> int:
     """Most bytes a body of that route may have, before and after it is unpacked."""
     if path in _FILES:
         return max_body_bytes
-    if path in _DATA:
-        is_proto = content_type.startswith("application/x-protobuf")
-        return max_body_bytes if is_proto else min(JSON_BYTES, max_body_bytes)
-    return min(_MEDIUM.get(path, SMALL_BYTES), max_body_bytes)
+    size = _SIZES.get(path, "small")
+    if size != "large":
+        return min(MAX_BYTES[size], max_body_bytes)
+    is_proto = content_type.startswith("application/x-protobuf")
+    return max_body_bytes if is_proto else min(JSON_BYTES, max_body_bytes)
 
 
 class BodyBudget:

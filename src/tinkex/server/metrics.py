@@ -7,7 +7,7 @@ names a user, a session or a model, so the cardinality stays small and no secret
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -64,10 +64,9 @@ class Metrics:
         found[0].inc()
         found[1].observe(seconds)
 
-    def count_telemetry(self, events: Sequence[Any]) -> None:
+    def count_telemetry(self, severities: Iterable[str]) -> None:
         known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-        for event in events:
-            severity = event.get("severity") if isinstance(event, dict) else None
+        for severity in severities:
             self._telemetry.labels(severity if severity in known else "unknown").inc()
 
     def render(self, service: Service) -> bytes:

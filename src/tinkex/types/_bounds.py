@@ -55,7 +55,7 @@ def listing(max_length: int, min_length: int = 0) -> tuple[Any, ...]:
     return Field(min_length=min_length, max_length=max_length), FirstErrorOnly()
 
 
-Ids: TypeAlias = Annotated[list[Id], *listing(20_000)]
+Ids: TypeAlias = Annotated[list[Id], *listing(50_000)]
 Names: TypeAlias = Annotated[list[Name], *listing(256)]
 
 

@@ -22,12 +22,11 @@ from tinkex.types.service.extensions import (
 API = "/api/v1"
 MIB = 1024 * 1024
 
-Size = Literal["small", "medium", "large", "file"]
+Size = Literal["small", "medium", "large"]
 MAX_BYTES: dict[Size, int] = {
     "small": MIB,  # a few fields
-    "medium": 4 * MIB,  # lists of ids, events, graphs
-    "large": 32 * MIB,  # training data and prompts; a server's own setting may say more
-    "file": 0,  # an upload that is not parsed in memory; the server's setting counts
+    "medium": 16 * MIB,  # a prompt, a graph, a list of ids or events
+    "large": 32 * MIB,  # training data, many prompts; a server's own setting may say more
 }
 
 
@@ -132,9 +131,9 @@ _ROWS = [
     _lane("unload_model", types.UnloadModelRequest, types.UnloadModelResponse),
     _post("get_info", types.GetInfoRequest, types.GetInfoResponse),
     # ---------------------------------------------------------------------------- sampling
-    _lane("asample", types.SampleRequest, types.SampleResponse, size="large"),
+    _lane("asample", types.SampleRequest, types.SampleResponse, size="medium"),
     _post("asample_batch", SampleBatchRequest, SampleBatchResponse, size="large"),
-    _post("sample_stream", types.SampleRequest, None, size="large"),
+    _post("sample_stream", types.SampleRequest, None, size="medium"),
     _post(
         "create_sampling_session",
         types.CreateSamplingSessionRequest,

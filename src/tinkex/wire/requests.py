@@ -35,6 +35,7 @@ class Opened:
     endpoint: Endpoint
     body: Any
     """A dict, or a protobuf message."""
+    size_bytes: int
 
     def address(self) -> Address:
         if isinstance(self.body, dict):
@@ -64,10 +65,10 @@ def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Ope
     """
     endpoint = _endpoint(name)
     if not is_protobuf(content_type):
-        return Opened(endpoint, json_codec.loads_object(content or b"{}"))
+        return Opened(endpoint, json_codec.loads_object(content or b"{}"), len(content))
     if name not in PASSES:
         raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
-    return Opened(endpoint, proto_requests.parse(content))
+    return Opened(endpoint, proto_requests.parse(content), len(content))
 
 
 def decode(

@@ -9,11 +9,7 @@ were made in the same moment into one `/asample_batch`:
       -> {"promises": [{"request_id", "sample_sequence_ids"}
                        | {"status", "error", "category", "retry_after_ms"?}, ...]}   in order
     POST retrieve_futures  the usual body plus "inline_results": true
-      -> application/x-tinkex-frames: uint32 LE header length | header JSON | payloads, joined
-         header: {"cursor", "completions": [{"state": "finished", "request_id", "size"}
-                  | {"state": "failed", "request_id", "error", "category"}, ...]}
-         A finished one of size 0 was too large to inline and is fetched by /retrieve_future.
-         Without completions also "waiting": [{"request_id", "queue_state", "queue_state_reason"}].
+      -> the results, joined as `wire.frames` has it
 
 Neither knows what a sample is made of.
 """
@@ -22,9 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import orjson
@@ -40,12 +36,12 @@ from tinkex.errors import (
     RequestFailedError,
     TinkerError,
 )
+from tinkex.wire import frames
 
 __all__ = ["BatchSubmitter", "Collector", "Completion"]
 
 logger = logging.getLogger("tinkex.sampling")
 
-FRAMES = "application/x-tinkex-frames"
 _POLL_TIMEOUT_S = 45.0
 _RETRY_S = 1.0
 _MAX_BAD_REQUESTS = 3
@@ -204,17 +200,14 @@ class Collector:
         raise status_error(self._call([]), reply)
 
     def _take(self, reply: Reply) -> None:
-        if FRAMES in reply.content_type:
-            header, payloads = _frames(reply.content)
+        payloads: list[bytes | None] = []
+        if frames.FRAMES in reply.content_type:
+            header, payloads = frames.read(reply.content)
         else:
-            header, payloads = reply.json(), memoryview(b"")
+            header = reply.json()
         if not isinstance(header, dict) or not isinstance(header.get("completions"), list):
             raise APIResponseValidationError("retrieve_futures answered without 'completions'.")
-        offset = 0
-        for entry in header["completions"]:
-            size = int(entry.get("size") or 0) if self._inline else 0
-            payload = bytes(payloads[offset : offset + size]) if size else None
-            offset += size
+        for entry, payload in zip_longest(header["completions"], payloads):
             self._settle(entry, payload)
         for entry in header.get("waiting") or ():
             if (listener := self._listeners.get(entry.get("request_id"))) is not None:
@@ -240,11 +233,6 @@ class Collector:
                 waiter.set_exception(outcome)
             else:
                 waiter.set_result(outcome)
-
-
-def _frames(content: bytes) -> tuple[Any, memoryview]:
-    (length,) = struct.unpack_from("<I", content)
-    return orjson.loads(content[4 : 4 + length]), memoryview(content)[4 + length :]
 
 
 class BatchSubmitter:

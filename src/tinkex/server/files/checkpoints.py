@@ -26,7 +26,6 @@ from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 
 log = logging.getLogger(__name__)
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
-WIRE_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@:~-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 

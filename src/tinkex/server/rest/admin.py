@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, date, datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import AwareDatetime
 
+from tinkex import types
 from tinkex.server.auth import CurrentUser
+from tinkex.server.exchange import answer, serve
 from tinkex.server.problems import ApiError
-from tinkex.server.rest.inputs import Text, rfc3339
+from tinkex.server.rest.inputs import Text, moment
 from tinkex.server.rest.views import audit_view, storage_view, texts, usage_view
 from tinkex.store import Store
 
@@ -30,13 +32,13 @@ _PREFIXES = {
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
-@router.get("/audit")
+@serve(router, "audit_log")
 async def audit_log(
     request: Request,
     user: CurrentUser,
     event_type: Annotated[EventType, Query()] = "all",
     day: Annotated[date | None, Query()] = None,
-) -> dict[str, Any]:
+) -> Response:
     """The entries of one day, UTC; of today when none is named."""
     store: Store = request.app.state.store
     chosen = day or datetime.now(UTC).date()
@@ -48,16 +50,16 @@ async def audit_log(
         start=start,
         end=start + 86_400,
     )
-    return {"entries": [audit_view(entry) for entry in entries]}
+    return answer(types.AuditLogResponse(entries=[audit_view(entry) for entry in entries]))
 
 
-@router.get("/billing/usage/events")
+@serve(router, "billing_usage")
 async def usage_events(
     request: Request,
     user: CurrentUser,
     starting_on: Annotated[AwareDatetime, Query()],
     ending_before: Annotated[AwareDatetime, Query()],
-) -> dict[str, Any]:
+) -> Response:
     store: Store = request.app.state.store
     _check_window(starting_on, ending_before)
     rows = await store.call(
@@ -65,21 +67,24 @@ async def usage_events(
     )
     session_ids = sorted({row.session_id for row in rows if row.session_id})
     sessions = [await store.call(store.sessions.get, session_id) for session_id in session_ids]
-    return {
-        "data": [usage_view(row, user.name) for row in rows],
-        "sessions": {
-            session.session_id: {"user_metadata": texts(session.user_metadata)}
-            for session in sessions
-            if session is not None
-        },
-        "cost_data_through": rfc3339(min(ending_before.timestamp(), time.time())),
+    about = {
+        session.session_id: types.BillingUsageSession(user_metadata=texts(session.user_metadata))
+        for session in sessions
+        if session is not None
     }
+    return answer(
+        types.BillingUsageResponse(
+            data=[usage_view(row, user.name) for row in rows],
+            sessions=about,
+            cost_data_through=moment(min(ending_before.timestamp(), time.time())),
+        )
+    )
 
 
-@router.get("/billing/usage/checkpoints/current")
+@serve(router, "checkpoint_storage_usage")
 async def storage_usage(
     request: Request, user: CurrentUser, project_id: Annotated[Text | None, Query()] = None
-) -> dict[str, Any]:
+) -> Response:
     store: Store = request.app.state.store
     totals = await store.call(store.checkpoints.storage_by_project, user.user_id)
     rows = [
@@ -87,13 +92,13 @@ async def storage_usage(
         for project, total in totals.items()
         if project_id is None or project == project_id
     ]
-    return {"data": rows}
+    return answer(types.CurrentCheckpointStorageUsageResponse(data=rows))
 
 
 def _check_window(start: datetime, end: datetime) -> None:
-    for name, moment in (("starting_on", start), ("ending_before", end)):
-        if moment.minute or moment.second or moment.microsecond:
-            raise ApiError(400, f"{name} must be a full hour, got {moment}.", path=name)
+    for name, at in (("starting_on", start), ("ending_before", end)):
+        if at.minute or at.second or at.microsecond:
+            raise ApiError(400, f"{name} must be a full hour, got {at}.", path=name)
     if not start < end <= start + MAX_WINDOW:
         raise ApiError(
             400,

@@ -15,51 +15,43 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import RedirectResponse
 
+from tinkex import types
 from tinkex.server.auth import Auth, CurrentUser
+from tinkex.server.exchange import answer, serve
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
 from tinkex.server.rest.files import link
-from tinkex.server.rest.inputs import Body, Limit, Offset, Text, cursor, rfc3339
+from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, moment, read
 from tinkex.server.rest.runs import visible_run
 from tinkex.server.rest.views import checkpoint_view
 from tinkex.store import Checkpoint, Model, Session, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
-_ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
-class Ttl(Body):
-    ttl_seconds: int | None
-
-
-class CopyWeights(Body):
-    source_path: Text
-    destination_project_id: Text | None = None
-    ttl_seconds: int | None = None
-    weights_access_token: Text | None = None
-
-
-@router.get("/checkpoints")
+@serve(router, "list_user_checkpoints")
 async def list_all(
     request: Request, user: CurrentUser, limit: Limit = 100, offset: Offset = 0
-) -> dict[str, Any]:
+) -> Response:
     store: Store = request.app.state.store
     found, total = await store.call(store.checkpoints.page, user.user_id, limit, offset)
     views = [checkpoint_view(checkpoint) for checkpoint in found]
-    return {"checkpoints": views, "cursor": cursor(offset, limit, total)}
+    where = cursor(offset, limit, total)
+    return answer(types.CheckpointsListResponse(checkpoints=views, cursor=where))
 
 
-@router.get("/training_runs/{run_id}/checkpoints")
-async def list_of_run(request: Request, user: CurrentUser, run_id: Text) -> dict[str, Any]:
+@serve(router, "list_checkpoints")
+async def list_of_run(request: Request, user: CurrentUser, run_id: Text) -> Response:
     store: Store = request.app.state.store
     model = await visible_run(store, run_id, user, with_public=True)
     found = await store.call(store.checkpoints.of_run, run_id)
     mine = model.user_id == user.user_id
-    return {"checkpoints": [checkpoint_view(c) for c in found if mine or c.public]}
+    views = [checkpoint_view(c) for c in found if mine or c.public]
+    return answer(types.CheckpointsListResponse(checkpoints=views))
 
 
-@router.delete(_ONE, status_code=204)
+@serve(router, "delete_checkpoint", status_code=204)
 async def delete(
     request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
 ) -> Response:
@@ -68,34 +60,34 @@ async def delete(
     return Response(status_code=204)
 
 
-@router.post(f"{_ONE}/publish", status_code=204)
+@serve(router, "publish_checkpoint", status_code=204)
 async def publish(
     request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
 ) -> Response:
     return await _set_public(request, user, checked_path(run_id, kind, name), True)
 
 
-@router.delete(f"{_ONE}/publish", status_code=204)
+@serve(router, "unpublish_checkpoint", status_code=204)
 async def unpublish(
     request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
 ) -> Response:
     return await _set_public(request, user, checked_path(run_id, kind, name), False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204)
+@serve(router, "set_checkpoint_ttl", status_code=204)
 async def set_ttl(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text, body: Ttl
+    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
 ) -> Response:
     shelf: Shelf = request.app.state.shelf
     store: Store = request.app.state.store
-    expires_at = expiry_of(body.ttl_seconds)
+    asked: types.SetCheckpointTtlRequest = await read(request, "set_checkpoint_ttl")
     found = await shelf.owned(checked_path(run_id, kind, name), user)
-    await store.call(store.checkpoints.set_expiry, found.path, expires_at)
-    shelf.log(user.user_id, "checkpoint_ttl_set", found.path, ttl_seconds=body.ttl_seconds)
+    await store.call(store.checkpoints.set_expiry, found.path, expiry_of(asked.ttl_seconds))
+    shelf.log(user.user_id, "checkpoint_ttl_set", found.path, ttl_seconds=asked.ttl_seconds)
     return Response(status_code=204)
 
 
-@router.get(f"{_ONE}/archive")
+@serve(router, "checkpoint_archive")
 async def archive(
     request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
 ) -> Response:
@@ -108,14 +100,14 @@ async def archive(
     # Old clients send their usual Accept as well as this one; they know the 302 alone.
     accepted = ", ".join(request.headers.getlist("accept"))
     if "application/json" in accepted and "application/gzip" not in accepted:
-        return JSONResponse({"url": url, "expires": rfc3339(expires)})
+        return answer(types.CheckpointArchiveUrlResponse(url=url, expires=moment(expires)))
     return RedirectResponse(url, 302, {"Expires": _http_date(expires)})
 
 
-@router.get(f"{_ONE}/external_weights_urls")
+@serve(router, "external_weights_urls")
 async def file_urls(
     request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> dict[str, Any]:
+) -> Response:
     """A signed link for each file. Works for every kind, not only for external weights."""
     shelf: Shelf = request.app.state.shelf
     found = await shelf.readable(str(checked_path(run_id, kind, name)), user)
@@ -125,24 +117,24 @@ async def file_urls(
     for file in files:
         urls[file], expires = link(request, {"file": found.path, "name": file}, file)
     shelf.log(user.user_id, "checkpoint_downloaded", found.path)
-    return {"urls": urls, "expires": rfc3339(expires)}
+    return answer(types.ExternalWeightsUrlsResponse(urls=urls, expires=moment(expires)))
 
 
-@router.post("/copy_weights")
+@serve(router, "copy_weights")
 async def copy_weights(
     request: Request,
     user: CurrentUser,
-    body: CopyWeights,
     x_idempotency_key: Annotated[Text | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[Text | None, Header()] = None,
-) -> dict[str, str]:
+) -> Response:
     auth: Auth = request.app.state.auth
     shelf: Shelf = request.app.state.shelf
     store: Store = request.app.state.store
-    token = x_tinker_weights_access_token or body.weights_access_token
-    expires_at = expiry_of(body.ttl_seconds)
+    asked: types.CopyWeightsRequest = await read(request, "copy_weights")
+    token = x_tinker_weights_access_token or asked.weights_access_token
+    expires_at = expiry_of(asked.ttl_seconds)
     source = await shelf.readable(
-        body.source_path, user, token_user=await auth.user_of(token) if token else None
+        asked.source_path, user, token_user=await auth.user_of(token) if token else None
     )
     key = x_idempotency_key or str(uuid.uuid4())
     # The key is bound to a run id first, so that a repeat meets the same target at any point.
@@ -150,10 +142,10 @@ async def copy_weights(
     target = TinkerPath(run_id, source.kind, source.name)
     async with _copy_lock(request.app.state, str(target)):
         if await store.call(store.checkpoints.get, str(target)) is None:
-            await _make_run(store, target, source, user, body.destination_project_id)
-            changes = {"expires_at": expires_at, "project_id": body.destination_project_id}
+            await _make_run(store, target, source, user, asked.destination_project_id)
+            changes = {"expires_at": expires_at, "project_id": asked.destination_project_id}
             await shelf.copy(source, target, user, **changes)
-    return {"tinker_path": str(target)}
+    return answer(types.CopyWeightsResponse(tinker_path=str(target)))
 
 
 async def _set_public(request: Request, user: User, path: TinkerPath, public: bool) -> Response:

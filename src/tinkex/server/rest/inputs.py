@@ -1,42 +1,40 @@
-"""What REST bodies, paths and queries are made of, and how times are written.
-
-Text that no database stores (NUL, lone surrogates) is refused here once, for all routes.
-"""
+"""How REST routes read their bodies, paths and queries, and how times are written."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import Query
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from fastapi import Query, Request
 
+from tinkex.server.problems import ApiError
+from tinkex.types import Cursor
+from tinkex.types._bounds import text
+from tinkex.wire import requests
+from tinkex.wire.endpoints import ENDPOINTS
 
-def _storable(text: str) -> str:
-    if "\x00" in text:
-        raise ValueError("must not contain NUL characters")
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise ValueError("must be valid Unicode text") from exc
-    return text
-
-
-Text = Annotated[str, AfterValidator(_storable)]
+Text = Annotated[str, text(2048)]
+"""A part of a path or a query."""
 AccessScope = Annotated[Literal["owned", "accessible"], Query()]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, le=2**62)]
 
 
-class Body(BaseModel):
-    """A request body: fields of newer clients are ignored, ours are checked."""
+async def read(request: Request, name: str) -> Any:
+    """The request in the body, judged by the declaration of its endpoint."""
+    raw = await request.body()
+    if len(raw) > (limit := ENDPOINTS[name].max_bytes):
+        raise ApiError(413, f"The body exceeds the {limit} bytes that this route takes.")
+    return requests.decode(name, raw, request.headers.get("content-type"))
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=(), allow_inf_nan=False)
+
+def moment(at: float) -> datetime:
+    return datetime.fromtimestamp(at, UTC)
 
 
 def rfc3339(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat().replace("+00:00", "Z")
+    return moment(at).isoformat().replace("+00:00", "Z")
 
 
-def cursor(offset: int, limit: int, total_count: int) -> dict[str, int]:
-    return {"offset": offset, "limit": limit, "total_count": total_count}
+def cursor(offset: int, limit: int, total_count: int) -> Cursor:
+    return Cursor(offset=offset, limit=limit, total_count=total_count)

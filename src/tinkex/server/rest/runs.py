@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from fastapi import APIRouter, Request, Response
 
-from fastapi import APIRouter, Request
-
+from tinkex import types
 from tinkex.server.auth import CurrentUser
+from tinkex.server.exchange import answer, serve
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.problems import ApiError
-from tinkex.server.rest.inputs import AccessScope, Body, Limit, Offset, Text, cursor
+from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor, read
 from tinkex.server.rest.views import run_view, weights_view
 from tinkex.store import Model, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 
-class WeightsInfo(Body):
-    tinker_path: Text
-
-
-@router.get("/training_runs")
+@serve(router, "list_training_runs")
 async def list_runs(
     request: Request,
     user: CurrentUser,
@@ -31,7 +27,7 @@ async def list_runs(
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project_id: Text | None = None,
-) -> dict[str, Any]:
+) -> Response:
     store: Store = request.app.state.store
     models, total = await store.call(
         store.models.page,
@@ -42,36 +38,40 @@ async def list_runs(
         with_public=access_scope == "accessible",
     )
     views = await store.call(_with_checkpoints, store, models)
-    return {"training_runs": views, "cursor": cursor(offset, limit, total)}
+    where = cursor(offset, limit, total)
+    return answer(types.TrainingRunsResponse(training_runs=views, cursor=where))
 
 
-@router.get("/training_runs/{run_id}")
+@serve(router, "get_training_run")
 async def get_run(
     request: Request, user: CurrentUser, run_id: Text, access_scope: AccessScope = "owned"
-) -> dict[str, Any]:
+) -> Response:
     store: Store = request.app.state.store
     model = await visible_run(store, run_id, user, with_public=access_scope == "accessible")
     views = await store.call(_with_checkpoints, store, [model])
-    return views[0]
+    return answer(views[0])
 
 
-@router.post("/weights_info")
-async def weights_info(request: Request, user: CurrentUser, body: WeightsInfo) -> dict[str, Any]:
+@serve(router, "weights_info")
+async def weights_info(request: Request, user: CurrentUser) -> Response:
     shelf: Shelf = request.app.state.shelf
-    return weights_view(await shelf.readable(body.tinker_path, user))
+    asked: types.WeightsInfoRequest = await read(request, "weights_info")
+    return answer(weights_view(await shelf.readable(asked.tinker_path, user)))
 
 
-@router.get("/samplers/{sampler_id}")
-async def get_sampler(request: Request, user: CurrentUser, sampler_id: Text) -> dict[str, Any]:
+@serve(router, "get_sampler")
+async def get_sampler(request: Request, user: CurrentUser, sampler_id: Text) -> Response:
     store: Store = request.app.state.store
     found = await store.call(store.sampling.get, sampler_id)
     if found is None or found.user_id != user.user_id:
         raise ApiError(404, f"No sampler {sampler_id!r} of yours.")
-    return {
-        "sampler_id": found.sampling_session_id,
-        "base_model": found.base_model,
-        "model_path": found.model_path,
-    }
+    return answer(
+        types.GetSamplerResponse(
+            sampler_id=found.sampling_session_id,
+            base_model=found.base_model,
+            model_path=found.model_path,
+        )
+    )
 
 
 async def visible_run(store: Store, run_id: str, user: User, *, with_public: bool) -> Model:
@@ -84,7 +84,7 @@ async def visible_run(store: Store, run_id: str, user: User, *, with_public: boo
     raise ApiError(404, f"No training run {run_id!r} of yours. List them with GET /training_runs.")
 
 
-def _with_checkpoints(store: Store, models: list[Model]) -> list[dict[str, Any]]:
+def _with_checkpoints(store: Store, models: list[Model]) -> list[types.TrainingRun]:
     ids = [model.model_id for model in models]
     last = store.checkpoints.last_of_runs(ids, "weights")
     last_sampler = store.checkpoints.last_of_runs(ids, "sampler_weights")

@@ -5,132 +5,92 @@ A session belongs to one user and is never shared, so `accessible` shows what `o
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Annotated, Any, Literal
-
 from fastapi import APIRouter, Request, Response
-from pydantic import AwareDatetime, Field
 
+from tinkex import types
 from tinkex.server.auth import CurrentUser, user_id_of_urn
+from tinkex.server.exchange import answer, serve
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.files import link
-from tinkex.server.rest.inputs import AccessScope, Body, Limit, Offset, Text, rfc3339
+from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, moment, read
 from tinkex.server.rest.views import session_summary, texts
 from tinkex.store import Session, SessionQuery, Store, User
+from tinkex.types import SessionSearchRequest as Search
 
 router = APIRouter(prefix="/api/v1/sessions", tags=["sessions"])
 SCAN_PAGE = 200
 MAX_SCANNED = 5000
 """Most sessions one search looks at; a cursor then lets the caller go on."""
-FinishType = Literal["success", "errored", "interrupted"]
 
 
-class Project(Body):
-    project_id: Text
-
-
-class FinishReason(Body):
-    type: FinishType
-
-
-class Finish(Body):
-    reason: FinishReason
-    detail: Text | None = None
-
-
-class Owner(Body):
-    type: Literal["own", "accessible", "user"] = "own"
-    owner_urns: Annotated[list[Text], Field(max_length=10)] = []
-
-
-class WantedStatus(Body):
-    type: Literal["active", "cancelled", "failed", "client_finished"]
-    reasons: list[FinishType] | None = None
-
-
-class Cursor(Body):
-    last_created_at: AwareDatetime
-    last_session_id: Text
-
-
-class Search(Body):
-    session_id: Text | None = None
-    project_ids: list[Text] | None = None
-    user_metadata: dict[Text, Text] = {}
-    display_name: Annotated[Text, Field(min_length=1)] | None = None
-    owner: Owner = Owner()
-    statuses: Annotated[list[WantedStatus], Field(min_length=1)] | None = None
-    limit: Annotated[int, Field(ge=1, le=200)] = 50
-    cursor: Cursor | None = None
-
-
-@router.get("")
+@serve(router, "list_sessions")
 async def list_sessions(
     request: Request,
     user: CurrentUser,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
-) -> dict[str, list[str]]:
+) -> Response:
     store: Store = request.app.state.store
-    return {"sessions": await store.call(store.sessions.list_ids, user.user_id, limit, offset)}
+    ids = await store.call(store.sessions.list_ids, user.user_id, limit, offset)
+    return answer(types.ListSessionsResponse(sessions=ids))
 
 
-@router.post("/search")
-async def search(request: Request, user: CurrentUser, body: Search) -> dict[str, Any]:
+@serve(router, "search_sessions")
+async def search(request: Request, user: CurrentUser) -> Response:
     store: Store = request.app.state.store
-    found, last = await store.call(_search, store, user, body)
+    asked: Search = await read(request, "search_sessions")
+    found, last = await store.call(_search, store, user, asked)
     totals = await store.call(
         store.checkpoints.totals_of_sessions, [session.session_id for session in found]
     )
     summaries = [session_summary(s, *totals.get(s.session_id, (0, 0))) for s in found]
     next_cursor = None
     if last is not None:
-        next_cursor = {
-            "last_created_at": rfc3339(last.created_at),
-            "last_session_id": last.session_id,
-        }
-    return {"sessions": summaries, "next_cursor": next_cursor}
+        next_cursor = types.SessionSearchCursor(
+            last_created_at=moment(last.created_at), last_session_id=last.session_id
+        )
+    return answer(types.SessionSearchResponse(sessions=summaries, next_cursor=next_cursor))
 
 
-@router.get("/{session_id}")
+@serve(router, "get_session")
 async def get_session(
     request: Request, user: CurrentUser, session_id: Text, access_scope: AccessScope = "owned"
-) -> dict[str, Any]:
+) -> Response:
     store: Store = request.app.state.store
     session = await owned_session(store, session_id, user)
     models = await store.call(store.models.of_session, session_id)
     samplers = await store.call(store.sampling.of_session, session_id)
-    return {
-        "training_run_ids": [model.model_id for model in models],
-        "sampler_ids": [sampler.sampling_session_id for sampler in samplers],
-        "user_metadata": texts(session.user_metadata),
-        "display_name": session.display_name,
-    }
+    return answer(
+        types.GetSessionResponse(
+            training_run_ids=[model.model_id for model in models],
+            sampler_ids=[sampler.sampling_session_id for sampler in samplers],
+            user_metadata=texts(session.user_metadata),
+            display_name=session.display_name,
+        )
+    )
 
 
-@router.put("/{session_id}/project", status_code=204)
-async def set_project(
-    request: Request, user: CurrentUser, session_id: Text, body: Project
-) -> Response:
+@serve(router, "assign_session_project", status_code=204)
+async def set_project(request: Request, user: CurrentUser, session_id: Text) -> Response:
     store: Store = request.app.state.store
+    asked: types.AssignSessionProjectRequest = await read(request, "assign_session_project")
     session = await owned_session(store, session_id, user)
-    if not body.project_id:
-        raise ApiError(400, "project_id must not be empty.", path="project_id")
-    await store.call(store.sessions.set_project, session_id, body.project_id)
-    details = {"session_id": session_id, "from": session.project_id, "to": body.project_id}
+    await store.call(store.sessions.set_project, session_id, asked.project_id)
+    details = {"session_id": session_id, "from": session.project_id, "to": asked.project_id}
     store.audit.record(user.user_id, "project_session_assigned", details)
     return Response(status_code=204)
 
 
-@router.post("/{session_id}/finish", status_code=204)
-async def finish(request: Request, user: CurrentUser, session_id: Text, body: Finish) -> Response:
+@serve(router, "finish_session", status_code=204)
+async def finish(request: Request, user: CurrentUser, session_id: Text) -> Response:
     """End a session. The first reason wins; repeating the call is harmless."""
     store: Store = request.app.state.store
+    asked: types.FinishSessionRequest = await read(request, "finish_session")
     await owned_session(store, session_id, user)
-    status = {"type": "client_finished", "reason": {"type": body.reason.type}}
-    if body.detail is not None:
-        status["detail"] = body.detail
+    status = {"type": "client_finished", "reason": {"type": asked.reason.type}}
+    if asked.detail is not None:
+        status["detail"] = asked.detail
     if await store.call(store.sessions.finish, session_id, status):
         ended = request.app.state.on_session_finished
         if ended is not None:
@@ -138,12 +98,12 @@ async def finish(request: Request, user: CurrentUser, session_id: Text, body: Fi
     return Response(status_code=204)
 
 
-@router.get("/{session_id}/trace_export")
-async def trace_export(request: Request, user: CurrentUser, session_id: Text) -> dict[str, Any]:
+@serve(router, "export_session_trace")
+async def trace_export(request: Request, user: CurrentUser, session_id: Text) -> Response:
     store: Store = request.app.state.store
     await owned_session(store, session_id, user)
     url, _ = link(request, {"trace": session_id}, f"{session_id}.json")
-    return {"status": "ready", "url": url}
+    return answer(types.TraceExportResponse(status="ready", url=url))
 
 
 async def owned_session(store: Store, session_id: str, user: User) -> Session:
@@ -153,18 +113,20 @@ async def owned_session(store: Store, session_id: str, user: User) -> Session:
     return session
 
 
-def _search(store: Store, user: User, body: Search) -> tuple[list[Session], Session | None]:
+def _search(store: Store, user: User, asked: Search) -> tuple[list[Session], Session | None]:
     """A page of matches, and the session after which the next page starts."""
-    if body.owner.type == "user" and user.user_id not in map(user_id_of_urn, body.owner.owner_urns):
-        return [], None
-    before = _position(body.cursor)
+    owner = asked.owner
+    if isinstance(owner, types.UserSearchOwner):
+        if user.user_id not in map(user_id_of_urn, owner.owner_urns):
+            return [], None
+    before = _position(asked.cursor)
     found: list[Session] = []
     for _ in range(MAX_SCANNED // SCAN_PAGE):
-        page = store.sessions.search(_query(user, body, before), SCAN_PAGE)
+        page = store.sessions.search(_query(user, asked, before), SCAN_PAGE)
         for session in page:
-            if _matches(session, body):
+            if _matches(session, asked):
                 found.append(session)
-            if len(found) == body.limit:
+            if len(found) == asked.limit:
                 return found, session
         if len(page) < SCAN_PAGE:
             return found, None
@@ -172,36 +134,37 @@ def _search(store: Store, user: User, body: Search) -> tuple[list[Session], Sess
     return found, page[-1]
 
 
-def _query(user: User, body: Search, before: tuple[float, str] | None) -> SessionQuery:
+def _query(user: User, asked: Search, before: tuple[float, str] | None) -> SessionQuery:
     return SessionQuery(
         user_ids=[user.user_id],
-        session_id=body.session_id,
-        display_name=body.display_name,
-        project_ids=body.project_ids,
-        status_types=[status.type for status in body.statuses] if body.statuses else None,
+        session_id=asked.session_id,
+        display_name=asked.display_name,
+        project_ids=asked.project_ids,
+        status_types=[status.type for status in asked.statuses] if asked.statuses else None,
         before=before,
     )
 
 
-def _matches(session: Session, body: Search) -> bool:
+def _matches(session: Session, asked: Search) -> bool:
     """The conditions that the database does not check: metadata pairs and finish reasons."""
     stored = texts(session.user_metadata) or {}
-    if any(stored.get(key) != value for key, value in body.user_metadata.items()):
+    if any(stored.get(key) != value for key, value in asked.user_metadata.items()):
         return False
-    if body.statuses is None:
+    if asked.statuses is None:
         return True
     reason = session.status.get("reason", {}).get("type")
     return any(
-        status.type == session.status["type"] and (not status.reasons or reason in status.reasons)
-        for status in body.statuses
+        wanted.type == session.status["type"]
+        and (
+            not isinstance(wanted, types.ClientFinishedSessionStatusQuery)
+            or not wanted.reasons
+            or reason in wanted.reasons
+        )
+        for wanted in asked.statuses
     )
 
 
-def _position(cursor: Cursor | None) -> tuple[float, str] | None:
+def _position(cursor: types.SessionSearchCursor | None) -> tuple[float, str] | None:
     if cursor is None:
         return None
-    return _seconds(cursor.last_created_at), cursor.last_session_id
-
-
-def _seconds(moment: datetime) -> float:
-    return moment.timestamp()
+    return cursor.last_created_at.timestamp(), cursor.last_session_id

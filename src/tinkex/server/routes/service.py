@@ -7,10 +7,19 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tinkex.errors import InvalidInputError
-from tinkex.server import decode
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, read_json, service_of
-from tinkex.server.problems import ApiError, problem
+from tinkex.server.exchange import answer, read, serve, service_of
+from tinkex.server.problems import problem
+from tinkex.types import (
+    CreateSessionResponse,
+    GetServerCapabilitiesResponse,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    SupportedModel,
+    TelemetryResponse,
+    TelemetrySendRequest,
+)
+from tinkex.types.service.extensions import ProcessRequest
 
 router = APIRouter()
 api = APIRouter(prefix="/api/v1", tags=["service"])
@@ -60,38 +69,38 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-@router.post("/tinkex/v1/attach", tags=["local"])
+@serve(router, "attach", tags=["local"])
 async def attach(request: Request, user: CurrentUser) -> Response:
     """A process on this machine uses the server: keep it alive while the process lives."""
-    body = await read_json(request)
-    request.app.state.presence.attach(decode.integer(body, "pid", low=1, high=2**31))
+    asked: ProcessRequest = await read(request, "attach")
+    request.app.state.presence.attach(asked.pid)
     return answer({"status": "ok"})
 
 
-@router.post("/tinkex/v1/detach", tags=["local"])
+@serve(router, "detach", tags=["local"])
 async def detach(request: Request, user: CurrentUser) -> Response:
-    body = await read_json(request)
-    request.app.state.presence.detach(decode.integer(body, "pid", low=1, high=2**31))
+    asked: ProcessRequest = await read(request, "detach")
+    request.app.state.presence.detach(asked.pid)
     return answer({"status": "ok"})
 
 
 # ------------------------------------------------------------------------------------ clients
 
 
-@api.post("/client/config")
+@serve(api, "client_config")
 async def client_config(request: Request, user: CurrentUser) -> Response:
-    await read_json(request)
+    await read(request, "client_config")
     traced = service_of(request).config.engine != "toy"
     return answer({**CLIENT_CONFIG, "custom_loss_server_side": traced})
 
 
-@api.post("/client/dynamic_config")
+@serve(api, "client_dynamic_config")
 async def dynamic_config(request: Request, user: CurrentUser) -> Response:
-    await read_json(request)
+    await read(request, "client_dynamic_config")
     return answer(DYNAMIC_CONFIG)
 
 
-@api.get("/get_server_capabilities")
+@serve(api, "get_server_capabilities")
 async def get_server_capabilities(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
     models = []
@@ -100,38 +109,32 @@ async def get_server_capabilities(request: Request, user: CurrentUser) -> Respon
             info = await service.catalog.info(name, timeout_s=20)
         except InvalidInputError:
             continue
+        length = info.max_context_length if info else None
         models.append(
-            {
-                "model_name": name,
-                "max_context_length": info.max_context_length if info else None,
-                "trainable": True,
-                "sampleable": True,
-            }
+            SupportedModel(
+                model_name=name, max_context_length=length, trainable=True, sampleable=True
+            )
         )
-    return answer({"supported_models": models})
+    return answer(GetServerCapabilitiesResponse(supported_models=models))
 
 
-@api.post("/create_session")
+@serve(api, "create_session")
 async def create_session(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
-    session = await service.sessions.create(user, await read_json(request))
-    return answer({"session_id": session.session_id, "type": "create_session"})
+    session = await service.sessions.create(user, await read(request, "create_session"))
+    return answer(CreateSessionResponse(session_id=session.session_id))
 
 
-@api.post("/session_heartbeat")
+@serve(api, "session_heartbeat")
 async def session_heartbeat(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
-    body = await read_json(request)
-    await service.sessions.heartbeat(user, decode.text(body, "session_id"))
-    return answer({"type": "session_heartbeat"})
+    asked: SessionHeartbeatRequest = await read(request, "session_heartbeat")
+    await service_of(request).sessions.heartbeat(user, asked.session_id)
+    return answer(SessionHeartbeatResponse())
 
 
-@api.post("/telemetry")
+@serve(api, "telemetry")
 async def telemetry(request: Request, user: CurrentUser) -> Response:
     """Count what clients report. Events are not kept: they may hold what users would not share."""
-    body = await read_json(request)
-    events = body.get("events")
-    if not isinstance(events, list):
-        raise ApiError(400, "events: must be a list", path="events")
-    request.app.state.metrics.count_telemetry(events)
-    return answer({"status": "accepted"})
+    asked: TelemetrySendRequest = await read(request, "telemetry")
+    request.app.state.metrics.count_telemetry(str(event.severity) for event in asked.events)
+    return answer(TelemetryResponse(status="accepted"))

@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from tinkex.errors import InvalidInputError
-from tinkex.server import decode
 from tinkex.server.problems import ApiError
 from tinkex.store import Session, Store, User
+from tinkex.types import CreateSessionRequest
 
 MAX_CACHED = 100_000
 
@@ -28,21 +26,18 @@ class Sessions:
         self._known: OrderedDict[str, Session] = OrderedDict()
         self._seen: dict[str, float] = {}
 
-    async def create(self, user: User, body: Mapping[str, Any]) -> Session:
+    async def create(self, user: User, asked: CreateSessionRequest) -> Session:
         now = time.time()
-        tags = body.get("tags") or []
-        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
-            raise InvalidInputError(f"must be a list of texts, got {tags!r:.80}", path="tags")
         session = Session(
             session_id=str(uuid.uuid4()),
             user_id=user.user_id,
             created_at=now,
             last_heartbeat=now,
-            tags=tags,
-            user_metadata=decode.mapping(body, "user_metadata") or {},
-            display_name=decode.optional_text(body, "display_name"),
-            project_id=decode.optional_text(body, "project_id"),
-            sdk_version=decode.text(body, "sdk_version", default="unknown"),
+            tags=asked.tags,
+            user_metadata=asked.user_metadata or {},
+            display_name=asked.display_name,
+            project_id=asked.project_id,
+            sdk_version=asked.sdk_version,
             status={"type": "active"},
         )
         await self._store.call(self._store.sessions.create, session)

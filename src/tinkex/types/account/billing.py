@@ -80,6 +80,7 @@ class BillingUsageEvent(Response):
     user_name: str | None = None
     session_id: str | None = None
     project_id: str | None = None
+    training_run_id: str | None = None
     estimated_cost_usd: float | None = None
     effective_rate_usd_per_million_tokens: float | None = None
     effective_rate_usd_per_gigabyte_month: float | None = None

@@ -11,7 +11,7 @@ from tinkex.types._models import Listing, Request, Response, Texts
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 
-_TYPE_BY_KIND: dict[str, CheckpointType] = {
+TYPE_BY_KIND: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
@@ -49,8 +49,8 @@ class ParsedCheckpointTinkerPath(Response):
         """
         parts = tinker_path.removeprefix(_PREFIX).split("/")
         well_formed = tinker_path.startswith(_PREFIX) and len(parts) == 3 and all(parts)
-        if not well_formed or parts[1] not in _TYPE_BY_KIND:
-            kinds = "|".join(_TYPE_BY_KIND)
+        if not well_formed or parts[1] not in TYPE_BY_KIND:
+            kinds = "|".join(TYPE_BY_KIND)
             raise InvalidInputError(
                 f"expected {_PREFIX}RUN/{kinds}/NAME, got {tinker_path!r}", path="tinker_path"
             )
@@ -58,7 +58,7 @@ class ParsedCheckpointTinkerPath(Response):
         return cls(
             tinker_path=tinker_path,
             training_run_id=run,
-            checkpoint_type=_TYPE_BY_KIND[kind],
+            checkpoint_type=TYPE_BY_KIND[kind],
             checkpoint_id=f"{kind}/{name}",
         )
 
