@@ -25,7 +25,7 @@ MIB = 1024 * 1024
 Size = Literal["small", "medium", "large"]
 MAX_BYTES: dict[Size, int] = {
     "small": MIB,  # a few fields
-    "medium": 16 * MIB,  # a prompt, a graph, a list of ids or events
+    "medium": 16 * MIB,  # a prompt, a graph, a list of ids
     "large": 32 * MIB,  # training data, many prompts; a server's own setting may say more
 }
 
@@ -169,7 +169,7 @@ _ROWS = [
     ),
     _post("create_session", types.CreateSessionRequest, types.CreateSessionResponse),
     _post("session_heartbeat", types.SessionHeartbeatRequest, types.SessionHeartbeatResponse),
-    _post("telemetry", types.TelemetrySendRequest, types.TelemetryResponse, size="medium"),
+    _post("telemetry", types.TelemetrySendRequest, types.TelemetryResponse),
     _get(
         "get_server_capabilities",
         f"{API}/get_server_capabilities",
