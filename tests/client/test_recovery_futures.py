@@ -108,7 +108,7 @@ def test_a_wait_says_that_the_run_is_rebuilt(server):
         halves = [client.forward(batch(1), "cross_entropy")]
         halves.append(client.train_step(batch(1), "cross_entropy", ADAM))
         wait_until(lambda: "attempt 1 to rebuild it" in str(halves[0].status()))
-        assert halves[0].status().state == "queued"
+        assert halves[0].status().state in ("submitted", "queued", "running")
         assert halves[0].status().waited_s > 0
         assert "attempt 1 to rebuild it" in str(halves[1].status())
         late = client.forward(batch(1), "cross_entropy")

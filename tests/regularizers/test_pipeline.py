@@ -141,7 +141,7 @@ def test_a_failing_base_is_told_from_a_regularizer():
 @pytest.mark.parametrize(
     ("fn", "word"),
     [
-        (lambda d, x: x.sum(), "must return (scalar tensor, metrics), got Tensor"),
+        (lambda d, x: x.sum(), "must return (loss, metrics), got Tensor"),
         (lambda d, x: (x.sum(), {}, 1), "got tuple of length 3"),
         (lambda d, x: (x, {}), "must be a scalar, got shape (10,)"),
         (lambda d, x: (x.sum().detach(), {}), "is detached"),

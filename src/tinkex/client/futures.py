@@ -41,7 +41,8 @@ class FutureStatus:
     """Why a future is not done, or how it ended."""
 
     state: str
-    """submitting, queued, running, fetching, done, failed or cancelled."""
+    """submitting, submitted (the server has it and has said no more yet), queued, running,
+    fetching, done, failed or cancelled."""
     reason: str | None
     """The server's own words, when it gave some: `3 requests ahead`."""
     request_id: str | None
@@ -64,6 +65,11 @@ class Waiting:
         self.request_id: str | None = None
         self.num_polls = 0
         self.started_s = time.monotonic()
+
+    def hear(self, queue_state: str | None, reason: object) -> None:
+        """The server's own words about a request that it has taken: `active` is being worked on."""
+        self.state = "running" if queue_state == "active" else "queued"
+        self.reason = reason if isinstance(reason, str) else queue_state
 
 
 class Ender(Protocol):

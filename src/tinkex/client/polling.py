@@ -164,7 +164,7 @@ class Poller:
         """
         poll = _Poll(self, request_id, expect, waiting or Waiting(), watch, roundtrip_s)
         poll.waiting.request_id = request_id
-        poll.waiting.state = "queued"
+        poll.waiting.state = "submitted"
         try:
             if known_size:
                 await poll.reserve(known_size)
@@ -269,8 +269,7 @@ class _Poll(Generic[T]):
 
     def _still_waiting(self, body: dict[str, Any]) -> None:
         state, reason = body.get("queue_state"), body.get("queue_state_reason")
-        self.waiting.state = "queued"
-        self.waiting.reason = reason if isinstance(reason, str) else state
+        self.waiting.hear(state, reason)
         if self._watch is not None:
             self._watch.saw(self._request_id, state, reason)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import events
 from tinkex.errors import InvalidInputError, RegularizerError, RegularizerTimeoutError
-from tinkex.regularizers.loss_values import check_metrics, check_scalar
+from tinkex.regularizers.loss_answer import check_answer
 from tinkex.regularizers.outputs import BaseLossOutput, CustomLossOutput, RegularizerOutput
 from tinkex.regularizers.penalty import Logprobs, as_tensors
 
@@ -212,14 +212,7 @@ class _Term:
 
         with torch.enable_grad():  # Grad mode belongs to a thread; this one may be new.
             answer = self._fn(*self._arguments)
-        if not isinstance(answer, tuple) or len(answer) != 2:
-            size = f" of length {len(answer)}" if isinstance(answer, tuple | list) else ""
-            raise InvalidInputError(
-                f"must return (scalar tensor, metrics), got {type(answer).__name__}{size}."
-            )
-        value, metrics = answer
-        check_scalar(value, "the value")
-        return value, check_metrics(metrics, self.name)
+        return check_answer(answer, self.name)
 
     def answer(self) -> _Answer:
         if self._error is not None:

@@ -81,6 +81,7 @@ def _pass_encoder(
         return Call(
             method="POST",
             path=path,
+            name="forward" if forward_only else "forward_backward",
             body=body.content,
             content_type=body.content_type,
             headers=headers,

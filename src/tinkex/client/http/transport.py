@@ -72,6 +72,8 @@ class Call:
     method: str
     path: str
     """Below `/api/v1/`, pasted in without percent-encoding."""
+    name: str | None = None
+    """What errors call it, where that is not the path."""
     pool: str = "train"
     body: bytes | None = None
     content_type: str = JSON
@@ -247,7 +249,7 @@ class Transport:
     async def _send(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
         pool = self._pool(call.pool)
         url = self._url(call)
-        name = f"{call.method} {call.path}"
+        name = call.name or f"{call.method} {call.path}"
         try:
             reply = await pool.send(call.method, url, headers, call.body, timeout_s)
             if reply.status in _REDIRECTS:
@@ -408,7 +410,8 @@ def status_error(call: Call, reply: Reply) -> APIStatusError:
         body = body if body is not None else reply.content.decode("utf-8", "replace")
         detail = orjson.dumps(body).decode() if isinstance(body, (dict, list)) else str(body)
     hint = _HINTS.get(reply.status, "")
-    text = f"Error code: {reply.status} on {call.method} /api/v1/{call.path} - {detail[:2000]}"
+    asked = call.name or f"{call.method} /api/v1/{call.path}"
+    text = f"Error code: {reply.status} on {asked} - {detail[:2000]}"
     asked_s = parse_retry_after_s(reply.headers)
     return status_error_class(reply.status)(
         f"{text} {hint}".rstrip(),

@@ -44,6 +44,9 @@ logger = logging.getLogger("tinkex.sampling")
 
 _POLL_TIMEOUT_S = 45.0
 _RETRY_S = 1.0
+_FIRST_POLL_S = 2.0
+"""A poll is held until something is ready, for half a minute at most. The first one for a sample
+ends sooner where the server then says what it waits for, so that `status()` knows."""
 _MAX_BAD_REQUESTS = 3
 OnWaiting = Callable[[str | None, str | None], None]
 """Hears the queue state and the reason of waiting."""
@@ -79,6 +82,8 @@ class Collector:
         self._cursor = 0
         self._waiters: dict[str, asyncio.Future[Completion]] = {}
         self._listeners: dict[str, OnWaiting] = {}
+        self._untold: set[str] = set()
+        """Waiting, and nobody has said for what yet."""
         # Ready before its waiter registered: the poll may overtake the submit's answer.
         self._early: dict[str, Completion | RequestFailedError] = {}
         self._retrieved: set[str] = set()
@@ -104,12 +109,14 @@ class Collector:
         self._waiters[request_id] = waiter
         if on_waiting is not None:
             self._listeners[request_id] = on_waiting
+            self._untold.add(request_id)
         self._wake()
         try:
             return await waiter
         finally:
             self._waiters.pop(request_id, None)
             self._listeners.pop(request_id, None)
+            self._untold.discard(request_id)
 
     def acknowledge(self, request_id: str) -> None:
         """The result was read, or nobody wants it: the server may forget it."""
@@ -174,6 +181,8 @@ class Collector:
             body["inline_results"] = True
         if not self._waiters:
             body["timeout"] = 0.0  # only an acknowledgement: nothing to wait for
+        elif self._inline and self._untold:
+            body["timeout"] = _FIRST_POLL_S
         return Call(
             method="POST",
             path="retrieve_futures",
@@ -209,6 +218,8 @@ class Collector:
             raise APIResponseValidationError("retrieve_futures answered without 'completions'.")
         for entry, payload in zip_longest(header["completions"], payloads):
             self._settle(entry, payload)
+        if "waiting" in header:
+            self._untold.clear()
         for entry in header.get("waiting") or ():
             if (listener := self._listeners.get(entry.get("request_id"))) is not None:
                 listener(entry.get("queue_state"), entry.get("queue_state_reason"))

@@ -289,7 +289,7 @@ class SamplingClient:
         waiting.state = "submitting"
         promise = await self._submit(fields, waiting)
         request_id = promise["request_id"]
-        waiting.request_id, waiting.state = request_id, "queued"
+        waiting.request_id, waiting.state = request_id, "submitted"
         try:
             answer = await self._wait(request_id, waiting, time.monotonic() - started)
         except asyncio.CancelledError:
@@ -349,7 +349,7 @@ class SamplingClient:
         collector = self._collecting()
 
         def still_waiting(state: str | None, reason: str | None) -> None:
-            waiting.state, waiting.reason = "queued", reason or state
+            waiting.hear(state, reason)
             self._watch.saw(request_id, state, reason)
 
         done = await collector.wait(request_id, still_waiting)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinkex.errors import InvalidInputError
-from tinkex.regularizers.loss_values import check_metrics, check_scalar
+from tinkex.regularizers.loss_answer import check_answer
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.training.forward_backward import ForwardBackwardOutput
@@ -116,18 +116,9 @@ def call_loss(
     """Call `fn` and refuse an answer that cannot be trained on. Exceptions of `fn` pass through."""
     import torch
 
-    name = getattr(fn, "__name__", type(fn).__name__)
     with torch.enable_grad():
         answer = fn(data, tensors)
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        size = f" of length {len(answer)}" if isinstance(answer, tuple | list) else ""
-        raise InvalidInputError(
-            f"{name} must return (loss, metrics), got {type(answer).__name__}{size}. "
-            "Return (loss, {}) when there are no metrics."
-        )
-    loss, metrics = answer
-    check_scalar(loss, f"the loss of {name}")
-    return loss, check_metrics(metrics, name)
+    return check_answer(answer, getattr(fn, "__name__", type(fn).__name__))
 
 
 def logprob_gradients(

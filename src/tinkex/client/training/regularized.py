@@ -38,6 +38,13 @@ def run_regularized(
     **options: Any,
 ) -> APIFuture[RegularizedOutput]:
     """Submit base + sum of weighted regularizers; returns once the backward is submitted."""
+    if isinstance(base, str) and base != "cross_entropy":
+        raise InvalidInputError(
+            f"expected a function fn(data, logprobs) -> (loss, metrics), or 'cross_entropy', the "
+            f"one loss that works by its name here; got {base!r}. Write {base!r} as a function of "
+            "the logprobs, or call forward_backward for it without regularizers.",
+            path="base",
+        )
     pipeline = Pipeline(cross_entropy if base == "cross_entropy" else base, specs, **options)
     terms: list[CustomLossOutput] = []
 

@@ -1,16 +1,36 @@
-"""What a loss or a penalty may return: one finite scalar with a gradient, and numbers by name."""
+"""What a loss function of the user's own returned: (scalar tensor, metrics), or a clear refusal."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InvalidInputError
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def check_scalar(value: Any, what: str) -> None:
+__all__ = ["check_answer"]
+
+
+def check_answer(answer: Any, name: str) -> tuple[Tensor, dict[str, float]]:
+    """Refuse what cannot be trained on; `name` is the function's."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        size = f" of length {len(answer)}" if isinstance(answer, tuple | list) else ""
+        raise InvalidInputError(
+            f"{name} must return (loss, metrics), got {type(answer).__name__}{size}. "
+            "Return (loss, {}) when there are no metrics."
+        )
+    loss, metrics = answer
+    _check_scalar(loss, f"the loss of {name}")
+    if not isinstance(metrics, Mapping):
+        raise InvalidInputError(f"the metrics of {name} must be a dict, got {metrics!r:.80}.")
+    return loss, {_metric_name(key, name): _number(v, key, name) for key, v in metrics.items()}
+
+
+def _check_scalar(value: Any, what: str) -> None:
     """Refuse what is not one finite floating point number attached to an autograd graph."""
     import torch
 
@@ -31,13 +51,6 @@ def check_scalar(value: Any, what: str) -> None:
             f"{what} is detached: it has no gradient with respect to the logprobs. Compute it from "
             "them with torch, without .detach(), .item() or numpy."
         )
-
-
-def check_metrics(metrics: Any, name: str) -> dict[str, float]:
-    """Metrics as floats by name."""
-    if not isinstance(metrics, Mapping):
-        raise InvalidInputError(f"the metrics of {name} must be a dict, got {metrics!r:.80}.")
-    return {_metric_name(key, name): _number(value, key, name) for key, value in metrics.items()}
 
 
 def _metric_name(key: Any, name: str) -> str:
