@@ -6,10 +6,13 @@ import asyncio
 import multiprocessing
 import pickle
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from recovery_world import Server
 
 import tinkex
 from tinkex import types
@@ -321,3 +324,62 @@ def test_several_services_live_side_by_side(toy_server: str) -> None:
     assert len(tokens) == 1
     for service in services:
         service.close("success").result(30)
+
+
+def _policy_datum(advantage: float) -> types.Datum:
+    inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [advantage] * 2}
+    return types.Datum(types.ModelInput.from_ints([1, 2]), inputs)
+
+
+def test_a_batch_without_any_advantage_is_told_once(
+    training: tinkex.TrainingClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    some, none = _policy_datum(0.5), _policy_datum(0.0)
+    training.forward_backward([some, none], "importance_sampling").result(30)
+    training.forward([none], "importance_sampling").result(30)
+    assert "advantage" not in caplog.text
+    for _ in range(2):
+        training.forward_backward([none], "importance_sampling").result(30)
+    assert caplog.text.count("Every advantage of this batch is zero") == 1
+
+
+def test_a_step_without_signal_is_skipped_where_that_is_asked_for(
+    training: tinkex.TrainingClient,
+) -> None:
+    adam, none = types.AdamParams(learning_rate=0.1), [_policy_datum(0.0)]
+    before = training.forward(none, "importance_sampling").result(30).loss_fn_outputs
+    skipped = training.train_step(none, "importance_sampling", adam, skip_without_signal=True)
+    assert skipped.result(30).metrics["skipped:max"] == 1.0
+    assert training.forward(none, "importance_sampling").result(30).loss_fn_outputs == before
+    made = training.train_step([_policy_datum(0.5)], "ppo", adam, skip_without_signal=True)
+    assert made.result(30).metrics["step:max"] == 1.0
+
+
+def test_an_error_names_the_call_that_was_made(training: tinkex.TrainingClient) -> None:
+    bad = types.Datum(types.ModelInput.from_ints([10**8]), {"target_tokens": [1], "weights": [1.0]})
+    with pytest.raises(tinkex.TinkerError, match="on forward - "):
+        training.forward([bad], "cross_entropy").result(30)
+    with pytest.raises(tinkex.TinkerError, match="on forward_backward - "):
+        training.forward_backward([bad], "cross_entropy").result(30)
+
+
+def test_a_loss_name_as_base_says_which_one_works(training: tinkex.TrainingClient) -> None:
+    with pytest.raises(tinkex.InvalidInputError, match="or 'cross_entropy'.*got 'ppo'"):
+        training.forward_backward_regularized([datum([1, 2, 3])], "ppo", [])
+
+
+def test_a_sample_that_runs_is_not_called_queued(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.latency_s = 3.0
+    server.start()
+    service = tinkex.ServiceClient(base_url=server.base_url, api_key="tml-slow")
+    sampler = service.create_sampling_client(base_model=MODEL)
+    future = sampler.sample(PROMPT, 1, PARAMS)
+    states = set()
+    while not future.done():
+        states.add(future.status().state)
+        time.sleep(0.02)
+    service.close().result(30)
+    server.kill()
+    assert "running" in states
+    assert "queued" not in states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -153,15 +154,18 @@ def test_without_transformers_the_tokenizers_library_is_enough(folder):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path.cwd())
 
 
-def test_the_light_tokenizer_of_the_default_model_is_that_of_transformers(
-    default_model_dir, monkeypatch
-):
+@pytest.fixture
+def light(default_model_dir, monkeypatch):
     monkeypatch.setenv("TINKEX_CACHE", str(default_model_dir.parents[1]))
     tokenizers.clear_cache()
-    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    light, whole = tokenizers.load_light_tokenizer(name), load_tokenizer(name)
-    assert isinstance(light, FastTokenizer)
-    assert type(whole).__module__.startswith("transformers.")
+    yield load_tokenizer("HuggingFaceTB/SmolLM2-135M-Instruct")
+    tokenizers.clear_cache()
+
+
+def test_the_light_tokenizer_of_the_default_model_is_that_of_transformers(light):
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(str(light.folder))
     messages = [
         {"role": "user", "content": 'naïve " \n 1234 <b>'},
         {"role": "assistant", "content": "  yes"},
@@ -173,11 +177,42 @@ def test_the_light_tokenizer_of_the_default_model_is_that_of_transformers(
         ids = whole.encode(text, add_special_tokens=False)
         assert light.encode(text, add_special_tokens=False) == ids
         assert light.decode(ids) == whole.decode(ids)
+        assert light.decode(ids, skip_special_tokens=True) == whole.decode(ids, True)
     assert light.encode(" raw , text") == whole.encode(" raw , text")
+    assert set(light.all_special_tokens) == set(whole.all_special_tokens)
+    assert (len(light), light.vocab_size) == (len(whole), whole.vocab_size)
+    assert light.eos_token_id == whole.eos_token_id
+    assert light._loaded is None, "none of this needs transformers"
+
+
+def test_what_the_light_tokenizer_does_not_have_transformers_does(light):
+    assert light("hello")["input_ids"] == light.encode("hello")
+    assert light.convert_tokens_to_ids(["hello", "Ġworld"]) == [
+        light.convert_tokens_to_ids("hello"),
+        light.convert_tokens_to_ids("Ġworld"),
+    ]
+    assert light.tokenize("hello world") == light.whole.tokenize("hello world")
+    told = light.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert type(told) is type(light.whole.apply_chat_template([{"role": "user", "content": "hi"}]))
+    again = pickle.loads(pickle.dumps(light))
+    assert again.encode("hello") == light.encode("hello")
+    with pytest.raises(AttributeError):
+        light.no_such_thing  # noqa: B018
+
+
+def test_the_default_model_s_tokenizer_takes_no_import_of_torch_or_transformers(light):
+    code = (
+        "import sys\n"
+        "from tinkex.client.tokenizers import load_tokenizer\n"
+        "t = load_tokenizer('HuggingFaceTB/SmolLM2-135M-Instruct')\n"
+        "assert t.decode(t.encode('hello world')) == 'hello world'\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_another_tokenizer_is_left_to_transformers(folder):
-    assert not isinstance(tokenizers.load_light_tokenizer("acme/tiny"), FastTokenizer)
+    assert not isinstance(load_tokenizer("acme/tiny"), FastTokenizer)
 
 
 def test_templates_have_the_helpers_of_transformers(folder):

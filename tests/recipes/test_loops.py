@@ -206,6 +206,14 @@ def test_a_reward_that_is_no_number_names_the_prompt_and_the_answer(value):
         rl.judge(lambda text, row: value, "said", question)
 
 
+def test_a_reward_may_be_async():
+    async def reward(text, row):
+        return len(text) / row["most"]
+
+    question = rl.Question(tokens=[1], row={"most": 8}, line=7)
+    assert rl.judge(reward, "said", question) == 0.5
+
+
 @pytest.mark.parametrize("share", [1, 2, -0.1, float("nan")])
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(sft_config, share):
     with pytest.raises(ConfigError, match="eval_share must be at least 0 and below 1"):

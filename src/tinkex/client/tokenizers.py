@@ -5,9 +5,11 @@ Order of ids (R25): the server's tokenizer id; else the model's own name, cut at
 name (absolute, or relative to the working directory), what a Tinkex server on this machine has
 cached, the Hugging Face cache and hub. A tokenizer is loaded once per id and process.
 
-With transformers installed the result is its fast tokenizer, as the official SDK returns; with
-`tokenizers` alone it is a `FastTokenizer`, which encodes and decodes alike. Encoding never applies
-a chat template: ask for one with `apply_chat_template`.
+Importing transformers takes seconds, so a model that a Tinkex server here has converted, which
+needs nothing but its tokenizer.json, gets a `LightTokenizer`: it encodes and decodes at once, as
+transformers does, and loads the rest when it is asked for. Every other model gets the fast
+tokenizer of transformers, as from the official SDK, or without that package a `FastTokenizer`.
+Encoding never applies a chat template: ask for one with `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from tinkex.errors import ModelNotFoundError, NotSupportedError
 
 __all__ = [
     "FastTokenizer",
+    "LightTokenizer",
     "candidate_ids",
     "clear_cache",
-    "load_light_tokenizer",
     "load_tokenizer",
 ]
 
@@ -73,19 +75,6 @@ def load_tokenizer(
         f"{_model_cache()}, and on the Hugging Face hub. Put its tokenizer.json into a folder "
         f"{ids[0]!r} relative to the working directory, or connect to the hub once."
     )
-
-
-def load_light_tokenizer(model_name: str) -> Any:
-    """A tokenizer that encodes and decodes as `load_tokenizer`'s does, without its import time.
-
-    Importing transformers takes seconds, which a command that asks one question should not. A model
-    that a Tinkex server here has converted needs nothing but its tokenizer.json; any other may rely
-    on what transformers does on top, and gets `load_tokenizer`.
-    """
-    folder = _local_folder(candidate_ids(model_name)[0])
-    if folder is None or folder.parent != _model_cache():
-        return load_tokenizer(model_name)
-    return FastTokenizer.from_folder(folder)
 
 
 def candidate_ids(model_name: str, tokenizer_id: str | None = None) -> list[str]:
@@ -162,13 +151,90 @@ def _model_cache() -> Path:
 
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
-    if find_spec("transformers") is not None:
-        from transformers import AutoTokenizer
+    if find_spec("transformers") is None:
+        return FastTokenizer.from_folder(folder)
+    if folder.parent == _model_cache():
+        return LightTokenizer.from_folder(folder)
+    return _of_transformers(folder, trust_remote_code)
 
-        return AutoTokenizer.from_pretrained(
-            str(folder), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    return FastTokenizer.from_folder(folder)
+
+def _of_transformers(folder: Path, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        str(folder), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+
+
+class LightTokenizer(FastTokenizer):
+    """The tokenizer of transformers, which is only loaded once a call needs it."""
+
+    folder: Path
+    _loaded: Any = None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> LightTokenizer:
+        plain = FastTokenizer.from_folder(folder)
+        light = cls(plain.backend_tokenizer, plain._config)
+        light.folder = folder
+        return light
+
+    @property
+    def whole(self) -> Any:
+        """That of transformers. The first time takes seconds."""
+        if self._loaded is None:
+            self._loaded = _of_transformers(self.folder)
+        return self._loaded
+
+    def encode(self, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+        if options or not isinstance(text, str):
+            return self.whole.encode(text, add_special_tokens=add_special_tokens, **options)
+        return super().encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
+        if options:
+            return self.whole.decode(token_ids, skip_special_tokens, **options)
+        return super().decode(token_ids, skip_special_tokens)
+
+    def convert_tokens_to_ids(self, token: Any) -> Any:
+        if not isinstance(token, str):
+            return self.whole.convert_tokens_to_ids(token)
+        return super().convert_tokens_to_ids(token)
+
+    def convert_ids_to_tokens(self, token_id: Any, **options: Any) -> Any:
+        if options or not isinstance(token_id, int):
+            return self.whole.convert_ids_to_tokens(token_id, **options)
+        return super().convert_ids_to_tokens(token_id)
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As text here; what tokens come in differs between versions of transformers."""
+        if options.get("tokenize") is False and options.keys() <= _TEXT_OPTIONS:
+            return super().apply_chat_template(messages, **options)
+        return self.whole.apply_chat_template(messages, **options)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        named = [self._special(name) for name in self._config if name.endswith("_token")]
+        more = [
+            item.get("content") if isinstance(item, dict) else item
+            for name in ("additional_special_tokens", "extra_special_tokens")
+            for item in self._config.get(name) or ()
+        ]
+        return list(dict.fromkeys(token for token in (*named, *more) if isinstance(token, str)))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.whole(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "folder":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def __reduce__(self) -> Any:
+        return _from_folder, (self.folder, False)
+
+
+_TEXT_OPTIONS = frozenset({"add_generation_prompt", "tokenize"})
 
 
 def _from_transformers(name: str, trust_remote_code: bool) -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "check_optim_params",
     "check_tinker_path",
     "check_ttl",
+    "has_signal",
 ]
 
 
@@ -84,6 +85,12 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
         if loss_fn != CUSTOM:
             _check_lengths(datum, f"data[{index}].loss_fn_inputs")
     return datums
+
+
+def has_signal(data: Sequence[types.Datum]) -> bool:
+    """False when the datums have advantages and every one of them is zero."""
+    given = [datum.loss_fn_inputs.get("advantages") for datum in data]
+    return not given or any(tensor is None or bool(tensor.array.any()) for tensor in given)
 
 
 def _check_lengths(datum: types.Datum, path: str) -> None:

@@ -3,15 +3,17 @@
 Copy this file and change it. An answer's advantage is its reward minus the mean reward of the
 answers to the same prompt, so no value model is needed (GRPO). The reward is any Python function:
 
-    def reward(completion: str, row: dict) -> float: ...
+    def reward(completion: str, row: dict) -> float: ...  # or async def
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -39,7 +41,7 @@ from tinkex.recipes.loop import (
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.run_log import RunLog, make_trackers, plot
 
-Reward = Callable[[str, Mapping[str, Any]], float]
+Reward = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +233,8 @@ def evaluate(
 def judge(reward: Reward, text: str, question: Question) -> float:
     """Call the user's function, and name the row when it goes wrong."""
     try:
-        value = float(reward(text, question.row))
+        given = reward(text, question.row)
+        value = float(asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given)
         if not math.isfinite(value):
             raise ValueError(f"a reward must be a finite number, got {value}")
         return value
@@ -240,6 +243,10 @@ def judge(reward: Reward, text: str, question: Question) -> float:
             f"the reward function failed on prompt {question.line} with the answer {text[:80]!r}: "
             f"{type(exc).__name__}: {exc}"
         ) from exc
+
+
+async def _awaited(reward: Awaitable[float]) -> float:
+    return await reward
 
 
 def group_data(group: Sequence[Answer]) -> list[Datum]:

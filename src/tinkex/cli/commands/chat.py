@@ -37,13 +37,13 @@ def chat(
     An empty line or Ctrl-D ends the conversation.
     """
     from tinkex import SamplingParams
-    from tinkex.client.tokenizers import load_light_tokenizer
+    from tinkex.client.tokenizers import load_tokenizer
     from tinkex.recipes.render import Renderer
 
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     with state.service() as service:
         sampler = open_sampler(service, model)
-        renderer = Renderer(load_light_tokenizer(sampler.get_base_model()))
+        renderer = Renderer(load_tokenizer(sampler.get_base_model()))
         params = SamplingParams(
             max_tokens=max_tokens, temperature=temperature, seed=seed, stop=renderer.stop
         )

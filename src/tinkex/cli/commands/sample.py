@@ -41,14 +41,14 @@ def sample(
 ) -> None:
     """Answer PROMPT; `-` reads it from stdin."""
     from tinkex import ModelInput, SamplingParams
-    from tinkex.client.tokenizers import load_light_tokenizer
+    from tinkex.client.tokenizers import load_tokenizer
     from tinkex.recipes.render import Renderer
 
     text = sys.stdin.read() if prompt == "-" else prompt
     with state.service() as service:
         model = model or default_model(service)
         sampler = open_sampler(service, model)
-        tokenizer = load_light_tokenizer(sampler.get_base_model())
+        tokenizer = load_tokenizer(sampler.get_base_model())
         renderer = Renderer(tokenizer)
         params = SamplingParams(
             max_tokens=max_tokens,

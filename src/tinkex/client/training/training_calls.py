@@ -7,6 +7,7 @@ taken when the call is made (`submission.py`); waiting for results goes on besid
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -26,6 +27,7 @@ from tinkex.wire.chunking import combine
 
 __all__ = ["TrainingCalls"]
 
+logger = logging.getLogger("tinkex.training")
 T = TypeVar("T")
 
 
@@ -45,6 +47,7 @@ class TrainingCalls:
         self._lane = Lane(holder)
         self._watch = QueueWatch(f"Training of {model_id}", self)
         self._open: set[APIFuture[Any]] = set()
+        self._warned_of_no_signal = False
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
@@ -59,6 +62,8 @@ class TrainingCalls:
     ) -> APIFuture[types.ForwardBackwardOutput]:
         name = validation.check_loss(loss_fn, loss_fn_config)
         datums = validation.check_data(data, name)
+        if not forward_only and not validation.has_signal(datums):
+            self._warn_of_no_signal()
         config = dict(loss_fn_config) if loss_fn_config else None
         parts = codec.pass_parts(
             self.holder.flags, self.model_id, datums, name, config, forward_only=forward_only
@@ -66,6 +71,17 @@ class TrainingCalls:
         method = "forward" if forward_only else "forward_backward"
         expect = codec.EXPECT_FORWARD if forward_only else codec.EXPECT_FORWARD_BACKWARD
         return self._submit(method, parts, expect, combine)
+
+    def _warn_of_no_signal(self) -> None:
+        """Once per client: a loop with sparse rewards meets such batches again and again."""
+        if not self._warned_of_no_signal:
+            self._warned_of_no_signal = True
+            logger.warning(
+                "Every advantage of this batch is zero, so its gradient is rounding noise, and "
+                "Adam makes a step of the usual size of it. Leave such batches out, or pass "
+                "skip_without_signal=True to train_step. (%s says this once.)",
+                self.model_id,
+            )
 
     def _submit_json(
         self,

@@ -98,12 +98,21 @@ class TrainingClient(TrainingCalls):
         loss_fn: str,
         optim_params: types.OptimParams,
         loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        skip_without_signal: bool = False,
     ) -> APIFuture[TrainStepResult]:
         """`forward_backward` and `optim_step`, submitted together: one whole training step.
 
         Nothing is sent when either half is wrong, so a refused step leaves no gradient behind.
+
+        Args:
+            skip_without_signal: When every advantage is zero, only compute the loss: nothing is
+                gathered, no step is made, and the metrics have `skipped:max` 1.
         """
         validation.check_optim_params(optim_params, None)
+        data = list(data)
+        if skip_without_signal and not validation.has_signal(data):
+            return self._skipped_step(self.forward(data, loss_fn, loss_fn_config))
         with self._lock:
             loss = self.forward_backward(data, loss_fn, loss_fn_config)
             step = self.optim_step(optim_params)
@@ -122,6 +131,17 @@ class TrainingClient(TrainingCalls):
         return future
 
     train_step_async = submitted(train_step)
+
+    def _skipped_step(
+        self, loss: APIFuture[types.ForwardBackwardOutput]
+    ) -> APIFuture[TrainStepResult]:
+        async def without_step(waiting: Waiting) -> TrainStepResult:
+            skipped = types.OptimStepResponse(metrics={"skipped:max": 1.0})
+            return TrainStepResult(await loss, skipped)
+
+        future = spawn(without_step)
+        future.follow(loss)
+        return future
 
     def forward_backward_custom(
         self,
