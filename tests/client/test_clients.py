@@ -209,10 +209,6 @@ def test_a_prompt_of_one_token_has_one_logprob_and_it_is_none(
             lambda s, t: s.sample(FULL, 1, PARAMS).result(30),
             r"leaves room for 0 .*; shorten the prompt",
         ),
-        (
-            lambda s, t: s.sample(PROMPT, 1, types.SamplingParams(stop=[""])).result(30),
-            r"stop: must be a text, .* none of them empty .*, got \[''\]",
-        ),
     ],
 )
 def test_the_server_names_the_fix_too(service: tinkex.ServiceClient, call: Any, says: str) -> None:
