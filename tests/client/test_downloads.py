@@ -157,7 +157,7 @@ def test_plain_files_are_unpacked(tmp_path, mode):
         (("pipe", b"", tarfile.FIFOTYPE), "not a plain file"),
         (("device", b"", tarfile.CHRTYPE), "not a plain file"),
         (("ok", b"y", FILE), "comes twice"),
-        (("big", b"x" * 5000, FILE), "past 4000 bytes"),
+        (("big", b"x" * 5000, FILE), "larger than it may become"),
     ],
 )
 def test_an_archive_that_could_escape_is_refused(tmp_path, member, word):

@@ -36,6 +36,7 @@ from tinkex.engine.lora.adapter import (
     Target,
     build_adapter,
 )
+from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.train.optim import OptimizerState
 from tinkex.engine.train.updates import UPDATES
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
@@ -237,7 +238,7 @@ def read(
     path = Path(folder)
     if not (path / _CONFIG).is_file() or not (path / _WEIGHTS).is_file():
         raise ModelNotFoundError(
-            f"{path} is no checkpoint: it lacks {_CONFIG} or {_WEIGHTS} (safetensors)."
+            f"{path.name} is no checkpoint: it lacks {_CONFIG} or {_WEIGHTS} (safetensors)."
         )
     config = _load_json(path / _CONFIG)
     manifest = _read_manifest(path)
@@ -249,8 +250,8 @@ def read(
     if with_optimizer:
         if not manifest.get("has_optimizer") or kind is None:
             raise InvalidInputError(
-                f"{path} was saved without optimizer state. Load it without the optimizer, or save "
-                "with save_state, which keeps it."
+                f"{path.name} was saved without optimizer state. Load it without the optimizer, or "
+                "save with save_state, which keeps it."
             )
         optimizer = _read_optimizer(path, adapter, kind, int(manifest["step"]))
     grad = None
@@ -273,7 +274,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = _load_json(file)
     if manifest.get("format") != 1:
         raise NotSupportedError(
-            f"{file} has format {manifest.get('format')!r}; this version reads format 1"
+            f"{file.name} has format {manifest.get('format')!r}; this version reads format 1"
         )
     return manifest
 
@@ -297,45 +298,31 @@ def _read_modules(path: Path, config: Mapping[str, Any]) -> dict[str, ModuleInit
     sides: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _load_tensors(path / _WEIGHTS).items():
         if (match := _KEY.fullmatch(key)) is None:
-            raise NotSupportedError(f"{path / _WEIGHTS} holds {key!r}, which is no LoRA matrix")
+            raise NotSupportedError(f"{_WEIGHTS} holds {key[:120]!r}, which is no LoRA matrix")
         sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
     if not sides:
-        raise InvalidInputError(f"{path / _WEIGHTS} holds no LoRA matrix")
+        raise InvalidInputError(f"{_WEIGHTS} holds no LoRA matrix")
     modules: dict[str, ModuleInit] = {}
+    alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
     for module, pair in sides.items():
         if set(pair) != {"A", "B"}:
-            raise InvalidInputError(f"{path / _WEIGHTS} holds only half of {module!r}")
+            raise InvalidInputError(f"{_WEIGHTS} holds only half of {module[:120]!r}")
         rank = pair["A"].shape[0] if pair["A"].ndim == 2 else 0
         if not 1 <= rank <= MAX_RANK:
             raise InvalidInputError(
                 f"LoRA A of {module!r} has shape {tuple(pair['A'].shape)}; it must be 2-D with a "
                 f"rank of 1 to {MAX_RANK}"
             )
-        modules[module] = ModuleInit(rank, _scale(config, module, rank), pair["A"], pair["B"])
+        alpha = alphas.get(module, config.get("lora_alpha", 8))
+        modules[module] = ModuleInit(rank, _scale(config, alpha, rank), pair["A"], pair["B"])
     return modules
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha", 8))
+def _scale(config: Mapping[str, Any], alpha: Any, rank: int) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise InvalidInputError(f"lora_alpha must be a number, got {alpha!r}", path=_CONFIG)
     root = rank**0.5 if config.get("use_rslora") else rank
     return alpha / root
-
-
-def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The first pattern that matches the end of the module's name, as `peft` resolves it."""
-    for pattern, value in (patterns or {}).items():
-        # Folders come from strangers: repetition other than a few `.*` could run for years.
-        if pattern.count(".*") > 3 or re.search(r"[*+?{]", pattern.replace(".*", "")):
-            raise NotSupportedError(f"alpha_pattern {pattern!r} is too elaborate", path=_CONFIG)
-        try:
-            found = re.match(rf"(.*\.)?({pattern})$", module)
-        except re.error as exc:
-            raise InvalidInputError(f"alpha_pattern {pattern!r}: {exc}", path=_CONFIG) from exc
-        if found:
-            return value
-    return default
 
 
 def _spec(adapter: Adapter, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> LoraSpec:
@@ -382,10 +369,15 @@ def _load_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
     except (ValueError, OSError) as exc:
-        raise InvalidInputError(f"{path} cannot be read: {exc}") from exc
+        raise InvalidInputError(f"{path.name} cannot be read: {_cause(exc)}") from exc
     if not isinstance(value, dict):
-        raise InvalidInputError(f"{path} must hold a JSON object")
+        raise InvalidInputError(f"{path.name} must hold a JSON object")
     return value
+
+
+def _cause(exc: Exception) -> str:
+    """Why a file cannot be read, without saying where it lies: the text goes to a client."""
+    return str(getattr(exc, "strerror", None) or exc)
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
@@ -395,5 +387,5 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as exc:
-        raise InvalidInputError(f"{path} cannot be read: {exc}") from exc
+        raise InvalidInputError(f"{path.name} cannot be read: {_cause(exc)}") from exc
     return tensors

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class _Deltas:
         from safetensors.torch import load_file
 
         self._config = config
+        self._ranks = ModulePatterns(config.get("rank_pattern"), field="rank_pattern")
+        self._alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
         self._pairs: dict[str, dict[str, torch.Tensor]] = {}
         self._used: set[str] = set()
         for name, tensor in load_file(folder / "adapter_model.safetensors").items():
@@ -114,17 +117,9 @@ class _Deltas:
         return (base.float() + delta).to(base.dtype)
 
     def _scale(self, module: str) -> float:
-        rank = _pattern(self._config, "rank_pattern", module, self._config["r"])
-        alpha = _pattern(self._config, "alpha_pattern", module, self._config["lora_alpha"])
+        rank = float(self._ranks.get(module, self._config["r"]))
+        alpha = float(self._alphas.get(module, self._config["lora_alpha"]))
         return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
-
-
-def _pattern(config: Mapping[str, Any], name: str, module: str, default: float) -> float:
-    """PEFT's per-module settings: a key names the end of the module's path."""
-    for key, value in (config.get(name) or {}).items():
-        if module == key or module.endswith(f".{key}"):
-            return float(value)
-    return float(default)
 
 
 def _check(config: Mapping[str, Any]) -> None:

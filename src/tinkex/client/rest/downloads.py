@@ -51,6 +51,8 @@ OnProgress = Callable[[int, int | None], None]
 
 _CHUNK_BYTES = 1 << 20
 _MAX_FILES = 10_000
+_MAX_RATIO = 20
+"""How much larger than the archive its files may be; weights hardly compress."""
 _EXPORT_TTL_S = 3600
 _HUB_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # What resumes a run is no use to those who load an adapter, and twice its size.
@@ -254,12 +256,15 @@ def _fetch_rest(
 def extract_archive(archive: Path, folder: Path, *, max_bytes: int | None = None) -> list[Path]:
     """Unpack a tar into `folder`: plain files only, all of them inside it.
 
+    Args:
+        max_bytes: Most bytes to write; by default in proportion to the archive.
+
     Raises:
-        InvalidInputError: A member is absolute, climbs out, is a link or device, or comes twice,
-            or the archive is too large. Nothing of a refused archive should be used.
+        InvalidInputError: A member is absolute, climbs out, is a link or device, has holes, or
+            comes twice, or the archive is too large. Nothing of it should be used then.
     """
     written: list[Path] = []
-    total = 0
+    left = _MAX_RATIO * archive.stat().st_size if max_bytes is None else max_bytes
     try:
         with tarfile.open(archive, "r:*") as tar:
             for member in tar:
@@ -268,12 +273,14 @@ def extract_archive(archive: Path, folder: Path, *, max_bytes: int | None = None
                     continue
                 if not member.isreg():
                     raise _unsafe(member.name, "is not a plain file")
-                total += member.size
-                if max_bytes is not None and total > max_bytes:
-                    raise _unsafe(member.name, f"brings the archive past {max_bytes} bytes")
+                if member.issparse():
+                    raise _unsafe(member.name, "has holes (a sparse file)")
+                if member.size > left:
+                    raise _unsafe(member.name, "makes the archive larger than it may become")
                 if len(written) >= _MAX_FILES:
                     raise _unsafe(member.name, f"is one of over {_MAX_FILES} files")
                 written.append(_write_member(tar, member, folder))
+                left -= written[-1].stat().st_size
     except tarfile.TarError as exc:
         raise InvalidInputError(f"not a whole tar archive: {exc}.", path=str(archive)) from exc
     return written

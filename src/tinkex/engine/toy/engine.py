@@ -289,7 +289,7 @@ class ToyEngine:
 
     def _read(self, folder: Path, with_optimizer: bool) -> ToyAdapter:
         if not (folder / MANIFEST).is_file():
-            raise ModelNotFoundError(f"no checkpoint at {folder}: {MANIFEST} is missing")
+            raise ModelNotFoundError(f"{folder.name} is no checkpoint: {MANIFEST} is missing")
         manifest = json.loads((folder / MANIFEST).read_text())
         if with_optimizer and not manifest["has_optimizer"]:
             raise InvalidInputError(
@@ -512,7 +512,7 @@ def _write_checkpoint(
 ) -> jobs.AdapterResult:
     """Write aside, fsync, rename; the result has the folder's size."""
     if folder.exists():
-        raise FileExistsError(f"{folder} exists already; a checkpoint is never overwritten")
+        raise FileExistsError(f"{folder.name} exists already; a checkpoint is never overwritten")
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -9,6 +9,7 @@ overwrite never touches a folder in use, and a crash leaves at worst a folder wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -292,10 +293,13 @@ def _copy_folder(source: Path, target: Path) -> None:
 
 
 def _remove_traces(folder: Path) -> None:
-    """Remove a folder and whatever was written aside for it."""
+    """Remove a folder, whatever was written aside for it, and its parents when nothing is left."""
     for path in [*folder.parent.glob("*"), *folder.parent.glob(".*")]:
         if folder.name in path.name:
             shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()
 
 
 def _belongs(folder: Path, busy: set[str]) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import secrets
 import shutil
 import tarfile
 import time
 import uuid
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -33,6 +34,9 @@ from tinkex.store import Checkpoint, Model, Session, User
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 CONFIG = "adapter_config.json"
 MAX_FILES = 64
+MAX_CONFIG_BYTES = 1024 * 1024
+CHUNK_BYTES = 1024 * 1024
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 @router.post("/checkpoints/import")
@@ -43,6 +47,7 @@ async def import_checkpoint(
     if getattr(request.app.state, "service", None) is None:
         raise ApiError(503, "No worker runs here that could check the adapter.")
     service = service_of(request)
+    service.room.require()
     body = await read_body(request)
     target = TinkerPath(f"{uuid.uuid4()}:train:0", "weights", name)
     folder = service.shelf.new_folder(target)
@@ -52,8 +57,7 @@ async def import_checkpoint(
         await _try_to_load(service, folder, base)
         checkpoint = await _list(service, target, folder, config, base, user)
     except BaseException:
-        service.shelf.abandon(folder)
-        await asyncio.to_thread(shutil.rmtree, folder, True)
+        service.shelf.discard(folder)
         raise
     return {"tinker_path": checkpoint.path, "base_model": base, "size_bytes": checkpoint.size_bytes}
 
@@ -65,41 +69,76 @@ def _unpack(body: bytes, folder: Path) -> dict[str, Any]:
     try:
         # Plain tar only: a compressed one could unpack to any size.
         with tarfile.open(fileobj=io.BytesIO(body), mode="r:") as archive:
+            left = len(body)
             for index, member in enumerate(archive):
                 _check_member(index, member)
-                source = archive.extractfile(member)
-                assert source is not None
-                with (aside / member.name).open("wb") as out:
-                    shutil.copyfileobj(source, out)
+                left -= _write_member(archive, member, aside, left)
         config = _read_config(aside / CONFIG)
         aside.rename(folder)
     except tarfile.TarError as exc:
         raise InvalidInputError(f"the body is not a tar archive: {exc}.") from exc
+    except InvalidInputError:
+        raise
+    except (ValueError, OverflowError) as exc:  # numbers in a header that are none
+        raise InvalidInputError("the body is not a tar archive: a header is damaged.") from exc
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return config
 
 
 def _check_member(index: int, member: tarfile.TarInfo) -> None:
-    path = PurePosixPath(member.name)
-    if not member.isreg() or len(path.parts) != 1 or path.name.startswith("."):
+    if member.issparse():
         raise InvalidInputError(
-            f"the archive holds {member.name[:80]!r}; it may hold plain files without folders."
+            f"the archive holds {member.name[:80]!r} with holes (a sparse file); pack it without "
+            "--sparse."
+        )
+    if not member.isreg() or not _FILE.fullmatch(member.name):
+        raise InvalidInputError(
+            f"the archive holds {member.name[:80]!r}; it may hold plain files without folders, "
+            "named by up to 200 letters, digits and any of _ . -"
         )
     if index >= MAX_FILES:
         raise InvalidInputError(f"the archive holds more than {MAX_FILES} files.")
 
 
+def _write_member(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, left: int
+) -> int:
+    """Copy a file; gives the bytes written, which cannot be more than the archive has."""
+    source = archive.extractfile(member)
+    assert source is not None
+    written = 0
+    try:
+        with (folder / member.name).open("xb") as out:
+            while piece := source.read(CHUNK_BYTES):
+                written += len(piece)
+                if written > min(member.size, left):
+                    raise InvalidInputError(f"{member.name!r} unpacks to more than the archive.")
+                out.write(piece)
+    except FileExistsError:
+        raise InvalidInputError(f"the archive holds {member.name!r} twice.") from None
+    if written < member.size:
+        raise InvalidInputError(f"the archive is cut short in {member.name!r}.")
+    return written
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise InvalidInputError(f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes.")
         config = json.loads(file.read_bytes())
-        rank = config["r"]
+        rank, alpha = config["r"], config.get("lora_alpha", 8)
     except FileNotFoundError:
         raise InvalidInputError(f"the archive holds no {CONFIG}.") from None
-    except (ValueError, KeyError, TypeError) as exc:
-        raise InvalidInputError(f"{CONFIG} is not a LoRA config: {exc!r}.") from exc
-    if not isinstance(rank, int) or rank < 1:
-        raise InvalidInputError(f"{CONFIG} has r={rank!r}; a rank is a whole number above 0.")
+    except InvalidInputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        cause = f"{type(exc).__name__}: {str(exc)[:200]}"
+        raise InvalidInputError(f"{CONFIG} is not a LoRA config: {cause}.") from exc
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 2**31:
+        raise InvalidInputError(f"{CONFIG} has r={rank!r:.80}; a rank is a whole number above 0.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
+        raise InvalidInputError(f"{CONFIG} has lora_alpha={alpha!r:.80}; it must be a number.")
     return dict(config)
 
 
@@ -122,7 +161,7 @@ async def _try_to_load(service: Service, folder: Path, base_model: str) -> None:
 def _lora(config: dict[str, Any]) -> dict[str, Any]:
     """What the run's LoRA fields say about a foreign adapter, from the modules it targets."""
     targets = config.get("target_modules") or []
-    names = " ".join([targets] if isinstance(targets, str) else targets)
+    names = " ".join(map(str, targets)) if isinstance(targets, list) else str(targets)
     known = bool(names) and names != "all-linear"
     return {
         "rank": int(config["r"]),

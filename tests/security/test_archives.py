@@ -1,0 +1,105 @@
+"""An archive is a stranger's file: it costs what it weighs, and what is in it runs nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import hostile_tar
+import pytest
+from app_world import AppWorld
+
+from tinkex.client.rest import downloads
+from tinkex.engine.lora.patterns import ModulePatterns
+from tinkex.errors import InvalidInputError, NotSupportedError
+
+REAL_BYTES = 3 * 1024**3
+CONFIG = {"r": 8, "peft_type": "LORA", "base_model_name_or_path": "toy"}
+
+
+async def _import(world: AppWorld, body: bytes, status: int = 400) -> str:
+    answer = await world.post(
+        "checkpoints/import", body, headers={"content-type": "application/x-tar"}
+    )
+    assert answer.status_code == status, answer.text
+    return answer.text
+
+
+async def test_a_file_with_holes_is_not_imported(app_world: AppWorld, tmp_path: Path) -> None:
+    body = hostile_tar.sparse("adapter_model.safetensors", REAL_BYTES)
+    assert len(body) < 5000
+    assert "sparse" in await _import(app_world, body)
+    assert sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*")) < 50_000_000
+
+
+def test_a_file_with_holes_is_not_downloaded(tmp_path: Path) -> None:
+    archive = tmp_path / "a.tar"
+    archive.write_bytes(hostile_tar.sparse("adapter_model.safetensors", REAL_BYTES))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(InvalidInputError, match="sparse"):
+        downloads.extract_archive(archive, tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("adapter_config.json", {"r": 8, "lora_alpha": "x"}),
+        ("adapter_config.json", {"r": True}),
+        ("adapter_config.json", []),
+        ("adapter_config.json", {"r": 8, "target_modules": [1, {}]}),
+        ("x" * 300, CONFIG),
+        ("a\tb", CONFIG),
+        (".hidden", CONFIG),
+        ("../up", CONFIG),
+    ],
+)
+async def test_an_odd_import_is_refused_and_leaves_nothing(
+    app_world: AppWorld, tmp_path: Path, name: str, config: Any
+) -> None:
+    said = await _import(app_world, hostile_tar.plain((name, json.dumps(config).encode())))
+    assert str(tmp_path) not in said
+    for task in list(app_world.service.shelf._clearing):
+        await task
+    assert list((tmp_path / "checkpoints").rglob("*")) == []
+
+
+async def test_a_config_nested_without_end_is_refused(app_world: AppWorld) -> None:
+    deep = b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    await _import(app_world, hostile_tar.plain(("adapter_config.json", deep)))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(a|a|ab)" * 30 + "$", "((a+)+)+", "(.*.*.*)x", "[a-z]", "a{9}", "x" * 1000, ".*a" * 9],
+)
+def test_no_expression_of_a_strangers_folder_is_run(pattern: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(NotSupportedError):
+        ModulePatterns({pattern: 1}, field="alpha_pattern")
+    assert time.perf_counter() - started < 0.1
+
+
+def test_what_people_write_in_alpha_pattern_means_what_it_means_in_peft() -> None:
+    keys = {r"layers\.0\..*q_proj": 1, "mlp.up_proj|down_proj": 2, "model.layers.1.k_proj": 3}
+    patterns = ModulePatterns(keys, field="alpha_pattern")
+    expected = {
+        "model.layers.0.self_attn.q_proj": 1,
+        "model.layers.10.self_attn.q_proj": 9,
+        "model.layers.3.mlp.up_proj": 2,
+        "model.layers.3.mlp.down_proj": 2,
+        "model.layers.3.xdown_proj": 9,
+        "model.layers.1.k_proj": 3,
+    }
+    assert {module: patterns.get(module, 9) for module in expected} == expected
+
+
+def test_the_worst_map_of_patterns_ends_soon() -> None:
+    keys = {f"{'a.*' * 8}{n}": 1 for n in range(60)} | {f"name{n}": 2 for n in range(9000)}
+    patterns = ModulePatterns(keys, field="alpha_pattern")
+    started = time.perf_counter()
+    for n in range(500):
+        patterns.get("model." + "a." * 100 + f"b{n}", 0)
+    assert time.perf_counter() - started < 5
