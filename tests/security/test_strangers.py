@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from server_process import ServerProcess
 
-from tinkex.server.limits import BodyBudget, body_limit
+from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.problems import ApiError
 
 KEY = {"x-api-key": "tml-ann"}
@@ -165,7 +165,7 @@ async def test_bodies_in_memory_are_bounded_and_shared() -> None:
 async def test_a_body_that_finds_no_room_is_asked_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tinkex.server.limits.WAIT_S", 0.05)
+    monkeypatch.setattr("tinkex.server.guard.limits.WAIT_S", 0.05)
     budget = BodyBudget(100)
     await budget.reserve("ann", 500)  # one alone always fits
     with pytest.raises(ApiError) as refused:

@@ -23,7 +23,7 @@ from tinkex.server.auth import current_user
 from tinkex.server.config import ServerConfig
 from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.sweeper import Sweeper
-from tinkex.server.limits import BodyBudget, body_limit
+from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.metrics import Metrics
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from starlette.types import Scope
 
 from tinkex.server.auth import current_user
-from tinkex.server.limits import BodyBudget, body_limit
+from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service

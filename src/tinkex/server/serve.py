@@ -29,14 +29,14 @@ from tinkex.errors import ConfigError
 from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
 from tinkex.server.config import ENGINES, ServerConfig, load_config
-from tinkex.server.connections import (
+from tinkex.server.files import disk
+from tinkex.server.greeting import greeting
+from tinkex.server.guard.connections import (
     SPARE_FILES,
     ConnectionLimits,
     guarded,
     raise_file_limit,
 )
-from tinkex.server.files import disk
-from tinkex.server.greeting import greeting
 from tinkex.server.tls import check_tls
 from tinkex.server.workers.processes import ProcessWorker
 from tinkex.server.workers.worker import WorkerSpec

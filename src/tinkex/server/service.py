@@ -80,11 +80,12 @@ class Service:
             grace_s=config.result_grace_s,
             resume=self._resume,
         )
+        self.room = Room(config.data_dir, config.min_free_bytes)
         tools = Tools(store=store, shelf=shelf, catalog=self.catalog, user_of=user_of)
         self.operations = make_operations(tools)
         self._means = Means(
             store=store,
-            room=Room(config.data_dir, config.min_free_bytes),
+            room=self.room,
             results=self.results,
             operations=self.operations,
             gap_limit_s=config.gap_limit_s,

@@ -1,0 +1,1 @@
+"""What keeps one caller from costing the others: bounds on connections, bodies, keys and work."""
