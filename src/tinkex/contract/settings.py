@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Final, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tinkex.contract.bounds import Between
 from tinkex.errors import InvalidInputError
@@ -172,7 +172,8 @@ def _settings_of(declaration: Any) -> tuple[Setting, ...]:
     hints = get_type_hints(declaration, include_extras=True)
     found = []
     for field in fields(declaration):
-        kind, *extras = get_args(_without_none(hints[field.name])) or (object,)
+        hint = _without_none(hints[field.name])
+        kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (object,)
         rules = [extra for extra in extras if not isinstance(extra, str)]
         if rules:
             says = " ".join(extra for extra in extras if isinstance(extra, str))
@@ -182,9 +183,10 @@ def _settings_of(declaration: Any) -> tuple[Setting, ...]:
 
 def _without_none(hint: Any) -> Any:
     """`Annotated[int, ...]` of `Annotated[int, ...] | None`."""
-    if get_origin(hint) in (Union, UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not NoneType)
-    return hint
+    if get_origin(hint) not in (Union, UnionType):
+        return hint
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    return parts[0] if len(parts) == 1 else hint
 
 
 def read(
