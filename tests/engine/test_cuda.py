@@ -228,6 +228,129 @@ def test_launching_a_pass_before_the_last_is_read_changes_no_token():
         assert a.tokens[0] == b.tokens[0]
 
 
+# ---------------------------------------------------------------------- zero gap
+
+
+def on_policy(cfg, prompts, ranks, *, max_tokens=40, deterministic=False, **sampler_options):
+    """Sample with adapters of these ranks (None: none), then train on it: (samples, results)."""
+    import numpy as np
+
+    from tinkex.engine import jobs
+    from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+    from tinkex.engine.train.trainer import Trainer
+
+    decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda")
+    trainer = Trainer(decoder, base_model="m")
+    generator = torch.Generator().manual_seed(4)
+    for rank in dict.fromkeys(ranks):
+        lora = jobs.LoraSpec(rank=rank or 8, seed=rank)
+        create = jobs.CreateAdapterJob(job_id="c", adapter_id=f"a{rank}", base_model="m", lora=lora)
+        trainer.create(create)
+        for _, _, b_Or in trainer.find(f"a{rank}").adapter.modules() if rank else ():
+            b_Or.data.copy_(torch.randn(b_Or.shape, generator=generator) * 0.02)
+    look_ahead = sampler_options.pop("look_ahead", True)
+    settings = {"kv_bytes": 64 << 20, "max_pass_tokens": 64, **sampler_options}
+    sampler, ends = Sampler(decoder, SamplerConfig(**settings)), {}
+    frozen = {r: trainer.find(f"a{r}").adapter.frozen_copy() for r in dict.fromkeys(ranks) if r}
+    for number, (prompt, rank) in enumerate(zip(prompts, ranks, strict=True)):
+        job = jobs.SampleJob(
+            job_id=str(number), base_model="m", adapter_folder=None, prompt=prompt,
+            num_samples=1 + number % 2, max_tokens=max_tokens, seed=number, stop_tokens=(),
+        )  # fmt: skip
+        note = lambda event: ends.update({event.job_id: event})  # noqa: E731
+        sampler.add(job, frozen.get(rank), note, version=str(rank))
+    while sampler.has_work:
+        sampler.step(look_ahead=look_ahead)
+    data = {rank: [] for rank in ranks}
+    for number, (prompt, rank) in enumerate(zip(prompts, ranks, strict=True)):
+        for sample in ends[str(number)].result.sequences:
+            tokens = np.concatenate([prompt, sample.tokens])
+            before = len(prompt) - 1
+            inputs = {
+                "target_tokens": tokens[1:],
+                "logprobs": np.concatenate([np.zeros(before, np.float32), sample.logprobs]),
+                "advantages": np.concatenate(
+                    [np.zeros(before), np.ones(len(sample.tokens))]
+                ).astype(np.float32),
+            }
+            data[rank].append(jobs.TrainDatum(tokens=tokens[:-1], inputs=inputs))
+    train = [
+        jobs.TrainJob(
+            job_id=str(rank), adapter_id=f"a{rank}", data=tuple(some),
+            loss_fn="importance_sampling",
+        )
+        for rank, some in data.items()
+    ]  # fmt: skip
+    results = trainer.train(train)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return train, results
+
+
+MIX = [None, 8, 20, 8, None, 20, 32]
+PASSES = {
+    "together": {},
+    "in other chunks": {"max_pass_tokens": 17},
+    "short of memory": {"kv_bytes": 1536 * 16 * 30},
+    "read at once": {"look_ahead": False},
+}
+
+
+def check_zero_gap(cfg, ranks=MIX, **options):
+    generator = torch.Generator().manual_seed(9)
+    lengths = [50, 9, 33, 300, 1, 20, 130][: len(ranks)]
+    prompts = [torch.randint(0, cfg.vocab_size, (n,), generator=generator).numpy() for n in lengths]
+    train, results = on_policy(cfg, prompts, ranks, **options)
+    for job, result in zip(train, results, strict=True):
+        assert result.metrics["sampler_gap_max:max"] == 0
+        assert result.metrics["sampler_gap_k3:mean"] == 0
+        for datum, output in zip(job.data, result.outputs, strict=True):
+            sampled = datum.inputs["advantages"] > 0
+            assert (
+                output["logprobs"][sampled].tolist() == datum.inputs["logprobs"][sampled].tolist()
+            )
+        # Every ratio is exactly 1, so the loss is minus the number of sampled tokens.
+        assert result.metrics["loss:sum"] == -sum(d.inputs["advantages"].sum() for d in job.data)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainer_gives_the_sampler_s_logprobs_to_the_bit(family):
+    """With adapters of four ranks and with none, trained in one packed pass."""
+    check_zero_gap(FAMILIES[family])
+
+
+@pytest.mark.parametrize("crowd", PASSES.values(), ids=PASSES)
+def test_no_bit_depends_on_chunks_preemption_or_the_order_of_reading(crowd):
+    check_zero_gap(FAMILIES["qwen3"], **crowd)
+
+
+def test_the_gap_is_zero_over_many_chunks_of_keys():
+    cfg = config(max_context_length=4096)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(0, 512, (n,), generator=generator).numpy() for n in (1500, 250, 600)]
+    _, results = on_policy(
+        cfg, prompts, [8, None, 20], max_tokens=600, kv_bytes=256 << 20, max_pass_tokens=700
+    )
+    assert [result.metrics["sampler_gap_max:max"] for result in results] == [0, 0, 0]
+
+
+def test_every_tile_of_the_sequential_product_gives_the_same_bits():
+    from tinkex.engine.cuda.product import Tile, sequential
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, w = (
+        torch.randn(n, 4096, generator=generator, device="cuda").to(torch.bfloat16)
+        for n in (300, 1000)
+    )
+    tiles = [Tile(16, 32, 128, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3),
+             Tile(32, 128, 32, 4, 3), Tile(128, 32, 64, 4, 4)]  # fmt: skip
+    first, *others = (sequential(x, w, dtype=torch.float32, tile=tile) for tile in tiles)
+    for other in others:
+        assert torch.equal(first, other)
+    assert torch.equal(first[7:8], sequential(x[7:8], w, dtype=torch.float32))
+
+
 # ---------------------------------------------------------------------- custom losses
 
 

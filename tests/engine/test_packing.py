@@ -38,7 +38,7 @@ def test_the_rows_of_an_adapter_are_contiguous(rng):
 
 def test_deterministic_passes_hold_one_datum(rng):
     given = items(rng)
-    passes = pack(given, max_tokens=1000, deterministic=True)
+    passes = pack(given, max_tokens=1000, alone=True)
     assert len(passes) == len(given)
 
 

@@ -1,11 +1,13 @@
 """Causal attention inside each sequence of a packed batch on CUDA, forward and backward.
 
-Two libraries do it. Flash attention takes any mixture of lengths in one call; cuDNN's takes a
-rectangle, [B, S], and is nearly twice as fast on Hopper. So a batch is cut into stretches: a run of
-sequences of one length is a rectangle as it lies, a very long sequence is one once it is filled up
-to a rounder length (no query sees the keys behind it, so the filling changes nothing), what stands
-between goes to flash attention. cuDNN plans for a tenth of a second when it meets a new rectangle:
-lengths that occur by chance are rounded up, so that there are few.
+The forward is our own (`attention`), so that the sampler's logprobs come out of it to the bit. The
+backward, which nobody has to repeat, is a library's, from our output and log-sum. Flash attention
+takes any mixture of lengths in one call; cuDNN's takes a rectangle, [B, S], and is nearly twice as
+fast on Hopper. So a batch is cut into stretches: a run of sequences of one length is a rectangle as
+it lies, a very long sequence is one once it is filled up to a rounder length (no query sees the
+keys behind it, so the filling changes nothing), what stands between goes to flash attention. cuDNN
+plans for a tenth of a second when it meets a new rectangle: lengths that occur by chance are
+rounded up, so that there are few.
 
 cuDNN is used once it has agreed with flash attention on this machine, never in deterministic mode
 (its backward may add in any order) and never in layers with a sliding window.
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine.cuda import attention
 from tinkex.engine.model.base_model import ModelConfig
 from tinkex.engine.transfer import send
 
@@ -37,7 +40,6 @@ _WORTH = 512
 _RUN = 4
 """Sequences that are of one length by intent; fewer may be so by chance, and of any length."""
 
-State = tuple[Any, ...]
 Three = tuple[Tensor, Tensor, Tensor]
 """Queries, keys and values, or their gradients."""
 
@@ -46,28 +48,32 @@ class PackedFlash:
     """See `attention.Attend`; `forward` and `backward` are the same for who wants gradients."""
 
     def __init__(self, lengths: Sequence[int], config: ModelConfig, device: torch.device) -> None:
-        self._config = config
-        self._ragged: list[Stretch] = [Ragged.of(0, lengths, device)]
-        self._stretches = self._ragged
-        heads = (config.num_heads, config.num_kv_heads, config.head_size)
-        if not torch.are_deterministic_algorithms_enabled() and cudnn_agrees(*heads, device):
-            self._stretches = cut(lengths, device)
+        self._config, self._lengths, self._device = config, lengths, device
+        self._queries = attention.Queries.of(lengths, lengths, device)
+        self._ragged: list[Stretch] = []
+        self._stretches: list[Stretch] = []
 
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        return self.forward(layer_index, q_THd, k_TKd, v_TKd)[0]
+        return self._attend(layer_index, q_THd, k_TKd, v_TKd, with_lse=False)[0]
 
     def forward(
         self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor
-    ) -> tuple[Tensor, list[State]]:
-        """The output, and what `backward` needs beside it."""
-        window = self._config.window(layer_index)
-        outs, states = [], []
-        for stretch in self._stretches_of(window):
-            rows = stretch.rows
-            out, state = stretch.forward((q_THd[rows], k_TKd[rows], v_TKd[rows]), window)
-            outs.append(out)
-            states.append(state)
-        return _joined(outs), states
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the log-sums [H, T] that `backward` needs beside it."""
+        return self._attend(layer_index, q_THd, k_TKd, v_TKd, with_lse=True)
+
+    def _attend(
+        self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, *, with_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        return attention.tiles(
+            q_THd,
+            k_TKd,
+            v_TKd,
+            self._queries,
+            scale=self._config.head_size**-0.5,
+            window=self._config.window(layer_index),
+            with_lse=with_lse,
+        )
 
     def backward(
         self,
@@ -77,19 +83,28 @@ class PackedFlash:
         k_TKd: Tensor,
         v_TKd: Tensor,
         out_THd: Tensor,
-        states: Sequence[State],
+        lse_HT: Tensor,
     ) -> Three:
         """Gradients of q, k and v."""
         window = self._config.window(layer_index)
         grads = []
-        for stretch, state in zip(self._stretches_of(window), states, strict=True):
+        for stretch in self._stretches_of(window):
             rows = stretch.rows
             qkv = (q_THd[rows], k_TKd[rows], v_TKd[rows])
-            grads.append(stretch.backward(dout_THd[rows], qkv, out_THd[rows], state, window))
+            grads.append(
+                stretch.backward(dout_THd[rows], qkv, out_THd[rows], lse_HT[:, rows], window)
+            )
         dqs, dks, dvs = zip(*grads, strict=True)
         return _joined(dqs), _joined(dks), _joined(dvs)
 
     def _stretches_of(self, window: int | None) -> list[Stretch]:
+        if not self._ragged:
+            self._ragged = self._stretches = [Ragged.of(0, self._lengths, self._device)]
+            config = self._config
+            heads = (config.num_heads, config.num_kv_heads, config.head_size)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            if not deterministic and cudnn_agrees(*heads, self._device):
+                self._stretches = cut(self._lengths, self._device)
         return self._stretches if window is None else self._ragged
 
 
@@ -106,10 +121,8 @@ class Stretch(Protocol):
     @property
     def rows(self) -> slice: ...
 
-    def forward(self, qkv: Three, window: int | None) -> tuple[Tensor, State]: ...
-
     def backward(
-        self, dout: Tensor, qkv: Three, out: Tensor, state: State, window: int | None
+        self, dout: Tensor, qkv: Three, out: Tensor, lse_HT: Tensor, window: int | None
     ) -> Three: ...
 
 
@@ -165,22 +178,37 @@ class Ragged:
         rows = slice(start, start + int(bounds[-1]))
         return cls(rows, send(bounds, device), max(lengths))
 
-    def forward(self, qkv: Three, window: int | None) -> tuple[Tensor, State]:
-        out, *state, _ = torch.ops.aten._flash_attention_forward(
-            *qkv, self.bounds, self.bounds, self.longest, self.longest, 0.0, True, False,
-            **_options(qkv, window),
-        )  # fmt: skip
-        return out, tuple(state)
-
     def backward(
-        self, dout: Tensor, qkv: Three, out: Tensor, state: State, window: int | None
+        self, dout: Tensor, qkv: Three, out: Tensor, lse_HT: Tensor, window: int | None
     ) -> Three:
-        lse, *rng = state
+        packed, state = _flash_state(*(t.shape[1] for t in qkv[:2]), dout.shape[2], dout.device)
+        lse = lse_HT.contiguous() if packed else self._padded(lse_HT)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, *qkv, out, lse, self.bounds, self.bounds, self.longest, self.longest, 0.0, True,
-            *rng, **_options(qkv, window),
+            *state, **_options(qkv, window),
         )  # fmt: skip
         return dq, dk, dv
+
+    def _padded(self, lse_HT: Tensor) -> Tensor:
+        """[B, H, S], as older versions of torch have it."""
+        edges = self.bounds.tolist()
+        rows = [lse_HT[:, a:b] for a, b in pairwise(edges)]
+        return torch.stack([F.pad(row, (0, self.longest - row.shape[1])) for row in rows])
+
+
+@lru_cache(maxsize=64)
+def _flash_state(
+    heads: int, kv_heads: int, head_size: int, device: torch.device
+) -> tuple[bool, tuple[Tensor, ...]]:
+    """(whether log-sums are packed, [H, T]; the state of the dropout that nobody asked for)."""
+    q, k = (
+        torch.zeros(5, n, head_size, device=device, dtype=torch.bfloat16) for n in (heads, kv_heads)
+    )
+    bounds = send(np.array([0, 3, 5], np.int32), device)
+    _, lse, *state, _ = torch.ops.aten._flash_attention_forward(
+        q, k, k, bounds, bounds, 3, 3, 0.0, True, False, scale=1.0
+    )
+    return lse.dim() == 2, tuple(state)
 
 
 def _options(qkv: Three, window: int | None) -> dict[str, Any]:
@@ -202,20 +230,16 @@ class Rectangle:
     def rows(self) -> slice:
         return slice(self.start, self.start + self.count * self.length)
 
-    def forward(self, qkv: Three, window: int | None) -> tuple[Tensor, State]:
-        assert window is None
-        out, *state, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *map(self._boxed, qkv), None, True, 0.0, True, False, **_options(qkv, None)
-        )
-        return self._flat(out), tuple(state)
-
     def backward(
-        self, dout: Tensor, qkv: Three, out: Tensor, state: State, window: int | None
+        self, dout: Tensor, qkv: Three, out: Tensor, lse_HT: Tensor, window: int | None
     ) -> Three:
-        lse, bounds_q, bounds_k, most_q, most_k, *rng = state
+        assert window is None
+        dims, bounds, rng = _cudnn_state(*(t.shape[1] for t in qkv[:2]), dout.shape[2], dout.device)
+        lse = self._boxed(lse_HT.t()[:, :, None]).contiguous()
+        length = lse.shape[2]
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *map(self._boxed, (dout, *qkv, out)), lse, *rng, None, bounds_q, bounds_k, most_q,
-            most_k, 0.0, True, **_options(qkv, None),
+            *map(self._boxed, (dout, *qkv, out)), lse if dims == 4 else lse.squeeze(3), *rng, None,
+            *bounds, length, length, 0.0, True, **_options(qkv, None),
         )  # fmt: skip
         return self._flat(dq), self._flat(dk), self._flat(dv)
 
@@ -229,24 +253,44 @@ class Rectangle:
 
 
 @lru_cache(maxsize=64)
+def _cudnn_state(
+    heads: int, kv_heads: int, head_size: int, device: torch.device
+) -> tuple[int, tuple[Any, Any], tuple[Tensor, Tensor]]:
+    """(dimensions of its log-sums, bounds and dropout's state, which rectangles do not use)."""
+    q, k = (
+        torch.zeros(1, n, 64, head_size, device=device, dtype=torch.bfloat16)
+        for n in (heads, kv_heads)
+    )
+    _, lse, bounds_q, bounds_k, _, _, seed, offset, _ = (
+        torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, k, None, True, 0.0, True, False, scale=1.0
+        )
+    )
+    return lse.dim(), (bounds_q, bounds_k), (seed, offset)
+
+
+@lru_cache(maxsize=64)
 def cudnn_agrees(heads: int, kv_heads: int, head_size: int, device: torch.device) -> bool:
-    """Whether cuDNN's attention runs here for such heads and gives flash attention's answers."""
+    """Whether cuDNN's backward runs here for such heads and gives flash attention's answers."""
     generator = torch.Generator(device).manual_seed(0)
     count, length = 2, 192
+    lengths = [length] * count
     q, k, v, dout = (
         torch.randn(
             count * length, n, head_size, generator=generator, device=device, dtype=torch.bfloat16
         )
         for n in (heads, kv_heads, kv_heads, heads)
     )
+    out, lse = attention.tiles(
+        q, k, v, attention.Queries.of(lengths, lengths, device), scale=head_size**-0.5,
+        with_lse=True,
+    )  # fmt: skip
     answers = []
-    for stretch in (Ragged.of(0, [length] * count, device), Rectangle(0, count, length)):
+    for stretch in (Ragged.of(0, lengths, device), Rectangle(0, count, length)):
         try:
-            out, state = stretch.forward((q, k, v), None)
-            grads = stretch.backward(dout, (q, k, v), out, state, None)
+            answers.append(stretch.backward(dout, (q, k, v), out, lse, None))
         except RuntimeError:
             return False
-        answers.append((out, *grads))
     return all(
         torch.linalg.vector_norm((a - b).float()) < 0.02 * torch.linalg.vector_norm(a.float())
         for a, b in zip(*answers, strict=True)

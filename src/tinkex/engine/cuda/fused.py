@@ -4,7 +4,8 @@
 layers would keep too much and launch too much; here one training pass is a single autograd node
 that keeps five tensors a layer (two residuals, fused qkv, the attention's output, fused gate_up),
 makes the norms, the rotation and the activation again on the way back, and never forms the gradient
-of a frozen weight. Without autograd the same kernels serve the sampler with its own `Attend`.
+of a frozen weight. Without autograd the same kernels serve the sampler with its own `Attend`, and
+none of their bits depends on the batch: see `product` for how they are written.
 
 The plain `Decoder` is the oracle. Losses, optimizers and caches are not known here.
 
@@ -23,16 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import kernels
-from tinkex.engine.cuda.flash import PackedFlash, State
-from tinkex.engine.cuda.row_product import row_product
+from tinkex.engine.cuda.flash import PackedFlash
+from tinkex.engine.cuda.product import product
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.operand import BatchLora, LoraAddend, LoraOperand
-from tinkex.engine.lora.slots import row_addends
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.base_model import ModelConfig
 from tinkex.engine.model.decoder import Decoder, _Layer
 
-is_deterministic = torch.are_deterministic_algorithms_enabled
 Operands = BatchLora | Mapping[str, LoraAddend]
 LINEARS = ("qkv", "o", "gate_up", "down")
 
@@ -52,7 +51,7 @@ class _Saved:
     rstd1_T: Tensor
     qkv_TX: Tensor
     attn_THd: Tensor
-    attn_states: list[State]
+    lse_HT: Tensor
     x2_TD: Tensor
     rstd2_T: Tensor
     gate_up_TX: Tensor
@@ -70,6 +69,8 @@ class _Stream:
 
 class CudaDecoder(Decoder):
     """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
+
+    batch_invariant = True
 
     def forward(
         self,
@@ -90,27 +91,17 @@ class CudaDecoder(Decoder):
         with torch.no_grad():
             if isinstance(attend, PackedCausal):
                 attend = PackedFlash(attend.lengths, self.config, self.device)
-                batch: Operands = BatchLora(lora, len(tokens_T), self.dtype)
-            else:
-                batch = self._addends(lora, len(tokens_T))
+            batch = BatchLora(lora, len(tokens_T), self.dtype)
             return self.infer(tokens_T, positions_T, attend, batch)
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
             return super().head(hidden_ND, lora)
-        return self.logits(hidden_ND, self._addends(lora, len(hidden_ND)).get("head"))
-
-    def _addends(self, lora: LoraBatch | None, num_rows: int) -> Operands:
-        if is_deterministic():
-            return row_addends(lora, self.dtype)
-        return BatchLora(lora, num_rows, self.dtype)
+        return self.logits(hidden_ND, BatchLora(lora, len(hidden_ND), self.dtype).get("head"))
 
     def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
-        if is_deterministic():
-            logits_NV = row_product(hidden_ND, self.head_VD, dtype=torch.float32)
-        else:
-            logits_NV = torch.mm(hidden_ND, self.head_VD.t(), out_dtype=torch.float32)
+        logits_NV = product(hidden_ND, self.head_VD, dtype=torch.float32)
         if lora is not None:
             lora.add_(logits_NV, hidden_ND)
         return logits_NV
@@ -124,20 +115,13 @@ class CudaDecoder(Decoder):
         attend: Attend,
         lora: Operands,
     ) -> Tensor:
-        """Hidden states without autograd, for adapters that are already in place.
-
-        In deterministic mode a row of the sampler's is computed as if it were alone.
-        """
+        """Hidden states without autograd, for adapters that are already in place."""
         eps = self.config.norm_eps
         cos_Th, sin_Th = self._angles(positions_T)
         cache = attend if isinstance(attend, CachedAttend) else None
-        product = row_product if cache is not None and is_deterministic() else F.linear
 
         def linear(x_TX: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
-            y_TX = product(x_TX, weight, bias)
-            if (addend := lora.get(key)) is not None:
-                addend.add_(y_TX, x_TX)
-            return y_TX
+            return _linear(x_TX, weight, bias, lora.get(key))[0]
 
         x, delta = F.embedding(tokens_T, self.embed_VD), None
         for index, w in enumerate(self.layers):
@@ -189,13 +173,13 @@ class CudaDecoder(Decoder):
         x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
         qkv, inner["qkv"] = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
         q, k, v = self._split(qkv, w, stream.cos_Th, stream.sin_Th)
-        attn, states = stream.attention.forward(index, q, k, v)
+        attn, lse = stream.attention.forward(index, q, k, v)
         out, inner["o"] = _linear(attn.flatten(1), w.out, None, lora.get(f"{index}.o"))
         x2, y2, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
         gate_up, inner["gate_up"] = _linear(y2, w.gate_up, None, lora.get(f"{index}.gate_up"))
         act = kernels.swiglu(gate_up)
         delta, inner["down"] = _linear(act, w.down, None, lora.get(f"{index}.down"))
-        return x2, delta, _Saved(x, rstd1, qkv, attn, states, x2, rstd2, gate_up, inner)
+        return x2, delta, _Saved(x, rstd1, qkv, attn, lse, x2, rstd2, gate_up, inner)
 
     def train_layer_backward(
         self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: BatchLora
@@ -224,7 +208,7 @@ class CudaDecoder(Decoder):
         gather("o", s.attn_THd.flatten(1), dx, dh)
         q, k, v = self._split(s.qkv_TX, w, stream.cos_Th, stream.sin_Th)
         grads_qkv = stream.attention.backward(
-            index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.attn_states
+            index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.lse_HT
         )
         dqkv = kernels.rope_backward(
             *grads_qkv, s.qkv_TX, stream.cos_Th, stream.sin_Th, _norms(w), eps
@@ -297,7 +281,7 @@ def _linear(
     x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraAddend | None
 ) -> tuple[Tensor, Any]:
     """(x W^T + adapters, the adapters' inner product)."""
-    y_TX = F.linear(x_TX, weight, bias)
+    y_TX = product(x_TX, weight, bias)
     return y_TX, None if lora is None else lora.add_(y_TX, x_TX)
 
 

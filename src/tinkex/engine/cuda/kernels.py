@@ -2,15 +2,17 @@
 
 Each kernel fuses the elementwise work that would otherwise travel through device memory several
 times: residual add + RMS norm, q/k norm + rotary embedding (+ the write into the paged cache),
-SwiGLU, the softmax over one chunk of logits, and decode attention over paged keys and values. The
-plain torch versions in `decoder.py` and `attention.py` are their oracle. Everything is computed in
-fp32 registers and stored in the dtype of its output tensor.
+SwiGLU, and the softmax over one chunk of logits. The plain torch versions in `decoder.py` are their
+oracle. Everything is computed in fp32 registers and stored in the dtype of its output tensor.
+
+A program computes whole rows, and trainer and sampler launch the same kernels in the same way, so a
+row's bits do not depend on the batch; see `product` for the rules.
 
 This module knows shapes and pointers; it refuses to know models, adapters and schedules. It imports
 triton, so it is imported only where CUDA is in use (or under TRITON_INTERPRET=1 in tests).
 
 Letters: T tokens, D hidden size, H query heads, K key heads, d head size, M MLP size, V vocabulary,
-B sequences, P tokens per cache block.
+P tokens per cache block.
 """
 
 from __future__ import annotations
@@ -113,7 +115,7 @@ def rms_norm_backward_(
 def _rope(
     qkv, cos, sin, qw, kw, q_out, k_out, v_out, slots, eps,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, TO_CACHE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """One program per token and group of HEADS heads of q, k and v."""
     t = tl.program_id(0).to(tl.int64)
@@ -140,9 +142,7 @@ def _rope(
     new_lo = tl.where(turned, lo * c - hi * s, lo)
     hi = tl.where(turned, hi * c + lo * s, hi)
     lo = new_lo
-    row = t
-    if TO_CACHE:
-        row = tl.load(slots + t).to(tl.int64)
+    row = tl.load(slots + t).to(tl.int64)
     q_at = q_out + (t * H + h) * d + i
     tl.store(q_at, lo, h < H)
     tl.store(q_at + half, hi, h < H)
@@ -178,14 +178,14 @@ def rope(
     q = qkv_TX.new_empty(T, heads, d)
     if cache is not None:
         k, v, slots = cache
-    else:
+    else:  # slots too, so that it is the very same kernel
         k = qkv_TX.new_empty(T, kv_heads, d)
-        v, slots = torch.empty_like(k), k
+        v, slots = torch.empty_like(k), torch.arange(T, device=k.device)
     qw, kw = norms if norms is not None else (qkv_TX, qkv_TX)
     _rope[(T, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
         qkv_TX, cos_Td, sin_Td, qw, kw, q, k, v, slots, eps,
         H=heads, K=kv_heads, d=d, HEADS=_HEADS,
-        HAS_NORM=norms is not None, TO_CACHE=cache is not None, num_warps=4,
+        HAS_NORM=norms is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k, v
 
@@ -302,30 +302,37 @@ def swiglu_backward_(dact_TI: Tensor, gate_up_TX: Tensor) -> Tensor:
 
 
 @triton.jit
-def _logsumexp(logits, lse, V, BLOCK: tl.constexpr):
+def _log_total(logits, top, log_total, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
     m = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + cols
+        m = tl.maximum(m, tl.load(logits + row * V + at, at < V, other=float("-inf")))
+    highest = tl.max(m, 0)
     z = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, V, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        v = tl.load(logits + row * V + cols, cols < V, other=float("-inf")).to(tl.float32)
-        new = tl.maximum(m, v)
-        z = z * tl.where(m == new, 1.0, tl.exp(m - new)) + tl.where(
-            v == float("-inf"), 0.0, tl.exp(v - new)
-        )
-        m = new
-    top = tl.max(m, 0)
-    z = tl.sum(z * tl.where(m == float("-inf"), 0.0, tl.exp(m - top)), 0)
-    tl.store(lse + row, top + tl.log(z))
+        at = start + cols
+        v = tl.load(logits + row * V + at, at < V, other=float("-inf"))
+        z += tl.exp(v - highest)
+    tl.store(top + row, highest)
+    tl.store(log_total + row, tl.log(tl.sum(z, 0)))
 
 
-def logsumexp(logits_NV: Tensor) -> Tensor:
-    """fp32 log of the sum of exponentials of each row, in one read of the logits."""
+def log_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """(the largest logit, the log of the sum of exp(logit - largest)), fp32, of each row.
+
+    A row less its largest logit, as the sampler has it, gives the same second number to the bit.
+    """
     N, V = logits_NV.shape
-    lse_N = torch.empty(N, device=logits_NV.device, dtype=torch.float32)
+    if logits_NV.data_ptr() % 16:  # rows of another tensor: Triton would lay out its sums otherwise
+        logits_NV = logits_NV.clone()
+    top_N, log_total_N = torch.empty(2, N, device=logits_NV.device, dtype=torch.float32)
     if N:
-        _logsumexp[(N,)](logits_NV, lse_N, V, BLOCK=4096, num_warps=8)
-    return lse_N
+        _log_total[(N,)](
+            logits_NV, top_N, log_total_N, V, BLOCK=4096, num_warps=8, enable_fp_fusion=False
+        )
+    return top_N, log_total_N
 
 
 @triton.jit
@@ -350,103 +357,6 @@ def logit_gradient(
             logits_NV, lse_N, targets_N, slopes_N, out_NV, V, BLOCK=4096, num_warps=8
         )
     return out_NV
-
-
-# ---------------------------------------------------------------------- decode attention
-
-
-@triton.jit
-def _decode_split(
-    q, k_cache, v_cache, tables, lengths, part_out, part_lse, scale, table_stride, window,
-    H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program per sequence, key head (with all its query heads) and split of the keys."""
-    b = tl.program_id(0).to(tl.int64)
-    kh = tl.program_id(1)
-    split = tl.program_id(2)
-    group: tl.constexpr = H // K
-    length = tl.load(lengths + b)
-    first = tl.maximum(length - window, 0)
-    span = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    start = first + split * span
-    stop = tl.minimum(start + span, length)
-    g = tl.arange(0, G)
-    i = tl.arange(0, d)
-    head = kh * group + g
-    qv = tl.load(q + (b * H + head[:, None]) * d + i[None, :], (g < group)[:, None], other=0.0)
-    m = tl.full((G,), float("-inf"), tl.float32)
-    z = tl.zeros((G,), tl.float32)
-    acc = tl.zeros((G, d), tl.float32)
-    for at in range(start, stop, BLOCK):
-        pos = at + tl.arange(0, BLOCK)
-        keep = pos < stop
-        block = tl.load(tables + b * table_stride + pos // P, keep, other=0).to(tl.int64)
-        row = ((block * P + pos % P) * K + kh) * d
-        kv = tl.load(k_cache + row[:, None] + i[None, :], keep[:, None], other=0.0)
-        s = tl.dot(qv, tl.trans(kv)) * scale
-        s = tl.where(keep[None, :], s, float("-inf"))
-        new = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp(s - new[:, None])
-        keep_old = tl.exp(m - new)
-        z = z * keep_old + tl.sum(p, 1)
-        vv = tl.load(v_cache + row[:, None] + i[None, :], keep[:, None], other=0.0)
-        acc = acc * keep_old[:, None] + tl.dot(p.to(vv.dtype), vv)
-        m = new
-    out = part_out + ((b * SPLITS + split) * H + head[:, None]) * d + i[None, :]
-    tl.store(out, acc / tl.where(z == 0.0, 1.0, z)[:, None], (g < group)[:, None])
-    lse = tl.where(z == 0.0, float("-inf"), m + tl.log(z))
-    tl.store(part_lse + (b * SPLITS + split) * H + head, lse, g < group)
-
-
-@triton.jit
-def _decode_join(part_out, part_lse, out, H: tl.constexpr, d: tl.constexpr, SPLITS: tl.constexpr):
-    b = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
-    s = tl.arange(0, SPLITS)
-    i = tl.arange(0, d)
-    lse = tl.load(part_lse + (b * SPLITS + s) * H + h)
-    top = tl.max(lse, 0)
-    w = tl.where(lse == float("-inf"), 0.0, tl.exp(lse - top))
-    total = tl.sum(w, 0)
-    w = w / tl.where(total == 0.0, 1.0, total)
-    parts = tl.load(part_out + ((b * SPLITS + s[:, None]) * H + h) * d + i[None, :])
-    tl.store(out + (b * H + h) * d + i, tl.sum(parts * w[:, None], 0))
-
-
-def paged_decode(
-    q_BHd: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables_BX: Tensor,
-    lengths_B: Tensor,
-    *,
-    scale: float,
-    splits: int,
-    window: int = 1 << 30,
-) -> Tensor:
-    """Attend each one-token query to its sequence's cached keys and values.
-
-    Caches are [blocks, P, K, d]; `tables_BX` names each sequence's blocks, `lengths_B` counts its
-    cached tokens, the query's own included. A row of length 0 gives zeros. No host sync: the call
-    can be part of a CUDA graph. `splits` (a power of two) divides long sequences over programs.
-    """
-    B, H, d = q_BHd.shape
-    P, K = k_cache.shape[1], k_cache.shape[2]
-    out = torch.empty_like(q_BHd)
-    part_out = out  # one split is all there is to a sequence
-    if splits > 1:
-        part_out = torch.empty(B, splits, H, d, device=q_BHd.device, dtype=torch.float32)
-    part_lse = torch.empty(B, splits, H, device=q_BHd.device, dtype=torch.float32)
-    _decode_split[(B, K, splits)](
-        q_BHd, k_cache, v_cache, tables_BX, lengths_B, part_out, part_lse, scale,
-        tables_BX.stride(0), window,
-        H=H, K=K, d=d, P=P, G=max(16, triton.next_power_of_2(H // K)), SPLITS=splits, BLOCK=64,
-        num_warps=4, num_stages=3,
-    )  # fmt: skip
-    if splits > 1:
-        _decode_join[(B, H)](part_out, part_lse, out, H=H, d=d, SPLITS=splits, num_warps=1)
-    return out
 
 
 _HEADS = 16

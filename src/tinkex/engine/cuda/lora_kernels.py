@@ -2,11 +2,15 @@
 
 Buffers of adapters of one layout lie in slots, [S, P]. Rows are sorted by slot and cut into blocks,
 [M, 3]: a block's slot, its first row, and where its slot's rows end. Rows outside every block have
-no adapter. `shrink` multiplies each row with its adapter's A, for the few rows of a decode step;
-`expand_` adds the product with B to an output (or, on the way back, with A to the gradient of an
-input) in one pass over it. Sums are in fp32 and in a fixed order.
+no adapter. `shrink` and `shrink_many` multiply each row with its adapter's A, for the few rows of a
+decode step and for any number; `expand_` adds the product with B to an output (or, on the way back,
+with A to the gradient of an input) in one pass over it.
 
-This module knows shapes and pointers; `lora_operand` and `slot_lora` know adapters.
+A's product is defined as `_SPLITS` sums over equal stretches of the inputs, added in order: a
+decode step has too few rows to fill the card otherwise. Both shrinks compute just that, so a row's
+bits are those of the trainer; see `product` for the rules.
+
+This module knows shapes and pointers; `lora.operand` and `lora.slots` know adapters.
 
 Letters: B rows, S slots, M blocks of rows, I inputs, O outputs, R ranks of all modules of a linear,
 C splits of the summed dimension.
@@ -29,6 +33,8 @@ COLUMNS = 128
 """Most columns of a tile."""
 _RANKS = 32
 _SPLITS = 8
+_INPUTS = 128
+"""Stretches are multiples of it."""
 
 
 @triton.jit
@@ -54,7 +60,7 @@ def _shrink(
             inside = (i < num_in)[None, :]
             xv = tl.load(x + rows[:, None] * num_in + i[None, :], real[:, None] & inside, other=0.0)
             av = tl.load(A + i[None, :], (r < R)[:, None] & inside, other=0.0)
-            acc += tl.dot(xv, tl.trans(av))
+            acc = tl.dot(xv, tl.trans(av), acc)
         mask = real[:, None] & (r < R)[None, :]
         to = rows[:, None] * R + r[None, :]
         tl.store(part + split * num_rows * R + to, acc, mask)
@@ -86,10 +92,56 @@ def shrink(
     _shrink[(len(blocks_M3), tiles, _SPLITS)](
         x_BI, flat_SP, blocks_M3, part_CBR, arrived, out_BR, flat_SP.stride(0), at, B, num_in,
         ranks,
-        BM=ROWS, BR=_RANKS, BK=128, SPLITS=_SPLITS, num_warps=4,
-        num_stages=3,
+        BM=ROWS, BR=_RANKS, BK=_INPUTS, SPLITS=_SPLITS, num_warps=4, num_stages=3,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out_BR
+
+
+@triton.jit
+def _shrink_many(
+    x, flat, blocks, out, slot_stride, at, num_in, R,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1)
+    slot = tl.load(blocks + m * 3).to(tl.int64)
+    first = tl.load(blocks + m * 3 + 1)
+    last = tl.load(blocks + m * 3 + 2)
+    if first < last:
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        r = tl.program_id(0) * BR + tl.arange(0, BR)
+        X = x + tl.minimum(rows, last - 1)[:, None] * num_in
+        A = flat + slot * slot_stride + at + tl.minimum(r, R - 1)[:, None] * num_in
+        total = tl.zeros((BM, BR), tl.float32)
+        span = tl.cdiv(num_in, SPLITS * UNIT) * UNIT
+        for start in range(0, num_in, span):
+            acc = tl.zeros((BM, BR), tl.float32)
+            for k in range(start, tl.minimum(start + span, num_in), BK):
+                i = (k + tl.arange(0, BK))[None, :]
+                if EVEN:
+                    xv = tl.load(X + i)
+                    av = tl.load(A + i)
+                else:
+                    xv = tl.load(X + i, i < num_in, other=0.0)
+                    av = tl.load(A + i, i < num_in, other=0.0)
+                acc = tl.dot(xv, tl.trans(av), acc)
+            total += acc
+        to = out + rows[:, None] * R + r[None, :]
+        tl.store(to, total, (rows < last)[:, None] & (r < R)[None, :])
+
+
+def shrink_many(x_TI: Tensor, flat_SP: Tensor, blocks_M3: Tensor, at: int, ranks: int) -> Tensor:
+    """What `shrink` gives, for blocks of `TRAINED_ROWS` rows."""
+    T, num_in = x_TI.shape
+    out_TR = torch.empty(T, ranks, device=x_TI.device, dtype=flat_SP.dtype)
+    block_r = min(128, max(16, triton.next_power_of_2(ranks)))
+    _shrink_many[(triton.cdiv(ranks, block_r), len(blocks_M3))](
+        x_TI, flat_SP, blocks_M3, out_TR, flat_SP.stride(0), at, num_in, ranks,
+        BM=TRAINED_ROWS, BR=block_r, BK=64, SPLITS=_SPLITS, UNIT=_INPUTS, EVEN=num_in % 64 == 0,
+        num_warps=4, num_stages=3, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_TR
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +192,7 @@ def _expand(
                 h + rows * h_stride + inner + r[None, :], (rows < last) & inside[None, :], other=0.0
             )
             bv = tl.load(B + r[:, None] * step_r, (o < width)[None, :] & inside[:, None], other=0.0)
-            added += tl.dot(hv, bv)
+            added = tl.dot(hv, bv, added)
         to = y + rows * y_stride + column + o[None, :]
         mask = (rows < last) & (o < width)[None, :]
         tl.store(to, tl.load(to, mask, other=0.0).to(tl.float32) + added * scale, mask)
@@ -161,4 +213,5 @@ def expand_(
         y_BO, h_BR, flat_SP, factor.tiles, blocks_M3, flat_SP.stride(0), y_BO.stride(0),
         h_BR.stride(0), factor.rank, *factor.steps, factor.scale,
         BM=rows, BO=COLUMNS, BR=block_r, ALIGNED=factor.aligned, num_warps=4, num_stages=2,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Attention over the paged KV cache on CUDA, and decode steps replayed as CUDA graphs.
 
 `CudaPagedAttend` does on a GPU what `paged.PagedAttend` does on a CPU: tokens that are alone in
-their chunk go through one paged-decode kernel whatever their lengths, prompt chunks through one
-call of variable-length flash attention. In deterministic mode every token is treated as alone, so
-that its bits are the same in any chunk and in any company. `DecodeGraphs` records a whole step of
+their chunk go through one paged-decode kernel whatever their lengths, prompt chunks through the
+trainer's. Both compute the same function of a token and its keys (see `attention`), so its bits are
+the same in any chunk and in any company. `DecodeGraphs` records a whole step of
 one token per sequence, head included, once per batch size, and replays it: a step of 36 layers is
 then one launch instead of a thousand. A graph reads its inputs from tensors that stay in place,
 adapters included; `run` fills them and replays.
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import kernels
+from tinkex.engine.cuda import attention
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
@@ -36,9 +36,6 @@ from tinkex.engine.transfer import send
 
 Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""
-_NO_WINDOW = 1 << 30
-_MOST_SINGLES = 512
-"""Tokens in one call of the decode kernel, whose splits take fp32 memory."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
 
@@ -62,9 +59,8 @@ class CudaPagedAttend:
         slots_T = send(_slots(chunks, size), device)
         starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
         rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
-        alone = torch.are_deterministic_algorithms_enabled()
-        singles = [(row, chunk) for row, chunk in rows if alone or chunk.length == 1]
-        longs = [(row, chunk) for row, chunk in rows if not alone and chunk.length > 1]
+        singles = [(row, chunk) for row, chunk in rows if chunk.length == 1]
+        longs = [(row, chunk) for row, chunk in rows if chunk.length > 1]
         self.prepare(
             slots_T,
             _Singles.of(singles, size, device) if singles else None,
@@ -92,42 +88,26 @@ class CudaPagedAttend:
         return out_THd
 
     def _decode(self, layer_index: int, q_BHd: Tensor, singles: _Singles) -> Tensor:
-        window = self.cache.config.window(layer_index)
-        parts = [
-            kernels.paged_decode(
-                q_BHd[rows].contiguous(),
-                self.cache.k[layer_index],
-                self.cache.v[layer_index],
-                singles.tables_BX[rows],
-                singles.lengths_B[rows],
-                scale=self._scale,
-                splits=_splits(len(q_BHd), self.cache),
-                window=window or _NO_WINDOW,
-            )
-            for rows in (
-                slice(at, at + _MOST_SINGLES) for at in range(0, len(q_BHd), _MOST_SINGLES)
-            )
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return attention.paged_decode(
+            q_BHd.contiguous(),
+            self.cache.k[layer_index],
+            self.cache.v[layer_index],
+            singles.tables_BX,
+            singles.lengths_B,
+            scale=self._scale,
+            splits=_splits(len(q_BHd), self.cache),
+            window=self.cache.config.window(layer_index),
+        )
 
     def _prefill(self, layer_index: int, q_THd: Tensor, longs: _Longs) -> Tensor:
-        window = self.cache.config.window(layer_index)
-        options = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-        out_THd: Tensor = torch.ops.aten._flash_attention_forward(
-            q_THd,
+        return attention.tiles(
+            q_THd.contiguous(),
             self._flat_k[layer_index].index_select(0, longs.keys_L),
             self._flat_v[layer_index].index_select(0, longs.keys_L),
-            longs.cu_queries,
-            longs.cu_keys,
-            longs.max_queries,
-            longs.max_keys,
-            0.0,
-            True,
-            False,
+            longs.queries,
             scale=self._scale,
-            **options,
+            window=self.cache.config.window(layer_index),
         )[0]
-        return out_THd
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +121,10 @@ class _Singles:
     @classmethod
     def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Singles:
         chunks = [chunk for _, chunk in members]
-        counts = [chunk.length for chunk in chunks]
-        rows = [np.arange(row, row + chunk.length) for row, chunk in members]
-        ends = [np.arange(c.start, c.start + c.length, dtype=np.int32) + 1 for c in chunks]
         return cls(
-            send(np.concatenate(rows), device),
-            send(np.repeat(_tables(chunks, size), counts, axis=0), device),
-            send(np.concatenate(ends), device),
+            send([row for row, _ in members], device),
+            send(_tables(chunks, size), device),
+            send([chunk.start + 1 for chunk in chunks], device, torch.int32),
         )
 
 
@@ -157,10 +134,7 @@ class _Longs:
 
     rows_T: Tensor
     keys_L: Tensor
-    cu_queries: Tensor
-    cu_keys: Tensor
-    max_queries: int
-    max_keys: int
+    queries: attention.Queries
 
     @classmethod
     def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Longs:
@@ -171,10 +145,7 @@ class _Longs:
         return cls(
             send(np.concatenate(rows), device),
             send(np.concatenate(slots), device),
-            send(np.cumsum([0, *queries], dtype=np.int32), device),
-            send(np.cumsum([0, *keys], dtype=np.int32), device),
-            max(queries),
-            max(keys),
+            attention.Queries.of(queries, keys, device),
         )
 
 
@@ -196,14 +167,8 @@ def _tables(chunks: Sequence[Chunk], size: int) -> Array:
 
 
 def _splits(batch: int, cache: PagedCache) -> int:
-    """Enough programs to fill a GPU of about 132 multiprocessors twice.
-
-    In deterministic mode always the same: a sequence's sums may not depend on the batch.
-    """
-    if torch.are_deterministic_algorithms_enabled():
-        return 4
-    wanted = 264 // (batch * cache.config.num_kv_heads)
-    return int(min(16, max(1, 1 << max(0, wanted.bit_length() - 1))))
+    """Enough programs to fill a GPU of about 132 multiprocessors twice."""
+    return max(1, min(64, 264 // (batch * cache.config.num_kv_heads)))
 
 
 # ---------------------------------------------------------------------- graphs

@@ -3,7 +3,8 @@
 Master weights are fp32. A pass on CUDA uses a bf16 copy of an adapter's whole buffer, made once per
 optimizer step. Spans of a batch whose adapters have one layout are a team: their copies are
 stacked, [G, P], and each product serves all of them in one launch. Otherwise each span is a team of
-its own and they take turns. Gradients go to the adapters' own gradient buffers.
+its own and they take turns. Gradients go to the adapters' own gradient buffers. What an adapter
+adds to a row does not depend on the team: see `lora_kernels`.
 
 Letters: T tokens, t those of a team, G adapters, P parameters, R ranks of all modules of a linear,
 r of one, I inputs, O outputs.
@@ -133,8 +134,10 @@ class Share:
     layout: LinearLayout
 
     def add_(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
-        team = self.team
-        h_tR = team.product(x_TI[team.rows], self.weights.A.transpose(1, 2))
+        team, layout = self.team, self.layout
+        h_tR = lora_kernels.shrink_many(
+            x_TI[team.rows], team.flat_GP, team.blocks_M3, layout.at, layout.ranks
+        )
         for factor in self.layout.outer:
             team.expand_(y_TO[team.rows], h_tR, factor)
         return h_tR

@@ -1,4 +1,4 @@
-"""Adapters in fixed places, where a recorded decode step finds them, and the same on any rows.
+"""Adapters in fixed places, where a recorded decode step finds them.
 
 Letters: B rows, S slots, P parameters of an adapter, M blocks of rows, I inputs, O outputs,
 R ranks of all modules of a linear.
@@ -6,7 +6,7 @@ R ranks of all modules of a linear.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import lora_kernels
-from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
+from tinkex.engine.lora.adapter import Adapter, LoraBatch
 from tinkex.engine.lora.layout import LinearLayout, layouts
 from tinkex.engine.lora.operand import low_precision_flat
 from tinkex.engine.transfer import send
@@ -79,67 +79,10 @@ class SlotLora:
     layout: LinearLayout
 
     def add_(self, y_BO: Tensor, x_BI: Tensor) -> None:
-        slots = self.slots
+        slots, layout = self.slots, self.layout
         blocks_M3 = slots.blocks_M3[: slots.most_blocks(len(x_BI))]
-        _add_(y_BO, x_BI, slots.flat_SP, blocks_M3, slots.arrived, self.layout)
-
-
-def _add_(
-    y_BO: Tensor,
-    x_BI: Tensor,
-    flat_SP: Tensor,
-    blocks_M3: Tensor,
-    arrived: Tensor,
-    layout: LinearLayout,
-) -> None:
-    h_BR = lora_kernels.shrink(x_BI, flat_SP, blocks_M3, arrived, layout.at, layout.ranks)
-    for factor in layout.outer:
-        lora_kernels.expand_(y_BO, h_BR, flat_SP, factor, blocks_M3)
-
-
-# ---------------------------------------------------------------------- any rows
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """One adapter's rows, with the kernels of a decode step: no row depends on its company."""
-
-    rows: slice
-    flat_1P: Tensor
-    blocks_M3: Tensor
-    arrived: Tensor
-    layouts: Mapping[str, LinearLayout]
-
-    @classmethod
-    def of(cls, span: Span, dtype: torch.dtype) -> _Rows:
-        adapter, size = span.adapter, span.stop - span.start
-        device, by_key = adapter.flat.device, layouts(adapter)
-        blocks = [(0, at, size) for at in range(0, size, lora_kernels.ROWS)]
-        widest = max(layout.ranks for layout in by_key.values())
-        return cls(
-            slice(span.start, span.stop),
-            low_precision_flat(adapter, dtype)[None],
-            send(blocks, device, torch.int32),
-            torch.zeros(len(blocks) * widest, dtype=torch.int32, device=device),
-            by_key,
+        h_BR = lora_kernels.shrink(
+            x_BI, slots.flat_SP, blocks_M3, slots.arrived, layout.at, layout.ranks
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RowLora:
-    """All adapters of one linear in a batch; see `lora_operand.LoraAddend`."""
-
-    members: tuple[_Rows, ...]
-    key: str
-
-    def add_(self, y_TO: Tensor, x_TI: Tensor) -> None:
-        for one in self.members:
-            y_tO, x_tI = y_TO[one.rows], x_TI[one.rows]
-            _add_(y_tO, x_tI, one.flat_1P, one.blocks_M3, one.arrived, one.layouts[self.key])
-
-
-def row_addends(lora: LoraBatch | None, dtype: torch.dtype) -> dict[str, RowLora]:
-    """By linear: what a batch's adapters add, each row as if it were alone."""
-    members = [_Rows.of(span, dtype) for span in (lora.spans if lora is not None else ())]
-    keys = dict.fromkeys(key for one in members for key in one.layouts)
-    return {key: RowLora(tuple(m for m in members if key in m.layouts), key) for key in keys}
+        for factor in layout.outer:
+            lora_kernels.expand_(y_BO, h_BR, slots.flat_SP, factor, blocks_M3)

@@ -48,6 +48,8 @@ class DecoderLike(Protocol):
     """By kind, a weight that can carry no adapter: such a kind is not trained by halves."""
     device: torch.device
     dtype: torch.dtype
+    batch_invariant: bool
+    """Whether no bit of a row's forward depends on the other rows of a pass."""
 
     def forward(
         self,
@@ -84,6 +86,8 @@ class _Layer:
 
 class Decoder:
     """A frozen base model. All methods are functions of their arguments; nothing is kept."""
+
+    batch_invariant = False
 
     def __init__(
         self,

@@ -35,6 +35,8 @@ _PROBE_TOKENS = 12
 class ForeignDecoder:
     """A transformers model behind the decoder's interface. One thread at a time."""
 
+    batch_invariant = False
+
     def __init__(
         self,
         source: ModelSource,

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkex.engine import jobs
+from tinkex.engine.model.softmax import log_total, logprobs_of
 from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniforms
 from tinkex.engine.sample.sampling_math import (
     EMPTY_LOGPROB,
     Settings,
     draw,
-    logprobs_of,
     top_logprobs,
 )
 from tinkex.engine.transfer import send
@@ -72,7 +72,7 @@ class PromptScores:
         at = slice(rows.start + 1, rows.stop + 1)
         if self.job.prompt_logprobs:
             targets_N = torch.from_numpy(self.prompt_T[at]).to(logits_NV.device)
-            self.logprobs_T[at] = logprobs_of(logits_NV, targets_N).cpu().numpy()
+            self.logprobs_T[at] = logprobs_of(logits_NV, targets_N[:, None])[:, 0].cpu().numpy()
         if k := self.job.topk_prompt_logprobs:
             ids_NK, values_NK = top_logprobs(logits_NV, k)
             width = ids_NK.shape[1]
@@ -139,7 +139,8 @@ class _Targets:
         at = torch.from_numpy(row_of[kept]).to(logits_NV.device)
         picked = logits_NV[at, torch.from_numpy(ids[kept]).to(logits_NV.device)]
         scores = np.full(len(ids), np.nan, np.float32)
-        scores[kept] = (picked - logits_NV.logsumexp(1)[at]).cpu().numpy()
+        top_N1, log_total_N1 = log_total(logits_NV)
+        scores[kept] = (picked - top_N1[at, 0] - log_total_N1[at, 0]).cpu().numpy()
         self._scores[cells] = scores
 
     def result(self) -> jobs.Array | jobs.CsrArray | None:

@@ -8,7 +8,7 @@ Weights are whole numbers (the likeliest token's is 2^40), so their sums are exa
 a device adds. Temperature comes first, then top_k, then top_p on what is left. The reported logprob
 is that of the distribution sampled from; a greedy row, whose distribution is a single point,
 reports its logprob at temperature 1. So at temperature 1 without filters it is what the trainer
-computes.
+computes, by the same function (`softmax.log_total`).
 
 Knows tensors only. Nothing here waits for the device except `nucleus` on a CPU, where that is free.
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.sampling import DrawSettings
+from tinkex.engine.model.softmax import log_total, logprobs_of
 from tinkex.engine.transfer import send
 
 EMPTY_LOGPROB = -99999.0
@@ -78,20 +79,16 @@ class Settings:
         )
 
 
-def logprobs_of(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """log softmax at the targets, without a [N, V] copy of the logits."""
-    picked_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
-    return picked_N - logits_NV.logsumexp(1)
-
-
 def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens [N], logprobs [N]). Overwrites `logits_NV`."""
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
     scaled_NV = _scaled(logits_NV, settings)
-    tokens_N, log_total_N = _pick(scaled_NV, uniform_N3)
+    tokens_N = _pick(scaled_NV, uniform_N3)[0]
     if greedy_tokens_N is not None:
         tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
-    logprobs_N = scaled_NV.gather(1, tokens_N[:, None])[:, 0] - log_total_N
+    # Not by the whole weights that were drawn from: to the bit as the trainer will compute it.
+    log_total_N1 = log_total(scaled_NV)[1]
+    logprobs_N = (scaled_NV.gather(1, tokens_N[:, None]) - log_total_N1)[:, 0]
     if settings.any_filter:
         kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N3)
         plain_N = (settings.top_k_N == logits_NV.shape[1]) & (settings.top_p_N >= 1)
@@ -190,8 +187,8 @@ def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[
 
 def top_logprobs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(ids [N, k], logprobs [N, k]) of the likeliest tokens at temperature 1."""
-    values_NK, ids_NK = logits_NV.topk(min(k, logits_NV.shape[1]), dim=1)
-    return ids_NK, values_NK - logits_NV.logsumexp(1, keepdim=True)
+    ids_NK = logits_NV.topk(min(k, logits_NV.shape[1]), dim=1).indices
+    return ids_NK, logprobs_of(logits_NV, ids_NK)
 
 
 def top_sampled(scaled_NV: Tensor, settings: Settings, k: int) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Pack ragged datums into passes: flat token streams with a budget, nothing padded.
 
 A pass holds whole datums of any number of adapters, ordered so that each adapter's rows (and each
-job's) are contiguous. Packing sees lengths and owners, never tensors of the model. In deterministic
-mode every datum is a pass of its own, so its bits cannot depend on its company.
+job's) are contiguous. Packing sees lengths and owners, never tensors of the model. With `alone`
+every datum is a pass of its own, so its bits cannot depend on its company.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pass:
         return spans
 
 
-def pack(items: Sequence[Item], *, max_tokens: int, deterministic: bool = False) -> list[Pass]:
+def pack(items: Sequence[Item], *, max_tokens: int, alone: bool = False) -> list[Pass]:
     """Split items into passes of at most `max_tokens`; a longer datum gets a pass of its own.
 
     Datums that need no gradient are packed apart, so that they run without any bookkeeping.
@@ -61,7 +61,7 @@ def pack(items: Sequence[Item], *, max_tokens: int, deterministic: bool = False)
     passes: list[Pass] = []
     for backward in (True, False):
         chosen = [item for item in items if item.backward == backward]
-        if deterministic:
+        if alone:
             passes += [Pass((item,), backward) for item in chosen]
             continue
         # Equal lengths side by side share one attention kernel.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.model.softmax import HAS_TRITON, log_total, total
 from tinkex.errors import TinkerError
 
-_HAS_TRITON = find_spec("triton") is not None
 Rows = NDArray[np.int64]
 Evaluate = Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, Tensor]]]
 """(logprobs, inputs of the same rows) -> (scalar loss, metrics)."""
@@ -198,7 +197,7 @@ class _Softmax(Protocol):
 
 
 def _softmax(logits_NV: Tensor, pieces: Sequence[_Piece]) -> _Softmax:
-    if logits_NV.is_cuda and _HAS_TRITON and all(p.run.targets.ndim == 1 for p in pieces):
+    if logits_NV.is_cuda and HAS_TRITON and all(p.run.targets.ndim == 1 for p in pieces):
         return _FusedSoftmax(logits_NV, pieces)
     return _PlainSoftmax(logits_NV, pieces)
 
@@ -207,11 +206,16 @@ class _PlainSoftmax:
     """In the memory of the logits, for any number of candidates."""
 
     def __init__(self, logits_NV: Tensor, pieces: Sequence[_Piece]) -> None:
-        logits_NV -= logits_NV.amax(dim=-1, keepdim=True)
+        on_device = logits_NV.is_cuda and HAS_TRITON
+        top_N1, log_total_N1 = (
+            log_total(logits_NV) if on_device else (logits_NV.amax(1, keepdim=True), None)
+        )
+        logits_NV -= top_N1
         picked = [logits_NV[piece.rows].gather(1, piece.columns()) for piece in pieces]
         self._exp_NV = logits_NV.exp_()
-        self._total_N1 = self._exp_NV.sum(dim=-1, keepdim=True)
-        log_total_N1 = self._total_N1.log()
+        self._total_N1 = total(self._exp_NV)
+        if log_total_N1 is None:  # what `log_total` does on a CPU, without its copy
+            log_total_N1 = self._total_N1.log()
         self.logprobs = [
             picked_nK - log_total_N1[piece.rows]
             for piece, picked_nK in zip(pieces, picked, strict=True)
@@ -233,12 +237,13 @@ class _FusedSoftmax:
     """One read of the logits each way, for one target per row."""
 
     def __init__(self, logits_NV: Tensor, pieces: Sequence[_Piece]) -> None:
-        from tinkex.engine.cuda import kernels
-
         self._logits_NV = logits_NV
-        self._lse_N = kernels.logsumexp(logits_NV)
+        top_N1, log_total_N1 = log_total(logits_NV)
+        self._lse_N = (top_N1 + log_total_N1)[:, 0]
         self.logprobs = [
-            logits_NV[piece.rows].gather(1, piece.columns()) - self._lse_N[piece.rows, None]
+            logits_NV[piece.rows].gather(1, piece.columns())
+            - top_N1[piece.rows]
+            - log_total_N1[piece.rows]
             for piece in pieces
         ]
 

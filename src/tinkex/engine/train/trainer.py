@@ -57,7 +57,8 @@ class TrainerConfig:
     activation_bytes: int = 3 << 29
     """A pass that would keep more than this for its backward recomputes layers instead."""
     deterministic: bool = False
-    """One datum per pass: bits never depend on what else is in the batch."""
+    """A datum's bits never depend on what else is in the batch: where the decoder cannot promise it
+    for a packed pass, each datum gets one of its own."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "head_rows", "activation_bytes"):
@@ -271,7 +272,8 @@ class Trainer:
             for j, task in enumerate(tasks)
             for d, datum in enumerate(task.data)
         ]
-        for one in pack(items, max_tokens=config.max_tokens, deterministic=config.deterministic):
+        alone = config.deterministic and not self.decoder.batch_invariant
+        for one in pack(items, max_tokens=config.max_tokens, alone=alone):
             began = time.perf_counter()
             self._run_pass(one, tasks, adapters, config)
             seconds_per_token = (time.perf_counter() - began) / one.num_tokens

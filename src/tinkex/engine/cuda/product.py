@@ -1,0 +1,237 @@
+"""Matrix products whose rows do not depend on their company.
+
+The sampler computes a token among a few others, the trainer among thousands. Their logprobs agree
+to the bit because every kernel here follows these rules, and a new one must too:
+
+- A row's result is a function of the row (and, in attention, of the keys before it): no sum runs
+  over rows, and no sum's order depends on how many rows there are.
+- A product walks its summed dimension in order, from the first input to the last, into one fp32
+  accumulator (`tl.dot(a, b, acc)`). Tiles may then have any shape: the tensor cores give the same
+  bits for all of them. Never split that dimension over programs, unless the split is a part of the
+  definition and the same everywhere (`lora_kernels`).
+- Sums of anything else go through a product with ones, or through one kernel with one layout that
+  both sides launch: `tl.sum` adds in an order that follows the tile.
+- Kernels that must agree are launched with `enable_fp_fusion=False`: else the compiler contracts
+  a * b + c in one of them and not in the other.
+- A row is rounded where the definition says, however the work is fused.
+
+cuBLAS is faster than our kernel and, as long as it does not split the summed dimension, gives the
+same bits. Whether it does is not assumed: `product` compares the two when it first meets a shape
+and a number of rows, and uses ours where a bit differs.
+
+Letters: T rows, I inputs, O outputs, M blocks of rows, E matrices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MANY = 512
+"""From so many rows on, the check compares some of them on the caller's own numbers."""
+_CHECKED = 128
+"""Rows that it compares: one of each tile of a product of 16,384 rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How much of the output one program computes. No bit depends on it."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+def tile_for(num_rows: int, num_out: int, device: torch.device) -> Tile:
+    """Few rows must still be work for most multiprocessors. Measured on an H200."""
+    if num_rows <= 16:
+        return Tile(16, 32, 256, 4, 4) if num_out < 8192 else Tile(16, 64, 128, 4, 5)
+    if num_rows <= 64:
+        return Tile(64, 32, 128, 4, 4) if num_out < 6144 else Tile(64, 64, 128, 4, 4)
+    if num_rows <= 128 and num_out < 6144:
+        return Tile(64, 64, 128, 4, 4)
+    if num_rows <= 256:
+        return Tile(128, 64, 64, 4, 4) if num_out < 16384 else Tile(128, 128, 64, 8, 4)
+    if num_out % 256 == 0 and shared_memory(device) >= 160 << 10:
+        return Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 64, 8, 3)
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of fast memory that one program may have: 227 KiB on an H200, 99 on many cards."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _product(
+    x, w, bias, y, blocks, T, num_out, num_in, matrix_stride,
+    BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs share inputs and weights: blocks of rows take turns in groups.
+    program, num_o = tl.program_id(0), tl.cdiv(num_out, BO)
+    num_m = tl.num_programs(0) // num_o
+    first_m = program // (GROUP * num_o) * GROUP
+    members = tl.minimum(num_m - first_m, GROUP)
+    m = first_m + program % (GROUP * num_o) % members
+    n = program % (GROUP * num_o) // members
+    first, last = m * BM, T
+    matrix = w
+    if GROUPED:
+        matrix += tl.load(blocks + m * 3).to(tl.int64) * matrix_stride
+        first = tl.load(blocks + m * 3 + 1)
+        last = tl.load(blocks + m * 3 + 2)
+    if first < last:
+        rows = (first + tl.arange(0, BM)).to(tl.int64)
+        columns = (n * BO + tl.arange(0, BO)).to(tl.int64)
+        # Rows and columns past the end are computed from real ones and thrown away.
+        at_x = x + tl.minimum(rows, last - 1)[:, None] * num_in
+        at_w = matrix + tl.minimum(columns, num_out - 1)[None, :] * num_in
+        acc = tl.zeros((BM, BO), tl.float32)
+        for start in range(0, num_in, BK):
+            i = start + tl.arange(0, BK)
+            real = (i < num_in) | EVEN
+            if FEW:  # one row read sixteen times is slow
+                xv = tl.load(at_x + i[None, :], real[None, :] & (rows < last)[:, None], other=0.0)
+            elif EVEN:
+                xv = tl.load(at_x + i[None, :])
+            else:
+                xv = tl.load(at_x + i[None, :], real[None, :], other=0.0)
+            if EVEN:
+                wv = tl.load(at_w + i[:, None])
+            else:
+                wv = tl.load(at_w + i[:, None], real[:, None], other=0.0)
+            acc = tl.dot(xv, wv, acc)
+        if HAS_BIAS:
+            acc += tl.load(bias + columns, columns < num_out, other=0.0).to(tl.float32)[None, :]
+        to = y + rows[:, None] * num_out + columns[None, :]
+        tl.store(to, acc, (rows < last)[:, None] & (columns < num_out)[None, :])
+
+
+def sequential(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x W^T + bias by our own kernel, rounded once to `dtype` (that of x by default)."""
+    (T, _), num_out = x_TI.shape, len(weight_OI)
+    y_TO = torch.empty(T, num_out, device=x_TI.device, dtype=dtype or x_TI.dtype)
+    tile = tile or tile_for(T, num_out, x_TI.device)
+    _launch(x_TI, weight_OI, bias_O, y_TO, None, -(-T // tile.rows), tile)
+    return y_TO
+
+
+def grouped(
+    x_TI: Tensor,
+    weight_EOI: Tensor,
+    blocks_M3: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    tile: Tile,
+) -> Tensor:
+    """Each block of rows times a matrix of its own, as mixtures of experts want it.
+
+    A block is (matrix, its first row, where that matrix's rows end) and covers `tile.rows` rows; a
+    block whose first row is at or past its end is empty. Rows of no block are left undefined.
+    """
+    T, num_out = len(x_TI), weight_EOI.shape[1]
+    y_TO = torch.empty(T, num_out, device=x_TI.device, dtype=dtype or x_TI.dtype)
+    _launch(x_TI, weight_EOI, None, y_TO, blocks_M3, len(blocks_M3), tile)
+    return y_TO
+
+
+def _launch(
+    x_TI: Tensor,
+    weight: Tensor,
+    bias_O: Tensor | None,
+    y_TO: Tensor,
+    blocks_M3: Tensor | None,
+    num_blocks: int,
+    tile: Tile,
+) -> None:
+    num_out, num_in = weight.shape[-2:]
+    if num_blocks:
+        _product[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
+            x_TI.contiguous(), weight, bias_O, y_TO, blocks_M3, len(x_TI), num_out, num_in,
+            weight.stride(0),
+            BM=tile.rows, BO=tile.outputs, BK=tile.inputs, GROUP=8, HAS_BIAS=bias_O is not None,
+            GROUPED=blocks_M3 is not None, EVEN=num_in % tile.inputs == 0,
+            FEW=len(x_TI) < tile.rows,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- the faster of the two
+
+_Key = tuple[int, int, int, bool, torch.dtype, torch.device]
+_EQUAL: dict[_Key, bool] = {}
+"""By outputs, inputs, rows, bias, type of the result and device: whether cuBLAS may be used."""
+
+
+def product(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x W^T + bias with fp32 sums in one order, rounded once to `dtype` (that of x by default)."""
+    dtype = dtype or x_TI.dtype
+    key = (*weight_OI.shape, len(x_TI), bias_O is not None, dtype, x_TI.device)
+    equal = _EQUAL.get(key)
+    if equal is None:
+        if (
+            x_TI.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):  # no time to look; this is always right
+            return sequential(x_TI, weight_OI, bias_O, dtype)
+        equal = _EQUAL[key] = agrees(x_TI, weight_OI, bias_O, dtype)
+    if equal:
+        return library(x_TI, weight_OI, bias_O, dtype)
+    return sequential(x_TI, weight_OI, bias_O, dtype)
+
+
+def library(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The same by cuBLAS, in whatever order it likes."""
+    if dtype is None or dtype == x_TI.dtype:
+        return F.linear(x_TI, weight_OI, bias_O)
+    y_TO = torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
+    return y_TO if bias_O is None else y_TO.add_(bias_O)
+
+
+def agrees(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype | None
+) -> bool:
+    """Whether cuBLAS gives the sequential bits for so many rows; waits for the device."""
+    if not (num_rows := len(x_TI)):
+        return True
+    if num_rows < _MANY:  # such rows may be empty places of a recorded step: all zeros
+        generator = torch.Generator(x_TI.device).manual_seed(num_rows)
+        x_TI = torch.randn(
+            x_TI.shape, generator=generator, device=x_TI.device, dtype=torch.float32
+        ).to(x_TI.dtype)
+    try:
+        theirs = library(x_TI, weight_OI, bias_O, dtype)
+    except RuntimeError:
+        return False
+    step = max(1, num_rows // _CHECKED) if num_rows >= _MANY else 1
+    ours = sequential(x_TI[::step].contiguous(), weight_OI, bias_O, dtype)
+    return bool(torch.equal(theirs[::step], ours)) and bool(ours.count_nonzero())
+
+
+def verdicts() -> list[tuple[int, int, int, bool]]:
+    """(outputs, inputs, rows, cuBLAS used) of every product met so far."""
+    return [(*key[:3], equal) for key, equal in _EQUAL.items()]
