@@ -351,6 +351,57 @@ def test_every_tile_of_the_sequential_product_gives_the_same_bits():
     assert torch.equal(first[7:8], sequential(x[7:8], w, dtype=torch.float32))
 
 
+# ---------------------------------------------------------------------- small passes
+
+
+def small_results(steps):
+    """(logprobs, gradient) of small jobs of one adapter, and how many recordings were made."""
+    import numpy as np
+
+    from tinkex.engine import jobs
+    from tinkex.engine.train.trainer import Trainer
+
+    cfg, rng = FAMILIES["windowed"], np.random.default_rng(1)
+    decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda")
+    trainer = Trainer(decoder, base_model="m")
+    lora = jobs.LoraSpec(rank=8, seed=1)
+    trainer.create(jobs.CreateAdapterJob(job_id="c", adapter_id="a", base_model="m", lora=lora))
+    resident = trainer.find("a")
+    for _, _, b_Or in resident.adapter.modules():
+        b_Or.data.normal_(0, 0.02, generator=torch.Generator("cuda").manual_seed(3))
+    seen = []
+    for lengths in steps:
+        rows = [rng.integers(0, 512, n + 1) for n in lengths]
+        data = tuple(
+            jobs.TrainDatum(
+                tokens=row[:-1],
+                inputs={"target_tokens": row[1:], "weights": np.ones(len(row) - 1, np.float32)},
+            )
+            for row in rows
+        )
+        train = jobs.TrainJob(job_id="t", adapter_id="a", data=data, loss_fn="cross_entropy")
+        (result,) = trainer.train([train])
+        logprobs = np.concatenate([output["logprobs"] for output in result.outputs])
+        seen.append((logprobs.tolist(), resident.grad.clone()))
+        resident.grad = None
+        resident.adapter.flat.mul_(1.001)  # as a step does: recordings must see new weights
+    return seen, len(decoder._small._known)
+
+
+def test_recorded_passes_give_the_plain_ones_logprobs_to_the_bit_and_their_gradients(monkeypatch):
+    from tinkex.engine.cuda.small_passes import SmallPasses
+
+    steps = [[40], [17, 9, 30], [3] * 14, [64], [1], [100, 5], [100], [50, 70], [40], [3] * 15]
+    recorded, count = small_results(steps)
+    assert count == 2  # 64 and 128 tokens
+    monkeypatch.setattr(SmallPasses, "find", lambda *args: None)
+    plain, count = small_results(steps)
+    assert count == 0
+    for (ours, grad), (theirs, wanted) in zip(recorded, plain, strict=True):
+        assert ours == theirs
+        assert relative(grad, wanted) < 1e-3  # flash attention's backward adds in any order
+
+
 # ---------------------------------------------------------------------- custom losses
 
 

@@ -53,6 +53,15 @@ class PackedFlash:
         self._ragged: list[Stretch] = []
         self._stretches: list[Stretch] = []
 
+    @classmethod
+    def fixed(cls, queries: attention.Queries, longest: int, config: ModelConfig) -> PackedFlash:
+        """From tensors whose content may change: any sequences of at most `longest` tokens."""
+        packed = cls([], config, queries.bounds_q.device)
+        packed._queries = queries
+        packed._ragged = [Ragged(slice(None), queries.bounds_q, longest)]
+        packed._stretches = packed._ragged
+        return packed
+
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         return self._attend(layer_index, q_THd, k_TKd, v_TKd, with_lse=False)[0]
 

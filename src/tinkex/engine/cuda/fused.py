@@ -16,7 +16,8 @@ fused width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from tinkex.engine.cuda import kernels
 from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.cuda.product import product
+from tinkex.engine.cuda.small_passes import RecordedPass, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.operand import BatchLora, LoraAddend, LoraOperand
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
@@ -59,11 +61,13 @@ class _Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stream:
+class Stream:
     """One packed batch: where each token stands, and how it attends to those before it."""
 
-    cos_Th: Tensor
-    sin_Th: Tensor
+    angles: tuple[Tensor, Tensor]
+    """Cosines and sines, [T, h]."""
+    rows_T: Tensor
+    """0, 1, 2, ...: where each row's key and value go."""
     attention: PackedFlash
 
 
@@ -71,6 +75,10 @@ class CudaDecoder(Decoder):
     """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
 
     batch_invariant = True
+
+    @cached_property
+    def _small(self) -> SmallPasses:
+        return SmallPasses(self)
 
     def forward(
         self,
@@ -81,18 +89,33 @@ class CudaDecoder(Decoder):
         *,
         recompute: bool = False,
     ) -> Tensor:
-        packed = lora.spans if lora is not None else ()
-        if torch.is_grad_enabled() and packed and isinstance(attend, PackedCausal):
-            leaf = next(packed[0].adapter.parameters())
-            out: Tensor = _TrainingPass.apply(  # type: ignore[no-untyped-call]
-                self, tokens_T, positions_T, attend, lora, recompute, leaf
-            )
-            return out
+        trains = torch.is_grad_enabled() and lora is not None and bool(lora.spans)
+        if trains and isinstance(attend, PackedCausal):
+            assert lora is not None
+            return self._train(tokens_T, positions_T, attend.lengths, lora, recompute)
         with torch.no_grad():
             if isinstance(attend, PackedCausal):
                 attend = PackedFlash(attend.lengths, self.config, self.device)
             batch = BatchLora(lora, len(tokens_T), self.dtype)
             return self.infer(tokens_T, positions_T, attend, batch)
+
+    def _train(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        lengths: list[int],
+        lora: LoraBatch,
+        recompute: bool,
+    ) -> Tensor:
+        leaf = next(lora.spans[0].adapter.parameters())
+        if not recompute and (small := self._small.find(len(tokens_T), lengths, lora)) is not None:
+            small.fill(tokens_T, positions_T, lengths)
+            out: Tensor = RecordedPass.apply(small, leaf)  # type: ignore[no-untyped-call]
+            return out
+        stream = self.stream(positions_T, PackedFlash(lengths, self.config, self.device))
+        one = Pass(self, stream, BatchLora(lora, len(tokens_T), self.dtype), recompute)
+        out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
+        return out
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
@@ -117,8 +140,9 @@ class CudaDecoder(Decoder):
     ) -> Tensor:
         """Hidden states without autograd, for adapters that are already in place."""
         eps = self.config.norm_eps
-        cos_Th, sin_Th = self._angles(positions_T)
+        angles = self._angles(positions_T)
         cache = attend if isinstance(attend, CachedAttend) else None
+        rows_T = None if cache is not None else torch.arange(len(tokens_T), device=self.device)
 
         def linear(x_TX: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
             return _linear(x_TX, weight, bias, lora.get(key))[0]
@@ -127,8 +151,8 @@ class CudaDecoder(Decoder):
         for index, w in enumerate(self.layers):
             x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
             qkv = linear(y, w.qkv, w.qkv_bias, f"{index}.qkv")
-            target = cache.target(index) if cache is not None else None
-            q, k, v = self._split(qkv, w, cos_Th, sin_Th, target)
+            target = cache.target(index) if cache is not None else (None, None, rows_T)
+            q, k, v = self._split(qkv, w, angles, target)
             mixed = attend(index, q, k, v).flatten(1)
             out = linear(mixed, w.out, None, f"{index}.o")
             x, y, _ = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
@@ -144,15 +168,13 @@ class CudaDecoder(Decoder):
         self,
         qkv: Tensor,
         w: _Layer,
-        cos_Th: Tensor,
-        sin_Th: Tensor,
-        target: tuple[Tensor, Tensor, Tensor] | None = None,
+        angles: tuple[Tensor, Tensor],
+        target: tuple[Any, Any, Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         return kernels.rope(
             qkv,
-            cos_Th,
-            sin_Th,
+            *angles,
             _norms(w),
             config.norm_eps,
             heads=config.num_heads,
@@ -162,17 +184,18 @@ class CudaDecoder(Decoder):
 
     # ------------------------------------------------------------------------------- training
 
-    def stream(self, positions_T: Tensor, lengths: list[int]) -> _Stream:
-        return _Stream(*self._angles(positions_T), PackedFlash(lengths, self.config, self.device))
+    def stream(self, positions_T: Tensor, attention: PackedFlash) -> Stream:
+        rows_T = torch.arange(len(positions_T), device=self.device)
+        return Stream(self._angles(positions_T), rows_T, attention)
 
     def train_layer(
-        self, index: int, x: Tensor, delta: Tensor | None, stream: _Stream, lora: Operands
+        self, index: int, x: Tensor, delta: Tensor | None, stream: Stream, lora: Operands
     ) -> tuple[Tensor, Tensor, _Saved]:
         """One layer on (residual, what the layer below adds to it), and what its backward needs."""
         w, eps, inner = self.layers[index], self.config.norm_eps, {}
         x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
         qkv, inner["qkv"] = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
-        q, k, v = self._split(qkv, w, stream.cos_Th, stream.sin_Th)
+        q, k, v = self._split(qkv, w, stream.angles, (None, None, stream.rows_T))
         attn, lse = stream.attention.forward(index, q, k, v)
         out, inner["o"] = _linear(attn.flatten(1), w.out, None, lora.get(f"{index}.o"))
         x2, y2, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
@@ -182,7 +205,7 @@ class CudaDecoder(Decoder):
         return x2, delta, _Saved(x, rstd1, qkv, attn, lse, x2, rstd2, gate_up, inner)
 
     def train_layer_backward(
-        self, index: int, s: _Saved, dx: Tensor, stream: _Stream, lora: BatchLora
+        self, index: int, s: _Saved, dx: Tensor, stream: Stream, lora: BatchLora
     ) -> None:
         """Turn dx, the gradient of the layer's output, into that of its input, in place.
 
@@ -206,13 +229,11 @@ class CudaDecoder(Decoder):
         kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
         dattn, dh = _linear_backward(dx, w.out, ops["o"])
         gather("o", s.attn_THd.flatten(1), dx, dh)
-        q, k, v = self._split(s.qkv_TX, w, stream.cos_Th, stream.sin_Th)
+        q, k, v = self._split(s.qkv_TX, w, stream.angles, (None, None, stream.rows_T))
         grads_qkv = stream.attention.backward(
             index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.lse_HT
         )
-        dqkv = kernels.rope_backward(
-            *grads_qkv, s.qkv_TX, stream.cos_Th, stream.sin_Th, _norms(w), eps
-        )
+        dqkv = kernels.rope_backward(*grads_qkv, s.qkv_TX, *stream.angles, _norms(w), eps)
         dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"])
         if dh is not None:
             y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
@@ -220,57 +241,67 @@ class CudaDecoder(Decoder):
         kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
 
 
+@dataclass(slots=True)
+class Pass:
+    """All layers of a training pass: tokens in, hidden states out, and back again."""
+
+    decoder: CudaDecoder
+    stream: Stream
+    lora: BatchLora
+    recompute: bool = False
+    saved: list[Any] = field(default_factory=list)
+    final: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        decoder = self.decoder
+        x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
+        delta: Tensor | None = None
+        for index in range(decoder.config.num_layers):
+            below = (x, delta)
+            x, delta, layer = decoder.train_layer(index, x, delta, self.stream, self.lora)
+            self.saved.append(below if self.recompute else layer)
+            del layer
+        x, hidden_TD, rstd_T = kernels.add_rms_norm(
+            x, delta, decoder.final_norm_D, decoder.config.norm_eps
+        )
+        self.final = x, rstd_T
+        return hidden_TD
+
+    def backward(self, dhidden_TD: Tensor) -> None:
+        """Add the adapters' gradients to where `lora` gathers them. Consumes what was saved."""
+        decoder = self.decoder
+        assert self.final is not None
+        x_TD, rstd_T = self.final
+        dx_TD = kernels.rms_norm_backward_(
+            torch.zeros_like(x_TD), dhidden_TD, x_TD, decoder.final_norm_D, rstd_T
+        )
+        while self.saved:
+            layer, index = self.saved.pop(), len(self.saved)
+            if self.recompute:
+                x, delta = layer
+                layer = decoder.train_layer(index, x, delta, self.stream, self.lora)[2]
+            decoder.train_layer_backward(index, layer, dx_TD, self.stream, self.lora)
+            del layer
+        self.final = None
+
+
 class _TrainingPass(torch.autograd.Function):
-    """All layers as one node: tokens in, hidden states out.
+    """A pass as one autograd node.
 
     One leaf is an argument only so that autograd calls the backward, which adds all gradients to
     the adapters' buffers itself.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        decoder: CudaDecoder,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attend: PackedCausal,
-        lora: LoraBatch,
-        recompute: bool,
-        leaf: Tensor,
-    ) -> Tensor:
-        stream = decoder.stream(positions_T, attend.lengths)
-        ops = BatchLora(lora, len(tokens_T), decoder.dtype)
-        x: Tensor = F.embedding(tokens_T, decoder.embed_VD)
-        delta: Tensor | None = None
-        saved: list[Any] = []
-        for index in range(decoder.config.num_layers):
-            below = (x, delta)
-            x, delta, layer = decoder.train_layer(index, x, delta, stream, ops)
-            saved.append(below if recompute else layer)
-            del layer
-        x, hidden_TD, rstd_T = kernels.add_rms_norm(
-            x, delta, decoder.final_norm_D, decoder.config.norm_eps
-        )
-        ctx.saved, ctx.final = saved, (x, rstd_T)
-        ctx.decoder, ctx.stream, ctx.ops, ctx.recompute = decoder, stream, ops, recompute
-        return hidden_TD
+    def forward(ctx: Any, one: Pass, tokens_T: Tensor, leaf: Tensor) -> Tensor:
+        ctx.one = one
+        return one.forward(tokens_T)
 
     @staticmethod
     def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
-        decoder: CudaDecoder = ctx.decoder
-        x_TD, rstd_T = ctx.final
-        dx_TD = kernels.rms_norm_backward_(
-            torch.zeros_like(x_TD), dhidden_TD.contiguous(), x_TD, decoder.final_norm_D, rstd_T
-        )
-        while ctx.saved:
-            layer, index = ctx.saved.pop(), len(ctx.saved)
-            if ctx.recompute:
-                x, delta = layer
-                layer = decoder.train_layer(index, x, delta, ctx.stream, ctx.ops)[2]
-            decoder.train_layer_backward(index, layer, dx_TD, ctx.stream, ctx.ops)
-            del layer
-        ctx.ops.finish()
-        return None, None, None, None, None, None, None
+        ctx.one.backward(dhidden_TD.contiguous())
+        ctx.one.lora.finish()
+        return None, None, None
 
 
 def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:

@@ -165,22 +165,21 @@ def rope(
     *,
     heads: int,
     kv_heads: int,
-    cache: tuple[Tensor, Tensor, Tensor] | None = None,
+    cache: tuple[Tensor | None, Tensor | None, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused qkv into (q_THd, k_TKd, v_TKd), normed and rotated.
 
-    cos and sin are fp32 of half the head size. With `cache`, (keys, values, slots), k and v go to
-    cache row `slots[t]` (block * P + offset; -1 writes nothing) and the caches are returned in
-    their place.
+    cos and sin are fp32 of half the head size. `cache` is (keys, values, slots): k and v go to
+    row `slots[t]` of the caches (block * P + offset; -1 writes nothing), which are returned in
+    their place, or of new tensors where it has none. Without one the slots are 0, 1, 2, ...: the
+    trainer launches the very kernel that the sampler does.
     """
     T = qkv_TX.shape[0]
     d = qkv_TX.shape[1] // (heads + 2 * kv_heads)
     q = qkv_TX.new_empty(T, heads, d)
-    if cache is not None:
-        k, v, slots = cache
-    else:  # slots too, so that it is the very same kernel
-        k = qkv_TX.new_empty(T, kv_heads, d)
-        v, slots = torch.empty_like(k), torch.arange(T, device=k.device)
+    k, v, slots = cache or (None, None, torch.arange(T, device=q.device))
+    if k is None or v is None:
+        k, v = qkv_TX.new_empty(2, T, kv_heads, d)
     qw, kw = norms if norms is not None else (qkv_TX, qkv_TX)
     _rope[(T, triton.cdiv(heads + 2 * kv_heads, _HEADS))](
         qkv_TX, cos_Td, sin_Td, qw, kw, q, k, v, slots, eps,

@@ -208,6 +208,21 @@ class BatchLora:
         self._stacks: list[Tensor] = []
         self._grads: list[Mapping[str, Weights]] = []
 
+    @classmethod
+    def fixed(cls, like: Adapter, flat_1P: Tensor, grad_1P: Tensor, num_rows: int) -> BatchLora:
+        """One adapter on all rows, with its weights and gradients where these tensors are."""
+        batch = cls(None, num_rows, flat_1P.dtype)
+        blocks = [(0, at, num_rows) for at in range(0, num_rows, lora_kernels.TRAINED_ROWS)]
+        weights = weights_by_key(like, flat_1P)
+        batch._teams = [
+            Team(
+                (like,), slice(0, num_rows), flat_1P, weights, layouts(like),
+                send(blocks, flat_1P.device, torch.int32), None,
+            )
+        ]  # fmt: skip
+        batch._grads = [weights_by_key(like, grad_1P)]
+        return batch
+
     def get(self, key: str) -> LoraOperand | None:
         if key not in self._operands:
             shares = [
