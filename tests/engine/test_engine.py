@@ -258,7 +258,9 @@ def test_training_goes_on_while_a_save_is_written_and_the_folder_holds_its_turn(
     client, gate, write = start(), threading.Event(), checkpoint.write
     client.create()
     client.train()
-    monkeypatch.setattr(checkpoint, "write", lambda *args: (gate.wait(60), write(*args))[1])
+    monkeypatch.setattr(
+        checkpoint, "write", lambda *args, **how: (gate.wait(60), write(*args, **how))[1]
+    )
     saved = client.save(tmp_path / "s", with_optimizer=True, with_gradients=True)
     norm = client.step(lr=0.5).result.metrics["grad_norm:mean"]
     expected = client.train().result.outputs[0]["logprobs"].tolist()

@@ -12,6 +12,7 @@ modules) is refused by name. Which adapter a folder belongs to, and who may read
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -44,6 +45,7 @@ from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedErr
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTIMIZER, _GRADIENTS, _MANIFEST = "optimizer.safetensors", "gradients.safetensors", "tinkex.json"
 _PREFIX = "base_model.model."
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
@@ -61,12 +63,20 @@ class Stored:
 # ---------------------------------------------------------------------------------------- writing
 
 
+Buffer = Tensor
+"""A tensor of an adapter's layout, on its device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Image:
-    """All that a folder will hold, copied to the host: training may go on while it is written."""
+    """All that a folder will hold, as a copy: training may go on while it is written."""
 
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    """By file name, then by tensor name."""
+    buffers: Mapping[str, Mapping[str, Buffer]]
+    """By file name, then by the ending of its tensors' names."""
+    adapter: Adapter
+    """Whose layout the buffers have."""
+    copied: torch.cuda.Event | None
+    """When the device has made the copies; None: they are there."""
     texts: Mapping[str, Mapping[str, Any]]
     """JSON by file name; the manifest comes last."""
 
@@ -81,14 +91,18 @@ def capture(
     with_optimizer: bool,
     grad: Tensor | None = None,
     with_gradients: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Image:
-    """Copy what `write` needs. One copy per buffer, from whatever device it is on."""
-    weights = _named(adapter, _on_host(adapter.flat))
-    tensors = {_WEIGHTS: {f"{_PREFIX}{name}.weight": tensor for name, tensor in weights}}
+    """Copy what `write` needs, on its device where that has room: the host's turn comes later.
+
+    With `dtype` the weights are rounded to it, for a folder that only a sampler of it reads.
+    """
+    buffers = {_WEIGHTS: {".weight": _copied(adapter.flat, dtype)}}
     if with_optimizer:
-        tensors[_OPTIMIZER] = _named_moments(adapter, optimizer)
+        moments = optimizer.moments.items()
+        buffers[_OPTIMIZER] = {f".{slot}": _copied(flat) for slot, flat in moments}
     if with_gradients and grad is not None:
-        tensors[_GRADIENTS] = dict(_named(adapter, _on_host(grad)))
+        buffers[_GRADIENTS] = {"": _copied(grad)}
     manifest = {
         "format": 1,
         "base_model": base_model,
@@ -98,36 +112,75 @@ def capture(
         "has_optimizer": with_optimizer,
         "has_gradients": with_gradients,
     }
-    return Image(
-        tensors, {_CONFIG: _peft_config(adapter, targets, base_model), _MANIFEST: manifest}
-    )
+    texts = {_CONFIG: _peft_config(adapter, targets, base_model), _MANIFEST: manifest}
+    copied = None
+    if adapter.flat.device.type == "cuda":
+        copied = torch.cuda.Event()
+        copied.record()
+    return Image(buffers, adapter, copied, texts)
 
 
-def write(folder: str | Path, image: Image) -> int:
-    """Write a checkpoint folder and return its size. The folder must not exist yet."""
+def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
+    """Write a checkpoint folder and return its size. The folder must not exist yet.
+
+    Without `sync` it outlives this process at once, a crash of the machine only after `make_safe`.
+    """
     target = Path(folder)
     if target.exists():
         raise InvalidInputError(f"{target} exists already; a checkpoint is never overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
     try:
-        for name, tensors in image.tensors.items():
+        for name, buffers in image.buffers.items():
+            prefix = _PREFIX if name == _WEIGHTS else ""
+            tensors = {
+                f"{prefix}{module}{ending}": tensor
+                for ending, flat in buffers.items()
+                for module, tensor in _named(image.adapter, _on_host(flat, image.copied))
+            }
             _save_tensors(aside / name, tensors)
         for name, value in image.texts.items():
             _save_json(aside / name, value)
         size_bytes = sum(file.stat().st_size for file in aside.iterdir())
         aside.chmod(0o755)
-        _sync(aside)
+        if sync:
+            make_safe(aside)
         aside.rename(target)
-        _sync(target.parent)
+        if sync:
+            _sync(target.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return size_bytes
 
 
-def _on_host(flat: Tensor) -> Tensor:
-    return flat.detach().to("cpu", copy=True)
+def make_safe(folder: str | Path) -> None:
+    """Have a folder and its files on the disk, not only on their way to it."""
+    for path in (*Path(folder).iterdir(), Path(folder)):
+        _sync(path)
+
+
+def _copied(flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    try:
+        return flat.detach().to(dtype or flat.dtype, copy=True)
+    except torch.OutOfMemoryError:
+        return flat.detach().to("cpu", dtype or flat.dtype, copy=True)
+
+
+def _on_host(flat: Tensor, copied: torch.cuda.Event | None) -> Tensor:
+    """A copy that waits for nothing that the device was given since."""
+    if flat.device.type != "cuda" or copied is None:
+        return flat
+    try:
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+    except RuntimeError:  # no room that cannot be paged out; slower
+        host = torch.empty(flat.shape, dtype=flat.dtype)
+    stream = torch.cuda.Stream(flat.device)
+    with torch.cuda.stream(stream):
+        copied.wait()
+        host.copy_(flat, non_blocking=True)
+    stream.synchronize()
+    return host
 
 
 def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -141,26 +194,36 @@ def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         at += 1 + len(group.parts)
 
 
-def _named_moments(adapter: Adapter, optimizer: OptimizerState) -> dict[str, Tensor]:
-    return {
-        f"{name}.{slot}": tensor
-        for slot, flat in optimizer.moments.items()
-        for name, tensor in _named(adapter, _on_host(flat))
-    }
-
-
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(plain, path, metadata={"format": "pt"})
+    """A safetensors file, written from where the tensors lie: its own library copies them twice."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        place = [at, at + size]
+        header[name] = {
+            "dtype": _KINDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": place,
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            _write_all(file, tensor.contiguous().flatten().view(torch.uint8).numpy())
     path.chmod(0o644)
-    _sync(path)
+
+
+def _write_all(file: io.RawIOBase, data: Any) -> None:
+    left = memoryview(data).cast("B")
+    while left:
+        left = left[file.write(left) :]
 
 
 def _save_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
-    _sync(path)
 
 
 def _sync(path: Path) -> None:

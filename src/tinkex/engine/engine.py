@@ -6,8 +6,9 @@ waiting job goes first; when it is a training job, the training jobs at the head
 the same base model ride in the same packed passes (not in deterministic mode). Samples have no
 lane: they join the running batch as soon as there is KV memory. Between two training passes the
 sampler gets its share of the time, so a long batch does not stop a stream of tokens, nor the other
-way round. A second thread writes checkpoints: a save is copied to the host when its turn comes and
-the engine goes on. One copy at a time, so that saves cannot fill the memory; the next one waits.
+way round. A second thread writes checkpoints: a save is copied when its turn comes and the engine
+goes on. One copy at a time, so that saves cannot fill the memory; the next one waits. Weights for
+sampling are kept on the device as well: who samples from them does not wait for them to be read.
 
 Weights of a checkpoint folder never change; they are kept by folder, the longest unused forgotten.
 Knows jobs and modules of this package, nothing of HTTP or who owns what.
@@ -15,6 +16,7 @@ Knows jobs and modules of this package, nothing of HTTP or who owns what.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -416,15 +418,16 @@ class TorchEngine:
         if self._written is not None:
             self._written.result()
         image = trainer.capture(job)
-        if not job.for_sampling:
-            write = partial(_write, job.folder, image)
-            self._written = self._disk.submit(self._attempt, job, emit, write)
-            return None
-        result = _write(job.folder, image)
-        name = self._base_of[job.adapter_id]
-        adapter = trainer.find(job.adapter_id).adapter.frozen_copy()
-        self._keep(name, job.folder, _Snapshot(adapter, _version(job.folder) or job.job_id))
-        return result
+        snapshot = None
+        if job.for_sampling:
+            adapter = trainer.find(job.adapter_id).adapter.frozen_copy()
+            snapshot = _Snapshot(adapter, job.job_id)
+            self._keep(self._base_of[job.adapter_id], job.folder, snapshot)
+        write = partial(_write, job, image, snapshot)
+        self._written = self._disk.submit(self._attempt, job, emit, write)
+        if job.ephemeral:
+            self._disk.submit(_make_safe, job.folder)
+        return None
 
     # ------------------------------------------------------------------------------- sampling
 
@@ -464,8 +467,19 @@ class TorchEngine:
 # ------------------------------------------------------------------------------------ functions
 
 
-def _write(folder: str, image: checkpoint.Image) -> jobs.AdapterResult:
-    return jobs.AdapterResult(size_bytes=checkpoint.write(folder, image))
+def _write(
+    job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: _Snapshot | None
+) -> jobs.AdapterResult:
+    size_bytes = checkpoint.write(job.folder, image, sync=not job.ephemeral)
+    if snapshot is not None:
+        snapshot.version = _version(job.folder) or snapshot.version
+    return jobs.AdapterResult(size_bytes=size_bytes)
+
+
+def _make_safe(folder: str) -> None:
+    """What could not be written, or was removed meanwhile, has been told elsewhere."""
+    with contextlib.suppress(OSError):
+        checkpoint.make_safe(folder)
 
 
 def _make_cuda_deterministic() -> None:

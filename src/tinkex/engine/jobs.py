@@ -86,6 +86,10 @@ class SaveAdapterJob:
     `for_sampling` also keeps an in-memory copy under the folder's name, so that a `SampleJob`
     naming the folder needs no disk. `with_gradients` makes a recovery snapshot: everything that a
     bit-exact continuation needs, gathered gradients included.
+
+    An `ephemeral` folder has no name that anyone was given. It is `Done` as soon as it outlives the
+    engine's process; that it outlives the machine follows by itself. A sampler that computes with
+    rounded weights may keep them so.
     """
 
     job_id: str
@@ -94,6 +98,7 @@ class SaveAdapterJob:
     with_optimizer: bool = False
     with_gradients: bool = False
     for_sampling: bool = False
+    ephemeral: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

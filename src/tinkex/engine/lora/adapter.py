@@ -143,7 +143,15 @@ class Adapter:
 
     def frozen_copy(self) -> Adapter:
         """An immutable snapshot, for sampling while training goes on."""
-        return Adapter(self.groups, trainable=False)
+        copy = object.__new__(Adapter)
+        copy.layout, copy.signature, copy.grad = self.layout, self.signature, None
+        copy.flat = self.flat.detach().clone()  # one copy, not one for each of some hundred tensors
+        views = iter(copy.views(copy.flat))
+        copy.groups = {
+            key: group.map([next(views) for _ in group.tensors()])
+            for key, group in self.groups.items()
+        }
+        return copy
 
 
 _ALIGNED = 8

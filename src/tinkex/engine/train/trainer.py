@@ -164,6 +164,7 @@ class Trainer:
     def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
         """The state to save, as it is now. Any thread may write it."""
         resident = self.find(job.adapter_id)
+        rounds = self.decoder.batch_invariant and self.decoder.dtype == torch.bfloat16
         return checkpoint.capture(
             resident.adapter,
             targets=self.decoder.targets,
@@ -173,6 +174,7 @@ class Trainer:
             with_optimizer=job.with_optimizer or job.with_gradients,
             grad=resident.grad,
             with_gradients=job.with_gradients,
+            dtype=torch.bfloat16 if job.ephemeral and rounds else None,
         )
 
     def drop(self, adapter_id: str) -> None:

@@ -88,13 +88,14 @@ class SaveWeights(Operation[Save]):
             return self._saved(asked.path, done.size_bytes)
         return self._job(shelf.new_folder(path), turn)
 
-    def _job(self, folder: Path, turn: Turn) -> SaveAdapterJob:
+    def _job(self, folder: Path, turn: Turn, *, ephemeral: bool = False) -> SaveAdapterJob:
         return SaveAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
             folder=str(folder),
             with_optimizer=self.with_optimizer,
             for_sampling=self.for_sampling,
+            ephemeral=ephemeral,
         )
 
     async def conclude(self, asked: Save, turn: Turn, job: Job, result: Result) -> Conclusion:
@@ -169,7 +170,8 @@ class SaveWeightsForSampler(SaveWeights):
     async def job(self, asked: Save, turn: Turn) -> SaveAdapterJob | Outcome:
         if asked.path is not None:
             return await super().job(asked, turn)
-        return self._job(self.tools.shelf.new_ephemeral_folder(_session_id(asked, turn)), turn)
+        folder = self.tools.shelf.new_ephemeral_folder(_session_id(asked, turn))
+        return self._job(folder, turn, ephemeral=True)
 
     async def conclude(self, asked: Save, turn: Turn, job: Job, result: Result) -> Conclusion:
         if asked.path is not None:
