@@ -71,6 +71,8 @@ class WorkerLostError(EngineError):
     """A worker process died; what it held in memory must be restored."""
 
     code = "worker_lost"
+    is_blameless = False
+    """Another job is known to be the reason."""
 
 
 # ------------------------------------------------------------------------------------ the SDK

@@ -33,8 +33,8 @@ class Server:
         self.base_url = ""
 
     def start(self, port: int = 0) -> None:
-        command = [sys.executable, "-m", "tinkex.server", "--engine", "toy", "--port", str(port)]
-        command += ["--toy-latency", str(self.latency_s)]
+        engine = f"toy:latency_s={self.latency_s}"
+        command = [sys.executable, "-m", "tinkex.server", "--engine", engine, "--port", str(port)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
         log = (self._folder / "server.log").open("ab")
         self._child = subprocess.Popen(

@@ -15,7 +15,8 @@ import pytest
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.toy.cache import PrefixCache
-from tinkex.engine.toy.engine import ToyConfig, ToyEngine
+from tinkex.engine.toy.config import ToyConfig
+from tinkex.engine.toy.engine import ToyEngine
 
 BASE = "toy/base"
 

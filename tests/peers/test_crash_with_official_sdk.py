@@ -20,7 +20,7 @@ from server_process import ServerProcess
 from venvs import SDK_VERSIONS, sdk_python
 
 NUM_KILLS = 20
-FLAGS = ("--engine", "toy", "--deterministic", "--toy-latency", "0.05", "--snapshot-every", "7")
+FLAGS = ("--engine", "toy:latency_s=0.05", "--deterministic", "--snapshot-every", "7")
 RUN_TIMEOUT_S = 900
 
 

@@ -12,7 +12,7 @@ from server_process import ServerProcess
 from wire_client import WireClient, loss_of
 
 NUM_STEPS = 30
-FLAGS = ("--engine", "toy", "--deterministic", "--toy-latency", "0.01", "--snapshot-every", "7")
+FLAGS = ("--engine", "toy:latency_s=0.01", "--deterministic", "--snapshot-every", "7")
 
 
 def run_training(

@@ -94,7 +94,7 @@ def test_twenty_kills_cost_an_official_client_nothing_but_time(
 @pytest.mark.peers
 def test_samples_of_an_official_client_come_back_after_kills(tmp_path: Path) -> None:
     """Lost promises are reported as 410, and the client asks again (contract 4.2)."""
-    flags = ("--engine", "toy", "--toy-token-latency", "0.2")
+    flags = ("--engine", "toy:token_latency_s=0.2")
     script = Path(__file__).parent / "official_samples.py"
     with ServerProcess(tmp_path, *flags) as server:
         command = [str(sdk_python("0.36.0")), str(script), server.base_url]

@@ -222,7 +222,7 @@ def test_ends_that_found_no_room_are_not_forgotten_when_the_worker_dies(
     tmp_path: Path, undisturbed: list[float]
 ) -> None:
     """The journal must know what ran before anything is replayed, however long that takes."""
-    with open_world(tmp_path, "--toy-latency", "0.3") as world:
+    with open_world(tmp_path, "--engine", "toy:latency_s=0.3") as world:
         client = world.client
         model = client.model(client.session())
         promises = [client.train(model, 1, tokens_of(1)), client.step(model, 2)]

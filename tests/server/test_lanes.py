@@ -187,7 +187,7 @@ async def test_large_results_leave_the_memory_and_can_still_be_fetched(
 
 async def test_a_request_refused_on_its_way_to_the_worker_keeps_its_place(tmp_path: Path) -> None:
     """It is sent ahead behind others; its error must not overtake their results."""
-    async with open_app(tmp_path, toy_latency_s=0.2) as world:
+    async with open_app(tmp_path, engine="toy:latency_s=0.2") as world:
         model = await world.model()
         operation = world.service.operations["forward_backward"]
         job = operation.job

@@ -157,7 +157,9 @@ async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> N
 async def test_a_worker_that_dies_with_a_snapshot_under_way_costs_a_replay(tmp_path: Path) -> None:
     async with open_app(tmp_path / "calm") as world:
         expected = await train_steps(world, await world.model(), 1, 8)
-    async with open_app(tmp_path / "killed", snapshot_every_ops=4, toy_latency_s=0.05) as world:
+    async with open_app(
+        tmp_path / "killed", snapshot_every_ops=4, engine="toy:latency_s=0.05"
+    ) as world:
         model = await world.model()
         await train_steps(world, model, 1, 2)
         while world.service._lanes[model]._state._under_way is None:
@@ -207,7 +209,7 @@ async def test_saved_optimizer_state_continues_bit_for_bit_and_weights_only_star
 
 
 async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_path: Path) -> None:
-    async with open_app(tmp_path, toy_latency_s=0.15) as world:
+    async with open_app(tmp_path, engine="toy:latency_s=0.15") as world:
         model = await world.model()
         promise = (await world.train(model, 1, TOKENS)).json()
 

@@ -67,7 +67,7 @@ async def test_the_same_number_gives_the_same_promise_once(app_world: AppWorld) 
 
 async def test_a_full_queue_is_429_and_drains(tmp_path: Path) -> None:
     async with open_app(
-        tmp_path, max_queued_samples=3, max_running_samples=1, toy_latency_s=0.1
+        tmp_path, max_queued_samples=3, max_running_samples=1, engine="toy:latency_s=0.1"
     ) as world:
         sampler = await open_sampler(world)
         answers = [await world.post("asample", body_of(sampler, n)) for n in range(8)]
@@ -82,7 +82,7 @@ async def test_a_full_queue_is_429_and_drains(tmp_path: Path) -> None:
 
 
 async def test_a_cancelled_sample_frees_its_place_at_once(tmp_path: Path) -> None:
-    async with open_app(tmp_path, max_running_samples=1, toy_token_latency_s=0.5) as world:
+    async with open_app(tmp_path, max_running_samples=1, engine="toy:token_latency_s=0.5") as world:
         sampler = await open_sampler(world)
         slow = await world.ok(
             "asample", body_of(sampler, 0, params={"max_tokens": 100, "stop": []})
@@ -156,7 +156,7 @@ async def test_a_batch_is_answered_one_by_one_and_collected_inline(app_world: Ap
 
 async def test_tokens_stream_while_they_are_made(tmp_path: Path) -> None:
     """R27."""
-    async with open_app(tmp_path, toy_token_latency_s=0.02) as world:
+    async with open_app(tmp_path, engine="toy:token_latency_s=0.02") as world:
         sampler = await open_sampler(world)
         body = body_of(sampler, 0, num_samples=2, params={"max_tokens": 5, "stop": []})
         response = await world.post("sample_stream", body)
@@ -200,7 +200,7 @@ async def test_a_training_checkpoint_can_be_sampled(app_world: AppWorld) -> None
 
 async def test_samples_lost_by_a_restart_are_reported_and_gone(tmp_path: Path) -> None:
     """A waiting client is told at once, and asks again (contract 4.2, 410)."""
-    async with open_app(tmp_path, toy_token_latency_s=5) as world:
+    async with open_app(tmp_path, engine="toy:token_latency_s=5") as world:
         sampler = await open_sampler(world)
         promise = await world.ok("asample", body_of(sampler, 7))
     async with open_app(tmp_path) as world:
@@ -225,7 +225,7 @@ def test_the_ledger_forgets_what_was_handed_out(tmp_path: Path) -> None:
 
 
 async def test_worker_death_does_not_lose_a_sample(tmp_path: Path) -> None:
-    async with open_app(tmp_path, toy_token_latency_s=0.2) as world:
+    async with open_app(tmp_path, engine="toy:token_latency_s=0.2") as world:
         sampler = await open_sampler(world)
         promise = await world.ok("asample", body_of(sampler, 0))
         await asyncio.sleep(0.3)
@@ -263,7 +263,7 @@ class HalfWriter:
 
 
 async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Path) -> None:
-    settings = {"max_running_samples": 1, "toy_token_latency_s": 0.2, "hold_s": 0.3}
+    settings = {"max_running_samples": 1, "engine": "toy:token_latency_s=0.2", "hold_s": 0.3}
     async with open_app(tmp_path, **settings) as world:
         await world.model()  # loads the base model
         session = await open_sampler(world)
@@ -291,7 +291,7 @@ def test_the_status_of_a_waiting_sample_says_why(tmp_path: Path) -> None:
     """Samples are unordered: one of the three runs, whichever came first, and the others wait."""
     settings = tmp_path / "settings.toml"
     settings.write_text("hold_s = 0.5\nmax_running_samples = 1\n")
-    flags = ("--engine", "toy", "--config", str(settings), "--toy-token-latency", "0.1")
+    flags = ("--engine", "toy:token_latency_s=0.1", "--config", str(settings))
     with ServerProcess(tmp_path, *flags) as server:
         with tinkex.ServiceClient(base_url=server.base_url) as service:
             sampler = service.create_sampling_client(base_model="toy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from app_world import open_app
@@ -12,25 +13,26 @@ from wire_client import loss_of
 
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.workers.processes import ProcessWorker
-from tinkex.server.workers.worker import WorkerSpec
+from tinkex.server.workers.child import WorkerSpec
+from tinkex.server.workers.process_worker import ProcessWorker
+from tinkex.server.workers.worker import run
 
 
 def describe(job_id: str = "d") -> DescribeModelJob:
     return DescribeModelJob(job_id=job_id, base_model="toy")
 
 
-async def started(**spec: object) -> ProcessWorker:
-    worker = ProcessWorker(WorkerSpec(engine="toy", **spec))  # type: ignore[arg-type]
+async def started(engine: str = "toy", **spec: Any) -> ProcessWorker:
+    worker = ProcessWorker(WorkerSpec(engine=engine, **spec))
     await worker.start()
     return worker
 
 
 async def test_a_dead_child_fails_its_jobs_and_is_replaced() -> None:
-    worker = await started(toy_latency_s=5.0)
+    worker = await started("toy:latency_s=5")
     await worker.wait_ready()
     first, pid = worker.generation, worker.pid
-    job = asyncio.create_task(worker.run(describe()))
+    job = asyncio.create_task(run(worker, describe()))
     await asyncio.sleep(0.1)
     os.kill(pid, 9)
     with pytest.raises(WorkerLostError):
@@ -45,7 +47,7 @@ async def test_a_dead_child_fails_its_jobs_and_is_replaced() -> None:
 
 async def test_jobs_wait_for_a_child_that_is_still_starting() -> None:
     worker = await started()
-    info = await worker.run(describe())
+    info = await run(worker, describe())
     assert isinstance(info, ModelInfo)
     await worker.close()
 
@@ -53,14 +55,14 @@ async def test_jobs_wait_for_a_child_that_is_still_starting() -> None:
 async def test_a_users_mistake_comes_back_as_one() -> None:
     worker = await started(models=("known",))
     with pytest.raises(InvalidInputError, match="no base model 'toy'"):
-        await worker.run(describe())
+        await run(worker, describe())
     await worker.close()
 
 
 async def test_cancelling_reaches_the_engine() -> None:
     import numpy as np
 
-    worker = await started(toy_token_latency_s=1.0)
+    worker = await started("toy:token_latency_s=1")
     await worker.wait_ready()
     job = SampleJob(
         job_id="s",
@@ -70,13 +72,13 @@ async def test_cancelling_reaches_the_engine() -> None:
         max_tokens=50,
         stop_tokens=(),
     )
-    task = asyncio.create_task(worker.run(job))
+    task = asyncio.create_task(run(worker, job))
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert worker._pending == {}
-    assert isinstance(await asyncio.wait_for(worker.run(describe()), 5), ModelInfo)
+    assert isinstance(await asyncio.wait_for(run(worker, describe()), 5), ModelInfo)
     await worker.close()
 
 
@@ -85,7 +87,7 @@ async def test_a_child_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch
     worker = ProcessWorker(WorkerSpec(engine="toy"), start_timeout_s=0.5)
     await worker.start()
     with pytest.raises(EngineError, match="right after its start"):
-        await worker.run(describe())
+        await run(worker, describe())
     await worker.close()
 
 

@@ -36,6 +36,7 @@ from tinkex.engine import checkpoint, jobs
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike, load_decoder
+from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.scheduler import FairShare
 from tinkex.engine.sample.stopping import load_detokenizer
@@ -146,6 +147,7 @@ class TorchEngine:
         if self.config.deterministic and self.device.type == "cuda":
             _make_cuda_deterministic()
         self.stats = EngineStats()
+        self.pulse = Pulse()
         self._bases: OrderedDict[str, _Base] = OrderedDict()
         self._base_of: dict[str, str] = {}
         self._lanes: dict[str, deque[_Waiting]] = {}
@@ -227,6 +229,7 @@ class TorchEngine:
     def _between_passes(self) -> None:
         """Give sampling its share in the middle of a training job."""
         self.stats.train_passes += 1
+        self.pulse.turned()
         self._charge_training()
         if self._closed:
             raise _Closing
@@ -240,7 +243,9 @@ class TorchEngine:
         began = time.perf_counter()
         for sampler in self._sampling():
             try:
-                self.stats.sampled_rows += sampler.step(look_ahead=not training)
+                with self.pulse.work():
+                    rows = sampler.step(look_ahead=not training)
+                self.stats.sampled_rows += rows
                 self.stats.sample_passes += 1
             except Exception as exc:
                 log.exception("a sampling pass failed")
@@ -261,9 +266,11 @@ class TorchEngine:
                 continue
             job, emit = entry
             if isinstance(job, jobs.SampleJob):
-                self._attempt(job, emit, partial(self._start_sample, job, emit))
+                with self.pulse.work(job.job_id):
+                    self._attempt(job, emit, partial(self._start_sample, job, emit))
             elif isinstance(job, jobs.DescribeModelJob):
-                self._attempt(job, emit, partial(_describe, job.base_model))
+                with self.pulse.work(job.job_id, is_loading=True):  # it may have to be fetched
+                    self._attempt(job, emit, partial(_describe, job.base_model))
             else:
                 lane = self._lanes.setdefault(job.adapter_id, deque())
                 lane.append(_Waiting(next(self._order), job, emit))
@@ -306,8 +313,9 @@ class TorchEngine:
         if (base := self._bases.get(name)) is None:
             _tell(emit, jobs.Progress(job_id=job_id, text=f"loading {name}"))
             self._make_room()
-            source = resolve(name)
-            decoder = load_decoder(source, device=self.device)
+            with self.pulse.work(job_id, is_loading=True):
+                source = resolve(name)
+                decoder = load_decoder(source, device=self.device)
             config = self.config.trainer or TrainerConfig.for_device(
                 self.device, deterministic=self.config.deterministic
             )
@@ -347,7 +355,8 @@ class TorchEngine:
             self._train(self._companions(first))
         else:
             self._lanes[first.job.adapter_id].popleft()
-            self._attempt(first.job, first.emit, partial(self._run, first.job, first.emit))
+            with self.pulse.work(first.job.job_id):
+                self._attempt(first.job, first.emit, partial(self._run, first.job, first.emit))
         for adapter_id in [key for key, lane in self._lanes.items() if not lane]:
             del self._lanes[adapter_id]
 
@@ -372,7 +381,8 @@ class TorchEngine:
         try:
             self.stats.train_jobs += len(chosen)
             trainer = self._trainer(chosen[0][0].adapter_id)
-            results = trainer.train([job for job, _ in chosen])
+            with self.pulse.work(*(job.job_id for job, _ in chosen)):
+                results = trainer.train([job for job, _ in chosen])
         except _Closing:
             for job, emit in chosen:
                 _tell(emit, _cancelled(job.job_id))

@@ -5,10 +5,10 @@ are made by code that has already validated the request against the wire contrac
 validates again only what needs the model (vocabulary, context length, adapter existence) and
 answers a user's mistake with `Failed(category="user")`, changing no state.
 
-`Engine` is the synchronous heart inside one worker; `Worker` is how a server reaches it, wherever
-it runs. Order: jobs of one `adapter_id` run in the order they were submitted. Training jobs of
-different adapters that wait together may share one packed pass. Samples never wait for a whole
-training queue: the engine interleaves decode steps with training passes.
+`Engine` is the synchronous heart of one worker process. Order: jobs of one `adapter_id` run in the
+order they were submitted. Training jobs of different adapters that wait together may share one
+packed pass. Samples never wait for a whole training queue: the engine interleaves decode steps with
+training passes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import OptimizerParams
 from tinkex.contract.sampling import DrawSettings, SampleOptions
+from tinkex.engine.pulse import Pulse
 
 Array = NDArray[Any]
 
@@ -301,27 +302,11 @@ class Engine(Protocol):
     of the engine.
     """
 
+    pulse: Pulse
+    """What the engine's thread is doing."""
+
     def submit(self, job: Job, emit: Callable[[Event], None]) -> None: ...
 
     def cancel(self, job_id: str) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Worker(Protocol):
-    """How a server reaches an engine: in a child process, or behind a Ray actor."""
-
-    async def run(self, job: Job, on_event: Callable[[Event], None] | None = None) -> Result:
-        """Run one job. `on_event` sees its `Progress` and `Tokens`.
-
-        Raises:
-            InvalidInputError: The job failed with category "user".
-            EngineError: The job failed with category "server".
-            WorkerLostError: The worker died; its adapters are gone and must be restored.
-            asyncio.CancelledError: The job was cancelled.
-        """
-        ...
-
-    async def cancel(self, job_id: str) -> None: ...
-
-    async def close(self) -> None: ...

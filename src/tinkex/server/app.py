@@ -31,7 +31,7 @@ from tinkex.server.routes import service as routes_service
 from tinkex.server.routes import training as routes_training
 from tinkex.server.service import Service
 from tinkex.server.work.presence import Presence
-from tinkex.server.workers.processes import ProcessWorker
+from tinkex.server.workers.worker import Worker
 from tinkex.store import Store, User
 
 _OURS = (
@@ -50,7 +50,7 @@ _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 
 
-def create_app(config: ServerConfig, store: Store, workers: Sequence[ProcessWorker]) -> FastAPI:
+def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) -> FastAPI:
     """The ASGI application. Its lifespan runs the workers; the caller owns the store. Blocks."""
 
     @asynccontextmanager

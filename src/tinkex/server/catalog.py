@@ -16,6 +16,7 @@ from tinkex.engine.jobs import DescribeModelJob, ModelInfo
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.server.config import ServerConfig
 from tinkex.server.workers.placement import Placement
+from tinkex.server.workers.worker import run
 
 logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -27,7 +28,7 @@ class Catalog:
         self._names = config.models or (DEFAULT_MODEL,)
         self._aliases = dict(config.aliases)
         self._is_private = bool(config.parent_pid)
-        self._takes_any = config.engine == "toy" and not config.models
+        self._takes_any = config.is_toy and not config.models
         self._placement = placement
         self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
         self._asked_at: dict[str, float] = {}
@@ -78,7 +79,7 @@ class Catalog:
     async def _ask(self, model: str) -> ModelInfo:
         worker = self._placement.places[0].worker
         job = DescribeModelJob(job_id=f"describe-{secrets.token_hex(8)}", base_model=model)
-        info = await worker.run(job)
+        info = await run(worker, job)
         assert isinstance(info, ModelInfo)
         return info
 

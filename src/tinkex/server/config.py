@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from tinkex.engine.toy.config import ToyConfig
 from tinkex.errors import ConfigError
 
 ENV_PREFIX = "TINKEX_"
@@ -28,8 +29,6 @@ _MAY_BE_ZERO = frozenset(
         "min_free_bytes",
         "until_idle_s",
         "result_grace_s",
-        "toy_latency_s",
-        "toy_token_latency_s",
     }
 )
 
@@ -74,18 +73,13 @@ class ServerConfig:
     power_safe: bool = True
     """Promises survive a power cut, for an fsync each. Off: they survive every crash but that."""
     engine: str = "torch"
-    """`torch` computes; `toy` is a deterministic stand-in for tests."""
+    """`torch` computes; `toy` is a stand-in for tests, its settings behind a colon."""
     deterministic: bool = False
     """Same requests, same bits, replay after a crash included; slower."""
     devices: tuple[str, ...] = ("auto",)
     """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`; the log goes to stderr."""
-
-    toy_latency_s: float = 0.0
-    """Artificial time per job of the toy engine."""
-    toy_token_latency_s: float = 0.0
-    """Artificial time per token of the toy engine."""
 
     until_idle_s: float = 0.0
     """End the server once no client was seen for this many seconds; 0 means never."""
@@ -133,11 +127,19 @@ class ServerConfig:
     """New work is refused (507) while `data_dir` has less room, so that accepted work can end."""
     worker_start_timeout_s: float = 300.0
     """How long a worker may take to start before it is called broken."""
+    stuck_after_s: float = 300.0
+    """A worker without progress for this long, plus 0.02 s per token, is started again."""
+
+    @property
+    def is_toy(self) -> bool:
+        return self.engine.startswith("toy")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data_dir", Path(self.data_dir).expanduser())
-        if self.engine not in ENGINES:
+        if self.engine.partition(":")[0] not in ENGINES or self.engine.startswith("torch:"):
             raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
+        if self.is_toy:
+            ToyConfig.read(self.engine)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
         self._check_amounts()

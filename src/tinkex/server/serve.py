@@ -28,7 +28,7 @@ from fastapi import FastAPI
 from tinkex.errors import ConfigError
 from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
-from tinkex.server.config import ENGINES, ServerConfig, load_config
+from tinkex.server.config import ServerConfig, load_config
 from tinkex.server.files import disk
 from tinkex.server.greeting import greeting
 from tinkex.server.guard.connections import (
@@ -38,8 +38,9 @@ from tinkex.server.guard.connections import (
     raise_file_limit,
 )
 from tinkex.server.tls import check_tls
-from tinkex.server.workers.processes import ProcessWorker
-from tinkex.server.workers.worker import WorkerSpec
+from tinkex.server.workers.child import WorkerSpec
+from tinkex.server.workers.process_worker import ProcessWorker
+from tinkex.server.workers.watchdog import Budget
 from tinkex.store import Store
 from tinkex.store.binding import refuse_lost_database
 from tinkex.store.claim import InUseError
@@ -248,11 +249,10 @@ def make_workers(config: ServerConfig) -> list[ProcessWorker]:
                 models=config.models,
                 data_dir=str(config.data_dir),
                 log_level=config.log_level,
-                toy_latency_s=config.toy_latency_s,
-                toy_token_latency_s=config.toy_token_latency_s,
             ),
             name=f"worker-{index}",
             start_timeout_s=config.worker_start_timeout_s,
+            budget=Budget(turn_s=config.stuck_after_s),
             on_refusal=_end_server,
         )
         for index, device in enumerate(config.devices)
@@ -306,7 +306,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--tls-key", help="PEM private key of the certificate, unencrypted.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
 @click.option("--power-safe/--no-power-safe", default=None, help="One fsync per promise, or none.")
-@click.option("--engine", type=click.Choice(ENGINES), help="torch computes; toy is for tests.")
+@click.option("--engine", help="torch computes; toy, or toy:latency_s=0.1, is for tests.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
 @click.option(
@@ -314,8 +314,6 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 )
 @click.option("--parent-pid", type=int, help="A process that counts as a client while it lives.")
 @click.option("--snapshot-every", "snapshot_every_ops", type=int, help="Requests per snapshot.")
-@click.option("--toy-latency", "toy_latency_s", type=float, help="Seconds per job of the toy.")
-@click.option("--toy-token-latency", "toy_token_latency_s", type=float, help="Seconds per token.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the address as JSON on a terminal too."

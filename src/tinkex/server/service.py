@@ -32,7 +32,7 @@ from tinkex.server.work.samples import SampleLedger, Samples
 from tinkex.server.work.sessions import Sessions
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.placement import Placement
-from tinkex.server.workers.processes import ProcessWorker
+from tinkex.server.workers.worker import Worker
 from tinkex.store import CustomLoss, Model, SeqConflictError, Store, User
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Service:
         config: ServerConfig,
         store: Store,
         shelf: Shelf,
-        workers: Sequence[ProcessWorker],
+        workers: Sequence[Worker],
         user_of: Callable[[str], Awaitable[User]],
     ) -> None:
         self.config = config

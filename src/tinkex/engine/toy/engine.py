@@ -28,9 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
+from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
 from tinkex.engine.toy.cache import PrefixCache, Recent
+from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.data import check_tokens, prepare
 from tinkex.engine.toy.losses import custom_loss_and_slopes, loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter
@@ -40,31 +42,6 @@ from tinkex.errors import InvalidInputError, ModelNotFoundError
 log = logging.getLogger(__name__)
 Emit = Callable[[jobs.Event], None]
 MANIFEST = "manifest.json"
-
-
-def toy_decode(tokens: Sequence[int]) -> str:
-    """Text of toy tokens: one printable ASCII character each. Stop strings are matched in it."""
-    return "".join(chr(32 + t % 95) for t in tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToyConfig:
-    vocab_size: int = 49152
-    """Same as the default model, so that its tokenizer fits."""
-    max_context_length: int = 32768
-    models: frozenset[str] | None = None
-    """Base models that exist; None: every name does."""
-    latency_s: float = 0.0
-    """Artificial time per job."""
-    token_latency_s: float = 0.0
-    """Artificial time per sampled token; a streaming job emits each token at its time."""
-    deterministic: bool = True
-    """Jobs without a seed take one from their content, so that equal jobs give equal samples."""
-    decode: Callable[[Sequence[int]], str] = toy_decode
-    num_cache_blocks: int = 65536
-    """Blocks of 16 prompt tokens that are remembered; the oldest are forgotten first."""
-    num_snapshots: int = 256
-    """Sampling snapshots kept in memory; others are read again from their folder."""
 
 
 @dataclass(order=True, slots=True)
@@ -83,6 +60,7 @@ class ToyEngine:
 
     def __init__(self, config: ToyConfig | None = None) -> None:
         self.config = config or ToyConfig()
+        self.pulse = Pulse()
         self._adapters: dict[str, ToyAdapter] = {}
         self._snapshots: Recent[str, ToyAdapter] = Recent(self.config.num_snapshots)
         self._bases: dict[str, ToyAdapter] = {}
@@ -163,7 +141,8 @@ class ToyEngine:
         if due.event is not None:
             self._finish(due.emit, due.event)
         else:
-            self._attempt(due, partial(self._run, due))
+            with self.pulse.work(due.job.job_id):
+                self._attempt(due, partial(self._run, due))
 
     def _attempt(self, due: _Due, action: Callable[[], jobs.Result | None]) -> None:
         """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
@@ -329,6 +308,8 @@ class ToyEngine:
         adapter, config = self._adapter(job.adapter_id), self.config
         if not job.data:
             raise InvalidInputError("must hold at least one datum", path="data")
+        while job.data[0].tokens[0] == config.hang_token:
+            time.sleep(1)
         checked = [
             prepare(job, i, config.vocab_size, config.max_context_length)
             for i in range(len(job.data))

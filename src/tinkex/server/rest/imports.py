@@ -29,6 +29,7 @@ from tinkex.server.files.checkpoints import TinkerPath, check_name, folder_size
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text
 from tinkex.server.service import Service
+from tinkex.server.workers.worker import run
 from tinkex.store import Checkpoint, Model, Session, User
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
@@ -153,9 +154,9 @@ async def _try_to_load(service: Service, folder: Path, base_model: str) -> None:
         with_optimizer=False,
     )
     try:
-        await worker.run(job)
+        await run(worker, job)
     finally:
-        await worker.run(DropAdapterJob(job_id=f"{adapter_id}-drop", adapter_id=adapter_id))
+        await run(worker, DropAdapterJob(job_id=f"{adapter_id}-drop", adapter_id=adapter_id))
 
 
 def _lora(config: dict[str, Any]) -> dict[str, Any]:

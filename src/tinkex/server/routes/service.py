@@ -55,11 +55,12 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", tags=["operators"])
 async def readyz(request: Request) -> Response:
-    """Every worker takes jobs."""
+    """Every worker takes jobs, and gets on with those it has."""
     service = service_of(request)
-    if service.placement.is_ready and not service.stopping.is_set():
+    trouble = "the server is stopping" if service.stopping.is_set() else service.placement.trouble()
+    if not trouble:
         return answer({"status": "ready"})
-    return problem(503, "A worker is starting, or the server is stopping; try again in a moment.")
+    return problem(503, f"Not ready: {trouble}. Try again in a moment.")
 
 
 @router.get("/metrics", tags=["operators"])
@@ -90,7 +91,7 @@ async def detach(request: Request, user: CurrentUser) -> Response:
 @serve(api, "client_config")
 async def client_config(request: Request, user: CurrentUser) -> Response:
     await read(request, "client_config")
-    traced = service_of(request).config.engine != "toy"
+    traced = not service_of(request).config.is_toy
     return answer({**CLIENT_CONFIG, "custom_loss_server_side": traced})
 
 

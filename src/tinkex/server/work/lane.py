@@ -487,8 +487,7 @@ class Lane:
         await self._land_all()
         for flight in flights:
             request = flight.request
-            # A job that ended well before the worker died is not what killed it.
-            if blame and request.started_at and not _ended_well(flight.task):
+            if blame and request.started_at and _is_suspect(flight.task):
                 request.attempts += 1
                 self._count_lost_replay(request, "the worker died")
             self._clean_up(request, ok=False)
@@ -571,5 +570,9 @@ def _note(request: QueuedRequest, event: Event) -> None:
         request.progress = event.text
 
 
-def _ended_well(task: asyncio.Task[Result]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
+def _is_suspect(task: asyncio.Task[Result]) -> bool:
+    """Whether a job that was sent may be what ended the worker: not one that had ended well."""
+    if not task.done() or task.cancelled():
+        return True
+    error = task.exception()
+    return error is not None and not getattr(error, "is_blameless", False)

@@ -38,7 +38,7 @@ from tinkex.server.files import disk
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.operations.operation import Operation
 from tinkex.server.work.write_behind import RETRY_S, WriteBehind
-from tinkex.server.workers.processes import ProcessWorker
+from tinkex.server.workers.worker import Worker
 from tinkex.store import JournalRow, Snapshot, Store
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class _Since:
 
 class ModelState:
     def __init__(
-        self, model_id: str, base_model: str, worker: ProcessWorker, files: SnapshotFiles
+        self, model_id: str, base_model: str, worker: Worker, files: SnapshotFiles
     ) -> None:
         self.generation = -1
         """The worker's generation that holds the state; -1: none does, or it is not trusted."""

@@ -433,7 +433,17 @@ class Samples:
 class _Run:
     """One sample on its way through gate and worker."""
 
-    __slots__ = ("attempts", "job", "on_event", "place", "progress", "promise", "sent", "user_id")
+    __slots__ = (
+        "attempts",
+        "job",
+        "num_sent",
+        "on_event",
+        "place",
+        "progress",
+        "promise",
+        "sent",
+        "user_id",
+    )
 
     def __init__(
         self,
@@ -449,6 +459,7 @@ class _Run:
         self.job = job
         self.on_event = on_event
         self.attempts = 0
+        self.num_sent = 0
         self.sent = False
         self.progress = ""
 
@@ -458,13 +469,14 @@ class _Run:
             try:
                 async with self.place.sampling.place(self.user_id, cost):
                     await self.place.worker.wait_ready()
-                    job = replace(self.job, job_id=f"{self.promise.request_id}#{self.attempts}")
+                    self.num_sent += 1
+                    job = replace(self.job, job_id=f"{self.promise.request_id}#{self.num_sent}")
                     self.sent = True
                     result = await self.place.worker.post(job, self._note)
                     assert isinstance(result, SampleResult)
                     return result
             except WorkerLostError as exc:
-                self.attempts += 1
+                self.attempts += not exc.is_blameless
                 self.sent, self.progress = False, ""
                 if self.attempts >= MAX_ATTEMPTS:
                     raise EngineError(

@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinkex.server.work.queue import FairGate
-from tinkex.server.workers.processes import ProcessWorker
+from tinkex.server.workers.worker import Worker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """A worker and the two gates before it: one for training, one for samples."""
 
-    worker: ProcessWorker
+    worker: Worker
     training: FairGate
     sampling: FairGate
 
 
 class Placement:
-    def __init__(
-        self, workers: Sequence[ProcessWorker], *, max_training: int, max_sampling: int
-    ) -> None:
+    def __init__(self, workers: Sequence[Worker], *, max_training: int, max_sampling: int) -> None:
         if not workers:
             raise ValueError("a server needs at least one worker")
         self.places = tuple(
@@ -45,6 +43,11 @@ class Placement:
     def num_sample_places(self) -> int:
         return sum(place.sampling.num_places for place in self.places)
 
-    @property
-    def is_ready(self) -> bool:
-        return all(place.worker.is_ready for place in self.places)
+    def trouble(self) -> str:
+        """Why not every worker takes jobs and gets on with them; empty when all do."""
+        for worker in (place.worker for place in self.places):
+            if not worker.is_ready:
+                return f"{worker.name} is starting"
+            if not worker.is_moving:
+                return f"{worker.name} has work and makes no progress"
+        return ""

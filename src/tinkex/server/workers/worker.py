@@ -1,153 +1,73 @@
-"""The worker process: one engine behind one socket.
+"""How the server reaches an engine, wherever it runs.
 
-Started by `workers.ProcessWorker`, never by hand. The first frame it receives is a `WorkerSpec`;
-after that it receives `Job`s and `Cancel`s and answers with `Event`s. Frames are an 8-byte length
-and a pickle: both ends are our own processes, on a socket pair nobody else can open. When the
-server's end closes, for whatever reason, the process ends at once: a worker without a server is
-useless, and its state is in the journal.
+Behind a `Worker` may stand a child process, a pool of them, or actors on other machines: lanes,
+samples and the catalog know this protocol and nothing more. A worker may lose all it holds at any
+moment and rebuild itself; it restores nothing, because what its adapters were is in the journal.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import pickle
-import signal
-import socket
-import struct
-import sys
-import threading
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
-from tinkex.engine.jobs import Engine, Event, Failed
-from tinkex.errors import ConfigError
+from tinkex.engine.jobs import Event, Job, Result
 
-HEADER = struct.Struct("<Q")
-logger = logging.getLogger(__name__)
+OnEvent = Callable[[Event], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """What kind of engine to host."""
+class Worker(Protocol):
+    @property
+    def name(self) -> str:
+        """For logs and messages."""
 
-    engine: str
-    device: str = "auto"
-    deterministic: bool = False
-    models: tuple[str, ...] = ()
-    data_dir: str = ""
-    log_level: str = "info"
-    toy_latency_s: float = 0.0
-    toy_token_latency_s: float = 0.0
+    @property
+    def generation(self) -> int:
+        """Counts how often the memory was lost, so that the owner of an adapter can tell.
 
+        Of several processes that share an adapter's work, the loss of one is the loss of all.
+        """
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    job_id: str
+    @property
+    def is_ready(self) -> bool:
+        """It takes jobs."""
 
+    @property
+    def is_moving(self) -> bool:
+        """It did something lately, or has nothing to do."""
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine exists and takes jobs."""
+    async def start(self) -> None:
+        """Begin to start. Returns before it is ready."""
 
-    pid: int
+    async def wait_ready(self) -> None:
+        """Wait until it takes jobs.
 
+        Raises:
+            EngineError: It did not start in time.
+        """
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine cannot run with these settings; starting it again would not help."""
+    def post(
+        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
+    ) -> asyncio.Future[Result]:
+        """Send a job. Jobs of one adapter run in the order of the calls.
 
-    text: str
+        Returns at once. Cancelling the future cancels the job. `on_event` sees its `Progress` and
+        `Tokens`. The future may raise:
+            InvalidInputError: The caller can fix it; no state has changed.
+            EngineError: The job failed; the state of its adapter is not to be trusted.
+            WorkerLostError: All adapters are gone and must be restored.
 
+        Args:
+            generation: The one the job is meant for; another one would not know its adapter.
+        """
 
-class FrameSocket:
-    """Blocking frames over a socket; writes may come from several threads."""
+    def cancel(self, job_id: str) -> None:
+        """End a job that waits or samples; one that trains runs to its end."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._reader = sock.makefile("rb", buffering=1 << 16)
-
-    def send(self, value: Any) -> None:
-        payload = pickle.dumps(value, protocol=5)
-        with self._lock:
-            if len(payload) < 1 << 16:
-                self._sock.sendall(HEADER.pack(len(payload)) + payload)
-            else:
-                self._sock.sendall(HEADER.pack(len(payload)))
-                self._sock.sendall(payload)
-
-    def receive(self) -> Any:
-        """The next value; EOFError when the other end is gone."""
-        (size,) = HEADER.unpack(self._exactly(HEADER.size))
-        return pickle.loads(self._exactly(size))
-
-    def _exactly(self, size: int) -> bytes:
-        data: bytes = self._reader.read(size)
-        if len(data) < size:
-            raise EOFError("the server closed the worker's socket")
-        return data
+    async def close(self) -> None: ...
 
 
-def build_engine(spec: WorkerSpec) -> Engine:
-    if spec.engine == "toy":
-        from tinkex.engine.toy.engine import ToyConfig, ToyEngine
-
-        return ToyEngine(
-            ToyConfig(
-                models=frozenset(spec.models) or None,
-                latency_s=spec.toy_latency_s,
-                token_latency_s=spec.toy_token_latency_s,
-                deterministic=spec.deterministic,
-            )
-        )
-    from tinkex.engine.engine import EngineConfig, TorchEngine
-
-    return TorchEngine(EngineConfig(device=spec.device, deterministic=spec.deterministic))
-
-
-def serve(frames: FrameSocket) -> None:
-    """Host the engine until the server's end of the socket closes."""
-    spec: WorkerSpec = frames.receive()
-    logging.basicConfig(
-        level=spec.log_level.upper(), stream=sys.stderr, format="%(levelname)s worker: %(message)s"
-    )
-    try:
-        engine = build_engine(spec)
-    except ConfigError as exc:
-        frames.send(Refused(str(exc)))
-        return
-    frames.send(Ready(os.getpid()))
-
-    def emit(event: Event) -> None:
-        try:
-            frames.send(event)
-        except OSError:
-            os._exit(0)
-
-    while True:
-        message = frames.receive()
-        if isinstance(message, Cancel):
-            engine.cancel(message.job_id)
-            continue
-        try:
-            engine.submit(message, emit)
-        except Exception as exc:  # the protocol promises exactly one answer per job
-            logger.exception("submit failed")
-            emit(Failed(job_id=message.job_id, message=str(exc), category="server"))
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server decides
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    try:
-        serve(FrameSocket(sock))
-    except (EOFError, ConnectionError):
-        os._exit(0)  # compute may be under way in another thread; nobody waits for it any more
-
-
-if __name__ == "__main__":
-    # As `__main__` our classes would be pickled under a name the server cannot import.
-    from tinkex.server.workers.worker import main as run
-
-    run()
+async def run(worker: Worker, job: Job) -> Result:
+    """Wait for a worker that is starting, and run one job that needs no adapter."""
+    await worker.wait_ready()
+    return await worker.post(job)

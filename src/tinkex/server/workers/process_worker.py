@@ -1,9 +1,9 @@
-"""Reach an engine in a child process, notice when it dies, and start it again.
+"""Reach an engine in a child process, notice when it dies or hangs, and start it again.
 
-`ProcessWorker` is the server's `Worker`: jobs go out and events come back over a socket pair. When
-the child dies every job it held fails with `WorkerLostError` and a new child is started at once;
-`generation` counts the children, so that the owner of an adapter can tell whether its memory is
-still the one it knew. This module does not know what an adapter is and restores nothing.
+Jobs go out and events come back over a socket pair. When the child dies every job it held fails
+with `WorkerLostError` and a new child is started at once; `generation` counts the children. When it
+hangs, the watchdog says which job is to blame: that one fails for good, the others are lost with
+the child and run again. This module does not know what an adapter is and restores nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from collections.abc import Callable
 from typing import Any
 
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
+from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.workers.worker import HEADER, Cancel, Ready, Refused, WorkerSpec
+from tinkex.server.workers.child import HEADER, Cancel, Ready, Refused, WorkerSpec
+from tinkex.server.workers.watchdog import Budget, Watchdog
+from tinkex.server.workers.worker import OnEvent
 
 logger = logging.getLogger(__name__)
 
-OnEvent = Callable[[Event], None]
 BURST = 16
 """Events handled before others get a turn: a burst of results must not delay a heartbeat."""
 
 
 class ProcessWorker:
-    """One child process with one engine. Create it, `await start()`, then `run` jobs."""
+    """One child process with one engine; see `Worker`."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class ProcessWorker:
         *,
         name: str = "worker",
         start_timeout_s: float = 300.0,
+        budget: Budget | None = None,
         on_refusal: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
@@ -56,6 +59,7 @@ class ProcessWorker:
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
         self._broken: str = ""
+        self._watchdog = Watchdog(budget or Budget())
 
     @property
     def pid(self) -> int:
@@ -72,18 +76,11 @@ class ProcessWorker:
                 self._supervise(), name=f"{self.name}-supervisor"
             )
 
-    async def run(self, job: Job, on_event: OnEvent | None = None) -> Result:
-        """Run one job; see `tinkex.engine.jobs.Worker` for what it raises."""
-        if not self._ready.is_set():
-            await self.wait_ready()
-        return await self.post(job, on_event)
+    @property
+    def is_moving(self) -> bool:
+        return self._watchdog.is_moving
 
     async def wait_ready(self) -> None:
-        """Wait until the child takes jobs.
-
-        Raises:
-            EngineError: It did not start in time.
-        """
         if self._ready.is_set():
             return
         try:
@@ -95,30 +92,24 @@ class ProcessWorker:
     def post(
         self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
     ) -> asyncio.Future[Result]:
-        """Send a job at once, in the order of the calls. Cancelling the future cancels the job.
-
-        Args:
-            generation: The child the job is meant for; another one would not know its adapter.
-        """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         if not self._ready.is_set() or generation not in (None, self.generation):
             future.set_exception(WorkerLostError(f"{self.name} is not the one that was meant"))
             return future
         self._pending[job.job_id] = (future, on_event)
+        self._watchdog.posted(job)
         future.add_done_callback(lambda done: self._forget(job.job_id, done))
         self._send(job)
         return future
 
     def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
+        self._watchdog.ended(job_id)
         if self._pending.pop(job_id, None) is not None and future.cancelled():
-            self._cancel_soon(job_id)
+            self.cancel(job_id)
 
-    def _cancel_soon(self, job_id: str) -> None:
+    def cancel(self, job_id: str) -> None:
         if self._ready.is_set():
             self._send(Cancel(job_id))
-
-    async def cancel(self, job_id: str) -> None:
-        self._cancel_soon(job_id)
 
     async def close(self) -> None:
         self._closing = True
@@ -137,12 +128,15 @@ class ProcessWorker:
         while not self._closing:
             started = time.monotonic()
             reader, self._writer = await self._spawn()
+            watch = asyncio.create_task(self._watchdog.bark(), name=f"{self.name}-watchdog")
+            watch.add_done_callback(self._end_stuck)
             try:
                 await self._read_events(reader)
             except (EOFError, ConnectionError, asyncio.IncompleteReadError):
                 pass
             except Exception:
                 logger.exception("%s sent something unreadable", self.name)
+            watch.cancel()
             self._ready.clear()
             code = await self._stop_child()
             self._fail_pending()
@@ -166,7 +160,7 @@ class ProcessWorker:
         # once (which other OpenMP libraries than GNU's are told) costs a tenth when alone.
         env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **os.environ}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tinkex.server.workers.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "tinkex.server.workers.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -187,10 +181,32 @@ class ProcessWorker:
             if isinstance(message, Ready):
                 self._broken = ""
                 self._ready.set()
+            elif isinstance(message, Beat):
+                self._watchdog.beat(message)
             elif isinstance(message, Refused):
                 self.refusal = message.text
             else:
                 self._deliver(message)
+
+    def _end_stuck(self, watch: asyncio.Task[str]) -> None:
+        """The engine hangs: fail the jobs to blame and end the child; the others run again."""
+        if watch.cancelled() or self._closing or self._process is None:
+            return
+        trouble = watch.result()
+        blamed = self._watchdog.suspects
+        logger.error("%s is stuck: %s; starting it again. To blame: %s", self.name, trouble, blamed)
+        for job_id in blamed:
+            future, _ = self._pending.get(job_id, (None, None))
+            if future is not None and not future.done():
+                future.set_exception(
+                    EngineError(
+                        f"The engine did not get on with this request: {trouble}. It was given up, "
+                        "and the engine was started again. Send less at a time, or tell whoever "
+                        "runs the server."
+                    )
+                )
+        self._fail_pending(self._watchdog.is_blameless)
+        self._process.kill()
 
     async def _stop_child(self) -> int | None:
         process = self._process
@@ -212,6 +228,7 @@ class ProcessWorker:
         self._writer.write(_frame(message))
 
     def _deliver(self, event: Event) -> None:
+        self._watchdog.heard()
         future, on_event = self._pending.get(event.job_id, (None, None))
         if isinstance(event, Done):
             if future is not None and not future.done():
@@ -222,10 +239,12 @@ class ProcessWorker:
         elif on_event is not None:
             on_event(event)
 
-    def _fail_pending(self) -> None:
-        for future, _ in list(self._pending.values()):
+    def _fail_pending(self, is_blameless: Callable[[str], bool] = lambda _: False) -> None:
+        for job_id, (future, _) in list(self._pending.items()):
             if not future.done():
-                future.set_exception(WorkerLostError(f"{self.name} died while the job ran"))
+                error = WorkerLostError(f"{self.name} died while the job ran")
+                error.is_blameless = is_blameless(job_id)
+                future.set_exception(error)
                 future.exception()  # a job nobody waits for any more must not log a warning
 
 

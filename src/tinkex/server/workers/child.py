@@ -1,0 +1,165 @@
+"""The worker process: one engine behind one socket.
+
+Started by `ProcessWorker`, never by hand. The first frame it receives is a `WorkerSpec`; after
+that it receives `Job`s and `Cancel`s and answers with `Event`s. Frames are an 8-byte length
+and a pickle: both ends are our own processes, on a socket pair nobody else can open. When the
+server's end closes, for whatever reason, the process ends at once: a worker without a server is
+useless, and its state is in the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from threading import Thread
+from typing import Any
+
+from tinkex.engine.jobs import Engine, Event, Failed
+from tinkex.engine.pulse import Pulse
+from tinkex.errors import ConfigError
+
+HEADER = struct.Struct("<Q")
+BEAT_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What kind of engine to host."""
+
+    engine: str
+    """`torch`, or `toy` with its own settings behind a colon."""
+    device: str = "auto"
+    deterministic: bool = False
+    models: tuple[str, ...] = ()
+    data_dir: str = ""
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine exists and takes jobs."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine cannot run with these settings; starting it again would not help."""
+
+    text: str
+
+
+class FrameSocket:
+    """Blocking frames over a socket; writes may come from several threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._reader = sock.makefile("rb", buffering=1 << 16)
+
+    def send(self, value: Any) -> None:
+        payload = pickle.dumps(value, protocol=5)
+        with self._lock:
+            if len(payload) < 1 << 16:
+                self._sock.sendall(HEADER.pack(len(payload)) + payload)
+            else:
+                self._sock.sendall(HEADER.pack(len(payload)))
+                self._sock.sendall(payload)
+
+    def receive(self) -> Any:
+        """The next value; EOFError when the other end is gone."""
+        (size,) = HEADER.unpack(self._exactly(HEADER.size))
+        return pickle.loads(self._exactly(size))
+
+    def _exactly(self, size: int) -> bytes:
+        data: bytes = self._reader.read(size)
+        if len(data) < size:
+            raise EOFError("the server closed the worker's socket")
+        return data
+
+
+def build_engine(spec: WorkerSpec) -> Engine:
+    if spec.engine.startswith("toy"):
+        from tinkex.engine.toy.config import ToyConfig
+        from tinkex.engine.toy.engine import ToyEngine
+
+        models = frozenset(spec.models) or None
+        return ToyEngine(
+            ToyConfig.read(spec.engine, models=models, deterministic=spec.deterministic)
+        )
+    from tinkex.engine.engine import EngineConfig, TorchEngine
+
+    return TorchEngine(EngineConfig(device=spec.device, deterministic=spec.deterministic))
+
+
+def serve(frames: FrameSocket) -> None:
+    """Host the engine until the server's end of the socket closes."""
+    spec: WorkerSpec = frames.receive()
+    logging.basicConfig(
+        level=spec.log_level.upper(), stream=sys.stderr, format="%(levelname)s worker: %(message)s"
+    )
+    try:
+        engine = build_engine(spec)
+    except ConfigError as exc:
+        frames.send(Refused(str(exc)))
+        return
+    frames.send(Ready(os.getpid()))
+    engine.pulse.on_begin = frames.send
+    Thread(target=_beat, args=(frames, engine.pulse), name="beat", daemon=True).start()
+
+    def emit(event: Event) -> None:
+        try:
+            frames.send(event)
+        except OSError:
+            os._exit(0)
+
+    while True:
+        message = frames.receive()
+        if isinstance(message, Cancel):
+            engine.cancel(message.job_id)
+            continue
+        try:
+            engine.submit(message, emit)
+        except Exception as exc:  # the protocol promises exactly one answer per job
+            logger.exception("submit failed")
+            emit(Failed(job_id=message.job_id, message=str(exc), category="server"))
+
+
+def _beat(frames: FrameSocket, pulse: Pulse) -> None:
+    """Say once a second what the engine is doing. Silence says something too."""
+    while True:
+        time.sleep(BEAT_S)
+        try:
+            frames.send(pulse.now)
+        except OSError:
+            return  # the server is gone; the main thread ends the process
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server decides
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        serve(FrameSocket(sock))
+    except (EOFError, ConnectionError):
+        os._exit(0)  # compute may be under way in another thread; nobody waits for it any more
+
+
+if __name__ == "__main__":
+    # As `__main__` our classes would be pickled under a name the server cannot import.
+    from tinkex.server.workers.child import main as run
+
+    run()

@@ -1,0 +1,104 @@
+"""Tell an engine that hangs from one that works.
+
+Every job gets a budget by its size, counted anew whenever the engine gets on: a turn of its thread
+(a training pass, a decode step), an answer, a word about its progress. A child says once a second
+what it does; one that is silent with work in hand (stopped, or stuck where no other thread can run)
+uses up the same budget. Loading a base model has a budget of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinkex.engine.jobs import Job, SampleJob, TrainJob
+from tinkex.engine.pulse import Beat
+
+LATELY_S = 120.0
+"""An engine with work that made no turn for this long is not called moving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    turn_s: float = 300.0
+    """For one turn of the engine, whatever it does."""
+    token_s: float = 0.02
+    """More for each token of the job it works on."""
+    load_s: float = 3600.0
+    """For loading a base model."""
+
+
+class Watchdog:
+    def __init__(self, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._beat = Beat()
+        self._moved_at = clock()
+        self._num_tokens: dict[str, int] = {}
+        self._samples: set[str] = set()
+
+    # ------------------------------------------------------------------------ what it is told
+
+    def posted(self, job: Job) -> None:
+        if not self._num_tokens:  # until now there was nothing to get on with
+            self.heard()
+        self._num_tokens[job.job_id] = _num_tokens(job)
+        if isinstance(job, SampleJob):
+            self._samples.add(job.job_id)
+
+    def ended(self, job_id: str) -> None:
+        self._num_tokens.pop(job_id, None)
+        self._samples.discard(job_id)
+
+    def heard(self) -> None:
+        self._moved_at = self._clock()
+
+    def beat(self, beat: Beat) -> None:
+        if beat.num_turns != self._beat.num_turns or not beat.is_busy:
+            self.heard()
+        self._beat = beat
+
+    # ------------------------------------------------------------------------ what it says
+
+    @property
+    def is_moving(self) -> bool:
+        quiet_s = self._clock() - self._moved_at
+        return not self._num_tokens or self._beat.is_loading or quiet_s < LATELY_S
+
+    @property
+    def suspects(self) -> list[str]:
+        """The jobs that the engine works on. None when it samples: many share a step there."""
+        return [job_id for job_id in self._beat.job_ids if job_id in self._num_tokens]
+
+    def is_blameless(self, job_id: str) -> bool:
+        """A sample may be the reason when nothing better is known; what only waits is not."""
+        return bool(self.suspects) or job_id not in self._samples
+
+    def limit_s(self) -> float:
+        if self._beat.is_loading:
+            return self._budget.load_s
+        working_on = [self._num_tokens.get(job_id, 0) for job_id in self._beat.job_ids]
+        return self._budget.turn_s + self._budget.token_s * sum(working_on)
+
+    async def bark(self) -> str:
+        """Wait until the engine hangs; says how it shows."""
+        self._beat = Beat()
+        self.heard()
+        tick_s = min(1.0, self._budget.turn_s / 4)
+        while True:
+            slept_at = self._clock()
+            await asyncio.sleep(tick_s)
+            late_s = self._clock() - slept_at - tick_s
+            if late_s > tick_s:  # it is this process that hung: events wait unread
+                self._moved_at += late_s
+            quiet_s = self._clock() - self._moved_at
+            if self._num_tokens and quiet_s > self.limit_s():
+                return f"no progress in {quiet_s:.0f} s"
+
+
+def _num_tokens(job: Job) -> int:
+    if isinstance(job, TrainJob):
+        return sum(len(datum.tokens) for datum in job.data)
+    return len(job.prompt) if isinstance(job, SampleJob) else 0

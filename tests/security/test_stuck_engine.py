@@ -1,0 +1,88 @@
+"""An engine that hangs: the job to blame fails, everybody else sees a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from app_world import AppWorld, open_app
+from wire_client import loss_of
+
+from tinkex.engine.jobs import DescribeModelJob, SampleJob
+from tinkex.engine.pulse import Beat
+from tinkex.server.workers.watchdog import Budget, Watchdog
+
+TOKENS, HANG = [1, 2, 3, 4], 666
+ENGINE = f"toy:hang_token={HANG}"
+
+
+async def trained(world: AppWorld, model: str, first: int) -> float:
+    loss = (await world.train(model, first, TOKENS)).json()
+    await world.result((await world.step(model, first + 1)).json())
+    return loss_of(await world.result(loss))
+
+
+async def test_the_job_to_blame_fails_and_the_other_models_go_on(tmp_path: Path) -> None:
+    async with open_app(tmp_path / "calm") as world:
+        model = await world.model()
+        expected = [await trained(world, model, first) for first in (1, 3, 5)]
+    async with open_app(tmp_path / "stuck", engine=ENGINE, stuck_after_s=1.0) as world:
+        session = await world.session()
+        hostile, polite = [await world.model(session, number) for number in range(2)]
+        losses = [await trained(world, polite, 1)]
+        stuck = (await world.train(hostile, 1, [HANG, 2, 3])).json()
+        await asyncio.sleep(0.1)  # the engine hangs by now, and this one waits behind it
+        losses.append(await trained(world, polite, 3))
+        failed = await world.result(stuck)
+        assert failed["category"] == "server"
+        assert "did not get on with this request: no progress" in failed["error"]
+        assert world.service.workers[0].generation == 2
+        losses.append(await trained(world, polite, 5))
+        assert losses == expected
+        assert await trained(world, hostile, 2) == expected[0], "its own state is restored too"
+
+
+async def test_a_stopped_worker_is_replaced_and_its_work_is_done(tmp_path: Path) -> None:
+    async with open_app(tmp_path, stuck_after_s=1.0) as world:
+        model = await world.model()
+        worker = world.service.workers[0]
+        os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        assert await trained(world, model, 1) > 0
+        assert worker.generation == 2
+
+
+async def test_readiness_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinkex.server.workers.watchdog.LATELY_S", 0.2)
+    async with open_app(tmp_path, engine=ENGINE) as world:
+        model = await world.model()
+        await asyncio.sleep(0.5)
+        assert (await world.http.get("/readyz")).status_code == 200, "nothing to do is fine"
+        await world.train(model, 1, [HANG])
+        await asyncio.sleep(0.5)
+        answer = await world.http.get("/readyz")
+        assert answer.status_code == 503
+        assert "makes no progress" in answer.text
+
+
+def test_a_budget_counts_from_the_last_turn_and_grows_with_the_job() -> None:
+    now = [0.0]
+    dog = Watchdog(Budget(turn_s=10, token_s=0.5, load_s=99), clock=lambda: now[0])
+    prompt = [1] * 20
+    dog.posted(SampleJob(job_id="s", base_model="m", adapter_folder=None, prompt=prompt))  # type: ignore[arg-type]
+    dog.posted(DescribeModelJob(job_id="d", base_model="m"))
+    assert dog.limit_s() == 10
+    dog.beat(Beat(1, True, False, ("s",)))
+    assert dog.limit_s() == 20
+    assert dog.suspects == ["s"]
+    dog.beat(Beat(2, True, True, ("d",)))
+    assert dog.limit_s() == 99
+    now[0] = 130.0
+    dog.beat(Beat(2, True, False, ("d",)))
+    assert not dog.is_moving
+    dog.beat(Beat(3, True))
+    assert dog.is_moving
+    assert dog.suspects == []
+    assert (dog.is_blameless("d"), dog.is_blameless("s")) == (True, False)
