@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import tinkex
 from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import current_user
+from tinkex.server.compat import install as compat
 from tinkex.server.config import ServerConfig
 from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.sweeper import Sweeper
@@ -76,6 +77,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
         app.include_router(router)
     rest.install(app, store, config.data_dir, config.api_keys, _finish_session(app))
     app.state.service = Service(config, store, app.state.shelf, workers, app.state.auth.user_of)
+    compat.install(app, app.state.service)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(Watch, root=app)

@@ -245,20 +245,27 @@ class Samples:
             num_samples = int(body.get("num_samples") or 1)
             return Accepted(known, _sequence_ids(request_id, num_samples))
         job = await self._job(session, body)
+        self._check_room()
+        return self._start(user, session, request_id, job, digest)
+
+    def _check_room(self) -> None:
         if len(self._tasks) >= self._max_queued + self._placement.num_sample_places:
             raise ApiError(
                 429,
                 f"{self._max_queued} samples wait already; try again in a moment.",
                 headers={"Retry-After": "1"},
             )
-        return self._start(user, session, request_id, job, digest)
 
     async def stream(
-        self, user: User, body: Mapping[str, Any], on_event: Callable[[Event], None]
+        self, user: User, body: Mapping[str, Any], on_event: Callable[[Event], None] | None
     ) -> tuple[Promise, asyncio.Task[None], tuple[str, ...]]:
-        """Start a sample whose tokens are passed on while they are made."""
+        """Start a sample for a caller who stays connected.
+
+        Its tokens are passed to `on_event` while they are made; None: only the whole is wanted.
+        """
         session = await self._session_of(user, body)
-        job = replace(await self._job(session, body), stream=True)
+        job = replace(await self._job(session, body), stream=on_event is not None)
+        self._check_room()
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
         promise = Promise(request_id, user.user_id, "Sample")
         task = self._launch(promise, user, session, job, on_event)

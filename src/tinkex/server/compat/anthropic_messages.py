@@ -1,0 +1,364 @@
+"""Anthropic's `/v1/messages` and its count of tokens."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Annotated, Any, ClassVar
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.routing import APIRoute
+from pydantic import Field
+
+from tinkex.chat.messages import Message, Tool, ToolCall
+from tinkex.chat.reading import Piece
+from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.server import problems
+from tinkex.server.compat import fields
+from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
+from tinkex.server.compat.fields import SamplingFields, Stops
+from tinkex.server.compat.trajectories import check_id
+from tinkex.server.exchange import answer
+from tinkex.types import SampleResponse
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class AnthropicRoute(APIRoute):
+    """A route that answers every failure in Anthropic's shape."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def reply(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as exc:
+                ours = problems.response_for(exc)
+                return Response(
+                    orjson.dumps(_error(ours)),
+                    status_code=ours.status_code,
+                    media_type="application/json",
+                    headers={k: v for k, v in ours.headers.items() if k == "retry-after"},
+                )
+
+        return reply
+
+
+def _error(ours: Response) -> dict[str, Any]:
+    told = orjson.loads(ours.body)
+    path = told.get("path")
+    text = told["detail"]
+    message = text if not path or text.startswith(path) else f"{path}: {text}"
+    kind = _TYPES.get(ours.status_code, "invalid_request_error")
+    if ours.status_code >= 500 and ours.status_code != 503:
+        kind = "api_error"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+router = APIRouter(prefix="/v1", route_class=AnthropicRoute, tags=["anthropic"])
+Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
+
+
+class _Turn(fields.Body):
+    role: Annotated[str, Field(max_length=40)]
+    content: fields.Text | Blocks
+
+
+class MessagesRequest(SamplingFields):
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"metadata", "service_tier", "context_management", "betas", "container", "mcp_servers"}
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    messages: Annotated[list[_Turn], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
+    system: fields.Text | Blocks | None = None
+    stop_sequences: Stops | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_TOOLS)] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    trajectory: str | None = None
+
+    def asked(self, trajectory: str | None = None) -> Asked:
+        choice = (self.tool_choice or {}).get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise NotSupportedError(
+                "a call cannot be forced here; use auto or none.", path="tool_choice"
+            )
+        if (self.output_config or {}).get("format"):
+            raise NotSupportedError("cannot be enforced here; ask in words.", path="output_config")
+        messages = [Message(role="system", content=_text(self.system, "system"))]
+        messages = messages if self.system else []
+        for index, turn in enumerate(self.messages):
+            messages += _messages(turn, index)
+        options: dict[str, Any] = {}
+        if self.thinking is not None:
+            options["enable_thinking"] = self.thinking.get("type") != "disabled"
+        trajectory = self.trajectory or trajectory
+        return Asked(
+            model=self.model,
+            messages=messages,
+            tools=[] if choice == "none" else [_tool(tool) for tool in self.tools or ()],
+            options=options,
+            params=self.params(self.max_tokens),
+            stops=self.stop_sequences or (),
+            trajectory=None if trajectory is None else check_id(trajectory),
+        )
+
+
+class CountRequest(MessagesRequest):
+    max_tokens: int = 1
+
+
+def _tool(given: dict[str, Any]) -> Tool:
+    if given.get("type", "custom") != "custom" or not isinstance(given.get("name"), str):
+        raise NotSupportedError(
+            f"a tool of type {str(given.get('type'))[:40]!r} cannot run here; declare your own "
+            "with a name and an input_schema.",
+            path="tools",
+        )
+    schema = given.get("input_schema")
+    return Tool(
+        name=given["name"][:256],
+        description=str(given.get("description") or ""),
+        parameters=schema if isinstance(schema, dict) else {},
+    )
+
+
+def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_block_text(block, path) for block in content)
+
+
+def _block_text(block: dict[str, Any], path: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise NotSupportedError(
+            f"a block of type {str(block.get('type'))[:40]!r} is not taken; this server's models "
+            "read text.",
+            path=path,
+        )
+    text: str = block["text"]
+    return text
+
+
+def _messages(turn: _Turn, index: int) -> list[Message]:
+    """One turn may hold results of tools and words: each result is a message of its own."""
+    path = f"messages[{index}].content"
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    results: list[Message] = []
+    words: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block in turn.content:
+        kind = block.get("type")
+        if kind == "tool_result":
+            content = _text(block.get("content"), path)
+            call_id = str(block.get("tool_use_id", ""))[:256]
+            results.append(Message(role="tool", content=content, tool_call_id=call_id))
+        elif kind == "tool_use":
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            call_id = str(block.get("id", ""))[:256]
+            calls.append(
+                ToolCall(
+                    name=str(block.get("name", ""))[:256], arguments=arguments, call_id=call_id
+                )
+            )
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            words.append(_block_text(block, path))
+    if words or calls or thoughts:
+        results.append(
+            Message(
+                role=turn.role,
+                content="".join(words),
+                reasoning="".join(thoughts),
+                tool_calls=tuple(calls),
+            )
+        )
+    return results
+
+
+def _check_version(request: Request) -> None:
+    if not request.headers.get("anthropic-version"):
+        raise InvalidInputError(
+            "the header anthropic-version is needed, for example 2023-06-01",
+            path="anthropic-version",
+        )
+
+
+@router.post("/messages/count_tokens")
+async def count_tokens(request: Request, user: ForeignUser) -> Response:
+    _check_version(request)
+    body = await fields.read(request, CountRequest)
+    headers = fields.header_of(body.ignored())
+    dialogue = await Dialogue.open(request, user, body.asked())
+    reply = answer({"input_tokens": len(dialogue.prompt)})
+    reply.headers.update(headers)
+    return reply
+
+
+@router.post("/messages")
+async def messages(request: Request, user: ForeignUser) -> Response:
+    _check_version(request)
+    body = await fields.read(request, MessagesRequest)
+    headers = fields.header_of(body.ignored())
+    asked = body.asked(request.headers.get("x-tinkex-trajectory"))
+    dialogue = await Dialogue.open(request, user, asked)
+    head = {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "model": body.model,
+    }
+    if body.stream:
+        lines = _lines(head, dialogue)
+        first = await anext(lines)
+        return StreamingResponse(
+            _rest(first, lines),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
+        )
+    response, answers = await dialogue.whole()
+    reply = answer(_whole(head, dialogue, answers[0], response))
+    reply.headers.update(headers)
+    return reply
+
+
+# ------------------------------------------------------------------------------------ whole
+
+
+def _whole(
+    head: dict[str, Any], dialogue: Dialogue, made: Answer, response: SampleResponse
+) -> dict[str, Any]:
+    said = made.message
+    blocks: list[dict[str, Any]] = []
+    if said.reasoning:
+        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+    if said.content or not said.tool_calls:
+        blocks.append({"type": "text", "text": said.content})
+    blocks += [_tool_use(call) for call in said.tool_calls]
+    return {
+        **head,
+        "content": blocks,
+        **_ending(dialogue, made),
+        "usage": _usage(dialogue, response),
+    }
+
+
+def _ending(dialogue: Dialogue, made: Answer) -> dict[str, Any]:
+    if made.finish == "tool_calls":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if made.finish == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    tokens = [int(token) for token in made.sequence.tokens]
+    if tokens and tokens[-1] in dialogue.voice.end_ids:
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+    text = dialogue.voice.decode(tokens)
+    found = [(at, stop) for stop in dialogue.asked.stops if (at := text.find(stop)) >= 0]
+    stop = min(found)[1] if found else None
+    return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
+
+
+def _usage(dialogue: Dialogue, response: SampleResponse) -> dict[str, Any]:
+    cached = response.prompt_cache_hit_tokens or 0
+    return {
+        "input_tokens": len(dialogue.prompt) - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": sum(len(sequence.tokens) for sequence in response.sequences),
+    }
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": call.name,
+        "input": call.parsed(),
+    }
+
+
+# ------------------------------------------------------------------------------------ stream
+
+
+async def _rest(first: bytes, lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    try:
+        async for one in lines:
+            yield one
+    except Exception as exc:  # the status is long out: the stream itself says what happened
+        yield _event("error", _error(problems.response_for(exc)))
+
+
+async def _lines(head: dict[str, Any], dialogue: Dialogue) -> AsyncIterator[bytes]:
+    prompt_usage = {"input_tokens": len(dialogue.prompt), "output_tokens": 0}
+    begun = {
+        **head,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": prompt_usage,
+    }
+    said = await dialogue.begun()
+    yield _event("message_start", {"type": "message_start", "message": begun})
+    index, open_kind = -1, ""
+    async for _, pieces, _ in said:
+        for piece in pieces:
+            if open_kind and (piece.kind != open_kind or piece.call is not None):
+                yield _block("stop", index)
+                open_kind = ""
+            if not open_kind:
+                index += 1
+                open_kind = piece.kind
+                yield _block("start", index, content_block=_opened(piece))
+            yield _block("delta", index, delta=_delta(piece))
+    if open_kind:
+        yield _block("stop", index)
+    response, answers = await dialogue.result()
+    ending = {
+        "type": "message_delta",
+        "delta": _ending(dialogue, answers[0]),
+        "usage": _usage(dialogue, response),
+    }
+    yield _event("message_delta", ending)
+    yield _event("message_stop", {"type": "message_stop"})
+
+
+def _opened(piece: Piece) -> dict[str, Any]:
+    if piece.call is not None:
+        return {**_tool_use(piece.call), "input": {}}
+    if piece.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    if piece.call is not None:
+        return {"type": "input_json_delta", "partial_json": piece.call.arguments}
+    if piece.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": piece.text}
+    return {"type": "text_delta", "text": piece.text}
+
+
+def _block(verb: str, index: int, **body: Any) -> bytes:
+    kind = f"content_block_{verb}"
+    return _event(kind, {"type": kind, "index": index, **body})
+
+
+def _event(kind: str, body: dict[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"

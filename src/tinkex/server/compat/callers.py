@@ -1,0 +1,33 @@
+"""Who calls a foreign API's endpoint: its clients send keys in other headers than ours."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from tinkex.server.auth import Auth
+from tinkex.store import User
+
+
+def foreign_credential(request: Request) -> str | None:
+    """The key in `Authorization: Bearer KEY` or `X-API-Key: KEY`."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return request.headers.get("x-api-key")
+
+
+async def foreign_user(request: Request) -> User:
+    """FastAPI dependency: the caller, or a 401.
+
+    These clients cannot be made without a key, so an open server takes whatever they send.
+    """
+    auth: Auth = request.app.state.auth
+    credential = foreign_credential(request)
+    if auth.is_open and credential and not credential.startswith(("tml-", "eyJ")):
+        credential = None
+    return await auth.user_of(credential)
+
+
+ForeignUser = Annotated[User, Depends(foreign_user)]

@@ -1,0 +1,142 @@
+"""A turn of a conversation in nobody's dialect: what OpenAI's and Anthropic's routes share.
+
+Opening a dialogue finds the weights, renders the prompt and checks it; then the answer is taken
+whole or as pieces while it is made. Both go through one `Speaker` per answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+
+from tinkex.chat.messages import Message, Tool
+from tinkex.chat.reading import Piece, joined
+from tinkex.server.compat.generation import Generation, NewTokens, Wish
+from tinkex.server.compat.names import target_of
+from tinkex.server.compat.trajectories import Trajectories
+from tinkex.server.compat.voices import Voice, Voices
+from tinkex.server.compat.wording import Speaker
+from tinkex.server.exchange import service_of
+from tinkex.store import User
+from tinkex.types import SampledSequence, SampleResponse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    model: str
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template reads besides, such as `enable_thinking`."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters, without what ends the answer."""
+    stops: Sequence[str] = ()
+    num_answers: int = 1
+    topk: int = 0
+    keep_reasoning: bool = False
+    """Thoughts stay in the content."""
+    trajectory: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    message: Message
+    finish: str
+    """`stop`, `length` or `tool_calls`."""
+    sequence: SampledSequence
+
+
+@dataclass(slots=True)
+class Dialogue:
+    asked: Asked
+    voice: Voice
+    prompt_text: str
+    prompt: list[int]
+    generation: Generation
+    trajectories: Trajectories
+
+    @classmethod
+    async def open(cls, request: Request, user: User, asked: Asked) -> Dialogue:
+        """Find the weights and render the prompt.
+
+        Raises:
+            ApiError, InvalidInputError: The request cannot be honoured.
+        """
+        service = service_of(request)
+        voices: Voices = request.app.state.voices
+        trajectories: Trajectories = request.app.state.trajectories
+        target = await target_of(service, user, asked.model)
+        voice = await voices.of(target.base_model)
+        text = await asyncio.to_thread(_prompt_text, voice, asked)
+        if asked.trajectory is None:
+            prompt = await asyncio.to_thread(voice.chat.encode, text)
+        else:
+            prompt = await trajectories.prompt(user, asked, voice, text)
+        wish = Wish(
+            target=target,
+            prompt=prompt,
+            params={**asked.params, "stop": [*voice.end_ids, *asked.stops]},
+            num_samples=asked.num_answers,
+            topk_sample=asked.topk,
+        )
+        generation = Generation(service, user, wish, request)
+        return cls(asked, voice, text, prompt, generation, trajectories)
+
+    def speaker(self) -> Speaker:
+        reader = self.voice.chat.reader(
+            self.prompt_text,
+            calls=bool(self.asked.tools),
+            thinking=not self.asked.keep_reasoning,
+        )
+        return Speaker(self.voice, reader, self.asked.stops)
+
+    async def whole(self) -> tuple[SampleResponse, list[Answer]]:
+        response = await self.generation.whole()
+        return response, await self._answers(response)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
+        """What is said, while it is said; `result` gives the whole when this ends."""
+        speakers = [self.speaker() for _ in range(self.asked.num_answers)]
+        async for new in self.generation.tokens():
+            yield new.index, speakers[new.index].feed(new.tokens), new
+        for index, speaker in enumerate(speakers):
+            yield index, speaker.end(), NewTokens(index, [], [])
+
+    async def begun(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
+        """`pieces`, of which the first is there: what is refused is refused here."""
+        pieces = self.pieces()
+        first = await anext(pieces)
+
+        async def everything() -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
+            yield first
+            async for one in pieces:
+                yield one
+
+        return everything()
+
+    async def result(self) -> tuple[SampleResponse, list[Answer]]:
+        response = self.generation.result
+        assert response is not None
+        return response, await self._answers(response)
+
+    async def _answers(self, response: SampleResponse) -> list[Answer]:
+        answers = [self._answer(sequence) for sequence in response.sequences]
+        if self.asked.trajectory is not None:
+            await self.trajectories.record(
+                self.generation.user, self.asked, self.generation.wish, response, answers
+            )
+        return answers
+
+    def _answer(self, sequence: SampledSequence) -> Answer:
+        speaker = self.speaker()
+        message = joined([*speaker.feed(sequence.tokens), *speaker.end()])
+        finish = "stop" if sequence.stop_reason == "stop" else "length"
+        return Answer(message, "tool_calls" if message.tool_calls else finish, sequence)
+
+
+def _prompt_text(voice: Voice, asked: Asked) -> str:
+    return voice.chat.text(asked.messages, asked.tools, generate=True, **asked.options)

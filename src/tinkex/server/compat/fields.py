@@ -1,0 +1,112 @@
+"""Bodies of foreign APIs: read after the key, checked whole, nothing dropped in silence.
+
+A field is honoured, refused with words, or named in the answer's `x-tinkex-ignored` header. The
+last is only for fields that cannot change what is answered, such as a note of the caller's own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.server.exchange import read_json
+
+IGNORED_HEADER = "x-tinkex-ignored"
+MAX_TEXT = 16_000_000
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 1024
+MAX_STOPS = 64
+MAX_ANSWERS = 128
+
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_stops),
+]
+
+
+class Body(BaseModel):
+    """A request body that knows which of its fields do nothing here, and which cannot be had."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Fields without influence on the answer."""
+
+    def ignored(self) -> list[str]:
+        """Names of the harmless fields that were sent.
+
+        Raises:
+            InvalidInputError: A field is unknown.
+        """
+        extra = self.model_extra or {}
+        for name in extra:
+            if name not in self.harmless:
+                raise InvalidInputError(
+                    f"the field {name[:100]!r} is not known here; leave it out", path=name[:100]
+                )
+        return sorted(name for name, value in extra.items() if value is not None)
+
+
+class SamplingFields(Body):
+    """What every dialect has in common. None is what OpenAI's clients send for "not given"."""
+
+    model: Name
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    stream: bool | None = False
+
+    def params(self, max_tokens: int | None) -> dict[str, Any]:
+        """As `/asample` takes them."""
+        given = {
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "logit_bias": self.logit_bias,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The body as `kind`.
+
+    Raises:
+        InvalidInputError: It is something else; `path` names the field.
+    """
+    body = await read_json(request)
+    try:
+        return kind.model_validate(body)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in first["loc"])
+        raise InvalidInputError(f"{first['msg']}", path=path[:200]) from exc
+
+
+def refuse(given: Any, path: str, why: str) -> None:
+    """Refuse a field that would change the answer and cannot be had, unless it says nothing."""
+    if given:
+        raise NotSupportedError(why, path=path)
+
+
+def header_of(ignored: list[str]) -> dict[str, str]:
+    return {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}

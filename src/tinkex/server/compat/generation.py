@@ -1,0 +1,134 @@
+"""Run one request of a foreign API as a sample: whole, or token by token.
+
+Who waits for whom: a whole answer waits for its promise; a stream reads a queue that the worker's
+events fill. Either way, a caller who goes away cancels the sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from fastapi import Request
+
+from tinkex.engine.jobs import Event, Tokens
+from tinkex.errors import InvalidInputError
+from tinkex.server.compat.names import Target
+from tinkex.server.problems import ApiError
+from tinkex.server.service import Service
+from tinkex.server.work.futures import Outcome
+from tinkex.store import User
+from tinkex.types import SampleResponse
+from tinkex.wire import results
+
+PROTOBUF = "application/x-protobuf"
+GONE_CHECK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to sample, in the sampler's own terms."""
+
+    target: Target
+    prompt: Sequence[int]
+    params: Mapping[str, Any]
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt: int = 0
+    topk_sample: int = 0
+
+    def body(self) -> dict[str, Any]:
+        """The body of `/asample` that says the same."""
+        target = self.target
+        where = (
+            {"base_model": target.base_model}
+            if target.model_path is None
+            else {"model_path": target.model_path}
+        )
+        return {
+            **where,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(self.prompt)}]},
+            "sampling_params": dict(self.params),
+            "num_samples": self.num_samples,
+            "prompt_logprobs": self.prompt_logprobs,
+            "topk_prompt_logprobs": self.topk_prompt,
+            "topk_sample_logprobs": self.topk_sample,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
+class Generation:
+    """A sample under way. Iterate for its tokens; `result` is there when the iteration ends."""
+
+    service: Service
+    user: User
+    wish: Wish
+    request: Request
+    result: SampleResponse | None = field(default=None, init=False)
+
+    async def whole(self) -> SampleResponse:
+        """The finished sample; nothing is passed on while it runs."""
+        promise, task, _ = await self.service.samples.stream(self.user, self.wish.body(), None)
+        try:
+            while (outcome := await promise.wait(GONE_CHECK_S, self.service.stopping)) is None:
+                self._check_stopping()
+                if await self.request.is_disconnected():
+                    raise ApiError(499, "The client went away.")
+            return _read(outcome)
+        finally:
+            task.cancel()
+
+    def _check_stopping(self) -> None:
+        if self.service.stopping.is_set():
+            raise ApiError(503, "The server is stopping; try again in a moment.")
+
+    async def tokens(self) -> AsyncIterator[NewTokens]:
+        """Tokens while they are made, several at a time when they come faster than they are read.
+
+        Raises:
+            ApiError: The sample failed; also before the first token, so that a refusal can still
+                be an answer of its own.
+        """
+        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        promise, task, _ = await self.service.samples.stream(
+            self.user, self.wish.body(), events.put_nowait
+        )
+        promise.on_settle = lambda _: events.put_nowait(None)
+        try:
+            while (event := await events.get()) is not None:
+                if isinstance(event, Tokens):
+                    yield NewTokens(
+                        event.sample_index, event.tokens.tolist(), event.logprobs.tolist()
+                    )
+            assert promise.outcome is not None
+            self.result = _read(promise.outcome)
+        finally:
+            task.cancel()
+
+
+def _read(outcome: Outcome) -> SampleResponse:
+    if outcome.ok:
+        return results.decode(SampleResponse, outcome.payload, PROTOBUF)
+    if outcome.category == "user":
+        raise InvalidInputError(outcome.error)
+    if outcome.category == "cancelled":
+        raise ApiError(499, outcome.error)
+    raise ApiError(500, outcome.error)
+
+
+def prompt_scores(response: SampleResponse, prompt: Sequence[int]) -> list[float | None]:
+    """The logprob of every prompt token; None for the first, which follows nothing."""
+    given = response.prompt_logprobs
+    if given is None:
+        return [None] * len(prompt)
+    return [None if value is None or np.isnan(value) else float(value) for value in given]

@@ -1,0 +1,30 @@
+"""Put the endpoints of other APIs on an application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from tinkex.server.compat import (
+    anthropic_messages,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    records,
+)
+from tinkex.server.compat.trajectories import Trajectories
+from tinkex.server.compat.voices import Voices
+from tinkex.server.service import Service
+
+PREFIXES = ("/v1", "/oai/api/v1")
+"""OpenAI's own, and the one of the hosted service."""
+
+
+def install(app: FastAPI, service: Service) -> None:
+    """Mount the routes; sets `voices` and `trajectories` on `app.state`."""
+    app.state.voices = Voices(service.catalog)
+    app.state.trajectories = Trajectories(service.store, service.shelf)
+    for prefix in PREFIXES:
+        for module in (openai_chat, openai_completions, openai_responses):
+            app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
+    app.include_router(anthropic_messages.router)
+    app.include_router(records.router)

@@ -1,0 +1,338 @@
+"""OpenAI's `/chat/completions` and `/models`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from tinkex.chat.messages import Message, Tool, ToolCall
+from tinkex.chat.reading import Piece
+from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.server.compat import fields, openai_shapes
+from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
+from tinkex.server.compat.fields import SamplingFields, Stops
+from tinkex.server.compat.names import listed, target_of
+from tinkex.server.compat.openai_shapes import OpenAIRoute, chat_logprobs, line, usage
+from tinkex.server.compat.trajectories import check_id
+from tinkex.server.exchange import answer, service_of
+from tinkex.types import SampledSequence
+
+router = APIRouter(route_class=OpenAIRoute, tags=["openai"])
+TRAJECTORY_HEADER = "x-tinkex-trajectory"
+TEMPLATE_OPTIONS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    type: Annotated[str, Field(max_length=100)]
+    text: fields.Text | None = None
+
+
+class _Function(BaseModel):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: fields.Text = ""
+
+
+class _Call(BaseModel):
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    role: Annotated[str, Field(max_length=40)]
+    content: fields.Text | Annotated[list[_Part], Field(max_length=4096)] | None = None
+    reasoning_content: fields.Text | None = None
+    tool_calls: Annotated[list[_Call], Field(max_length=1024)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content=_words(self.content),
+            reasoning=self.reasoning_content or "",
+            tool_calls=tuple(
+                ToolCall(name=c.function.name, arguments=c.function.arguments, call_id=c.id)
+                for c in self.tool_calls or ()
+            ),
+            tool_call_id=self.tool_call_id or "",
+            name=self.name or "",
+        )
+
+
+class _Declared(BaseModel):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: fields.Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(BaseModel):
+    type: Literal["function"]
+    function: _Declared
+
+    def tool(self) -> Tool:
+        return Tool(
+            name=self.function.name,
+            description=self.function.description or "",
+            parameters=self.function.parameters or {},
+        )
+
+
+class ChatRequest(SamplingFields):
+    """A conversation to go on with."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        "user metadata store service_tier parallel_tool_calls prompt_cache_key "
+        "prompt_cache_retention safety_identifier verbosity".split()
+    )
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    n: Annotated[int, Field(ge=1, le=fields.MAX_ANSWERS)] | None = 1
+    stop: Stops | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=fields.MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    presence_penalty: float | None = 0
+    frequency_penalty: float | None = 0
+    stream_options: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    separate_reasoning: bool | None = True
+    return_token_ids: bool | None = False
+    trajectory: str | None = None
+
+    def asked(self, trajectory: str | None) -> Asked:
+        self._check()
+        tools = [] if self.tool_choice == "none" else [t.tool() for t in self.tools or ()]
+        options = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        limit = self.max_completion_tokens
+        return Asked(
+            model=self.model,
+            messages=[message.message() for message in self.messages],
+            tools=tools,
+            options=options,
+            params=self.params(self.max_tokens if limit is None else limit),
+            stops=self.stop or (),
+            num_answers=self.n or 1,
+            topk=(self.top_logprobs or 0) if self.logprobs else 0,
+            keep_reasoning=self.separate_reasoning is False,
+            trajectory=None if trajectory is None else check_id(trajectory),
+        )
+
+    def _check(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            fields.refuse(getattr(self, name), name, "penalties are not offered; use 0.")
+        wanted = (self.response_format or {}).get("type", "text")
+        if wanted != "text":
+            raise NotSupportedError(
+                f"{str(wanted)[:40]!r} cannot be enforced here; ask for it in words and check "
+                "the answer.",
+                path="response_format",
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise NotSupportedError(
+                "a call cannot be forced here; use 'auto' or 'none'.", path="tool_choice"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidInputError("needs logprobs: true", path="top_logprobs")
+        for name in self.chat_template_kwargs or {}:
+            if name not in TEMPLATE_OPTIONS:
+                raise InvalidInputError(
+                    f"{name[:40]!r} is not known; known: {', '.join(sorted(TEMPLATE_OPTIONS))}",
+                    path="chat_template_kwargs",
+                )
+
+
+def _words(content: str | list[_Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text"):
+            raise NotSupportedError(
+                f"content of type {part.type!r} is not taken; this server's models read text.",
+                path="messages.content",
+            )
+    return "".join(part.text or "" for part in content)
+
+
+# ------------------------------------------------------------------------------------ models
+
+
+@router.get("/models")
+async def list_models(request: Request, user: ForeignUser) -> Response:
+    """Base models, aliases, the caller's named checkpoints and checkpoints."""
+    found = await listed(service_of(request), user)
+    if "anthropic-version" in request.headers:
+        return answer(
+            {
+                "data": [
+                    {"type": "model", "id": target.name, "display_name": target.name}
+                    for target in found
+                ],
+                "has_more": False,
+                "first_id": found[0].name if found else None,
+                "last_id": found[-1].name if found else None,
+            }
+        )
+    return answer({"object": "list", "data": [_model(target.name) for target in found]})
+
+
+@router.get("/models/{name:path}")
+async def get_model(request: Request, user: ForeignUser, name: str) -> Response:
+    target = await target_of(service_of(request), user, name)
+    return answer({**_model(name), "base_model": target.base_model, "path": target.model_path})
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tinkex"}
+
+
+@router.post("/embeddings")
+async def embeddings(request: Request, user: ForeignUser) -> Response:
+    raise NotSupportedError("Tinkex trains and samples language models; it makes no embeddings.")
+
+
+# ------------------------------------------------------------------------------------ chat
+
+
+@router.post("/chat/completions")
+async def chat_completions(request: Request, user: ForeignUser) -> Response:
+    body = await fields.read(request, ChatRequest)
+    headers = fields.header_of(body.ignored())
+    trajectory = body.trajectory or request.headers.get(TRAJECTORY_HEADER)
+    dialogue = await Dialogue.open(request, user, body.asked(trajectory))
+    turn = _Turn(body, dialogue)
+    if body.stream:
+        return await openai_shapes.streamed(turn.lines(), headers)
+    response = answer(await turn.whole())
+    response.headers.update(headers)
+    return response
+
+
+class _Turn:
+    """One answered request: the whole object, or its chunks."""
+
+    def __init__(self, body: ChatRequest, dialogue: Dialogue) -> None:
+        self._body = body
+        self._dialogue = dialogue
+        self._head = {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        response, answers = await self._dialogue.whole()
+        body: dict[str, Any] = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage(len(self._dialogue.prompt), response),
+        }
+        if self._body.return_token_ids:
+            body["prompt_token_ids"] = list(self._dialogue.prompt)
+        return body
+
+    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        said = answer.message
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": said.content if said.content or not said.tool_calls else None,
+            "refusal": None,
+        }
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.tool_calls:
+            message["tool_calls"] = [_call(call) for call in said.tool_calls]
+        choice = {
+            "index": index,
+            "message": message,
+            "finish_reason": answer.finish,
+            "logprobs": self._logprobs(answer.sequence),
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = [int(token) for token in answer.sequence.tokens]
+        return choice
+
+    def _logprobs(self, sequence: SampledSequence | None) -> dict[str, Any] | None:
+        if not self._body.logprobs or sequence is None:
+            return None
+        return chat_logprobs(self._dialogue.voice, sequence)
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        body, dialogue = self._body, self._dialogue
+        # The likeliest tokens are known only when the sample is whole, and then they are told.
+        late = bool(body.top_logprobs)
+        num_calls = [0] * (body.n or 1)
+        said = await dialogue.begun()
+        for index in range(body.n or 1):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        async for index, pieces, new in said:
+            scored = SampledSequence(stop_reason="length", tokens=new.tokens, logprobs=new.logprobs)
+            told = None if late or not new.tokens else scored
+            if pieces or (told is not None and (body.logprobs or body.return_token_ids)):
+                delta = _delta(pieces, num_calls[index])
+                num_calls[index] += sum(piece.call is not None for piece in pieces)
+                yield self._chunk(index, delta, told)
+        response, answers = await dialogue.result()
+        for index, made in enumerate(answers):
+            told = made.sequence if late else None
+            yield self._chunk(index, {}, told, finish=made.finish)
+        if (body.stream_options or {}).get("include_usage"):
+            counted = usage(len(dialogue.prompt), response)
+            chunk = {**self._head, "object": "chat.completion.chunk", "choices": []}
+            yield line({**chunk, "usage": counted})
+        yield openai_shapes.DONE
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        sequence: SampledSequence | None = None,
+        *,
+        finish: str | None = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "finish_reason": finish,
+            "logprobs": self._logprobs(sequence),
+        }
+        if self._body.return_token_ids and sequence is not None:
+            choice["token_ids"] = [int(token) for token in sequence.tokens]
+        return line({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
+
+
+def _delta(pieces: Sequence[Piece], num_calls: int) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    for piece in pieces:
+        if piece.call is not None:
+            call = {"index": num_calls, **_call(piece.call)}
+            delta.setdefault("tool_calls", []).append(call)
+            num_calls += 1
+        else:
+            name = "content" if piece.kind == "content" else "reasoning_content"
+            delta[name] = delta.get(name, "") + piece.text
+    return delta
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.call_id or f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

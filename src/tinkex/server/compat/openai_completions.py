@@ -1,0 +1,269 @@
+"""OpenAI's `/completions`: text in, text out, with the prompt's logprobs on request.
+
+What evaluation harnesses use: `echo` with `logprobs` scores a given text, prompts may be token ids,
+and many prompts may stand in one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from tinkex.errors import InvalidInputError
+from tinkex.server.compat import fields, openai_shapes
+from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.fields import SamplingFields, Stops
+from tinkex.server.compat.generation import Generation, Wish, prompt_scores
+from tinkex.server.compat.names import Target, target_of
+from tinkex.server.compat.openai_shapes import OpenAIRoute, likeliest, line, usage
+from tinkex.server.compat.voices import Voice, Voices
+from tinkex.server.compat.wording import Speaker, token_text
+from tinkex.server.exchange import answer, service_of
+from tinkex.store import User
+from tinkex.types import SampledSequence, SampleResponse
+
+router = APIRouter(route_class=OpenAIRoute, tags=["openai"])
+MAX_PROMPTS = 1024
+MAX_LOGPROBS = 20
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(max_length=2_000_000)]
+Prompt = fields.Text | Tokens
+
+
+class CompletionRequest(SamplingFields):
+    """A text to go on from, or to score."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset({"user"})
+    prompt: Prompt | Annotated[list[Prompt], Field(max_length=MAX_PROMPTS)]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 16
+    n: Annotated[int, Field(ge=1, le=fields.MAX_ANSWERS)] | None = 1
+    stop: Stops | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = False
+    best_of: int | None = None
+    suffix: fields.Text | None = None
+    presence_penalty: float | None = 0
+    frequency_penalty: float | None = 0
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = False
+
+    def check(self) -> None:
+        fields.refuse(self.suffix, "suffix", "text cannot be inserted before a suffix here.")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            fields.refuse(True, "best_of", "ask for n answers and choose yourself.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            fields.refuse(getattr(self, name), name, "penalties are not offered; use 0.")
+        if self.stream and (self.echo or len(self.prompts()) > 1):
+            fields.refuse(True, "stream", "a stream takes one prompt, without echo.")
+
+    def prompts(self) -> list[str | list[int]]:
+        given = self.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        if not given:
+            raise InvalidInputError("must not be empty", path="prompt")
+        return given  # type: ignore[return-value]
+
+
+@dataclass(slots=True)
+class _Call:
+    """One request on its way."""
+
+    body: CompletionRequest
+    request: Request
+    user: User
+    target: Target
+    voice: Voice
+    number: str
+    made_at: int
+
+    def head(self) -> dict[str, Any]:
+        return {
+            "id": self.number,
+            "object": "text_completion",
+            "created": self.made_at,
+            "model": self.body.model,
+        }
+
+    def generation(self, prompt: Sequence[int]) -> Generation:
+        body = self.body
+        stop = None if body.stop is None else [*self.voice.info.eos_token_ids, *body.stop]
+        params = body.params(max(body.max_tokens if body.max_tokens is not None else 16, 1))
+        topk = body.logprobs or 0
+        scored = bool(body.echo and body.logprobs is not None)
+        wish = Wish(
+            target=self.target,
+            prompt=prompt,
+            params=params if stop is None else {**params, "stop": stop},
+            num_samples=body.n or 1,
+            prompt_logprobs=scored,
+            topk_prompt=topk if scored else 0,
+            topk_sample=topk,
+        )
+        return Generation(service_of(self.request), self.user, wish, self.request)
+
+    def speaker(self) -> Speaker:
+        return Speaker(self.voice, None, self.body.stop or ())
+
+
+@router.post("/completions")
+async def completions(request: Request, user: ForeignUser) -> Response:
+    body = await fields.read(request, CompletionRequest)
+    headers = fields.header_of(body.ignored())
+    body.check()
+    service = service_of(request)
+    voices: Voices = request.app.state.voices
+    target = await target_of(service, user, body.model)
+    voice = await voices.of(target.base_model)
+    number = f"cmpl-{secrets.token_hex(12)}"
+    call = _Call(body, request, user, target, voice, number, int(time.time()))
+    prompts = await asyncio.to_thread(_encoded, voice, body.prompts())
+    if body.stream:
+        return await openai_shapes.streamed(_lines(call, prompts[0]), headers)
+    made = await _together([call.generation(prompt).whole() for prompt in prompts])
+    response = answer(await asyncio.to_thread(_whole, call, prompts, made))
+    response.headers.update(headers)
+    return response
+
+
+async def _together(waiting: list[Any]) -> list[SampleResponse]:
+    """All of them, or the first error, after which none goes on."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in waiting]
+    return [task.result() for task in tasks]
+
+
+def _encoded(voice: Voice, prompts: list[str | list[int]]) -> list[list[int]]:
+    found = [voice.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    for index, tokens in enumerate(found):
+        if not tokens:
+            raise InvalidInputError("must not be empty", path=f"prompt[{index}]")
+    return found
+
+
+# ------------------------------------------------------------------------------------ whole
+
+
+def _whole(call: _Call, prompts: list[list[int]], made: list[SampleResponse]) -> dict[str, Any]:
+    choices: list[dict[str, Any]] = []
+    totals = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    for prompt, response in zip(prompts, made, strict=True):
+        for sequence in response.sequences:
+            choices.append({"index": len(choices), **_choice(call, prompt, response, sequence)})
+        counted = usage(len(prompt), response)
+        for name in totals:
+            totals[name] += 0 if call.body.max_tokens == 0 else counted[name]
+    return {**call.head(), "choices": choices, "usage": totals}
+
+
+def _choice(
+    call: _Call, prompt: list[int], response: SampleResponse, sequence: SampledSequence
+) -> dict[str, Any]:
+    body = call.body
+    speaker = call.speaker()
+    text = "".join(piece.text for piece in [*speaker.feed(sequence.tokens), *speaker.end()])
+    silent = body.max_tokens == 0
+    rows = _rows(call, prompt, response) if body.echo else []
+    if not silent:
+        rows += _sampled_rows(sequence)
+    choice: dict[str, Any] = {
+        "text": (call.voice.decode(prompt) if body.echo else "") + ("" if silent else text),
+        "finish_reason": "length" if silent else _finish(sequence),
+        "logprobs": None if body.logprobs is None else _logprobs(call.voice, rows),
+    }
+    if body.return_token_ids:
+        choice["prompt_token_ids"] = prompt
+        choice["token_ids"] = [] if silent else [int(token) for token in sequence.tokens]
+    return choice
+
+
+def _finish(sequence: SampledSequence) -> str:
+    return "stop" if sequence.stop_reason == "stop" else "length"
+
+
+Row = tuple[int, float | None, Sequence[tuple[int, float]]]
+"""A token, its logprob, and the likeliest at its place."""
+
+
+def _rows(call: _Call, prompt: list[int], response: SampleResponse) -> list[Row]:
+    scores = prompt_scores(response, prompt)
+    topk = response.topk_prompt_logprobs or []
+    return [
+        (token, score, (topk[at] or []) if at < len(topk) else [])
+        for at, (token, score) in enumerate(zip(prompt, scores, strict=True))
+    ]
+
+
+def _sampled_rows(sequence: SampledSequence) -> list[Row]:
+    return [
+        (int(token), float(logprob), likeliest(sequence, at))
+        for at, (token, logprob) in enumerate(
+            zip(sequence.tokens, sequence.logprobs or [], strict=True)
+        )
+    ]
+
+
+def _logprobs(voice: Voice, rows: Sequence[Row], start: int = 0) -> dict[str, Any]:
+    texts = [token_text(voice.tokenizer, token) for token, _, _ in rows]
+    offsets, at = [], start
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [score for _, score, _ in rows],
+        "top_logprobs": [
+            {token_text(voice.tokenizer, token): score for token, score in top} if top else None
+            for _, _, top in rows
+        ],
+        "text_offset": offsets,
+        "token_ids": [token for token, _, _ in rows],
+    }
+
+
+# ------------------------------------------------------------------------------------ stream
+
+
+async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
+    body = call.body
+    head = call.head()
+    speakers = [call.speaker() for _ in range(body.n or 1)]
+    generation = call.generation(prompt)
+    said = [0] * len(speakers)
+
+    def chunk(index: int, text: str, rows: list[Row], finish: str | None = None) -> bytes:
+        choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": finish}
+        choice["logprobs"] = (
+            _logprobs(call.voice, rows, said[index]) if body.logprobs is not None else None
+        )
+        if body.return_token_ids:
+            choice["token_ids"] = [token for token, _, _ in rows]
+        said[index] += len(text)
+        return line({**head, "choices": [choice]})
+
+    # The likeliest tokens are known only when the sample is whole, and then they are told.
+    late = bool(body.logprobs)
+    async for new in generation.tokens():
+        text = "".join(piece.text for piece in speakers[new.index].feed(new.tokens))
+        rows: list[Row] = [
+            (token, score, []) for token, score in zip(new.tokens, new.logprobs, strict=True)
+        ]
+        if not late:
+            yield chunk(new.index, text, rows)
+        else:
+            yield chunk(new.index, text, [])
+    response = generation.result
+    assert response is not None
+    for index, sequence in enumerate(response.sequences):
+        rest = "".join(piece.text for piece in speakers[index].end())
+        yield chunk(index, rest, _sampled_rows(sequence) if late else [], _finish(sequence))
+    if (body.stream_options or {}).get("include_usage"):
+        yield line({**head, "choices": [], "usage": usage(len(prompt), response)})
+    yield openai_shapes.DONE

@@ -1,0 +1,320 @@
+"""OpenAI's `/responses`, as far as text and functions go.
+
+Nothing is stored between calls: a conversation is sent whole, and `previous_response_id` is
+refused.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from tinkex.chat.messages import Message, Tool, ToolCall
+from tinkex.chat.reading import Piece
+from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.server.compat import fields, openai_shapes
+from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
+from tinkex.server.compat.fields import SamplingFields
+from tinkex.server.compat.openai_shapes import OpenAIRoute
+from tinkex.server.exchange import answer
+from tinkex.types import SampleResponse
+
+router = APIRouter(route_class=OpenAIRoute, tags=["openai"])
+
+
+class ResponsesRequest(SamplingFields):
+    """A conversation in the form of OpenAI's second chat API."""
+
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        "user metadata store service_tier parallel_tool_calls prompt_cache_key include truncation "
+        "prompt_cache_retention safety_identifier max_tool_calls stream_options".split()
+    )
+    input: fields.Text | Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_MESSAGES)]
+    instructions: fields.Text | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+
+    def asked(self) -> Asked:
+        why = "nothing is kept between calls; send the whole conversation in input."
+        fields.refuse(self.previous_response_id, "previous_response_id", why)
+        fields.refuse(self.conversation, "conversation", why)
+        fields.refuse(self.background, "background", "answers come while the caller waits.")
+        if (self.text or {}).get("format", {}).get("type", "text") != "text":
+            raise NotSupportedError("only text can be had; check it yourself.", path="text.format")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise NotSupportedError(
+                "a call cannot be forced here; use 'auto' or 'none'.", path="tool_choice"
+            )
+        effort = (self.reasoning or {}).get("effort")
+        messages = [Message(role="system", content=self.instructions)] if self.instructions else []
+        messages += _messages(self.input)
+        return Asked(
+            model=self.model,
+            messages=messages,
+            tools=[] if self.tool_choice == "none" else [_tool(t) for t in self.tools or ()],
+            options={"reasoning_effort": str(effort)[:40]} if effort else {},
+            params=self.params(self.max_output_tokens),
+        )
+
+
+def _tool(given: dict[str, Any]) -> Tool:
+    if given.get("type") != "function" or not isinstance(given.get("name"), str):
+        raise NotSupportedError(
+            f"a tool of type {str(given.get('type'))[:40]!r} cannot run here; declare functions.",
+            path="tools",
+        )
+    parameters = given.get("parameters")
+    return Tool(
+        name=given["name"][:256],
+        description=str(given.get("description") or ""),
+        parameters=parameters if isinstance(parameters, dict) else {},
+    )
+
+
+def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
+    if isinstance(given, str):
+        return [Message(role="user", content=given)]
+    found: list[Message] = []
+    for index, item in enumerate(given):
+        kind = item.get("type", "message")
+        if kind == "message":
+            content = _words(item.get("content"), index)
+            found.append(Message(role=str(item.get("role", "user"))[:40], content=content))
+        elif kind == "function_call":
+            call = ToolCall(
+                name=str(item.get("name", ""))[:256],
+                arguments=str(item.get("arguments", "")),
+                call_id=str(item.get("call_id", ""))[:256],
+            )
+            _add_call(found, call)
+        elif kind == "function_call_output":
+            content = _words(item.get("output"), index)
+            found.append(
+                Message(role="tool", content=content, tool_call_id=str(item.get("call_id", "")))
+            )
+        elif kind != "reasoning":
+            raise NotSupportedError(
+                f"an item of type {str(kind)[:40]!r} is not taken.", path=f"input[{index}].type"
+            )
+    return found
+
+
+def _add_call(messages: list[Message], call: ToolCall) -> None:
+    """Calls that follow each other, or what was said before them, are one turn."""
+    last = messages[-1] if messages else None
+    if last is not None and last.role == "assistant":
+        messages[-1] = Message(
+            role="assistant", content=last.content, tool_calls=(*last.tool_calls, call)
+        )
+    else:
+        messages.append(Message(role="assistant", tool_calls=(call,)))
+
+
+def _words(content: Any, index: int) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in (
+            "input_text",
+            "output_text",
+            "text",
+        ):
+            raise InvalidInputError("only text is taken", path=f"input[{index}].content")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+@router.post("/responses")
+async def responses(request: Request, user: ForeignUser) -> Response:
+    body = await fields.read(request, ResponsesRequest)
+    headers = fields.header_of(body.ignored())
+    dialogue = await Dialogue.open(request, user, body.asked())
+    made = _Response(body, dialogue)
+    if body.stream:
+        return await openai_shapes.streamed(made.lines(), headers)
+    response, answers = await dialogue.whole()
+    reply = answer(made.whole(answers[0], response))
+    reply.headers.update(headers)
+    return reply
+
+
+class _Response:
+    def __init__(self, body: ResponsesRequest, dialogue: Dialogue) -> None:
+        self._body = body
+        self._dialogue = dialogue
+        self._number = 0
+        self._head = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": time.time(),
+            "model": body.model,
+            "instructions": body.instructions,
+            "metadata": {},
+            "error": None,
+            "incomplete_details": None,
+            "parallel_tool_calls": True,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "max_output_tokens": body.max_output_tokens,
+            "previous_response_id": None,
+        }
+
+    def whole(self, made: Answer, response: SampleResponse) -> dict[str, Any]:
+        items: list[dict[str, Any]] = []
+        said = made.message
+        if said.reasoning:
+            items.append(_reasoning(said.reasoning))
+        if said.content or not said.tool_calls:
+            items.append(_message(said.content))
+        items += [_function_call(call) for call in said.tool_calls]
+        return self._finished(items, made, response)
+
+    def _finished(
+        self, items: list[dict[str, Any]], made: Answer, response: SampleResponse
+    ) -> dict[str, Any]:
+        counted = openai_shapes.usage(len(self._dialogue.prompt), response)
+        cut = made.finish == "length"
+        return {
+            **self._head,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": items,
+            "usage": {
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": counted["prompt_tokens_details"],
+                "output_tokens": counted["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": counted["total_tokens"],
+            },
+        }
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        said = await self._dialogue.begun()
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        yield self._event("response.created", response=begun)
+        items: list[dict[str, Any]] = []
+        open_kind = ""
+        async for _, pieces, _ in said:
+            for piece in pieces:
+                if open_kind and piece.kind != open_kind:
+                    yield self._close(items)
+                    open_kind = ""
+                if piece.call is not None:
+                    for one in self._called(items, piece.call):
+                        yield one
+                    continue
+                if not open_kind:
+                    open_kind = piece.kind
+                    for one in self._open(items, piece):
+                        yield one
+                yield self._said(items, piece)
+        if open_kind:
+            yield self._close(items)
+        response, answers = await self._dialogue.result()
+        finished = self._finished(items, answers[0], response)
+        kind = "incomplete" if finished["status"] == "incomplete" else "completed"
+        yield self._event(f"response.{kind}", response=finished)
+
+    def _open(self, items: list[dict[str, Any]], piece: Piece) -> list[bytes]:
+        item = _message("") if piece.kind == "content" else _reasoning("")
+        item["status"] = "in_progress"
+        items.append(item)
+        at = {"output_index": len(items) - 1, "item_id": item["id"]}
+        events = [self._event("response.output_item.added", output_index=len(items) - 1, item=item)]
+        if piece.kind == "content":
+            part = item["content"][0]
+            events.append(
+                self._event("response.content_part.added", **at, content_index=0, part=part)
+            )
+        return events
+
+    def _said(self, items: list[dict[str, Any]], piece: Piece) -> bytes:
+        item = items[-1]
+        at = {"output_index": len(items) - 1, "item_id": item["id"], "content_index": 0}
+        item["content"][0]["text"] += piece.text
+        kind = "output_text" if piece.kind == "content" else "reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
+        return self._event(f"response.{kind}.delta", **at, delta=piece.text, **extra)
+
+    def _close(self, items: list[dict[str, Any]]) -> bytes:
+        item = items[-1]
+        item["status"] = "completed"
+        index = len(items) - 1
+        events = b""
+        if item["type"] == "message":
+            at = {"output_index": index, "item_id": item["id"], "content_index": 0}
+            text = item["content"][0]["text"]
+            events += self._event("response.output_text.done", **at, text=text, logprobs=[])
+            events += self._event("response.content_part.done", **at, part=item["content"][0])
+        return events + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _called(self, items: list[dict[str, Any]], call: ToolCall) -> list[bytes]:
+        item = _function_call(call)
+        items.append(item)
+        index = len(items) - 1
+        at = {"output_index": index, "item_id": item["id"]}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        arguments = item["arguments"]
+        return [
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **at, delta=arguments),
+            self._event(
+                "response.function_call_arguments.done",
+                **at,
+                name=item["name"],
+                arguments=arguments,
+            ),
+            self._event("response.output_item.done", output_index=index, item=item),
+        ]
+
+    def _event(self, kind: str, **body: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        event = {"type": kind, "sequence_number": number, **body}
+        return b"event: " + kind.encode() + b"\n" + openai_shapes.line(event)
+
+
+def _message(text: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{secrets.token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
+    }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {
+        "id": f"rs_{secrets.token_hex(12)}",
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+        "status": "completed",
+    }
+
+
+def _function_call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"fc_{secrets.token_hex(12)}",
+        "type": "function_call",
+        "call_id": f"call_{secrets.token_hex(12)}",
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": "completed",
+    }

@@ -1,0 +1,67 @@
+"""The tokenizer and chat template of each base model, loaded once and off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tinkex.chat.conversation import Conversation
+from tinkex.chat.tokenizer import FastTokenizer
+from tinkex.engine.jobs import ModelInfo
+from tinkex.server.catalog import Catalog
+from tinkex.server.problems import ApiError
+
+LOAD_S = 300.0
+"""How long a first request waits for a model to be described; it may have to be fetched."""
+
+
+class Voice:
+    """How one base model reads and speaks."""
+
+    def __init__(self, info: ModelInfo, conversation: Conversation) -> None:
+        self.info = info
+        self.chat = conversation
+        self.tokenizer: FastTokenizer = conversation.tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Text as the model's tokenizer reads it, with the tokens it puts in front by itself."""
+        return self.tokenizer.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    @property
+    def end_ids(self) -> list[int]:
+        """What ends an answer: the model's own end tokens and those of its chat format."""
+        return sorted({*self.info.eos_token_ids, *self.chat.end_ids})
+
+
+class Voices:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._loading: dict[str, asyncio.Task[Voice]] = {}
+
+    async def of(self, base_model: str) -> Voice:
+        name = self._catalog.resolve(base_model)
+        task = self._loading.get(name)
+        if task is None or (task.done() and task.exception() is not None):
+            task = self._loading[name] = asyncio.create_task(self._load(name))
+        return await asyncio.shield(task)
+
+    async def _load(self, name: str) -> Voice:
+        info = await self._catalog.info(name, timeout_s=LOAD_S)
+        if info is None:
+            raise ApiError(503, f"The server could not describe {name!r} in {LOAD_S:g} s.")
+        return await asyncio.to_thread(_voice, info)
+
+
+def _voice(info: ModelInfo) -> Voice:
+    folder = Path(info.tokenizer_id)
+    if not (folder / "tokenizer.json").is_file():
+        raise ApiError(
+            501,
+            f"{info.base_model!r} has no tokenizer.json on this server, so it cannot be asked in "
+            "words. Use the Tinker API, which takes tokens.",
+            code="no_tokenizer",
+        )
+    return Voice(info, Conversation(FastTokenizer.from_folder(folder)))
