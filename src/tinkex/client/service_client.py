@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
+from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client import validation
@@ -96,6 +97,18 @@ class ServiceClient:
         return DirectFuture.of(asked, "get_server_capabilities", kind)
 
     get_server_capabilities_async = awaited(get_server_capabilities)
+
+    def trajectories(self, trajectory_id: str) -> DirectFuture[types.Trajectory]:
+        """The conversations recorded under an id by the OpenAI and Anthropic endpoints.
+
+        They come back as exact tokens: `result.to_datums(reward)` is ready to train on.
+        """
+        holder = self._sessionless()
+        call = Call(method="GET", path=f"trajectories/{quote(trajectory_id, safe='')}")
+        asked = holder.spawn(lambda waiting: holder.call_json(call, types.Trajectory))
+        return DirectFuture.of(asked, "trajectories", types.Trajectory)
+
+    trajectories_async = awaited(trajectories)
 
     def _sessionless(self) -> Holder:
         """The session's own holder when there is one, else one that needs no session."""

@@ -81,6 +81,9 @@ if TYPE_CHECKING:
         JoinSamplingSessionResponse as JoinSamplingSessionResponse,
     )
     from tinkex.types.sampling.stop_reason import StopReason as StopReason
+    from tinkex.types.sampling.trajectory import Trajectory as Trajectory
+    from tinkex.types.sampling.trajectory import TrajectoryAnswer as TrajectoryAnswer
+    from tinkex.types.sampling.trajectory import TrajectorySequence as TrajectorySequence
     from tinkex.types.service.futures import CancelFutureRequest as CancelFutureRequest
     from tinkex.types.service.futures import CompleteMetadataResponse as CompleteMetadataResponse
     from tinkex.types.service.futures import FutureCompletion as FutureCompletion
@@ -444,6 +447,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TraceExportResponse",
     ),
     "sampling.stop_reason": ("StopReason",),
+    "sampling.trajectory": ("Trajectory", "TrajectoryAnswer", "TrajectorySequence"),
     "service.telemetry": (
         "EventType",
         "GenericEvent",
