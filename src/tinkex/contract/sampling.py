@@ -117,17 +117,17 @@ def read_stop(stop: Any, path: str) -> tuple[tuple[int, ...] | None, tuple[str, 
     if isinstance(items, list):
         if not items:
             return (), ()
-        texts = all(
-            isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARACTERS for item in items
+        texts = tuple(
+            item for item in items if isinstance(item, str) and 0 < len(item) <= MAX_STOP_CHARACTERS
         )
-        if texts and len(items) <= MAX_STOP_TEXTS:
-            return None, tuple(items)
-        ids = all(type(item) is int and 0 <= item <= _INT32 for item in items)
-        if ids and len(items) <= MAX_STOP_TOKENS:
-            return tuple(items), ()
+        ids = tuple(item for item in items if type(item) is int and 0 <= item <= _INT32)
+        if len(texts) + len(ids) == len(items):
+            if len(texts) <= MAX_STOP_TEXTS and len(ids) <= MAX_STOP_TOKENS:
+                return ids or None, texts
     raise InvalidInputError(
-        f"must be a text, a list of texts (at most {MAX_STOP_TEXTS}, of 1 to {MAX_STOP_CHARACTERS} "
-        f"characters) or a list of token ids (at most {MAX_STOP_TOKENS}; an empty list: no stop), "
+        f"must be a text or a list of texts (at most {MAX_STOP_TEXTS}, of 1 to "
+        f"{MAX_STOP_CHARACTERS} characters) and token ids (at most {MAX_STOP_TOKENS}; an empty list: "
+        "no stop), "
         f"got {shown(stop)}",
         path=path,
     )
