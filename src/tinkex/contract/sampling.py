@@ -126,8 +126,8 @@ def read_stop(stop: Any, path: str) -> tuple[tuple[int, ...] | None, tuple[str, 
                 return ids or None, texts
     raise InvalidInputError(
         f"must be a text or a list of texts (at most {MAX_STOP_TEXTS}, of 1 to "
-        f"{MAX_STOP_CHARACTERS} characters) and token ids (at most {MAX_STOP_TOKENS}; an empty list: "
-        "no stop), "
+        f"{MAX_STOP_CHARACTERS} characters) and token ids (at most {MAX_STOP_TOKENS}; an empty "
+        "list: no stop), "
         f"got {shown(stop)}",
         path=path,
     )
