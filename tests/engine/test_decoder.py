@@ -103,7 +103,7 @@ def test_recomputing_layers_changes_no_bit(tiny):
 
 def test_unknown_rope_scaling_is_refused_by_name(tiny, tmp_path):
     config = json.loads((tiny().folder / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    config["rope_parameters"] = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NotSupportedError, match="yarn"):
+    with pytest.raises(NotSupportedError, match="longrope"):
         load_decoder(str(tmp_path))

@@ -135,7 +135,7 @@ def test_routing_carries_no_adapter(tmp_path):
 def test_experts_that_cannot_carry_adapters_refuse_train_mlp_and_name_the_fix(
     tmp_path, monkeypatch
 ):
-    saved(FAMILIES["mixtral"], tmp_path)
+    saved(FAMILIES["qwen2_moe"], tmp_path)
     monkeypatch.setattr("tinkex.engine.model.foreign.is_experts", lambda module: False)
     trainer = Trainer(load_decoder(str(tmp_path)), base_model="m")
     with pytest.raises(InvalidInputError, match="train_mlp=False") as caught:

@@ -40,7 +40,7 @@ def test_a_weight_without_a_copy_takes_the_plain_way():
 
 def test_too_little_memory_means_no_copies(monkeypatch, caplog):
     weight = torch.randn(8, 8)
-    monkeypatch.setattr(packed_weights, "_free_bytes", lambda: 100)
+    monkeypatch.setattr(packed_weights, "free_bytes", lambda: 100)
     assert not packed_weights.pack([weight])
     assert "plain weights" in caplog.text
     assert not hasattr(weight, packed_weights._ATTRIBUTE)

@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (transformers.Qwen3Config, {}),
     "olmo2-through-transformers": (transformers.Olmo2Config, {"pad_token_id": 0}),
-    "qwen3-moe-through-transformers": (
+    "qwen3-moe": (
         transformers.Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),

@@ -2,7 +2,8 @@
 
 Works on the files, shard by shard, in float32, and writes each tensor in the base's own dtype. A
 model whose head shares the input embedding is untied first when the adapter touches the head:
-adding the head's delta to the shared matrix would change what every input token means. Adapters
+adding the head's delta to the shared matrix would change what every input token means. Experts are
+found however the base stores them: one by one, under Mixtral's names, or fused. Adapters
 that a plain sum cannot express (DoRA, extra trained modules) are refused by name.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -26,8 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["Merged", "merge_adapter"]
 
 _HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _PREFIX = "base_model.model."
+_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_MIXTRAL = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])\b")
+_W = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
@@ -60,7 +65,7 @@ def merge_adapter(
         raise NotSupportedError(
             f"{source} is not a folder with safetensors; merging needs the base as such a folder."
         )
-    deltas = _Deltas(adapter, config)
+    deltas = _Deltas(adapter, config, _model_type(source))
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".merging-") as scratch:
         aside = Path(scratch) / "model"
@@ -76,10 +81,10 @@ def merge_adapter(
 class _Deltas:
     """The adapter's B @ A products, by the name of the base tensor they belong to."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], model_type: str) -> None:
         from safetensors.torch import load_file
 
-        self._config = config
+        self._config, self._model_type = config, model_type
         self._ranks = ModulePatterns(config.get("rank_pattern"), field="rank_pattern")
         self._alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
         self._pairs: dict[str, dict[str, torch.Tensor]] = {}
@@ -102,24 +107,77 @@ class _Deltas:
     def unused(self) -> list[str]:
         return sorted(set(self._pairs) - self._used)
 
+    def merged(self, stored: str, base: torch.Tensor) -> torch.Tensor:
+        """A tensor of the base by its own name, with whatever the adapter adds to it."""
+        from tinkex.engine.model.published import text_names
+
+        for name in text_names(iter([stored])):
+            if (match := _FUSED.fullmatch(name)) is not None:
+                return self._add_fused(match[1], match[2], base)
+            name = _MIXTRAL.sub(_ours, name)
+            if name in self._pairs:
+                return self.add(name, base)
+        return base
+
+    def _add_fused(self, block: str, leaf: str, base: torch.Tensor) -> torch.Tensor:
+        """Experts in one tensor: [E, out, in], or gpt_oss's [E, in, out] with gate and up taking
+        turns."""
+        taking_turns = self._model_type == "gpt_oss"
+        leaves = ("down_proj",) if leaf == "down_proj" else ("gate_proj", "up_proj")
+        whole = base.float()
+        for expert in range(len(base)):
+            rows = whole[expert].T if taking_turns else whole[expert]
+            for at, part in enumerate(leaves):
+                name = f"{block}.{expert}.{part}.weight"
+                if name not in self._pairs:
+                    continue
+                size = len(rows) // len(leaves)
+                place = (
+                    slice(at, None, len(leaves))
+                    if taking_turns
+                    else slice(at * size, (at + 1) * size)
+                )
+                rows[place] += self._delta(name, tuple(rows[place].shape))
+        return whole.to(base.dtype)
+
     def add(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """`base` with its delta, in the dtype of `base`."""
+        return (base.float() + self._delta(name, tuple(base.shape))).to(base.dtype)
+
+    def _delta(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self._used.add(name)
         pair = self._pairs[name]
         delta = (pair["B"] @ pair["A"]) * self._scale(name.removesuffix(".weight"))
         if self._config.get("fan_in_fan_out"):
             delta = delta.T
-        if delta.shape != base.shape:
+        if delta.shape != shape:
             raise InvalidInputError(
-                f"{name} has shape {list(base.shape)} in the base and {list(delta.shape)} in the "
+                f"{name} has shape {list(shape)} in the base and {list(delta.shape)} in the "
                 "adapter. The adapter belongs to another model."
             )
-        return (base.float() + delta).to(base.dtype)
+        return delta
 
     def _scale(self, module: str) -> float:
         rank = float(self._ranks.get(module, self._config["r"]))
         alpha = float(self._alphas.get(module, self._config["lora_alpha"]))
         return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
+
+
+def _ours(match: re.Match[str]) -> str:
+    return f"mlp.experts.{match[1]}.{_W[match[2]]}"
+
+
+def _model_type(source: Path) -> str:
+    """What kind of model the folder holds; packed weights cannot be added to."""
+    from tinkex.engine.model.published import quantization_of
+
+    config = _read_json(source / "config.json")
+    if (packing := quantization_of(config)) is not None:
+        raise NotSupportedError(
+            f"{source} holds {packing} weights, to which nothing can be added. Merge into the "
+            "unquantized checkpoint."
+        )
+    return str((config.get("text_config") or config).get("model_type"))
 
 
 def _check(config: Mapping[str, Any]) -> None:
@@ -149,8 +207,8 @@ def _write_weights(source: Path, output: Path, deltas: _Deltas) -> bool:
                 base = file.get_tensor(name)
                 if name == _HEAD and untie:
                     continue  # A stored copy of the embedding; the merged head replaces it.
-                tensors[name] = deltas.add(name, base) if name in deltas else base
-                if name == _EMBEDDING and untie:
+                tensors[name] = deltas.merged(name, base)
+                if name in _EMBEDDINGS and untie:
                     tensors[_HEAD] = deltas.add(_HEAD, base.clone())
         save_file(tensors, output / shard.name, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, shard.name)

@@ -33,6 +33,7 @@ from tinkex.engine.lora.operand import BatchLora, LoraAddend, LoraOperand
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.base_model import ModelConfig
 from tinkex.engine.model.decoder import Decoder, _Layer
+from tinkex.engine.model.mixture import Routing
 
 Operands = BatchLora | Mapping[str, LoraAddend]
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -42,7 +43,9 @@ def can_fuse(config: ModelConfig) -> bool:
     """Whether the kernels know this model's shape; the plain decoder serves the others."""
     head = config.head_size
     biased = config.out_bias or config.mlp_bias
-    return config.native and not biased and head in (32, 64, 128, 256)
+    plain = config.experts is None and config.delta is None and not config.sinks
+    odd = config.wide_qk_norm or config.attn_gate or config.qkv_clip is not None
+    return config.native and plain and not (biased or odd) and head in (32, 64, 128, 256)
 
 
 @dataclass(slots=True)
@@ -88,6 +91,7 @@ class CudaDecoder(Decoder):
         lora: LoraBatch | None = None,
         *,
         recompute: bool = False,
+        routing: Routing | None = None,
     ) -> Tensor:
         trains = torch.is_grad_enabled() and lora is not None and bool(lora.spans)
         if trains and isinstance(attend, PackedCausal):
@@ -162,7 +166,8 @@ class CudaDecoder(Decoder):
 
     def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
-        return angles_Th.cos(), angles_Th.sin()
+        factor = self.config.rope.attention_factor
+        return angles_Th.cos() * factor, angles_Th.sin() * factor
 
     def _split(
         self,

@@ -1,8 +1,9 @@
-"""Attention over a packed stream of sequences, for training and scoring.
+"""What happens between the tokens of a packed stream, for training and scoring.
 
 The decoder computes q, k and v and hands them to an `Attend`, which alone knows where sequences
-begin, what is masked, and whether keys are cached. `PackedCausal` serves whole sequences without a
-cache: each one attends to itself, nothing is padded. The sampler brings its own, paged one.
+begin, what is masked, and whether keys and states are cached. `PackedCausal` serves whole sequences
+without a cache: each one attends to itself, nothing is padded. The sampler brings its own, paged
+one.
 
 Shapes: T tokens of the packed stream, H query heads, K key/value heads, d head size.
 """
@@ -17,12 +18,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tinkex.engine.model.delta import DeltaWeights, mix, no_state
+from tinkex.engine.model.layers import wide
+
 
 class Attend(Protocol):
     """Owns masks and caches; called once per layer, in layer order."""
 
     def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         """Attention output [T, H, d]; softmax scale 1/sqrt(d)."""
+        ...
+
+
+@runtime_checkable
+class WideAttend(Attend, Protocol):
+    """Also what some families do between tokens: attention sinks, and delta layers."""
+
+    def __call__(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """A sink takes part in its head's softmax and adds nothing."""
+        ...
+
+    def recur(
+        self, layer_index: int, weights: DeltaWeights, x_TC: Tensor, g_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        """Output [T, H, v] of a delta layer; see `delta.mix`."""
         ...
 
 
@@ -51,7 +77,14 @@ class PackedCausal:
         self._runs = [(length, len(list(run))) for length, run in groupby(self.lengths)]
         self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         window = self.windows[layer_index] if self.windows else None
         # `split` and not slicing: its backward is one concatenation instead of a zero-filled
         # tensor of the whole stream per sequence.
@@ -59,14 +92,40 @@ class PackedCausal:
         pieces = zip(
             self._runs, q_THd.split(sizes), k_TKd.split(sizes), v_TKd.split(sizes), strict=True
         )
-        outputs = [self._run(length, count, window, q, k, v) for (length, count), q, k, v in pieces]
+        outputs = [
+            self._run(length, count, window, q, k, v, sinks_H)
+            for (length, count), q, k, v in pieces
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def recur(
+        self, layer_index: int, weights: DeltaWeights, x_TC: Tensor, g_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        sizes = [length * count for length, count in self._runs]
+        outputs = []
+        for (length, count), *inputs in zip(
+            self._runs, *(t.split(sizes) for t in (x_TC, g_TH, beta_TH)), strict=True
+        ):
+            x, g, beta = (t.unflatten(0, (count, length)) for t in inputs)
+            out_BLHv, _ = mix(weights, x, g, beta, no_state(weights.config, count, x))
+            outputs.append(out_BLHv.flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _run(
-        self, length: int, count: int, window: int | None, q: Tensor, k: Tensor, v: Tensor
+        self,
+        length: int,
+        count: int,
+        window: int | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         shape = (count, length)
         q_BHtd, k_BKtd, v_BKtd = (t.unflatten(0, shape).transpose(1, 2) for t in (q, k, v))
+        if sinks_H is not None:
+            seen = self._window_mask(length, window or length, q.device)
+            return attend_with_sinks(q_BHtd, k_BKtd, v_BKtd, seen, sinks_H).flatten(0, 1)
         mask = None
         if window is not None and window < length:
             mask = self._window_mask(length, window, q.device)
@@ -86,3 +145,19 @@ class PackedCausal:
             causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
             self._masks[length, window] = causal.triu(1 - window)
         return self._masks[length, window]
+
+
+def attend_with_sinks(
+    q_BHtd: Tensor, k_BKld: Tensor, v_BKld: Tensor, seen: Tensor, sinks_H: Tensor
+) -> Tensor:
+    """Attention [B, t, H, d] in which every head has one more logit, of a key without a value.
+
+    `seen` is true where a query may look, and broadcasts to [B, H, t, l].
+    """
+    share = q_BHtd.shape[1] // k_BKld.shape[1]
+    k_BHld, v_BHld = (t.repeat_interleave(share, dim=1) for t in (k_BKld, v_BKld))
+    scores = wide(q_BHtd @ k_BHld.transpose(-1, -2)) * q_BHtd.shape[-1] ** -0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    return (shares.to(v_BHld.dtype) @ v_BHld).transpose(1, 2)

@@ -1,167 +1,46 @@
 """Say what a base model is and find it: config values, resolution of names, loading.
 
-`ModelConfig` holds everything the decoder needs to know, whether it came from a Hugging Face
-`config.json` or from GGUF metadata. A name resolves to a folder or file in this order: a local
-path, the Hugging Face cache, the bundled default model, the Hugging Face hub. Weights are read by
-`weights.py`; nothing here touches a tensor.
+What a model is comes from its `config.json` (`families.py`) or from GGUF metadata. A name resolves
+to a folder or file in this order: a local path, the Hugging Face cache, the bundled default model,
+the Hugging Face hub. Weights are read by `weights.py`; nothing here touches a tensor.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinkex.engine.model import default_model
+from tinkex.engine.model.families import FAMILIES, config_from_hf
 from tinkex.engine.model.gguf import GgufFile
+from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
-NATIVE_ARCHS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+__all__ = [
+    "NATIVE_ARCHS",
+    "ModelConfig",
+    "ModelSource",
+    "RopeConfig",
+    "config_from_gguf",
+    "config_from_hf",
+    "resolve",
+]
+
+NATIVE_ARCHS = frozenset(FAMILIES)
 """Model types that our packed decoder computes itself; SmolLM2 is a `llama`."""
-_ROPE_TYPES = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: its base, and how it is stretched for longer contexts."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in _ROPE_TYPES:
-            raise NotSupportedError(
-                f"rope scaling {self.kind!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """The shape of one causal language model."""
-
-    arch: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    mlp_size: int
-    norm_eps: float
-    rope: RopeConfig
-    max_context_length: int
-    tied_head: bool = False
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    windows: tuple[int | None, ...] = ()
-    """Per layer: the attention window in tokens, None for full causal. Empty: full everywhere."""
-    eos_token_ids: tuple[int, ...] = ()
-    native: bool = True
-    """False: the transformers implementation runs this model behind the same interface."""
-
-    def window(self, layer_index: int) -> int | None:
-        return self.windows[layer_index] if self.windows else None
-
-
-# --------------------------------------------------------------------------------- from HF configs
-
-
-def config_from_hf(
-    raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None
-) -> ModelConfig:
-    """Read a `config.json` (transformers 4 or 5 spelling), with the end tokens of generation."""
-    raw = raw.get("text_config") or raw
-    arch = str(raw.get("model_type", "unknown"))
-    num_heads = int(raw.get("num_attention_heads") or raw.get("n_head") or 0)
-    hidden_size = int(raw.get("hidden_size") or raw.get("n_embd") or 0)
-    num_layers = int(raw.get("num_hidden_layers") or raw.get("n_layer") or 0)
-    if not (num_heads and hidden_size and num_layers and raw.get("vocab_size")):
-        raise NotSupportedError(
-            f"model type {arch!r} is not supported: its config.json names no hidden size, layers, "
-            "attention heads or vocabulary"
-        )
-    attention_bias = bool(raw.get("attention_bias", False))
-    native = arch in NATIVE_ARCHS and _is_plain(raw)
-    return ModelConfig(
-        arch=arch,
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-        head_size=int(raw.get("head_dim") or hidden_size // num_heads),
-        mlp_size=int(raw.get("intermediate_size") or 4 * hidden_size),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope_from_hf(raw) if native else RopeConfig(),
-        max_context_length=int(
-            raw.get("max_position_embeddings") or raw.get("n_positions") or 2048
-        ),
-        tied_head=bool(raw.get("tie_word_embeddings", arch not in NATIVE_ARCHS)),
-        qkv_bias=arch == "qwen2" or attention_bias,
-        out_bias=attention_bias and arch in ("llama", "qwen3"),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=arch == "qwen3",
-        windows=_windows_from_hf(raw, arch, num_layers),
-        eos_token_ids=_eos_ids(raw, generation or {}),
-        native=native,
-    )
-
-
-def _is_plain(raw: Mapping[str, Any]) -> bool:
-    """True when nothing in the config leaves the arithmetic of our decoder."""
-    rope = raw.get("rope_parameters") or {}
-    partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
-    return raw.get("hidden_act", "silu") == "silu" and float(partial) == 1.0
-
-
-def _rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    return RopeConfig(
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        kind=kind,
-        factor=float(scaling.get("factor") or 1.0),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        original_max_position=int(scaling.get("original_max_position_embeddings") or 8192),
-    )
-
-
-def _windows_from_hf(raw: Mapping[str, Any], arch: str, num_layers: int) -> tuple[int | None, ...]:
-    # The defaults of absent keys are those of transformers.
-    window = raw.get("sliding_window", 4096 if arch in NATIVE_ARCHS - {"llama"} else None)
-    if window is None or not raw.get("use_sliding_window", arch not in ("qwen2", "qwen3")):
-        return ()
-    if layer_types := raw.get("layer_types"):
-        return tuple(int(window) if kind == "sliding_attention" else None for kind in layer_types)
-    first = int(raw.get("max_window_layers", 28)) if arch in ("qwen2", "qwen3") else 0
-    return tuple(int(window) if index >= first else None for index in range(num_layers))
-
-
-def _eos_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-    if eos is None:
-        return ()
-    return tuple(int(i) for i in eos) if isinstance(eos, list) else (int(eos),)
+_GGUF_ARCHS = sorted(arch for arch, family in FAMILIES.items() if family.in_gguf)
 
 
 def config_from_gguf(file: GgufFile) -> ModelConfig:
     """Read the metadata of a GGUF file of a native architecture."""
     meta = file.metadata
     arch = str(meta["general.architecture"])
-    if arch not in NATIVE_ARCHS:
+    if arch not in _GGUF_ARCHS:
         raise NotSupportedError(
             f"{file.path} holds a {arch!r} model; GGUF files are read for "
-            f"{', '.join(sorted(NATIVE_ARCHS))}. Use the safetensors folder of the model instead."
+            f"{', '.join(_GGUF_ARCHS)}. Use the safetensors folder of the model instead."
         )
     if (kind := meta.get(f"{arch}.rope.scaling.type", "none")) not in ("none", "linear"):
         raise NotSupportedError(f"{file.path} uses rope scaling {kind!r}, which is not read")

@@ -1,7 +1,8 @@
-"""One compact decoder for the Llama family, on flat packed tokens.
+"""One compact decoder for every native family, on flat packed tokens.
 
-The decoder computes everything of a transformer but attention itself, which an `Attend` supplies
-together with its masks and caches: the trainer passes whole sequences, the sampler a paged cache,
+A layer is a mixer (attention, or a gated delta rule) and an MLP (dense, or a mixture of experts).
+The decoder computes everything but what happens between tokens, which an `Attend` supplies together
+with its masks, caches and states: the trainer passes whole sequences, the sampler a paged cache,
 and both get the same numbers. Tokens of many sequences and tenants lie in one stream; a `LoraBatch`
 says whose rows are whose. Base weights are frozen: fp32 on a CPU (bf16 matmuls can kill the process
 there), bf16 on CUDA, while adapters and reductions stay fp32.
@@ -32,9 +33,13 @@ from tinkex.engine.lora.adapter import (
     low_rank_backward,
     low_rank_inner,
 )
-from tinkex.engine.model.attention import Attend
-from tinkex.engine.model.base_model import ModelConfig, ModelSource, RopeConfig, resolve
-from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate
+from tinkex.engine.model.attention import Attend, WideAttend
+from tinkex.engine.model.base_model import ModelSource, resolve
+from tinkex.engine.model.delta import DeltaWeights
+from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate, wide
+from tinkex.engine.model.loading import Loader, check_room
+from tinkex.engine.model.mixture import MixtureWeights, Routing, mixture, mixture_targets
+from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import WeightReader, open_weights
 from tinkex.errors import ConfigError
 
@@ -59,6 +64,7 @@ class DecoderLike(Protocol):
         lora: LoraBatch | None = None,
         *,
         recompute: bool = False,
+        routing: Routing | None = None,
     ) -> Tensor: ...
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor: ...
@@ -72,16 +78,21 @@ class DecoderLike(Protocol):
 class _Layer:
     attn_norm: Tensor
     qkv: Tensor
+    """Of a delta layer: queries, keys, values, then gate, strength and decay."""
     qkv_bias: Tensor | None
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor
+    """Of a mixture: all experts', [E, ...]; so too `down`."""
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None = None
+    delta: DeltaWeights | None = None
+    mixture: MixtureWeights | None = None
 
 
 class Decoder:
@@ -100,14 +111,15 @@ class Decoder:
         self.config = config
         self.device = torch.device(device)
         self.dtype = compute_dtype(self.device, dtype)
-        read = _Reader(weights, self.device, self.dtype)
+        read = Loader(config, weights, self.device, self.dtype)
         self.embed_VD = read.one("model.embed_tokens.weight")
-        self.layers = [_read_layer(read, config, index) for index in range(config.num_layers)]
-        self.final_norm_D = read.one("model.norm.weight")
+        self.layers = [_read_layer(read, index) for index in range(config.num_layers)]
+        self.final_norm_D = read.norm("model.norm.weight")
         self.head_VD = self.embed_VD if config.tied_head else read.one("lm_head.weight")
         self.targets: Mapping[str, Target] = native_targets(config)
         self.uncovered: Mapping[Kind, str] = {}
-        self._inv_freq_h = rope_frequencies(config.rope, config.head_size).to(self.device)
+        rotary_size = config.rotary_size or config.head_size
+        self._inv_freq_h = rope_frequencies(config.rope, rotary_size).to(self.device)
 
     def forward(
         self,
@@ -117,20 +129,21 @@ class Decoder:
         lora: LoraBatch | None = None,
         *,
         recompute: bool = False,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states [T, D] behind the final norm, ready for `head`.
 
-        `recompute` keeps one tensor per layer and redoes the layer in the backward pass.
+        `recompute` keeps one tensor per layer and redoes the layer in the backward pass. `routing`
+        learns, or says, which experts of a mixture the rows pass.
         """
         x_TD = F.embedding(tokens_T, self.embed_VD)
         cos_Th, sin_Th = self._rope(positions_T)
         for index in range(self.config.num_layers):
             if recompute and torch.is_grad_enabled():
-                x_TD = checkpoint(
-                    self._layer, index, x_TD, cos_Th, sin_Th, attend, lora, use_reentrant=False
-                )
+                args = (index, x_TD, cos_Th, sin_Th, attend, lora, routing)
+                x_TD = checkpoint(self._layer, *args, use_reentrant=False)
             else:
-                x_TD = self._layer(index, x_TD, cos_Th, sin_Th, attend, lora)
+                x_TD = self._layer(index, x_TD, cos_Th, sin_Th, attend, lora, routing)
         return rms_norm(x_TD, self.final_norm_D, self.config.norm_eps)
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
@@ -152,12 +165,20 @@ class Decoder:
     def matrices(self) -> Iterator[Tensor]:
         """Every weight matrix that a token is multiplied with."""
         for layer in self.layers:
-            yield from (layer.qkv, layer.out, layer.gate_up, layer.down)
+            yield from (layer.qkv, layer.out)
+            if layer.mixture is None:
+                yield from (layer.gate_up, layer.down)
+            elif layer.mixture.shared_gate_up is not None and layer.mixture.shared_down is not None:
+                yield from (layer.mixture.shared_gate_up, layer.mixture.shared_down)
         yield self.head_VD
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
-        return angles_Th.cos().to(self.dtype), angles_Th.sin().to(self.dtype)
+        factor = self.config.rope.attention_factor
+        cos_Th, sin_Th = angles_Th.cos(), angles_Th.sin()
+        if factor != 1.0:
+            cos_Th, sin_Th = cos_Th * factor, sin_Th * factor
+        return cos_Th.to(self.dtype), sin_Th.to(self.dtype)
 
     def _layer(
         self,
@@ -167,32 +188,69 @@ class Decoder:
         sin_Th: Tensor,
         attend: Attend,
         lora: LoraBatch | None,
+        routing: Routing | None = None,
     ) -> Tensor:
         config, layer = self.config, self.layers[index]
         eps = config.norm_eps
         slots = _slots(lora, f"{index}.qkv")
         qkv = norm_linear(x_TD, layer.attn_norm, eps, layer.qkv, layer.qkv_bias, slots)
-        q, k, v = self._rotated(layer, qkv, cos_Th, sin_Th)
-        mixed = attend(index, q, k, v).flatten(1)
+        if layer.delta is not None:
+            mixed = self._delta(index, layer.delta, qkv, attend)
+        else:
+            q, k, v, gate = self._heads(layer, qkv, cos_Th, sin_Th)
+            if layer.sinks is None:
+                mixed = attend(index, q, k, v)
+            else:
+                assert isinstance(attend, WideAttend)
+                mixed = attend(index, q, k, v, layer.sinks)
+            mixed = (mixed if gate is None else mixed * gate.sigmoid()).flatten(1)
         x_TD = linear(mixed, layer.out, layer.out_bias, _slots(lora, f"{index}.o"), x_TD)
+        if layer.mixture is not None:
+            assert config.experts is not None
+            y_TD = rms_norm(x_TD, layer.mlp_norm, eps)
+            return x_TD + mixture(config.experts, layer.mixture, index, y_TD, lora, routing)
         slots = _slots(lora, f"{index}.gate_up")
         gate_up = norm_linear(x_TD, layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, slots)
         slots = _slots(lora, f"{index}.down")
         return glu_linear(gate_up, layer.down, layer.down_bias, slots, x_TD)
 
-    def _rotated(
+    def _delta(self, index: int, weights: DeltaWeights, fused: Tensor, attend: Attend) -> Tensor:
+        """What a delta layer hands to its output linear."""
+        assert isinstance(attend, WideAttend)
+        delta = weights.config
+        sizes = (delta.channels, delta.values, delta.value_heads, delta.value_heads)
+        x_TC, z_T, b_TH, a_TH = fused.split(sizes, dim=1)
+        out_THv = attend.recur(index, weights, x_TC, *weights.gates(b_TH, a_TH))
+        normed_THv = rms_norm(out_THv, weights.norm_v, self.config.norm_eps)
+        gate_THv = F.silu(wide(z_T)).view_as(normed_THv)
+        return (normed_THv * gate_THv).to(fused.dtype).flatten(1)
+
+    def _heads(
         self, layer: _Layer, qkv: Tensor, cos_Th: Tensor, sin_Th: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values, normed and rotated as the family does, and the heads' gate."""
         config = self.config
-        num_q, num_kv = config.num_heads, config.num_kv_heads
-        if layer.q_norm is None or layer.k_norm is None:
+        num_q, num_kv, size = config.num_heads, config.num_kv_heads, config.head_size
+        if not config.qk_norm and config.qkv_clip is None:
             qkv = rotate(qkv, num_q + num_kv, cos_Th, sin_Th)
-        heads_Tnd = qkv.unflatten(1, (-1, config.head_size))
-        q_THd, k_TKd, v_TKd = heads_Tnd.split([num_q, num_kv, num_kv], dim=1)
+            q_THd, k_TKd, v_TKd = qkv.unflatten(1, (-1, size)).split([num_q, num_kv, num_kv], 1)
+            return q_THd, k_TKd, v_TKd, None
+        gate_THd = None
+        q_T, k_T, v_T = qkv.split(
+            [num_q * size * (1 + config.attn_gate), num_kv * size, num_kv * size], dim=1
+        )
+        if config.attn_gate:
+            q_T, gate_THd = q_T.unflatten(1, (num_q, 2 * size)).chunk(2, dim=-1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q_THd = rotate(rms_norm(q_THd, layer.q_norm, config.norm_eps), num_q, cos_Th, sin_Th)
-            k_TKd = rotate(rms_norm(k_TKd, layer.k_norm, config.norm_eps), num_kv, cos_Th, sin_Th)
-        return q_THd, k_TKd, v_TKd
+            if not config.wide_qk_norm:
+                q_T, k_T = (t.unflatten(1, (-1, size)) if t.ndim == 2 else t for t in (q_T, k_T))
+            q_T = rms_norm(q_T, layer.q_norm, config.norm_eps)
+            k_T = rms_norm(k_T, layer.k_norm, config.norm_eps)
+        if (clip := config.qkv_clip) is not None:
+            q_T, k_T, v_T = (t.clamp(-clip, clip) for t in (q_T, k_T, v_T))
+        q_T, k_T = rotate(q_T, num_q, cos_Th, sin_Th), rotate(k_T, num_kv, cos_Th, sin_Th)
+        q_THd, k_TKd, v_TKd = (t.view(len(t), -1, size) for t in (q_T, k_T, v_T))
+        return q_THd, k_TKd, v_TKd, gate_THd
 
 
 def _slots(lora: LoraBatch | None, key: str) -> tuple[Slot, ...]:
@@ -216,6 +274,8 @@ def rope_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
     inv_freq_h = 1.0 / rope.theta ** (torch.arange(0, head_size, 2).float() / head_size)
     if rope.kind == "linear":
         return inv_freq_h / rope.factor
+    if rope.kind == "yarn":
+        return _yarn_frequencies(rope, inv_freq_h, head_size)
     if rope.kind != "llama3":
         return inv_freq_h
     # Llama 3.1: long wavelengths are stretched, short ones kept, those between blended.
@@ -226,6 +286,22 @@ def rope_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
     return (1 - blend_h) * inv_freq_h / rope.factor + blend_h * inv_freq_h
 
 
+def _yarn_frequencies(rope: RopeConfig, inv_freq_h: Tensor, size: int) -> Tensor:
+    """YaRN: pairs that turn often are kept, those that turn seldom stretched, a ramp between."""
+
+    def pair_that_turns(turns: float) -> float:
+        length = rope.original_max_position / (turns * 2 * math.pi)
+        return size * math.log(length) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp_h = (torch.arange(size // 2).float() - low) / max(high - low, 0.001)
+    stretched_h = ramp_h.clamp(0, 1)
+    return inv_freq_h / rope.factor * stretched_h + inv_freq_h * (1 - stretched_h)
+
+
 # --------------------------------------------------------------------------------------- loading
 
 
@@ -233,11 +309,20 @@ def native_targets(config: ModelConfig) -> dict[str, Target]:
     """Every linear of our decoder that can carry an adapter, fused the way it is computed."""
     hidden, mlp = config.hidden_size, config.mlp_size
     q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    gated = q * (1 + config.attn_gate)
     targets: dict[str, Target] = {}
     for index in range(config.num_layers):
-        attn, ffn = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-        targets[f"{index}.qkv"] = _target(hidden, "attn", attn, q_proj=q, k_proj=kv, v_proj=kv)
-        targets[f"{index}.o"] = _target(q, "attn", attn, o_proj=hidden)
+        layer = f"model.layers.{index}"
+        attn, ffn = f"{layer}.self_attn", f"{layer}.mlp"
+        if config.has_delta(index):
+            targets |= _delta_targets(config, index, f"{layer}.linear_attn")
+        else:
+            sizes = {"q_proj": gated, "k_proj": kv, "v_proj": kv}
+            targets[f"{index}.qkv"] = _target(hidden, "attn", attn, **sizes)
+            targets[f"{index}.o"] = _target(q, "attn", attn, o_proj=hidden)
+        if config.has_experts(index):
+            targets |= dict(mixture_targets(config, index))
+            continue
         targets[f"{index}.gate_up"] = _target(hidden, "mlp", ffn, gate_proj=mlp, up_proj=mlp)
         targets[f"{index}.down"] = _target(mlp, "mlp", ffn, down_proj=hidden)
     head = TargetPart("lm_head", "unembed", 0, config.vocab_size)
@@ -253,40 +338,48 @@ def _target(in_size: int, kind: Kind, prefix: str, **out_sizes: int) -> Target:
     return Target(in_size, tuple(parts))
 
 
-class _Reader:
-    """Reads weights and puts them where and in which type the decoder wants them."""
+def _delta_targets(config: ModelConfig, index: int, prefix: str) -> dict[str, Target]:
+    delta = config.delta
+    assert delta is not None
+    sizes = {
+        "in_proj_qkv": delta.channels,
+        "in_proj_z": delta.values,
+        "in_proj_b": delta.value_heads,
+        "in_proj_a": delta.value_heads,
+    }
+    return {
+        f"{index}.qkv": _target(config.hidden_size, "attn", prefix, **sizes),
+        f"{index}.o": _target(delta.values, "attn", prefix, out_proj=config.hidden_size),
+    }
 
-    def __init__(self, weights: WeightReader, device: torch.device, dtype: torch.dtype) -> None:
-        self._weights, self._device, self._dtype = weights, device, dtype
 
-    def one(self, name: str) -> Tensor:
-        return self._weights.read(name).to(self._device, self._dtype).contiguous()
-
-    def fused(self, prefix: str, names: tuple[str, ...], suffix: str) -> Tensor:
-        return torch.cat([self.one(f"{prefix}{name}.{suffix}") for name in names])
+_DELTA_IN = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+_QKV = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v"))
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
-def _read_layer(read: _Reader, config: ModelConfig, index: int) -> _Layer:
-    prefix = f"model.layers.{index}."
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    gate_up = ("mlp.gate_proj", "mlp.up_proj")
-
-    def bias(names: tuple[str, ...], present: bool) -> Tensor | None:
-        return read.fused(prefix, names, "bias") if present else None
-
+def _read_layer(read: Loader, index: int) -> _Layer:
+    prefix, config = f"model.layers.{index}.", read.config
+    delta = read.delta(prefix) if config.has_delta(index) else None
+    block = read.mixture(prefix) if config.has_experts(index) else None
+    qkv, out = (_QKV, "self_attn.o_proj") if delta is None else (_DELTA_IN, "linear_attn.out_proj")
+    dense = block is None
     return _Layer(
-        attn_norm=read.one(prefix + "input_layernorm.weight"),
+        attn_norm=read.norm(prefix + "input_layernorm.weight"),
         qkv=read.fused(prefix, qkv, "weight"),
-        qkv_bias=bias(qkv, config.qkv_bias),
-        out=read.one(prefix + "self_attn.o_proj.weight"),
-        out_bias=bias(("self_attn.o_proj",), config.out_bias),
-        mlp_norm=read.one(prefix + "post_attention_layernorm.weight"),
-        gate_up=read.fused(prefix, gate_up, "weight"),
-        gate_up_bias=bias(gate_up, config.mlp_bias),
-        down=read.one(prefix + "mlp.down_proj.weight"),
-        down_bias=bias(("mlp.down_proj",), config.mlp_bias),
-        q_norm=read.one(prefix + "self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=read.one(prefix + "self_attn.k_norm.weight") if config.qk_norm else None,
+        qkv_bias=read.maybe_fused(prefix, qkv, "bias"),
+        out=read.one(f"{prefix}{out}.weight"),
+        out_bias=read.maybe(f"{prefix}{out}.bias"),
+        mlp_norm=read.norm(prefix + "post_attention_layernorm.weight"),
+        gate_up=read.fused(prefix, _GATE_UP, "weight") if block is None else block.gate_up_EXD,
+        gate_up_bias=read.maybe_fused(prefix, _GATE_UP, "bias") if dense else None,
+        down=read.one(prefix + "mlp.down_proj.weight") if block is None else block.down_EDM,
+        down_bias=read.maybe(prefix + "mlp.down_proj.bias") if dense else None,
+        q_norm=read.maybe_norm(prefix + "self_attn.q_norm.weight"),
+        k_norm=read.maybe_norm(prefix + "self_attn.k_norm.weight"),
+        sinks=read.maybe(prefix + "self_attn.sinks"),
+        delta=delta,
+        mixture=block,
     )
 
 
@@ -303,7 +396,10 @@ def load_decoder(
         from tinkex.engine.model.foreign import ForeignDecoder
 
         return ForeignDecoder(source, config, device=device, dtype=dtype)
-    return _decoder_class(config, device)(config, open_weights(source), device=device, dtype=dtype)
+    device = torch.device(device)
+    check_room(config, source.name, device, compute_dtype(device, dtype))
+    kind = _decoder_class(config, device)
+    return kind(config, open_weights(source, config), device=device, dtype=dtype)
 
 
 def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:

@@ -25,6 +25,7 @@ from tinkex.engine.model.base_model import ModelConfig, ModelSource
 from tinkex.engine.model.decoder import compute_dtype
 from tinkex.engine.model.experts import Experts, is_experts
 from tinkex.engine.model.layers import linear
+from tinkex.engine.model.mixture import Routing
 from tinkex.errors import NotSupportedError
 
 _BACKEND = "tinkex"
@@ -80,7 +81,9 @@ class ForeignDecoder:
         lora: LoraBatch | None = None,
         *,
         recompute: bool = False,
+        routing: Routing | None = None,
     ) -> Tensor:
+        """`routing` is not known here: transformers' routers are out of sight."""
         self._num_attended = 0
         self._recompute = recompute and torch.is_grad_enabled()
         with self._using(_Batch(attend, lora, len(tokens_T))):

@@ -35,6 +35,11 @@ def _flat(slots: Sequence[Slot]) -> list[Tensor]:
 # ---------------------------------------------------------------------------------------- norm
 
 
+def wide(x: Tensor) -> Tensor:
+    """At least fp32: reductions are never done in less, and never in less than the model has."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension; reductions in fp32."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -45,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     # Three small kernels instead of square, mean (which is two) and add: a decode step on a CPU has
     # sixty of these, each after a stream of weights has emptied the processor's cache.
-    norm = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True)
     return torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
@@ -56,12 +61,12 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 def _normalize(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    return (x.float() * inverse).to(x.dtype).mul_(weight)
+    return (wide(x) * inverse).to(x.dtype).mul_(weight)
 
 
 def _norm_backward(dn: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
-    unit = x.float() * inverse
-    g = dn.float() * weight
+    unit = wide(x) * inverse
+    g = wide(dn) * weight
     inner = (g * unit).mean(-1, keepdim=True)
     return g.sub_(unit.mul_(inner)).mul_(inverse).to(x.dtype)
 
@@ -261,7 +266,8 @@ def rotate(x_T: Tensor, num_heads: int, cos_Th: Tensor, sin_Th: Tensor) -> Tenso
     """Rotate the first `num_heads` heads of each row by its position, in place.
 
     `x_T` is [T, heads * d] or [T, heads, d] and no view of another tensor (autograd would have to
-    rewrite its base); `cos_Th` and `sin_Th` hold half a head.
+    rewrite its base); `cos_Th` and `sin_Th` hold half a head. Where they hold less and `x_T` is
+    [T, heads, d], only that part of each head is rotated.
     """
     if torch.is_grad_enabled() and x_T.requires_grad:
         return _apply(_Rotate, x_T, num_heads, cos_Th, sin_Th)
@@ -270,8 +276,8 @@ def rotate(x_T: Tensor, num_heads: int, cos_Th: Tensor, sin_Th: Tensor) -> Tenso
 
 def _rotate_inplace(x_T: Tensor, num_heads: int, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
     num_rows, half = cos_Th.shape
-    heads_Tnd = x_T.view(num_rows, -1, 2 * half)[:, :num_heads]
-    left, right = heads_Tnd.chunk(2, dim=-1)
+    heads_Tnd = x_T if x_T.ndim == 3 else x_T.view(num_rows, -1, 2 * half)
+    left, right = heads_Tnd[:, :num_heads, : 2 * half].chunk(2, dim=-1)
     cos, sin = cos_Th.unsqueeze(1), sin_Th.unsqueeze(1)
     turned = left * sin
     left.mul_(cos).addcmul_(right, sin, value=-1)

@@ -37,12 +37,12 @@ def pack(weights: Iterable[Tensor]) -> bool:
     if not chosen or not torch.backends.mkldnn.is_available():
         return False
     needed_bytes = sum(w.numel() * w.element_size() for w in missing)
-    if needed_bytes > _free_bytes() // 2:
+    if needed_bytes > free_bytes() // 2:
         log.warning(
             "sampling uses plain weights: packed copies need %d MiB, half of the free memory is "
             "%d MiB",
             needed_bytes >> 20,
-            _free_bytes() >> 21,
+            free_bytes() >> 21,
         )
         return False
     with torch.no_grad():
@@ -52,7 +52,7 @@ def pack(weights: Iterable[Tensor]) -> bool:
     return True
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory that new allocations can take: free, or held by the file cache."""
     try:
         with open("/proc/meminfo") as lines:

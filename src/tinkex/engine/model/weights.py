@@ -1,8 +1,9 @@
 """Read base-model weights, one tensor at a time, under their Hugging Face names.
 
-Three readers share one interface (`names`, `read`): safetensors folders (one file or shards), GGUF
-files, and random weights of a given shape for tests and benchmarks. The decoder asks for what it
-needs by name, so fusing or widening one matrix never holds a second copy of the whole model.
+Three readers share one interface (`names`, `read`): safetensors folders (one file or shards, in the
+ways of `published.py`), GGUF files, and random weights of a given shape for tests and benchmarks.
+The decoder asks for what it needs by name, so fusing or widening one matrix never holds a second
+copy of the whole model.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tinkex.engine.model.base_model import ModelConfig, ModelSource
+from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.gguf import GgufFile, unpermute_rope_rows
+from tinkex.engine.model.published import PublishedWeights, text_names
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.errors import InvalidInputError
 
 
@@ -26,11 +29,12 @@ class WeightReader(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-def open_weights(source: ModelSource) -> WeightReader:
+def open_weights(source: ModelSource, config: ModelConfig | None = None) -> WeightReader:
+    config = config or source.config()
     if source.is_gguf:
-        file = GgufFile(source.path)
-        return GgufWeights(file, source.config())
-    return SafetensorsWeights(source.path)
+        return GgufWeights(GgufFile(source.path), config)
+    files = SafetensorsWeights(source.path)
+    return PublishedWeights(text_names(files.names()), files.read, config, source.name)
 
 
 class SafetensorsWeights:
@@ -53,16 +57,27 @@ class SafetensorsWeights:
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Read from the header alone."""
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
     def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._handle(name).get_tensor(name)
+        return tensor
+
+    def _handle(self, name: str) -> Any:
         path = self._files.get(name)
         if path is None:
             raise InvalidInputError(
                 f"the weights hold no tensor {name!r}; are the shards complete?"
             )
+        if not path.is_file():
+            raise InvalidInputError(
+                f"{path.name} is missing in {path.parent}; the index names it for {name!r}"
+            )
         if path not in self._handles:
             self._handles[path] = _open(path)
-        tensor: Tensor = self._handles[path].get_tensor(name)
-        return tensor
+        return self._handles[path]
 
 
 def _open(path: Path) -> Any:
@@ -131,45 +146,100 @@ class RandomWeights:
     """Plausible random weights of a config's shape; equal seeds give equal weights."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, device: str = "cpu") -> None:
-        self._shapes = dict(_shapes(config))
+        self._shapes = dict(expected_shapes(config))
         self._generator = torch.Generator(device).manual_seed(seed)
         self._device = device
+        self._norm_offset = config.norm_offset
 
     def names(self) -> Iterator[str]:
         return iter(self._shapes)
 
     def read(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        if name.endswith("norm.weight"):
-            return torch.ones(shape, device=self._device)
+        if name.endswith(("norm.weight", "A_log", "dt_bias")):
+            # Weights stored as their distance from one are small; all others are near one.
+            fill = 0.0 if self._norm_offset and "linear_attn" not in name else 1.0
+            return torch.full(shape, fill, device=self._device)
         noise = torch.randn(shape, generator=self._generator, device=self._device)
-        return noise * (0.02 if len(shape) == 2 else 0.01)
+        return noise * (0.01 if len(shape) == 1 else 0.02)
 
 
-def _shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, head = config.hidden_size, config.head_size
-    q, kv, mlp = config.num_heads * head, config.num_kv_heads * head, config.mlp_size
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a native model, under our names; the experts of a block are one tensor."""
+    hidden = config.hidden_size
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
-    linears = {
-        "self_attn.q_proj": (q, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q, config.out_bias),
-        "mlp.gate_proj": (mlp, hidden, config.mlp_bias),
-        "mlp.up_proj": (mlp, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, mlp, config.mlp_bias),
-    }
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
         yield prefix + "input_layernorm.weight", (hidden,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        if config.qk_norm:
-            yield prefix + "self_attn.q_norm.weight", (head,)
-            yield prefix + "self_attn.k_norm.weight", (head,)
-        for name, (rows, columns, bias) in linears.items():
-            yield f"{prefix}{name}.weight", (rows, columns)
-            if bias:
-                yield f"{prefix}{name}.bias", (rows,)
+        parts = (
+            _delta_shapes(config) if config.has_delta(index) else _attention_shapes(config),
+            _mixture_shapes(config) if config.has_experts(index) else _mlp_shapes(config),
+        )
+        for part in parts:
+            for name, shape in part:
+                yield prefix + name, shape
     yield "model.norm.weight", (hidden,)
     if not config.tied_head:
         yield "lm_head.weight", (config.vocab_size, hidden)
+
+
+_Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _linear(name: str, rows: int, columns: int, bias: bool) -> _Shapes:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _attention_shapes(config: ModelConfig) -> _Shapes:
+    hidden, head = config.hidden_size, config.head_size
+    q, kv = config.num_heads * head, config.num_kv_heads * head
+    gated = q * (1 + config.attn_gate)
+    if config.qk_norm:
+        yield "self_attn.q_norm.weight", (q if config.wide_qk_norm else head,)
+        yield "self_attn.k_norm.weight", (kv if config.wide_qk_norm else head,)
+    if config.sinks:
+        yield "self_attn.sinks", (config.num_heads,)
+    yield from _linear("self_attn.q_proj", gated, hidden, config.qkv_bias)
+    yield from _linear("self_attn.k_proj", kv, hidden, config.qkv_bias)
+    yield from _linear("self_attn.v_proj", kv, hidden, config.qkv_bias)
+    yield from _linear("self_attn.o_proj", hidden, q, config.out_bias)
+
+
+def _delta_shapes(config: ModelConfig) -> _Shapes:
+    delta, hidden = config.delta, config.hidden_size
+    assert delta is not None
+    yield "linear_attn.conv1d.weight", (delta.channels, 1, delta.conv_width)
+    yield "linear_attn.A_log", (delta.value_heads,)
+    yield "linear_attn.dt_bias", (delta.value_heads,)
+    yield "linear_attn.norm.weight", (delta.value_size,)
+    yield from _linear("linear_attn.in_proj_qkv", delta.channels, hidden, False)
+    yield from _linear("linear_attn.in_proj_z", delta.values, hidden, False)
+    yield from _linear("linear_attn.in_proj_b", delta.value_heads, hidden, False)
+    yield from _linear("linear_attn.in_proj_a", delta.value_heads, hidden, False)
+    yield from _linear("linear_attn.out_proj", hidden, delta.values, False)
+
+
+def _mlp_shapes(config: ModelConfig) -> _Shapes:
+    hidden, size, bias = config.hidden_size, config.mlp_size, config.mlp_bias
+    yield from _linear("mlp.gate_proj", size, hidden, bias)
+    yield from _linear("mlp.up_proj", size, hidden, bias)
+    yield from _linear("mlp.down_proj", hidden, size, bias)
+
+
+def _mixture_shapes(config: ModelConfig) -> _Shapes:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    yield from _linear("mlp.gate", experts.count, hidden, experts.biased)
+    yield "mlp.experts.gate_up_proj", (experts.count, 2 * experts.size, hidden)
+    yield "mlp.experts.down_proj", (experts.count, hidden, experts.size)
+    if experts.biased:
+        yield "mlp.experts.gate_up_proj_bias", (experts.count, 2 * experts.size)
+        yield "mlp.experts.down_proj_bias", (experts.count, hidden)
+    if size := experts.shared_size:
+        yield from _linear("mlp.shared_expert.gate_proj", size, hidden, False)
+        yield from _linear("mlp.shared_expert.up_proj", size, hidden, False)
+        yield from _linear("mlp.shared_expert.down_proj", hidden, size, False)
+        yield "mlp.shared_expert_gate.weight", (1, hidden)

@@ -1,6 +1,7 @@
 """Attention over a paged KV cache: where keys and values are written, and how they are read.
 
-`PagedCache` owns the memory, `PagedAttend` is the `Attend` of one pass of the sampler. Tokens that
+`PagedCache` owns the memory, `PagedAttend` is the `Attend` of one pass of the sampler; what delta
+layers keep instead of keys and values is in `states`. Tokens that
 are alone in their chunk (decoding sequences) attend in groups of similar length, so that padding
 stays small; a longer chunk of a prompt attends by itself. Knows blocks and lengths, not samples or
 adapters. `begin` prepares masks and indexes once; the call per layer does only device work.
@@ -11,7 +12,7 @@ block, N blocks, B sequences of a group, L keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,19 +21,23 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkex.engine.model.base_model import ModelConfig
+from tinkex.engine.model.attention import attend_with_sinks
+from tinkex.engine.model.delta import DeltaWeights, mix
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.sample.scheduler import Chunk
+from tinkex.engine.sample.states import StateCache
 
 _SPREAD = 0.6
 """A group holds sequences at least this long, relative to its longest."""
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    return 2 * config.num_layers * config.num_kv_heads * config.head_size * dtype.itemsize
+    num_layers = max(1, len(config.attention_layers))
+    return 2 * num_layers * config.num_kv_heads * config.head_size * dtype.itemsize
 
 
 class PagedCache:
-    """Keys and values of all layers, in blocks."""
+    """Keys and values of all layers that have them, in blocks."""
 
     def __init__(
         self,
@@ -43,7 +48,10 @@ class PagedCache:
         dtype: torch.dtype,
     ) -> None:
         self.config, self.block_size = config, block_size
-        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_size)
+        layers = config.attention_layers
+        self.place = {layer: at for at, layer in enumerate(layers)}
+        """Where in `k` and `v` a layer's are."""
+        shape = (len(layers), num_blocks, block_size, config.num_kv_heads, config.head_size)
         self.k = _zeros(shape, device, dtype)
         self.v = _zeros(shape, device, dtype)
 
@@ -95,14 +103,23 @@ class _Long:
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Rows of chunks of one length, and the slots of their sequences' states."""
+
+    rows: Tensor
+    slots: Tensor
+    length: int
+
+
 class PagedAttend:
     """See `attention.Attend`. `begin` must be called before each forward pass.
 
     A pass may have rows past those of its chunks; their output is 0.
     """
 
-    def __init__(self, cache: PagedCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: PagedCache, states: StateCache | None = None) -> None:
+        self.cache, self.states = cache, states
         config = cache.config
         self._windows = config.windows
         self._num_kv_heads, self._head_size = config.num_kv_heads, config.head_size
@@ -115,6 +132,7 @@ class PagedAttend:
         self._slots_T = torch.empty(0, dtype=torch.long)
         self._groups: list[_Group] = []
         self._longs: list[_Long] = []
+        self._moves: list[_Move] = []
         self._num_rows = 0
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
@@ -130,6 +148,9 @@ class PagedAttend:
                 self._longs.append(self._long(row, chunk))
             row += chunk.length
         self._num_rows = row
+        if self.states is not None:
+            self.states.clear([chunk.seq.state for chunk in chunks if chunk.start == 0])
+            self._moves = list(self._moves_of(chunks))
         self._groups = [self._group(members) for members in _by_length(singles)]
         largest = max(
             [group.num_blocks for group in self._groups] + [len(x.table) for x in self._longs]
@@ -186,53 +207,105 @@ class PagedAttend:
             table=table.to(self.cache.k.device, non_blocking=True),
         )
 
+    def _moves_of(self, chunks: Sequence[Chunk]) -> Iterator[_Move]:
+        """Tokens alone in their chunk move their states together, all others chunk by chunk."""
+        device, ends = self.cache.k.device, np.cumsum([chunk.length for chunk in chunks])
+        singles = [(end - 1, chunk) for end, chunk in zip(ends, chunks, strict=True)]
+        singles = [(row, chunk) for row, chunk in singles if chunk.length == 1]
+        if singles:
+            slots = torch.tensor([chunk.seq.state for _, chunk in singles], device=device)
+            rows = torch.tensor([int(row) for row, _ in singles], device=device)
+            yield _Move(rows, slots, 1)
+        for end, chunk in zip(ends, chunks, strict=True):
+            if chunk.length > 1:
+                slots = torch.tensor([chunk.seq.state], device=device)
+                rows = torch.arange(end - chunk.length, end, device=device)
+                yield _Move(rows, slots, chunk.length)
+
     # ------------------------------------------------------------------------------ per layer
 
-    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+    def __call__(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         num_rows = self._num_rows
         if (num_extra := len(q_THd) - num_rows) == 0:
-            return self._attend(layer_index, q_THd, k_TKd, v_TKd)
+            return self._attend(layer_index, q_THd, k_TKd, v_TKd, sinks_H)
         # Rows past the chunks only make the products larger; they belong to no sequence.
         rows = slice(num_rows)
-        out_THd = self._attend(layer_index, q_THd[rows], k_TKd[rows], v_TKd[rows])
+        out_THd = self._attend(layer_index, q_THd[rows], k_TKd[rows], v_TKd[rows], sinks_H)
         return F.pad(out_THd, (0, 0, 0, 0, 0, num_extra))
 
-    def _attend(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        self._flat_k[layer_index].index_copy_(0, self._slots_T, k_TKd)
-        self._flat_v[layer_index].index_copy_(0, self._slots_T, v_TKd)
+    def recur(
+        self, layer_index: int, weights: DeltaWeights, x_TC: Tensor, g_TH: Tensor, beta_TH: Tensor
+    ) -> Tensor:
+        """See `attention.Attend`: every sequence goes on from its state, and leaves it behind."""
+        assert self.states is not None
+        delta = weights.config
+        out_THv = x_TC.new_zeros(len(x_TC), delta.value_heads, delta.value_size)
+        for move in self._moves:
+            shape = (-1, move.length)
+            x, g, beta = (t[move.rows].unflatten(0, shape) for t in (x_TC, g_TH, beta_TH))
+            before = self.states.read(layer_index, move.slots)
+            out_BLHv, after = mix(weights, x, g, beta, before)
+            self.states.write(layer_index, move.slots, after)
+            out_THv[move.rows] = out_BLHv.flatten(0, 1)
+        return out_THv
+
+    def _attend(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None,
+    ) -> Tensor:
         window = self._windows[layer_index] if self._windows else None
+        at = self.cache.place[layer_index]
+        self._flat_k[at].index_copy_(0, self._slots_T, k_TKd)
+        self._flat_v[at].index_copy_(0, self._slots_T, v_TKd)
         if not self._longs and len(self._groups) == 1:
             group = self._groups[0]
             q_BHd = q_THd if isinstance(group.rows, slice) else q_THd[group.rows]
-            out = self._attend_group(layer_index, group, q_BHd, window)
+            out = self._attend_group(at, group, q_BHd, window, sinks_H)
             return out if isinstance(group.rows, slice) else _placed(out, group.rows)
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         for group in self._groups:
-            out = self._attend_group(layer_index, group, q_THd[group.rows], window)
+            out = self._attend_group(at, group, q_THd[group.rows], window, sinks_H)
             out_THd[group.rows] = out
         for chunk in self._longs:
             rows = chunk.rows
             out = self._attend_long(
-                layer_index, chunk, q_THd[rows], k_TKd[rows], v_TKd[rows], window
+                at, chunk, q_THd[rows], k_TKd[rows], v_TKd[rows], window, sinks_H
             )
             out_THd[rows] = out
         return out_THd
 
-    def _gather(self, layer_index: int, table: Tensor | slice) -> tuple[Tensor, Tensor]:
+    def _gather(self, at: int, table: Tensor | slice) -> tuple[Tensor, Tensor]:
         if isinstance(table, slice):
-            return self._rows_k[layer_index][table], self._rows_v[layer_index][table]
+            return self._rows_k[at][table], self._rows_v[at][table]
         k, v = self._scratch_k[: len(table)], self._scratch_v[: len(table)]
-        torch.index_select(self._rows_k[layer_index], 0, table, out=k)
-        torch.index_select(self._rows_v[layer_index], 0, table, out=v)
+        torch.index_select(self._rows_k[at], 0, table, out=k)
+        torch.index_select(self._rows_v[at], 0, table, out=v)
         return k, v
 
     def _attend_group(
-        self, layer_index: int, group: _Group, q_BHd: Tensor, window: int | None
+        self, at: int, group: _Group, q_BHd: Tensor, window: int | None, sinks_H: Tensor | None
     ) -> Tensor:
         shape = (group.num_seqs, -1, self._num_kv_heads, self._head_size)
-        k, v = self._gather(layer_index, group.table)
+        k, v = self._gather(at, group.table)
         k_BKLd = k.view(shape)[:, : group.num_keys].transpose(1, 2)
         v_BKLd = v.view(shape)[:, : group.num_keys].transpose(1, 2)
+        if sinks_H is not None:
+            mask = self._group_mask(group, window)
+            seen = (
+                torch.ones((), dtype=torch.bool, device=q_BHd.device) if mask is None else mask == 0
+            )
+            return attend_with_sinks(q_BHd[:, :, None], k_BKLd, v_BKLd, seen, sinks_H)[:, 0]
         # The G query heads of a key head stand in for G queries: no copy of keys per query head.
         q_BKGd = q_BHd.unflatten(1, (self._num_kv_heads, -1))
         out_BKGd = F.scaled_dot_product_attention(
@@ -255,19 +328,26 @@ class PagedAttend:
 
     def _attend_long(
         self,
-        layer_index: int,
+        at: int,
         chunk: _Long,
         q_THd: Tensor,
         k_TKd: Tensor,
         v_TKd: Tensor,
         window: int | None,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         if chunk.start:
-            k, v = self._gather(layer_index, chunk.table)
+            k, v = self._gather(at, chunk.table)
             shape = (-1, self._num_kv_heads, self._head_size)
             k_TKd = k.view(shape)[: chunk.start + chunk.length]
             v_TKd = v.view(shape)[: chunk.start + chunk.length]
         mask = self._long_mask(chunk, window)
+        if sinks_H is not None:
+            if mask is None:
+                every = torch.ones(len(q_THd), len(k_TKd), dtype=torch.bool, device=q_THd.device)
+                mask = every.tril()
+            q, k, v = (t.transpose(0, 1)[None] for t in (q_THd, k_TKd, v_TKd))
+            return attend_with_sinks(q, k, v, mask, sinks_H)[0]
         out_HTd = F.scaled_dot_product_attention(
             q_THd.transpose(0, 1)[None],
             k_TKd.transpose(0, 1)[None],

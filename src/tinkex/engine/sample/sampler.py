@@ -34,6 +34,8 @@ from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniforms
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
+from tinkex.engine.sample.state_pool import StatePool
+from tinkex.engine.sample.states import StateCache, state_bytes
 from tinkex.engine.sample.stopping import Detokenize, StopWatch
 from tinkex.engine.transfer import Fetch, send
 from tinkex.errors import ConfigError, InvalidInputError
@@ -130,16 +132,18 @@ class Sampler:
         self.decoder, self.config = decoder, config or SamplerConfig()
         size = self.config.block_size
         per_block = size * kv_bytes_per_token(decoder.config, decoder.dtype)
-        enough = self.config.max_running * -(-decoder.config.max_context_length // size)
-        num_blocks = max(1, min(self.config.kv_bytes // per_block, enough))
+        self.states, pool = _states(decoder, self.config)
+        max_running = self.config.max_running if pool is None else pool.num_live
+        kv_bytes = self.config.kv_bytes - (0 if self.states is None else self.states.size_bytes)
+        enough = max_running * -(-decoder.config.max_context_length // size)
+        num_blocks = max(1, min(kv_bytes // per_block, enough))
         self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_running=self.config.max_running, max_pass_tokens=self.config.max_pass_tokens
-            ),
+            SchedulerConfig(max_running=max_running, max_pass_tokens=self.config.max_pass_tokens),
             BlockPool(num_blocks, size),
+            pool,
         )
-        self._attend, self._graphs = _attention(decoder, self.cache)
+        self._attend, self._graphs = _attention(decoder, self.cache, self.states)
         self._fewest_rows = 1
         wants_copies = self.config.packed_weights and decoder.device.type == "cpu"
         if wants_copies and isinstance(decoder, Decoder):
@@ -295,6 +299,8 @@ class Sampler:
                         self.scheduler.done(chunk)
                 return len(chunks)
         chunks = self.scheduler.plan()
+        if self.states is not None:
+            self.states.copy(self.scheduler.take_restores())
         if self.scheduler.waiting:
             self._tell_who_waits()
         if not chunks:
@@ -314,6 +320,8 @@ class Sampler:
         hidden_TD = self._forward(chunks)
         for chunk in chunks:
             self.scheduler.done(chunk)
+        if self.states is not None:
+            self.states.copy(self.scheduler.take_saves())
         self._score_prompts(chunks, hidden_TD)
         self._sample(chunks, hidden_TD)
         return len(hidden_TD)
@@ -321,8 +329,9 @@ class Sampler:
     def _tell_who_waits(self) -> None:
         """Say once to each job that found no room why it does not start."""
         room = "memory for keys and values"
-        if len(self.scheduler.running) >= self.config.max_running:
-            room = f"one of {self.config.max_running} places"
+        places = self.scheduler.config.max_running
+        if len(self.scheduler.running) >= places:
+            room = f"one of {places} places"
         for place, seq in enumerate(self.scheduler.waiting):
             request = _owner(seq).request
             if not request.told_to_wait and not any(s.num_sampled for s in request.samples):
@@ -412,6 +421,7 @@ class Sampler:
         rows: list[int] = []
         owners: list[tuple[Seq, int]] = []
         copies: list[tuple[int, int]] = []
+        states: list[tuple[int, int]] = []
         row_of_sample: list[int] = []
         last = -1
         for chunk in chunks:
@@ -422,6 +432,7 @@ class Sampler:
                 continue
             forks = self.scheduler.fork(seq) if seq.followers else []
             copies += [fork.copy for fork in forks if fork.copy is not None]
+            states += [fork.state for fork in forks if fork.state is not None]
             for sample in (seq, *(fork.seq for fork in forks)):
                 assert isinstance(sample, _Sample)
                 samples.append(sample)
@@ -429,6 +440,8 @@ class Sampler:
             rows.append(last)
             owners.append((seq, 1))
         self.cache.copy_blocks(copies)
+        if self.states is not None:
+            self.states.copy(states)
         if samples:
             if len(rows) < len(hidden_TD):
                 hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
@@ -518,8 +531,20 @@ class Sampler:
 # ------------------------------------------------------------------------------------ functions
 
 
+def _states(
+    decoder: DecoderLike, config: SamplerConfig
+) -> tuple[StateCache | None, StatePool | None]:
+    """Room for the states of delta layers: half for what runs, half for saved ones, and no more
+    than half of the memory that keys, values and states have together."""
+    if not (size_bytes := state_bytes(decoder.config, decoder.dtype)):
+        return None, None
+    count = max(2, min(2 * config.max_running, config.kv_bytes // 2 // size_bytes))
+    pool = StatePool(count // 2, count - count // 2)
+    return StateCache(decoder.config, count, decoder.device, decoder.dtype), pool
+
+
 def _attention(
-    decoder: DecoderLike, cache: PagedCache
+    decoder: DecoderLike, cache: PagedCache, states: StateCache | None
 ) -> tuple[PagedAttend | CudaPagedAttend, DecodeGraphs | None]:
     """The device's way to attend over pages; on CUDA, decode steps as graphs too."""
     if decoder.device.type == "cuda":
@@ -529,7 +554,7 @@ def _attention(
         if isinstance(decoder, CudaDecoder):
             context = decoder.config.max_context_length
             return CudaPagedAttend(cache), DecodeGraphs(decoder, cache, max_context=context)
-    return PagedAttend(cache), None
+    return PagedAttend(cache, states), None
 
 
 def _owner(seq: Seq) -> _Sample:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tinkex.engine.sample.kv_cache import BlockPool, Key, chain_key, root_key
+from tinkex.engine.sample.state_pool import Copy, StatePool
 from tinkex.errors import ConfigError
 
 
@@ -53,6 +54,8 @@ class Seq:
     num_hit: int = 0
     """Prompt tokens found in the prefix cache when first admitted."""
     blocks: list[int] = field(default_factory=list)
+    state: int = -1
+    """Slot of its delta layers' states, while it runs; -1: it has none."""
     _keys: list[Key] = field(default_factory=list)
     _admitted_before: bool = False
 
@@ -84,15 +87,24 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A follower now runs. `copy` = (from, to): its last block is partly filled, copy it."""
+    """A follower now runs. `copy` = (from, to): its last block is partly filled, copy it.
+
+    `state` is the same for the slot of its delta layers' states.
+    """
 
     seq: Seq
     copy: tuple[int, int] | None
+    state: tuple[int, int] | None = None
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
-        self.config, self.pool = config, pool
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, states: StatePool | None = None
+    ) -> None:
+        """`states` has a slot for each of `max_running`; None: the model has no delta layers."""
+        self.config, self.pool, self.states = config, pool, states
+        self._restores: list[Copy] = []
+        self._saves: list[Copy] = []
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []
         self.num_preempted = 0
@@ -151,6 +163,8 @@ class Scheduler:
         left, size = len(seq.tokens) - seq.num_cached, self.pool.block_size
         if left == 1 and seq.num_cached >= seq.num_prompt:
             return None
+        if self.states is not None:
+            return self._prefill_from_state(self.states, seq, room, in_flight)
         num_shareable = min(seq.num_reusable, len(seq.tokens) - 1) // size
         keys = seq.keys(num_shareable, size)
         while seq.num_cached % size == 0 and (at := seq.num_cached // size) < num_shareable:
@@ -167,9 +181,56 @@ class Scheduler:
         in_flight.update(seq.keys(last, size)[seq.num_cached // size :])
         return Chunk(seq, seq.num_cached, length)
 
+    def _prefill_from_state(
+        self, states: StatePool, seq: Seq, room: int, in_flight: set[Key]
+    ) -> Chunk | None:
+        """Like `_prefill`, where blocks can be shared only up to one whose state is saved.
+
+        Chunks end with a block wherever they can, since that is where a state is worth saving.
+        """
+        size, at = self.pool.block_size, seq.num_cached // self.pool.block_size
+        num_shareable = min(seq.num_reusable, len(seq.tokens) - 1) // size
+        if seq.num_cached % size == 0 and at < num_shareable:
+            keys = seq.keys(num_shareable, size)
+            if keys[at] in in_flight:
+                return None
+            found, _ = self.pool.num_idle_of(keys[at:])
+            count, slot = states.longest(keys[: at + found])
+            if count > at:
+                self.pool.release(seq.blocks[at:count])
+                seq.blocks[at:count] = self.pool.match(keys[at:count])
+                seq.num_hit += count * size - seq.num_cached
+                seq.num_cached = count * size
+                self._restores.append((slot, seq.state))
+        stop = min(len(seq.tokens), seq.num_cached + room)
+        whole = min(stop, len(seq.tokens) - 1) // size * size
+        if whole > seq.num_cached:
+            stop = whole
+        in_flight.update(seq.keys(stop // size, size)[seq.num_cached // size :])
+        return Chunk(seq, seq.num_cached, stop - seq.num_cached)
+
+    def take_restores(self) -> list[Copy]:
+        """States to copy before the pass just planned."""
+        copies, self._restores = self._restores, []
+        return copies
+
+    def take_saves(self) -> list[Copy]:
+        """States to copy after the pass whose chunks are done."""
+        copies, self._saves = self._saves, []
+        return copies
+
+    def _save_state(self, chunk: Chunk) -> None:
+        seq, size = chunk.seq, self.pool.block_size
+        stop = chunk.start + chunk.length
+        if self.states is None or stop % size or chunk.start >= seq.num_prompt:
+            return
+        if (slot := self.states.save(seq.keys(stop // size, size)[-1])) is not None:
+            self._saves.append((seq.state, slot))
+
     def done(self, chunk: Chunk) -> None:
         """Record that a chunk's keys and values are in the cache, and offer its full blocks."""
         seq, size = chunk.seq, self.pool.block_size
+        self._save_state(chunk)
         first = seq.num_cached // size
         seq.num_cached = chunk.start + chunk.length
         last = seq.num_cached // size
@@ -208,7 +269,11 @@ class Scheduler:
         seq.num_cached, seq.num_hit, seq._admitted_before = num_tokens, num_tokens, True
         seq._keys = leader.keys(num_full, size).copy()
         self.running.append(seq)
-        return Fork(seq, (leader.blocks[num_full], own[0]) if own else None)
+        copy = (leader.blocks[num_full], own[0]) if own else None
+        if self.states is None:
+            return Fork(seq, copy)
+        seq.state = self.states.take()
+        return Fork(seq, copy, (leader.state, seq.state))
 
     def _admit(self) -> None:
         """Move waiting sequences to running while there is room, strictly in order."""
@@ -219,6 +284,11 @@ class Scheduler:
             num_reusable = min(seq.num_reusable, len(seq.tokens) - 1) // size
             keys = seq.keys(num_reusable, size)
             found, idle = self.pool.num_idle_of(keys)
+            saved = -1
+            if self.states is not None:
+                found, saved = self.states.longest(keys[:found])
+                keys = keys[:found]
+                found, idle = self.pool.num_idle_of(keys)
             needed = self.pool.blocks_for(len(seq.tokens) + 1) - found
             # Leave one block to each running sequence, or the newcomer is preempted at once.
             spare = len(self.running)
@@ -230,6 +300,10 @@ class Scheduler:
             assert fresh is not None
             seq.blocks = blocks + fresh
             seq.num_cached = found * size
+            if self.states is not None:
+                seq.state = self.states.take()
+                if found:
+                    self._restores.append((saved, seq.state))
             if not seq._admitted_before:
                 seq.num_hit, seq._admitted_before = seq.num_cached, True
             self.running.append(seq)
@@ -252,6 +326,9 @@ class Scheduler:
     def _free(self, seq: Seq) -> None:
         self.pool.release(seq.blocks)
         seq.blocks, seq.num_cached = [], 0
+        if self.states is not None and seq.state >= 0:
+            self.states.give(seq.state)
+            seq.state = -1
 
 
 @dataclass

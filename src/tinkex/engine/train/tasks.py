@@ -31,6 +31,7 @@ from tinkex.engine.train.losses import (
     prepare_custom,
 )
 from tinkex.engine.train.packing import Item, Pass
+from tinkex.engine.train.router_load import RouterLoad
 from tinkex.engine.train.scoring import Evaluate, Run
 from tinkex.errors import InvalidInputError, TinkerError
 
@@ -53,6 +54,7 @@ class Task:
     losses: list[Tensor] = field(init=False)
     metrics: list[Mapping[str, float]] = field(init=False)
     gaps: list[Gap] = field(init=False)
+    router_load: RouterLoad = field(init=False)
     seconds: float = field(init=False)
     error: TinkerError | None = field(init=False)
 
@@ -63,6 +65,7 @@ class Task:
         """Forget what the passes found."""
         self.logprobs = [None] * len(self.data)
         self.losses, self.metrics, self.gaps = [], [], []
+        self.router_load = RouterLoad()
         self.seconds = 0.0
         self.error = None
 
@@ -83,6 +86,7 @@ class Task:
             "num_active_tokens:sum": float(sum(int(d.active_T.sum()) for d in self.data)),
             "train_time_s:sum": self.seconds,
             **_gap_summary(self.gaps),
+            **self.router_load.metrics(),
             **(reduce_metrics(self.metrics) if self.metrics else {}),
         }
         outputs = tuple({"logprobs": array} for array in self.logprobs if array is not None)

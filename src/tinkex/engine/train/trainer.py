@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from tinkex.engine.jobs import (
 from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.model.mixture import Routing
 from tinkex.engine.train.optim import OptimizerState, apply_step, global_norm
 from tinkex.engine.train.packing import Item, Pass, pack
 from tinkex.engine.train.scoring import score
@@ -292,6 +294,7 @@ class Trainer:
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
         lora = LoraBatch(Span(a, b, adapters[owner]) for a, b, owner in one.owner_spans())
         runs = list(runs_of(one, tasks, device))
+        routing = Routing() if decoder.config.experts is not None else None
         with torch.set_grad_enabled(one.backward):
             hidden_TD = decoder.forward(
                 tokens_T,
@@ -299,7 +302,12 @@ class Trainer:
                 PackedCausal(one.bounds, decoder.config.windows),
                 lora,
                 recompute=one.backward and self._kept_bytes(one) > config.activation_bytes,
+                routing=routing,
             )
+        if routing is not None and routing.chosen and decoder.config.experts is not None:
+            for item, (start, stop) in zip(one.items, pairwise(one.bounds), strict=True):
+                load = tasks[item.job].router_load
+                load.add(routing, slice(start, stop), decoder.config.experts.count)
         if one.backward:
             # After the forward: on a GPU the host does this while the device computes.
             for span in lora.spans:
@@ -320,12 +328,10 @@ class Trainer:
     def _kept_bytes(self, one: Pass) -> int:
         """What the layers keep for the backward pass, when nothing is recomputed."""
         config = self.decoder.config
-        qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_size
-        attended = (1 + config.qk_norm) * config.num_heads * config.head_size
-        per_layer = 2 * config.hidden_size + qkv + attended + 2 * config.mlp_size
+        per_token = sum(config.kept_values(index) for index in range(config.num_layers))
         if not config.native:
-            per_layer = per_layer * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
-        return one.num_tokens * config.num_layers * per_layer * self.decoder.dtype.itemsize
+            per_token = per_token * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
+        return one.num_tokens * per_token * self.decoder.dtype.itemsize
 
     def _settle(self, tasks: Mapping[int, Task]) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""

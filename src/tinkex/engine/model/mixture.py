@@ -1,0 +1,173 @@
+"""A mixture of experts in place of the dense MLP: route, sort rows by expert, one product each.
+
+The router gives every token a probability per expert; the best few compute it, and their outputs
+are summed with those probabilities. No token is ever dropped. Every expert is a pair of linears of
+its own and carries its own adapters; the router carries none. `Routing` watches which experts
+were chosen, and can prescribe them: a token that a sampler routed is then trained on the same path.
+
+Shapes: T rows, D hidden size, E experts, M size of an expert, k experts of a row, t rows of one
+expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tinkex.engine.lora.adapter import LoraBatch, Target, TargetPart
+from tinkex.engine.model.layers import linear, wide
+from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
+
+_ALPHA = 1.702
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """One block. Gate and up lie side by side in the rows of `gate_up_EXD`."""
+
+    router_ED: Tensor
+    router_bias_E: Tensor | None
+    gate_up_EXD: Tensor
+    gate_up_bias_EX: Tensor | None
+    down_EDM: Tensor
+    down_bias_ED: Tensor | None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
+    shared_gate_1D: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Routing:
+    """Which experts the rows of one pass went to, by layer; `given` says where they have to go."""
+
+    given: Mapping[int, Tensor] = field(default_factory=dict)
+    """[T, k] by layer; -1 in a row: the router chooses."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """[T, k] by layer."""
+    entropy: dict[int, Tensor] = field(default_factory=dict)
+    """[T] by layer, in nats: log E when the router is indifferent."""
+
+
+def expert_key(layer_index: int, expert: int, name: str) -> str:
+    return f"{layer_index}.experts.{expert}.{name}"
+
+
+def mixture_targets(config: ModelConfig, layer_index: int) -> Iterator[tuple[str, Target]]:
+    """Every linear of one block that can carry an adapter."""
+    experts = config.experts
+    assert experts is not None
+    prefix = f"model.layers.{layer_index}.mlp"
+    for expert in range(experts.count):
+        name = f"{prefix}.experts.{expert}"
+        for part, target in _pair(name, config.hidden_size, experts.size):
+            yield expert_key(layer_index, expert, part), target
+    if experts.shared_size:
+        for part, target in _pair(
+            f"{prefix}.shared_expert", config.hidden_size, experts.shared_size
+        ):
+            yield f"{layer_index}.shared.{part}", target
+
+
+def _pair(name: str, hidden: int, size: int) -> Iterator[tuple[str, Target]]:
+    gate = TargetPart(f"{name}.gate_proj", "mlp", 0, size)
+    up = TargetPart(f"{name}.up_proj", "mlp", size, 2 * size)
+    yield "gate_up", Target(hidden, (gate, up))
+    yield "down", Target(size, (TargetPart(f"{name}.down_proj", "mlp", 0, hidden),))
+
+
+def route(
+    config: ExpertsConfig, weights: MixtureWeights, y_TD: Tensor, given_Tk: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(experts of each row, best first; their weights; log-probabilities of all), in fp32."""
+    logits_TE = wide(F.linear(y_TD, weights.router_ED, weights.router_bias_E))
+    logp_TE = logits_TE.log_softmax(-1)
+    chosen_Tk = logits_TE.topk(config.per_token, dim=-1).indices
+    if given_Tk is not None:
+        chosen_Tk = torch.where(given_Tk[:, :1] < 0, chosen_Tk, given_Tk.to(chosen_Tk))
+    weights_Tk = logp_TE.gather(1, chosen_Tk).exp()
+    if config.normalised:
+        weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
+    return chosen_Tk, weights_Tk, logp_TE
+
+
+def combine(config: ExpertsConfig, gate_up: Tensor) -> Tensor:
+    """Gate and up of one linear, as the family combines them."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if config.clamp is None:
+        return F.silu(gate) * up
+    gate = gate.clamp(max=config.clamp)
+    up = up.clamp(-config.clamp, config.clamp)
+    return gate * torch.sigmoid(gate * _ALPHA) * (up + 1)
+
+
+def mixture(
+    config: ExpertsConfig,
+    weights: MixtureWeights,
+    layer_index: int,
+    y_TD: Tensor,
+    lora: LoraBatch | None,
+    routing: Routing | None = None,
+) -> Tensor:
+    """What the block adds to the residual; `y_TD` is normed already."""
+    given = None if routing is None else routing.given.get(layer_index)
+    chosen_Tk, weights_Tk, logp_TE = route(config, weights, y_TD, given)
+    if routing is not None:
+        routing.chosen[layer_index] = chosen_Tk
+        with torch.no_grad():
+            routing.entropy[layer_index] = -(logp_TE.exp() * logp_TE).sum(-1)
+    order = chosen_Tk.flatten().argsort(stable=True)
+    rows = order // config.per_token
+    counts = torch.bincount(chosen_Tk.flatten(), minlength=config.count).tolist()
+    row_numbers = rows.cpu().numpy()
+    pieces, start = [], 0
+    for expert, x_tD in enumerate(y_TD[rows].split(counts)):
+        stop = start + counts[expert]
+        if stop > start:
+            own = LoraBatch(()) if lora is None else lora.select(row_numbers[start:stop])
+            pieces.append(_expert(config, weights, layer_index, expert, x_tD, own))
+        start = stop
+    # Each row sums its experts in the order of their rank, whoever else is in the batch.
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    out_TkD = torch.cat(pieces)[back].unflatten(0, (-1, config.per_token))
+    out_TD: Tensor = (out_TkD * weights_Tk.to(out_TkD.dtype).unsqueeze(-1)).sum(1)
+    if weights.shared_gate_1D is None:
+        return out_TD
+    return out_TD + _shared(config, weights, layer_index, y_TD, lora)
+
+
+def _expert(
+    config: ExpertsConfig,
+    weights: MixtureWeights,
+    layer_index: int,
+    expert: int,
+    x_tD: Tensor,
+    lora: LoraBatch,
+) -> Tensor:
+    bias_X = None if weights.gate_up_bias_EX is None else weights.gate_up_bias_EX[expert]
+    bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[expert]
+    slots = lora.slots(expert_key(layer_index, expert, "gate_up"))
+    act = combine(config, linear(x_tD, weights.gate_up_EXD[expert], bias_X, slots))
+    slots = lora.slots(expert_key(layer_index, expert, "down"))
+    return linear(act, weights.down_EDM[expert], bias_D, slots)
+
+
+def _shared(
+    config: ExpertsConfig,
+    weights: MixtureWeights,
+    layer_index: int,
+    y_TD: Tensor,
+    lora: LoraBatch | None,
+) -> Tensor:
+    lora = lora or LoraBatch(())
+    assert weights.shared_gate_up is not None
+    assert weights.shared_down is not None
+    assert weights.shared_gate_1D is not None
+    slots = lora.slots(f"{layer_index}.shared.gate_up")
+    act = combine(config, linear(y_TD, weights.shared_gate_up, None, slots))
+    slots = lora.slots(f"{layer_index}.shared.down")
+    out_TD = linear(act, weights.shared_down, None, slots)
+    return out_TD * torch.sigmoid(F.linear(y_TD, weights.shared_gate_1D))

@@ -1,0 +1,196 @@
+"""Published checkpoints under one set of names: towers left out, experts stacked, packed numbers.
+
+The decoder asks for the names of `weights.expected_shapes`. Publishers store the same numbers in
+several ways: with a prefix for the text tower, expert by expert or fused, transposed, with gate and
+up interleaved, in fp8 with a scale per block, in MXFP4. `PublishedWeights` finds which it is by the
+names in the index, and turns one tensor at a time into ours. What it cannot recognise is refused
+with its name. Weights of other towers are never read.
+
+Shapes: E experts, X = 2M gate and up rows, D hidden size, M size of an expert, G groups of 32.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
+from tinkex.errors import InvalidInputError, NotSupportedError
+
+log = logging.getLogger(__name__)
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
+_LEFT_OUT = (
+    "model.visual.",
+    "visual.",
+    "vision_tower.",
+    "model.vision_tower.",
+    "mtp.",
+    "model.mtp.",
+)
+_PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.(experts\.(?:gate_up|down)_proj(?:_bias)?)")
+
+
+class PublishedWeights:
+    """A `WeightReader` over the files' own names; see the module."""
+
+    def __init__(
+        self,
+        stored: dict[str, str],
+        load: Callable[[str], Tensor],
+        config: ModelConfig,
+        name: str,
+    ) -> None:
+        """`stored` maps our spelling of a name to the file's, as `text_names` makes it."""
+        self._stored, self._load, self._config, self._name = stored, load, config, name
+        self._told: set[str] = set()
+
+    def names(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def read(self, name: str) -> Tensor:
+        if self._config.experts is not None and (match := _STACKED.fullmatch(name)):
+            return self._experts(match[1], match[2], self._config.experts)
+        if name in self._stored:
+            return self._plain(name)
+        for ours, theirs in (("mlp.gate.", "block_sparse_moe.gate."), ("mlp.gate.", "mlp.router.")):
+            if (other := name.replace(ours, theirs)) in self._stored:
+                return self._plain(other)
+        raise InvalidInputError(f"{self._name} holds no tensor {name!r}; are the shards complete?")
+
+    def _plain(self, name: str) -> Tensor:
+        """One tensor in a type that we compute with."""
+        tensor = self._load(self._stored[name])
+        if tensor.dtype in _PLAIN:
+            return tensor
+        scale = f"{name}_scale_inv"
+        if tensor.dtype == torch.float8_e4m3fn and scale in self._stored:
+            self._tell("fp8")
+            return _from_fp8(tensor, self._load(self._stored[scale]))
+        raise NotSupportedError(
+            f"{self._name}: {name!r} is stored as {tensor.dtype} without a scale that is known "
+            "here; use the unquantized checkpoint"
+        )
+
+    def _tell(self, kind: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("%s: %s weights are expanded as they are loaded", self._name, kind)
+
+    # ------------------------------------------------------------------------------- experts
+
+    def _experts(self, layer: str, leaf: str, experts: ExpertsConfig) -> Tensor:
+        fused = f"{layer}mlp.{leaf}"
+        if f"{fused}_blocks" in self._stored:
+            self._tell("MXFP4")
+            rows = _from_mxfp4(
+                self._load(self._stored[f"{fused}_blocks"]),
+                self._load(self._stored[f"{fused}_scales"]),
+            )
+            return _gate_then_up(rows) if "gate_up" in leaf else rows
+        if fused in self._stored:
+            stacked = self._plain(fused)
+            if not experts.biased:
+                return stacked
+            # gpt_oss: [E, in, out], gate and up taking turns.
+            rows = stacked if leaf.endswith("_bias") else stacked.transpose(1, 2)
+            return _gate_then_up(rows) if "gate_up" in leaf else rows
+        return self._one_by_one(layer, leaf, experts)
+
+    def _one_by_one(self, layer: str, leaf: str, experts: ExpertsConfig) -> Tensor:
+        parts = ("gate_proj", "up_proj") if "gate_up" in leaf else ("down_proj",)
+        mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        styles = (
+            [f"{layer}mlp.experts.{{}}.{part}.weight" for part in parts],
+            [f"{layer}block_sparse_moe.experts.{{}}.{mixtral[part]}.weight" for part in parts],
+        )
+        style = next((s for s in styles if s[0].format(0) in self._stored), None)
+        if style is None:
+            near = next((n for n in self._stored if n.startswith(layer) and "expert" in n), None)
+            raise NotSupportedError(
+                f"{self._name}: the experts of {layer.rstrip('.')!r} are stored in no way that is "
+                f"known here ({f'it holds {near!r}' if near else 'there are none'}); known: fused "
+                f"{f'{layer}mlp.{leaf}'!r}, one by one {styles[0][0].format(0)!r} or "
+                f"{styles[1][0].format(0)!r}"
+            )
+        whole: Tensor | None = None
+        for expert in range(experts.count):
+            rows = torch.cat([self._expert(name.format(expert)) for name in style])
+            if whole is None:
+                whole = rows.new_empty(experts.count, *rows.shape)
+            if rows.shape != whole.shape[1:]:
+                raise InvalidInputError(
+                    f"{self._name}: {style[0].format(expert)!r} has shape {tuple(rows.shape)}, "
+                    f"expert 0 has {tuple(whole.shape[1:])}"
+                )
+            whole[expert] = rows
+        assert whole is not None
+        return whole
+
+    def _expert(self, name: str) -> Tensor:
+        if name not in self._stored:
+            raise InvalidInputError(
+                f"{self._name} holds no tensor {name!r}; are the shards complete?"
+            )
+        return self._plain(name)
+
+
+def text_names(names: Iterator[str]) -> dict[str, str]:
+    """Our spelling of every name of the text model, and the file's."""
+    found: dict[str, str] = {}
+    for name in names:
+        if name.startswith(_LEFT_OUT):
+            continue
+        prefix = next((p for p in _TEXT_PREFIXES if name.startswith(p)), None)
+        ours = f"model.{name.removeprefix(prefix)}" if prefix else name
+        found[ours.replace("language_model.lm_head.", "lm_head.")] = name
+    return found
+
+
+def _gate_then_up(rows_EX: Tensor) -> Tensor:
+    """Rows gate 0, up 0, gate 1, up 1, ... become all of gate, then all of up."""
+    return torch.cat([rows_EX[:, ::2], rows_EX[:, 1::2]], dim=1)
+
+
+def _from_fp8(weight_OI: Tensor, scale: Tensor) -> Tensor:
+    """fp8 with one scale per block; how large a block is follows from the shapes."""
+    if scale.ndim != weight_OI.ndim or scale.numel() == 0:
+        return weight_OI.float().mul_(scale.float())
+    wide = scale.float()
+    for dim, size in enumerate(weight_OI.shape):
+        block = 128 if -(-size // 128) == wide.shape[dim] else -(-size // wide.shape[dim])
+        wide = wide.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return (weight_OI.float() * wide).to(torch.bfloat16)
+
+
+def _from_mxfp4(blocks_ERGb: Tensor, scales_ERG: Tensor) -> Tensor:
+    """MXFP4: 32 numbers of 4 bits share an exponent; the lower half of a byte comes first."""
+    if blocks_ERGb.shape[:-1] != scales_ERG.shape or blocks_ERGb.shape[-1] != 16:
+        raise InvalidInputError(
+            f"MXFP4 blocks of shape {tuple(blocks_ERGb.shape)} do not fit scales of shape "
+            f"{tuple(scales_ERG.shape)}"
+        )
+    table = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.bfloat16)
+    out = torch.empty(*scales_ERG.shape[:-1], scales_ERG.shape[-1] * 32, dtype=torch.bfloat16)
+    for expert, (blocks_RGb, scales_RG) in enumerate(zip(blocks_ERGb, scales_ERG, strict=True)):
+        pairs = torch.stack([blocks_RGb & 15, blocks_RGb >> 4], dim=-1).flatten(-2)
+        values_RGn = table[pairs.int()].float()
+        out[expert] = torch.ldexp(values_RGn, scales_RG.int()[..., None] - 127).flatten(-2)
+    return out
+
+
+def quantization_of(raw: Any) -> str | None:
+    """How a config says its weights are packed; None: plainly."""
+    packing = (raw or {}).get("quantization_config") or {}
+    method = packing.get("quant_method")
+    return None if method is None else str(method)
+
+
+EXPANDED = ("fp8", "mxfp4")
+"""Ways of packing that are read; the numbers are expanded while they are loaded."""

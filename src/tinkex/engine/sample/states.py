@@ -1,0 +1,80 @@
+"""The memory of the states of delta layers, by slot; see `state_pool` for who has which.
+
+Shapes: S slots, w the convolution's width less one, C its channels, H value heads, k and v their
+sizes, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinkex.engine.model.delta import DeltaState
+from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.sample.state_pool import Copy
+
+
+def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What one slot takes; 0 for a model without delta layers."""
+    delta = config.delta
+    if delta is None:
+        return 0
+    heads = delta.value_heads * delta.key_size * delta.value_size * 4
+    conv = (delta.conv_width - 1) * delta.channels * dtype.itemsize
+    return len(config.delta_layers) * (heads + conv)
+
+
+class StateCache:
+    """The states of all delta layers, by slot. The heads' are fp32 (or wider, as the model is)."""
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        delta, layers = config.delta, config.delta_layers
+        assert delta is not None
+        self._place = {layer: at for at, layer in enumerate(layers)}
+        heads = (delta.value_heads, delta.key_size, delta.value_size)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.conv_LSwC = _zeros(
+            (len(layers), num_slots, delta.conv_width - 1, delta.channels), device, dtype
+        )
+        self.heads_LSHkv = _zeros((len(layers), num_slots, *heads), device, wide)
+        self.size_bytes = self.conv_LSwC.nbytes + self.heads_LSHkv.nbytes
+
+    def layer(self, layer_index: int) -> tuple[Tensor, Tensor]:
+        """The memory of one layer's states."""
+        at = self._place[layer_index]
+        return self.conv_LSwC[at], self.heads_LSHkv[at]
+
+    def read(self, layer_index: int, slots_B: Tensor) -> DeltaState:
+        conv_SwC, heads_SHkv = self.layer(layer_index)
+        return DeltaState(conv_SwC.index_select(0, slots_B), heads_SHkv.index_select(0, slots_B))
+
+    def write(self, layer_index: int, slots_B: Tensor, state: DeltaState) -> None:
+        conv_SwC, heads_SHkv = self.layer(layer_index)
+        conv_SwC.index_copy_(0, slots_B, state.conv_BwC)
+        heads_SHkv.index_copy_(0, slots_B, state.heads_BHkv)
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Where a sequence begins; also ends numbers that are not finite."""
+        if slots:
+            at = torch.tensor(slots, device=self.conv_LSwC.device)
+            self.conv_LSwC.index_fill_(1, at, 0)
+            self.heads_LSHkv.index_fill_(1, at, 0)
+
+    def copy(self, pairs: Sequence[Copy]) -> None:
+        if pairs:
+            source = torch.tensor([a for a, _ in pairs], device=self.conv_LSwC.device)
+            target = torch.tensor([b for _, b in pairs], device=self.conv_LSwC.device)
+            for cache in (self.conv_LSwC, self.heads_LSHkv):
+                cache.index_copy_(1, target, cache.index_select(1, source))
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros. On a CPU they come from numpy, where slots that no sequence reaches cost nothing."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.zeros(shape, device=device, dtype=dtype)

@@ -1,0 +1,51 @@
+"""How evenly the routers of a mixture spread a job's tokens over their experts.
+
+Gathered pass by pass, told once a job: the names and meanings are those of the API's metrics. No
+token is ever dropped here; `e_dropped:sum` says so.
+
+Shapes: L layers with experts, E experts, T rows, k experts of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.model.mixture import Routing
+
+
+class RouterLoad:
+    """Tokens per expert and layer, of one job."""
+
+    def __init__(self) -> None:
+        self._counts_LE: Tensor | None = None
+        self._entropy = torch.zeros((), dtype=torch.float64)
+        self._num_routed = 0
+
+    def add(self, routing: Routing, rows: slice, num_experts: int) -> None:
+        """Count the rows of one pass that belong to the job."""
+        layers = sorted(routing.chosen)
+        chosen_LX = torch.stack([routing.chosen[layer][rows].flatten() for layer in layers])
+        ones = torch.ones_like(chosen_LX, dtype=torch.float32)
+        counts_LE = ones.new_zeros(len(layers), num_experts).scatter_add_(1, chosen_LX, ones)
+        self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
+        entropy_LT = torch.stack([routing.entropy[layer][rows] for layer in layers])
+        self._entropy = self._entropy.to(entropy_LT.device) + entropy_LT.double().sum()
+        self._num_routed += entropy_LT.numel()
+
+    def metrics(self) -> dict[str, float]:
+        """A violation is how far an expert's load is from an equal share, relative to that."""
+        if self._counts_LE is None:
+            return {}
+        counts_LE = self._counts_LE.double().cpu()
+        load_LE = counts_LE / counts_LE.mean(1, keepdim=True)
+        most_L = load_LE.amax(1) - 1
+        return {
+            "e_frac_with_tokens:mean": float((counts_LE > 0).double().mean()),
+            "e_frac_oversubscribed:mean": float((load_LE > 1).double().mean()),
+            "e_max_violation:mean": float(most_L.mean()),
+            "e_max_violation:max": float(most_L.max()),
+            "e_min_violation:mean": float((load_LE.amin(1) - 1).mean()),
+            "e_entropy:mean": float(self._entropy) / self._num_routed,
+            "e_dropped:sum": 0.0,
+        }
