@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+# What every area may import: `from datums import datum`.
+sys.path.insert(0, str(Path(__file__).parent / "harness"))
+
 # Triton reads this once, when it is first imported, which torch or transformers may do in any test
 # file. So it stands here, before all of them: without an NVIDIA driver the kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():

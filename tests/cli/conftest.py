@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from datums import datum
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -55,15 +56,11 @@ class Saved:
 @pytest.fixture
 def saved(toy_server) -> Saved:
     """A fresh run with one training and one sampler checkpoint."""
-    from tinkex import AdamParams, Datum, ModelInput, ServiceClient
+    from tinkex import AdamParams, ServiceClient
 
     with ServiceClient(base_url=toy_server, user_metadata={"made": "by-a-test"}) as service:
         training = service.create_lora_training_client(base_model=MODEL, rank=4, seed=0)
-        datum = Datum(
-            model_input=ModelInput.from_ints([1, 5, 9]),
-            loss_fn_inputs={"target_tokens": [5, 9, 2], "weights": [1.0, 1.0, 1.0]},
-        )
-        training.forward_backward([datum], "cross_entropy")
+        training.forward_backward([datum([1, 5, 9, 2])], "cross_entropy")
         training.optim_step(AdamParams(learning_rate=1e-2)).result()
         state = training.save_state("one", user_metadata={"note": "first"}).result().path
         sampler = training.save_weights_for_sampler("one").result().path

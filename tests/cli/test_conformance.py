@@ -112,7 +112,7 @@ def test_one_broken_endpoint_fails_its_checks_and_no_others(broken_proxy):
 @pytest.fixture(scope="module")
 def torch_server(start_server, tmp_path_factory):
     """The real engine on a tiny random model, with a key."""
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

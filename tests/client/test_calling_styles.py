@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from datums import datum
 
 import tinkex
 from tinkex import types
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-DATUM = types.Datum(
-    types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0, 1.0]}
-)
+DATUM = datum([1, 2, 3])
 PROMPT = types.ModelInput.from_ints([11, 23, 35])
 PARAMS = types.SamplingParams(max_tokens=4, seed=3)
 

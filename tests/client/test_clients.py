@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datums import datum
 from recovery_world import Server
 
 import tinkex
@@ -25,11 +26,6 @@ IGNORED = types.Datum(
 FULL = types.ModelInput.from_ints([1] * 32768)
 PROMPT = types.ModelInput.from_ints([11, 23, 35])
 PARAMS = types.SamplingParams(max_tokens=6, seed=3)
-
-
-def datum(tokens: list[int]) -> types.Datum:
-    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
-    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
 
 
 @pytest.fixture
@@ -125,7 +121,6 @@ def test_state_is_saved_and_resumed_exactly(
 
 def test_a_custom_loss_is_the_callable_s_own(training: tinkex.TrainingClient) -> None:
     """R21: `loss:sum` is the custom loss."""
-    pytest.importorskip("torch")
 
     def twice(data: Any, logprobs: Any) -> Any:
         loss = -2 * sum(x.sum() for x in logprobs)

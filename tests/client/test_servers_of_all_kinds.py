@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datums import datum
 from hostile import Network, Server, json_reply
 from virtual_time import run_virtual
 
@@ -25,11 +26,6 @@ from tinkex.client.session.holder import Holder
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)
-
-
-def datum(tokens: list[int]) -> types.Datum:
-    inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
-    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
 
 
 # --------------------------------------------------------------------------- old generation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from datums import train_datum
 from training import distance, job, make, train
 
 from tinkex.engine import jobs
@@ -63,9 +64,7 @@ def as_data(sampled) -> tuple[TrainDatum, ...]:
     for prompt, result in sampled:
         for sequence in result.sequences:
             tokens = np.array([*prompt, *sequence.tokens])
-            weights = np.ones(len(tokens) - 1, np.float32)
-            inputs = {"target_tokens": tokens[1:], "weights": weights}
-            data.append(TrainDatum(tokens=tokens[:-1], inputs=inputs))
+            data.append(train_datum(tokens))
     return tuple(data)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from datums import train_datum
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import checkpoint, jobs
@@ -87,7 +88,7 @@ class Client:
         )
 
     def train(self, adapter_id: str = "a", data: Any = None, **fields: Any) -> Ticket:
-        data = data if data is not None else (datum(12),)
+        data = data if data is not None else (random_datum(12),)
         fields = {"loss_fn": "cross_entropy"} | fields
         return self.put(jobs.TrainJob, adapter_id=adapter_id, data=data, **fields)
 
@@ -108,12 +109,8 @@ class Client:
         )
 
 
-def datum(length: int, seed: int = 0) -> jobs.TrainDatum:
-    tokens = np.random.default_rng(seed).integers(2, VOCAB, length + 1)
-    return jobs.TrainDatum(
-        tokens=tokens[:-1],
-        inputs={"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)},
-    )
+def random_datum(length: int, seed: int = 0) -> jobs.TrainDatum:
+    return train_datum(np.random.default_rng(seed).integers(2, VOCAB, length + 1))
 
 
 def weighted(weights: list[float], length: int | None = None, token: int = 2) -> jobs.TrainDatum:
@@ -149,7 +146,7 @@ def test_a_pipelined_loop_trains_saves_and_samples_what_it_learned(start, tmp_pa
     assert any(isinstance(e, jobs.Progress) and "loading" in e.text for e in created.events)
     values = [ticket.result.metrics["loss:sum"] for ticket in losses]
     assert values[-1] < values[0] / 50
-    tokens = np.append(datum(12).tokens, datum(12).inputs["target_tokens"][-1])
+    tokens = np.append(random_datum(12).tokens, random_datum(12).inputs["target_tokens"][-1])
     sampled = client.sample(tmp_path / "s", prompt=tokens[:1], max_tokens=12, temperature=0.0)
     assert sampled.result.sequences[0].tokens.tolist() == tokens[1:].tolist()
 
@@ -183,14 +180,14 @@ def test_waiting_jobs_of_many_tenants_share_one_pass_and_nothing_else(start):
     for i, name in enumerate(tenants):
         client.create(name, seed=i, rank=2 + i).wait()
     # A first long job holds the engine while the others arrive.
-    holder = client.train("t0", data=(datum(200),))
-    passes = [client.train(name, data=(datum(10, i),)) for i, name in enumerate(tenants)]
+    holder = client.train("t0", data=(random_datum(200),))
+    passes = [client.train(name, data=(random_datum(10, i),)) for i, name in enumerate(tenants)]
     together = [ticket.result for ticket in passes]
     holder.wait()
     assert client.engine.stats.train_jobs == 7
     assert client.engine.stats.train_passes <= 3
     for i, name in enumerate(tenants):
-        alone = client.train(name, data=(datum(10, i),)).result
+        alone = client.train(name, data=(random_datum(10, i),)).result
         np.testing.assert_allclose(
             together[i].outputs[0]["logprobs"], alone.outputs[0]["logprobs"], atol=1e-5
         )
@@ -207,10 +204,10 @@ def test_deterministic_mode_gives_equal_bits_whatever_the_company(start, tmp_pat
         tickets = []
         for i in range(4):
             if crowded:
-                client.train("b", data=(datum(9, i),))
-            tickets.append(client.train("a", data=(datum(12, i), datum(7, i))))
+                client.train("b", data=(random_datum(9, i),))
+            tickets.append(client.train("a", data=(random_datum(12, i), random_datum(7, i))))
             if crowded:
-                client.train("c", data=(datum(30, i),))
+                client.train("c", data=(random_datum(30, i),))
             client.step("a")
         folder = tmp_path / f"{crowded}"
         client.save(folder, "a").wait()
@@ -223,7 +220,7 @@ def test_deterministic_mode_gives_equal_bits_whatever_the_company(start, tmp_pat
 def test_tokens_stream_while_a_long_batch_trains_and_both_end(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    long = client.train(data=tuple(datum(60, i) for i in range(80)))
+    long = client.train(data=tuple(random_datum(60, i) for i in range(80)))
     stream = client.sample(max_tokens=30, stream=True)
     assert stream.result.num_sampled_tokens == 30
     assert long.result.num_tokens == 4800
@@ -328,7 +325,7 @@ BAD = {
         lambda c: c.train(data=(weighted([1.0, 1.0], length=3),)),
         "data[0].loss_fn_inputs.weights",
     ),
-    "context overflow": (lambda c: c.train(data=(datum(300),)), "256"),
+    "context overflow": (lambda c: c.train(data=(random_datum(300),)), "256"),
     "no folder": (lambda c: c.sample(Path("/nowhere/at/all")), "/nowhere/at/all"),
     "sample token": (lambda c: c.sample(prompt=np.array([VOCAB])), "outside the vocabulary"),
     "kv too small": (lambda c: c.sample(max_tokens=200), "KV memory"),
@@ -356,7 +353,7 @@ def test_a_users_mistake_is_told_and_the_next_call_works(start, name):
 def test_cancel_ends_a_running_sample_and_a_waiting_job(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    long = client.train(data=tuple(datum(60, i) for i in range(60)))
+    long = client.train(data=tuple(random_datum(60, i) for i in range(60)))
     waiting = client.step()
     stream = client.sample(max_tokens=250, stream=True)
     client.engine.cancel(waiting.job.job_id)
@@ -371,7 +368,7 @@ def test_cancel_ends_a_running_sample_and_a_waiting_job(start):
 def test_close_ends_every_job_and_later_ones_at_once(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    tickets = [client.train(data=tuple(datum(60, i) for i in range(2000)))]
+    tickets = [client.train(data=tuple(random_datum(60, i) for i in range(2000)))]
     tickets += [client.step(), client.sample(max_tokens=200)]
     time.sleep(0.1)
     client.engine.close()

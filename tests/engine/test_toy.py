@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datums import train_datum
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
@@ -60,16 +61,6 @@ class Client:
         return self.run(jobs.SampleJob, base_model=BASE, prompt=np.array(prompt), **fields)
 
 
-def datum(tokens: list[int]) -> jobs.TrainDatum:
-    return jobs.TrainDatum(
-        tokens=np.array(tokens[:-1]),
-        inputs={
-            "target_tokens": np.array(tokens[1:]),
-            "weights": np.ones(len(tokens) - 1, np.float32),
-        },
-    )
-
-
 @pytest.fixture
 def client() -> Iterator[Client]:
     engine = ToyEngine()
@@ -83,7 +74,7 @@ def train(client: Client, steps: int, adapter_id: str = "a") -> list[float]:
         result = client.run(
             jobs.TrainJob,
             adapter_id=adapter_id,
-            data=(datum([5, 6, 7, 8, 9]),),
+            data=(train_datum([5, 6, 7, 8, 9]),),
             loss_fn="cross_entropy",
         )
         client.run(jobs.OptimJob, adapter_id=adapter_id, params=AdamParams(learning_rate=0.01))
@@ -140,7 +131,7 @@ def test_resume_with_optimizer_is_bit_exact_and_without_is_not(client, tmp_path)
 
 def test_a_recovery_snapshot_keeps_gathered_gradients(client, tmp_path):
     client.create()
-    job = {"data": (datum([1, 2, 3]),), "loss_fn": "cross_entropy"}
+    job = {"data": (train_datum([1, 2, 3]),), "loss_fn": "cross_entropy"}
     client.run(jobs.TrainJob, adapter_id="a", **job)
     client.run(
         jobs.SaveAdapterJob,
@@ -249,14 +240,14 @@ def test_a_forgotten_snapshot_is_read_again(tmp_path):
         ({"loss_fn": "nonsense"}, "no loss 'nonsense'"),
         ({"loss_fn_config": {"beta": 1.0}}, "has no such setting"),
         ({"data": ()}, "at least one datum"),
-        ({"data": (datum([1, 99999]),)}, "token 99999 is outside"),
+        ({"data": (train_datum([1, 99999]),)}, "token 99999 is outside"),
         ({"adapter_id": "ghost"}, "no adapter 'ghost'"),
         ({"loss_fn": "ppo"}, "data[0].loss_fn_inputs: lacks logprobs, advantages"),
     ],
 )
 def test_bad_training_input_is_a_user_error_and_changes_nothing(client, change, message):
     client.create()
-    good = {"adapter_id": "a", "data": (datum([1, 2, 3]),), "loss_fn": "cross_entropy"}
+    good = {"adapter_id": "a", "data": (train_datum([1, 2, 3]),), "loss_fn": "cross_entropy"}
     failed = client.run(jobs.TrainJob, **(good | change))
     assert failed.category == "user"
     assert message in failed.message
@@ -281,7 +272,7 @@ def test_a_traced_loss_trains_like_the_loss_it_spells(client):
     custom = jobs.CustomLoss(inputs=(("logprobs", 1), ("weights", 1)), graph=graph)
     for name in ("a", "b"):
         client.create(name)
-    data = (datum([5, 6, 7]), datum([7, 8, 9, 10]))
+    data = (train_datum([5, 6, 7]), train_datum([7, 8, 9, 10]))
     plain = client.run(jobs.TrainJob, adapter_id="a", data=data, loss_fn="cross_entropy")
     traced = client.run(
         jobs.TrainJob, adapter_id="b", data=data, loss_fn="custom", custom_loss=custom

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import types
 
+import peft
 import pytest
+import torch
+from datums import datum
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from tinkex import AdamParams, Datum, ModelInput, ServiceClient  # noqa: E402
-from tinkex.cli.app import run as run_cli  # noqa: E402
+from tinkex import AdamParams, ModelInput, ServiceClient
+from tinkex.cli.app import run as run_cli
 
 TOKENS = [1, 17, 42, 9, 101, 77, 12, 3, 60, 5]
 pytestmark = [
@@ -59,13 +59,9 @@ def train(service, model, tokens, rate):
 
 
 def _step(training, tokens, steps, rate):
-    datum = Datum(
-        model_input=ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
-    )
     losses = []
     for _ in range(steps):
-        result = training.forward_backward([datum], "cross_entropy")
+        result = training.forward_backward([datum(tokens)], "cross_entropy")
         training.optim_step(AdamParams(learning_rate=rate)).result()
         losses.append(result.result().metrics["loss:sum"])
     return losses

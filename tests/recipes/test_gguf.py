@@ -10,11 +10,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from datums import datum
 from gguf_models import FAMILIES, TEXT, make, write_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tinkex import AdamParams, Datum, ModelInput, ServiceClient
+from tinkex import AdamParams, ModelInput, ServiceClient
 from tinkex.cli.app import run as run_cli
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.base_model import config_from_gguf
@@ -82,11 +83,7 @@ def test_an_exported_adapter_on_a_tied_head_gets_a_head_of_its_own(start_server,
         ServiceClient(base_url=base_url) as service,
     ):
         training = service.create_lora_training_client(str(tmp_path / "model"), rank=4, seed=1)
-        datum = Datum(
-            model_input=ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
-        )
-        training.forward_backward([datum], "cross_entropy")
+        training.forward_backward([datum(tokens)], "cross_entropy")
         training.optim_step(AdamParams(learning_rate=1e-2)).result()
         path = training.save_weights_for_sampler("trained").result().path
         sampler = service.create_sampling_client(model_path=path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from tinkex.errors import InvalidInputError, NotSupportedError  # noqa: E402
-from tinkex.recipes.merge import merge_adapter  # noqa: E402
+from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.recipes.merge import merge_adapter
 
 TOKENS = torch.tensor([[1, 5, 9, 200, 3, 77, 4]])
 

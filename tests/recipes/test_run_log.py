@@ -67,7 +67,6 @@ def test_an_unknown_or_missing_tracker_names_the_way_out(tmp_path):
 
 
 def test_the_plot_is_a_png_beside_the_metrics(tmp_path):
-    pytest.importorskip("matplotlib")
     log = RunLog(tmp_path, CONFIG)
     assert plot(log, {"loss": "loss"}, "t") is None
     log.metrics(0, {"loss": 2.0})

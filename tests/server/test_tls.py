@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
+from datums import datum
 from server_process import ServerProcess
 
 import tinkex
@@ -16,7 +16,7 @@ from tinkex.client.config import ClientConfig
 from tinkex.errors import APIConnectionError
 from tinkex.server.config import load_config
 from tinkex.server.serve import serve
-from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
+from tinkex.types import AdamParams, ModelInput, SamplingParams
 
 
 def make_cert(folder: Path, name: str, *extra: str) -> tuple[Path, Path]:
@@ -56,7 +56,7 @@ def test_a_client_that_trusts_the_certificate_trains_and_one_that_does_not_is_to
             training = service.create_lora_training_client("toy", rank=4, seed=1)
             losses = []
             for _ in range(2):
-                done = training.forward_backward([datum()], "cross_entropy").result()
+                done = training.forward_backward([datum([3, 1, 4, 1, 5])], "cross_entropy").result()
                 losses.append(done.metrics["loss:sum"])
                 training.optim_step(AdamParams(learning_rate=0.1)).result()
             assert losses[1] < losses[0]
@@ -68,12 +68,6 @@ def test_a_client_that_trusts_the_certificate_trains_and_one_that_does_not_is_to
                 saved.path
             )
             assert archive.result().url.startswith(url), "links lead back the same way"
-
-
-def datum() -> Datum:
-    tokens = [3, 1, 4, 1, 5]
-    inputs = {"target_tokens": np.array(tokens), "weights": np.ones(5, dtype=np.float32)}
-    return Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
 
 
 def test_files_that_are_missing_mismatched_or_encrypted_are_told_at_the_start(
