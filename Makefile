@@ -14,7 +14,7 @@ VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-peers bench quickstart proto clean
+.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-clients test-peers bench quickstart proto clean
 
 venv: $(STAMP)
 
@@ -58,6 +58,10 @@ test-pythons-quick:
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow"
+
+# Clients of the OpenAI and Anthropic APIs, as released.
+test-clients: $(STAMP)
+	$(BIN)/python -m pytest -m "slow or not slow" tests/clients
 
 test-peers: $(STAMP)
 	$(BIN)/python tests/peers/run.py

@@ -107,13 +107,14 @@ def test_checkpoint_info_of_something_else_fails(cli, path, code, words):
     assert words in ran.err
 
 
-def test_publish_and_unpublish_are_silent_and_change_the_listing(cli, saved):
+def test_publish_and_unpublish_change_the_listing(cli, saved):
     def public():
         return cli("checkpoint", "info", saved.state_path, "--json").json["public"]
 
     assert cli("checkpoint", "publish", saved.state_path).out == ""
     assert public() is True
-    assert cli("checkpoint", "unpublish", saved.state_path, "--json").out == ""
+    told = cli("checkpoint", "unpublish", saved.state_path, "--json").json
+    assert told == {"path": saved.state_path, "public": False}
     assert public() is False
     assert cli("checkpoint", "publish", "tinker://nobody:train:0/weights/x").code == 1
     assert cli("checkpoint", "unpublish", "tinker://nobody:train:0/weights/x").code == 1
@@ -125,7 +126,8 @@ def test_set_ttl_sets_and_removes(cli, saved):
 
     assert cli("checkpoint", "set-ttl", saved.state_path, "--ttl", "7200").code == 0
     assert expires() is not None
-    assert cli("checkpoint", "set-ttl", saved.state_path, "--remove", "--json").out == ""
+    told = cli("checkpoint", "set-ttl", saved.state_path, "--remove", "--json").json
+    assert told == {"path": saved.state_path, "ttl_seconds": None}
     assert expires() is None
 
 
@@ -168,8 +170,16 @@ def test_what_changes_a_checkpoint_says_what_it_did(cli, saved):
     path = saved.state_path
     assert "every user of the server may read" in cli("checkpoint", "publish", path).err
     assert "only you may read" in cli("checkpoint", "unpublish", path).err
-    assert "7200 seconds from now" in cli("checkpoint", "set-ttl", path, "--ttl", "7200").err
+    assert "expires in 2 hours" in cli("checkpoint", "set-ttl", path, "--ttl", "7200").err
     assert "stays until it is deleted" in cli("checkpoint", "set-ttl", path, "--remove").err
+
+
+def test_a_checkpoint_has_a_name_until_it_is_taken_back(cli, saved):
+    path = saved.sampler_path
+    assert f"pirate is {path}" in cli("checkpoint", "name", path, "pirate").err
+    assert {"name": "pirate", "path": path} in cli("checkpoint", "names", "--json").json["names"]
+    assert cli("checkpoint", "unname", "pirate", "--json").json == {"name": "pirate"}
+    assert cli("checkpoint", "unname", "pirate").code == 1
 
 
 def test_a_run_is_shown_under_its_own_name(cli, saved):

@@ -116,6 +116,14 @@ def ago(moment: datetime | None, *, now: datetime | None = None) -> str:
     return f"in {words}" if seconds < 0 else f"{words} ago"
 
 
+def span(seconds: float) -> str:
+    """A length of time in words: `90 days`, `1 hour`, `20 seconds`."""
+    for length, noun in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= length:
+            return _count(int(seconds // length), noun)
+    return _count(int(seconds), "second")
+
+
 def _span(seconds: float) -> str | None:
     if seconds < 60:
         return "just now"

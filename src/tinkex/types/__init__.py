@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tinkex.types.account.checkpoints import (
         CheckpointArchiveUrlResponse as CheckpointArchiveUrlResponse,
     )
+    from tinkex.types.account.checkpoints import CheckpointName as CheckpointName
+    from tinkex.types.account.checkpoints import CheckpointNamesResponse as CheckpointNamesResponse
     from tinkex.types.account.checkpoints import CheckpointsListResponse as CheckpointsListResponse
     from tinkex.types.account.checkpoints import CheckpointType as CheckpointType
     from tinkex.types.account.checkpoints import Cursor as Cursor
@@ -282,6 +284,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TrainingBillingEvent",
     ),
     "account.checkpoints": (
+        "CheckpointName",
+        "CheckpointNamesResponse",
         "Checkpoint",
         "CheckpointArchiveUrlResponse",
         "CheckpointType",

@@ -13,7 +13,7 @@ import click
 from tinkex.cli.arguments import limit_option, offset_option, path_argument
 from tinkex.cli.checkpoints.delete import delete
 from tinkex.cli.checkpoints.save import save
-from tinkex.cli.output import Table, properties, size
+from tinkex.cli.output import Table, print_json, properties, size, span
 from tinkex.cli.paging import collect
 from tinkex.cli.state import Noun, State, pass_state
 
@@ -113,7 +113,7 @@ def publish(state: State, path: str) -> None:
     """Let every user of the server read a checkpoint."""
     with state.rest() as rest:
         rest.publish_checkpoint_from_tinker_path(path).result()
-    state.note(f"Published: every user of the server may read {path}")
+    _done(state, f"Published: every user of the server may read {path}", path=path, public=True)
 
 
 @checkpoint.command()
@@ -123,7 +123,7 @@ def unpublish(state: State, path: str) -> None:
     """Keep a checkpoint to yourself again."""
     with state.rest() as rest:
         rest.unpublish_checkpoint_from_tinker_path(path).result()
-    state.note(f"Private: only you may read {path}")
+    _done(state, f"Private: only you may read {path}", path=path, public=False)
 
 
 @checkpoint.command("set-ttl")
@@ -137,8 +137,46 @@ def set_ttl(state: State, path: str, ttl: int | None, remove: bool) -> None:
         raise click.UsageError("Give exactly one of --ttl SECONDS and --remove.")
     with state.rest() as rest:
         rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
-    until = "stays until it is deleted" if ttl is None else f"goes {ttl} seconds from now"
-    state.note(f"{path} {until}")
+    until = "stays until it is deleted" if ttl is None else f"expires in {span(ttl)}"
+    _done(state, f"{path} {until}", path=path, ttl_seconds=ttl)
+
+
+@checkpoint.command()
+@path_argument
+@click.argument("name")
+@pass_state
+def name(state: State, path: str, name: str) -> None:
+    """Give a checkpoint a short NAME, for OpenAI and Anthropic clients and for yourself."""
+    with state.rest() as rest:
+        rest.name_checkpoint(path, name).result()
+    _done(state, f"{name} is {path}", path=path, name=name)
+
+
+@checkpoint.command()
+@click.argument("name")
+@pass_state
+def unname(state: State, name: str) -> None:
+    """Take a short NAME back; its checkpoint stays."""
+    with state.rest() as rest:
+        rest.remove_checkpoint_name(name).result()
+    _done(state, f"{name} is no name any more", name=name)
+
+
+@checkpoint.command()
+@pass_state
+def names(state: State) -> None:
+    """List the short names of your checkpoints."""
+    with state.rest() as rest:
+        found = rest.list_checkpoint_names().result().names
+    rows = [(one.name, one.path) for one in found]
+    state.show(Table(columns=("Name", "Path"), rows=rows), {"names": found})
+
+
+def _done(state: State, words: str, **facts: Any) -> None:
+    """Say on stderr what was done; a program reads it as JSON from stdout."""
+    state.note(words)
+    if state.format == "json":
+        print_json(facts)
 
 
 @checkpoint.command()

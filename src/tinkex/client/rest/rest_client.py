@@ -294,6 +294,28 @@ class RestClient(Caller):
 
     set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
+    def name_checkpoint(self, tinker_path: str, name: str) -> APIFuture[None]:
+        """Give a checkpoint a short name; one that is in use moves to it. Tinkex servers only."""
+        validation.check_tinker_path(tinker_path)
+        body = orjson.dumps({"name": name, "path": tinker_path})
+        return self._send("name_checkpoint", "POST", "checkpoint_names", body)
+
+    name_checkpoint_async = awaited(name_checkpoint)
+
+    def list_checkpoint_names(self) -> APIFuture[types.CheckpointNamesResponse]:
+        """The short names of the account's checkpoints. Tinkex servers only."""
+        kind = types.CheckpointNamesResponse
+        return self._get("list_checkpoint_names", "checkpoint_names", kind)
+
+    list_checkpoint_names_async = awaited(list_checkpoint_names)
+
+    def remove_checkpoint_name(self, name: str) -> APIFuture[None]:
+        """Take a short name back; the checkpoint stays. Tinkex servers only."""
+        path = f"checkpoint_names/{_segment(name, 'name')}"
+        return self._send("remove_checkpoint_name", "DELETE", path)
+
+    remove_checkpoint_name_async = awaited(remove_checkpoint_name)
+
     def copy_weights(
         self,
         path: str,

@@ -111,3 +111,16 @@ class TrainingRunsResponse(Response):
 
     training_runs: Listing[TrainingRun]
     cursor: Cursor
+
+
+class CheckpointName(Response):
+    """A short name that a user gave to a checkpoint."""
+
+    name: str
+    path: str
+
+
+class CheckpointNamesResponse(Response):
+    """The short names of a user."""
+
+    names: Listing[CheckpointName]
