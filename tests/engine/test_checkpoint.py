@@ -258,7 +258,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tiny, tmp_path, monkeypatch):
     def full_disk(path, value):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_save_json", full_disk)
+    monkeypatch.setattr(checkpoint, "_save_tensors", full_disk)
     with pytest.raises(OSError, match="No space"):
         save(trainer, tmp_path / "ck")
     assert list(tmp_path.iterdir()) == []

@@ -14,8 +14,9 @@ import torch
 
 from tinkex.client.training.loss_tracing import _qualified, encode_graph, trace_loss
 from tinkex.engine.jobs import CustomLoss
+from tinkex.engine.metrics import reduce_metrics
 from tinkex.engine.train import graph_ops
-from tinkex.engine.train.graph import MAX_NODES, build_loss, check_graph, reduce_metrics
+from tinkex.engine.train.graph import MAX_NODES, build_loss, check_graph
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 F = torch.nn.functional

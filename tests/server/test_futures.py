@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
-from tinkex.server.work.futures import CompletionLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.wire import tinker_public_pb2 as pb
 
 
@@ -49,7 +49,7 @@ def test_fetched_results_go_after_the_grace_and_others_after_their_time() -> Non
 
 
 async def test_a_completion_log_forgets_what_a_cursor_has_passed() -> None:
-    log = CompletionLog(start=0)
+    log = FinishedLog(start=0)
     for number in range(4):
         log.add(f"r{number}", 1)
     assert [entry.cursor for entry in log.after(0, limit=2)] == [1, 2]
@@ -62,9 +62,9 @@ async def test_a_completion_log_forgets_what_a_cursor_has_passed() -> None:
 
 
 def test_a_cursor_from_before_a_restart_is_behind_every_new_entry() -> None:
-    before = CompletionLog()
+    before = FinishedLog()
     before.add("r0", 0)
-    after = CompletionLog()
+    after = FinishedLog()
     after.add("r1", 0)
     assert after.after(before.after(0)[-1].cursor)
 

@@ -14,7 +14,7 @@ from app_world import AppWorld, open_app
 from server_process import ServerProcess
 
 import tinkex
-from tinkex.server.work.samples import SampleLedger
+from tinkex.store import SampleLedger
 from tinkex.wire import tinker_public_pb2 as pb
 
 

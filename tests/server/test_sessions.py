@@ -7,15 +7,15 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
+from tinkex.server.work.live_sessions import LiveSessions
 from tinkex.server.work.presence import Presence, is_alive
-from tinkex.server.work.sessions import Sessions
 from tinkex.store import Store
 
 
 def test_each_silence_is_reported_once(tmp_path: Path) -> None:
     now = [0.0]
     store = Store.in_folder(tmp_path)
-    sessions = Sessions(store, clock=lambda: now[0])
+    sessions = LiveSessions(store, clock=lambda: now[0])
     for name in ("quiet", "busy"):
         sessions.touch(name)
     now[0] = 200

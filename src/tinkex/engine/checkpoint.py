@@ -15,10 +15,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.optimizers import find_optimizer
+from tinkex.engine.folders import write_whole
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import (
     MAX_RANK,
@@ -121,16 +119,9 @@ def capture(
 
 
 def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
-    """Write a checkpoint folder and return its size. The folder must not exist yet.
+    """Write a checkpoint folder and return its size; see `write_whole`."""
 
-    Without `sync` it outlives this process at once, a crash of the machine only after `make_safe`.
-    """
-    target = Path(folder)
-    if target.exists():
-        raise InvalidInputError(f"{target} exists already; a checkpoint is never overwritten")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
+    def fill(aside: Path) -> None:
         for name, buffers in image.buffers.items():
             prefix = _PREFIX if name == _WEIGHTS else ""
             tensors = {
@@ -139,25 +130,8 @@ def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
                 for module, tensor in _named(image.adapter, _on_host(flat, image.copied))
             }
             _save_tensors(aside / name, tensors)
-        for name, value in image.texts.items():
-            _save_json(aside / name, value)
-        size_bytes = sum(file.stat().st_size for file in aside.iterdir())
-        aside.chmod(0o755)
-        if sync:
-            make_safe(aside)
-        aside.rename(target)
-        if sync:
-            _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return size_bytes
 
-
-def make_safe(folder: str | Path) -> None:
-    """Have a folder and its files on the disk, not only on their way to it."""
-    for path in (*Path(folder).iterdir(), Path(folder)):
-        _sync(path)
+    return write_whole(Path(folder), fill, image.texts, sync=sync)
 
 
 def _copied(flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -220,18 +194,6 @@ def _write_all(file: io.RawIOBase, data: Any) -> None:
     left = memoryview(data).cast("B")
     while left:
         left = left[file.write(left) :]
-
-
-def _save_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _peft_config(

@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from tinkex.engine import checkpoint, jobs
+from tinkex.engine import checkpoint, folders, jobs
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike, load_decoder
@@ -489,7 +489,7 @@ def _write(
 def _make_safe(folder: str) -> None:
     """What could not be written, or was removed meanwhile, has been told elsewhere."""
     with contextlib.suppress(OSError):
-        checkpoint.make_safe(folder)
+        folders.make_safe(folder)
 
 
 def _make_cuda_deterministic() -> None:

@@ -80,7 +80,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
     compat.install(app, app.state.service)
     problems.install(app)
     openapi.install(app)
-    app.add_middleware(Watch, root=app)
+    app.add_middleware(FrontDoor, root=app)
     return app
 
 
@@ -92,7 +92,7 @@ def _finish_session(app: FastAPI) -> Callable[[str], Awaitable[None]]:
     return finish
 
 
-class Watch:
+class FrontDoor:
     """Measure every request, note that somebody is there, and take the short way to hot routes.
 
     Matching fifty routes and resolving dependencies costs more than most requests do. The routes

@@ -26,14 +26,14 @@ from tinkex.server.operations.table import make_operations
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.lane import Lane, Means
+from tinkex.server.work.live_sessions import LiveSessions
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
 from tinkex.server.work.results import Results
-from tinkex.server.work.samples import SampleLedger, Samples
-from tinkex.server.work.sessions import Sessions
+from tinkex.server.work.samples import Samples
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.placement import Placement
 from tinkex.server.workers.worker import Worker
-from tinkex.store import CustomLoss, Model, SeqConflictError, Store, User
+from tinkex.store import CustomLoss, Model, SampleLedger, SeqConflictError, Store, User
 
 logger = logging.getLogger(__name__)
 TICK_S = 5.0
@@ -60,7 +60,7 @@ class Service:
             max_sampling=config.max_running_samples,
         )
         self.catalog = Catalog(config, self.placement)
-        self.sessions = Sessions(store)
+        self.sessions = LiveSessions(store)
         self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
         self.samples = Samples(
             store=store,

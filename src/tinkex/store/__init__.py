@@ -22,6 +22,7 @@ from tinkex.store.records import (
     UsageRow,
     User,
 )
+from tinkex.store.sample_ledger import SampleLedger
 from tinkex.store.sessions import SessionQuery
 from tinkex.store.store import Store
 from tinkex.store.writer import StoreClosedError
@@ -38,6 +39,7 @@ __all__ = [
     "NewRow",
     "JournalRow",
     "RowState",
+    "SampleLedger",
     "SamplingSession",
     "SeqConflictError",
     "Session",

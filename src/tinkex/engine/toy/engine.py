@@ -13,8 +13,6 @@ import heapq
 import itertools
 import json
 import logging
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
+from tinkex.engine.folders import write_whole
+from tinkex.engine.metrics import Gap, gap_summary, reduce_metrics
 from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
@@ -325,8 +325,8 @@ class ToyEngine:
         metrics = {
             "loss:sum": float(sum(done.loss for done in work)),
             "num_tokens:sum": float(num_tokens),
-            **_gap_metrics([done.logp for done in work], [inputs for _, inputs in checked]),
-            **_reduced([done.metrics for done in work]),
+            **gap_summary(_gaps([done.logp for done in work], [inputs for _, inputs in checked])),
+            **reduce_metrics([done.metrics for done in work]),
         }
         outputs = tuple({"logprobs": done.logp.astype(np.float32)} for done in work)
         return jobs.TrainResult(outputs=outputs, metrics=metrics, num_tokens=num_tokens)
@@ -436,9 +436,9 @@ def _evaluate(
     return _Evaluated(logp, loss, slopes, metrics)
 
 
-def _gap_metrics(
+def _gaps(
     logps: Sequence[NDArray[np.float64]], inputs: Sequence[dict[str, NDArray[Any]]]
-) -> dict[str, float]:
+) -> list[Gap]:
     """How far the sampler's logprobs are from these, over the tokens that a sampler produced."""
     gaps = [
         (logp - x["logprobs"])[(x["logprobs"] != 0) | (x.get("advantages", 0) != 0)]
@@ -447,18 +447,9 @@ def _gap_metrics(
     ]
     gap = np.concatenate(gaps) if gaps else np.empty(0)
     if gap.size == 0:
-        return {}
-    return {
-        "sampler_gap_mean:mean": float(np.abs(gap).mean()),
-        "sampler_gap_max:max": float(np.abs(gap).max()),
-        "sampler_gap_k3:mean": float((np.exp(gap) - gap - 1).mean()),
-    }
-
-
-def _reduced(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Custom metrics of all datums: `:mean` averages, `:sum` adds."""
-    sums = {name: sum(one[name] for one in metrics) for name in (metrics[0] if metrics else ())}
-    return {k: v / len(metrics) if k.endswith(":mean") else v for k, v in sums.items()}
+        return []
+    k3 = np.exp(gap) - gap - 1
+    return [Gap(float(np.abs(gap).sum()), float(np.abs(gap).max()), float(k3.sum()), gap.size)]
 
 
 def _capture(
@@ -491,26 +482,10 @@ def _capture(
 def _write_checkpoint(
     folder: Path, arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, Mapping[str, Any]]
 ) -> jobs.AdapterResult:
-    """Write aside, fsync, rename; the result has the folder's size."""
-    if folder.exists():
-        raise FileExistsError(f"{folder.name} exists already; a checkpoint is never overwritten")
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    def fill(aside: Path) -> None:
         np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
-        for name, value in texts.items():
-            (aside / name).write_text(json.dumps(value, indent=2))
-        for path in (*aside.iterdir(), aside):
-            fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
-            os.close(fd)
-        aside.rename(folder)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    size_bytes = sum(path.stat().st_size for path in folder.iterdir())
-    return jobs.AdapterResult(size_bytes=size_bytes)
+
+    return jobs.AdapterResult(size_bytes=write_whole(folder, fill, texts))
 
 
 def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:

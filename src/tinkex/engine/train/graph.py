@@ -302,13 +302,6 @@ def build_loss(custom: CustomLoss) -> LossFunction:
     return loss
 
 
-def reduce_metrics(per_datum: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of the datums of one request: `:sum` adds, `:mean` averages."""
-    names = per_datum[0].keys() if per_datum else ()
-    sums = {name: math.fsum(float(metrics[name]) for metrics in per_datum) for name in names}
-    return {k: v / len(per_datum) if k.endswith(":mean") else v for k, v in sums.items()}
-
-
 def _resolve(step: _Step) -> Callable[..., Any]:
     import torch
 

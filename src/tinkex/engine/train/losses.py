@@ -17,6 +17,7 @@ from torch import Tensor
 from tinkex.contract.losses import Loss, check_inputs
 from tinkex.engine.arrays import dense, form_of
 from tinkex.engine.jobs import Array, CsrArray, CustomLoss, TrainDatum
+from tinkex.engine.metrics import Gap
 from tinkex.engine.train.formulas import FORMULAS, Settings, sampled
 from tinkex.errors import InvalidInputError
 
@@ -33,17 +34,6 @@ def loss_values(loss: Loss, logp: Tensor, inputs: Inputs, settings: Settings) ->
 
 GAP_INPUTS = frozenset({"logprobs", "advantages"})
 """What `gap_metrics` reads of a datum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """How far trainer and sampler disagree over some tokens; gap = logp - q."""
-
-    sum_abs: float
-    max_abs: float
-    sum_k3: float
-    """k3 estimates KL(sampler || trainer) without bias and is never negative."""
-    num_tokens: int
 
 
 def gap_metrics(logp: Tensor, inputs: Inputs) -> Gap | None:

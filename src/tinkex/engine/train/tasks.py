@@ -20,10 +20,10 @@ from torch import Tensor
 
 from tinkex.contract.losses import CUSTOM, Loss, find_loss, read_settings
 from tinkex.engine.jobs import Array, TrainJob, TrainResult
-from tinkex.engine.train.graph import build_loss, reduce_metrics
+from tinkex.engine.metrics import Gap, gap_summary, reduce_metrics
+from tinkex.engine.train.graph import build_loss
 from tinkex.engine.train.losses import (
     GAP_INPUTS,
-    Gap,
     Prepared,
     gap_metrics,
     loss_values,
@@ -85,7 +85,7 @@ class Task:
             "num_tokens:sum": float(self.num_tokens),
             "num_active_tokens:sum": float(sum(int(d.active_T.sum()) for d in self.data)),
             "train_time_s:sum": self.seconds,
-            **_gap_summary(self.gaps),
+            **gap_summary(self.gaps),
             **self.router_load.metrics(),
             **(reduce_metrics(self.metrics) if self.metrics else {}),
         }
@@ -203,15 +203,3 @@ def divergence(task: Task) -> TinkerError | None:
         if not math.isfinite(float(loss)):
             return InvalidInputError(DIVERGED.format(what="loss is"), path=f"data[{index}]")
     return InvalidInputError(DIVERGED.format(what="sum of the losses is"), path="data")
-
-
-def _gap_summary(gaps: Sequence[Gap]) -> dict[str, float]:
-    """Trainer against sampler, over the tokens that a sampler produced."""
-    count = sum(gap.num_tokens for gap in gaps)
-    if not count:
-        return {}
-    return {
-        "sampler_gap_mean:mean": sum(gap.sum_abs for gap in gaps) / count,
-        "sampler_gap_max:max": max(gap.max_abs for gap in gaps),
-        "sampler_gap_k3:mean": sum(gap.sum_k3 for gap in gaps) / count,
-    }

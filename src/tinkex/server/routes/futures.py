@@ -19,7 +19,7 @@ from tinkex.server.exchange import answer, read, serve, service_of
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
-from tinkex.server.work.futures import Completion, Outcome, Promise
+from tinkex.server.work.futures import FinishedSample, Outcome, Promise
 from tinkex.types.service.extensions import CancelFutureResponse
 from tinkex.wire import frames
 
@@ -123,7 +123,7 @@ def _acknowledge(service: Service, user_id: str, request_ids: Sequence[str]) -> 
     service.promises.drop(own)
 
 
-def _completion(entry: Completion) -> dict[str, Any]:
+def _completion(entry: FinishedSample) -> dict[str, Any]:
     body: dict[str, Any] = {"state": "finished", "request_id": entry.request_id}
     if entry.size_bytes:
         body["response_payload_uncompressed_size"] = entry.size_bytes
@@ -131,7 +131,7 @@ def _completion(entry: Completion) -> dict[str, Any]:
 
 
 def _frames(
-    service: Service, found: list[Completion], cursor: int, waiting: list[Promise]
+    service: Service, found: list[FinishedSample], cursor: int, waiting: list[Promise]
 ) -> Response:
     """Our own SDK's form: the results themselves, joined behind one header.
 

@@ -146,13 +146,13 @@ class PromiseTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class FinishedSample:
     cursor: int
     request_id: str
     size_bytes: int
 
 
-class CompletionLog:
+class FinishedLog:
     """The finished samples of one (sampling session, clone), in the order they finished.
 
     Cursors start at the server's start time in microseconds, so that a cursor a client kept from
@@ -160,14 +160,14 @@ class CompletionLog:
     """
 
     def __init__(self, *, start: int | None = None) -> None:
-        self._entries: deque[Completion] = deque()
+        self._entries: deque[FinishedSample] = deque()
         self._cursor = int(time.time() * 1e6) if start is None else start
         self._waiters: list[asyncio.Future[None]] = []
         self.used_at = time.monotonic()
 
     def add(self, request_id: str, size_bytes: int) -> None:
         self._cursor += 1
-        self._entries.append(Completion(self._cursor, request_id, size_bytes))
+        self._entries.append(FinishedSample(self._cursor, request_id, size_bytes))
         self.wake()
 
     def wake(self) -> None:
@@ -175,14 +175,14 @@ class CompletionLog:
             _wake(waiter)
         self._waiters.clear()
 
-    def after(self, cursor: int, limit: int = 1000) -> list[Completion]:
+    def after(self, cursor: int, limit: int = 1000) -> list[FinishedSample]:
         """Entries later than `cursor`; those at or before it are forgotten."""
         while self._entries and self._entries[0].cursor <= cursor:
             self._entries.popleft()
         self.used_at = time.monotonic()
         return [entry for entry, _ in zip(self._entries, range(limit), strict=False)]
 
-    async def wait_after(self, cursor: int, timeout_s: float) -> list[Completion]:
+    async def wait_after(self, cursor: int, timeout_s: float) -> list[FinishedSample]:
         if found := self.after(cursor):
             return found
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -3,22 +3,19 @@
 A sample waits at the worker's gate, runs, and settles its promise; when the worker dies it simply
 runs again on the next one. Promises live in memory only: what a crash of the server loses is
 remembered as lost in `SampleLedger`, so that a client waiting for it is told at once (410) and asks
-again. Who waits for whom: `CompletionLog` wakes the batched poller, the promise wakes single polls.
+again. Who waits for whom: `FinishedLog` wakes the batched poller, the promise wakes single polls.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import logging
-import os
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -29,9 +26,9 @@ from tinkex.server import decode, encode, validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.problems import ApiError
-from tinkex.server.work.futures import CompletionLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.server.workers.placement import Place, Placement
-from tinkex.store import SamplingSession, Store, UsageCount, User
+from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
 
 logger = logging.getLogger(__name__)
 CLONE_STRIDE = 10**9
@@ -44,90 +41,6 @@ IDLE_LOG_S = 3600.0
 class Accepted:
     promise: Promise
     sequence_ids: tuple[str, ...]
-
-
-class SampleLedger:
-    """Which samples were promised and not yet handed out, in a file that outlives the process.
-
-    One short line per event, written through to the kernel: a killed process loses nothing, and a
-    power cut loses promises nobody can still be waiting for.
-    """
-
-    MAX_BYTES = 8_000_000
-
-    def __init__(self, file: Path) -> None:
-        self._path = file
-        self._open: dict[str, None] = {}
-        self._compacted_bytes = 0
-        self.lost = self._read()
-        self._file = file.open("wb", buffering=0)
-        for request_id in self.lost:  # still lost after the next crash, until asked for
-            self.promised(request_id)
-
-    def _read(self) -> list[str]:
-        found: dict[str, None] = {}
-        try:
-            lines = self._path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        for line in lines[:-1]:  # a torn last line was never acknowledged
-            request_id = line[1:].decode(errors="replace")
-            if line[:1] == b"+":
-                found[request_id] = None
-            else:
-                found.pop(request_id, None)
-        return list(found)
-
-    def promised(self, request_id: str) -> None:
-        """Note a promise before it is given.
-
-        Raises:
-            OSError: There is no room to note it; nothing is promised then.
-        """
-        self._open[request_id] = None  # before the write, which may rewrite the file from this
-        try:
-            self._write(b"+" + request_id.encode() + b"\n")
-        except OSError:
-            del self._open[request_id]
-            raise
-
-    def handed_out(self, request_id: str) -> None:
-        if self._open.pop(request_id, "") is None:
-            try:
-                self._write(b"-" + request_id.encode() + b"\n")
-            except OSError as exc:  # after a crash it counts as lost, and is asked for by nobody
-                logger.warning("cannot note that %s was handed out: %s", request_id, exc.strerror)
-
-    def _write(self, line: bytes) -> None:
-        size = self._file.tell()
-        try:
-            if self._file.write(line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            self._file.truncate(size)  # half a line would spoil the next
-            self._file.seek(size)
-            raise
-        if size > max(self.MAX_BYTES, 2 * self._compacted_bytes):
-            self._compact()
-
-    def _compact(self) -> None:
-        aside = self._path.with_suffix(".new")
-        lines = b"".join(b"+" + request_id.encode() + b"\n" for request_id in self._open)
-        file = aside.open("wb", buffering=0)
-        try:
-            if file.write(lines) < len(lines):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            aside.rename(self._path)
-        except OSError as exc:
-            file.close()
-            aside.unlink(missing_ok=True)
-            logger.warning("%s stays as long as it is: %s", self._path, exc.strerror)
-            return
-        self._file.close()
-        self._file, self._compacted_bytes = file, len(lines)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class Samples:
@@ -154,12 +67,12 @@ class Samples:
         self._max_queued = max_queued
         self._on_use = on_use  # a session shows a sign of life
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
-        self._logs: dict[tuple[str, int], CompletionLog] = {}
+        self._logs: dict[tuple[str, int], FinishedLog] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._hashes: dict[str, bytes] = {}
         self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
         for request_id in ledger.lost:
-            if (key := _line(request_id)) is not None:
+            if (key := _poller_of(request_id)) is not None:
                 self.log(*key).add(request_id, 0)
 
     # ------------------------------------------------------------------------ sampling sessions
@@ -326,7 +239,7 @@ class Samples:
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
         promise.on_settle = self._settled
-        if (key := _line(request_id)) is not None:
+        if (key := _poller_of(request_id)) is not None:
             self._pending.setdefault(key, {})[request_id] = promise
         task = self._launch(promise, user, session, job, None)
         promise.cancel = task.cancel  # type: ignore[assignment]
@@ -334,7 +247,7 @@ class Samples:
 
     def _settled(self, promise: Promise) -> None:
         self._promises.settled(promise)
-        key = _line(promise.request_id)
+        key = _poller_of(promise.request_id)
         if key is None:
             return
         waiting = self._pending.get(key, {})
@@ -408,11 +321,11 @@ class Samples:
 
     # ------------------------------------------------------------------------ handing out
 
-    def log(self, sampling_session_id: str, clone: int) -> CompletionLog:
+    def log(self, sampling_session_id: str, clone: int) -> FinishedLog:
         key = (sampling_session_id, clone)
         found = self._logs.get(key)
         if found is None:
-            found = self._logs[key] = CompletionLog()
+            found = self._logs[key] = FinishedLog()
         return found
 
     def handed_out(self, request_ids: Iterable[str]) -> None:
@@ -513,7 +426,7 @@ def _model_of(session: SamplingSession) -> str | None:
     return None
 
 
-def _line(request_id: str) -> tuple[str, int] | None:
+def _poller_of(request_id: str) -> tuple[str, int] | None:
     """The (sampling session, clone) whose poller waits for a sample; None when it has no number."""
     session_id, _, seq_id = request_id.rpartition(":")
     return (session_id, int(seq_id) // CLONE_STRIDE) if seq_id.isdigit() else None

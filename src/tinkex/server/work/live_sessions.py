@@ -19,7 +19,7 @@ from tinkex.types import CreateSessionRequest
 MAX_CACHED = 100_000
 
 
-class Sessions:
+class LiveSessions:
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock

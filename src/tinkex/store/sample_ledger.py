@@ -1,0 +1,104 @@
+"""Which samples were promised and not yet handed out, in a file that outlives the process.
+
+A sample costs too little for a row in the database. What a crash loses is its result; this file
+remembers that it was promised, so that a client that waits for it is told at once and asks again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger("tinkex.store")
+
+
+class SampleLedger:
+    """One short line per event, written through to the kernel.
+
+    A killed process loses nothing, and a power cut loses promises nobody can still wait for.
+    """
+
+    MAX_BYTES = 8_000_000
+
+    def __init__(self, file: Path) -> None:
+        self._path = file
+        self._open: dict[str, None] = {}
+        self._compacted_bytes = 0
+        self._whole_bytes = 0  # without a last line that a crash tore
+        self.lost = self._read()
+        """What an earlier process promised and never handed out."""
+        self._open.update(
+            dict.fromkeys(self.lost)
+        )  # lost after the next crash too, until asked for
+        self._file = file.open("ab", buffering=0)
+        self._file.truncate(self._whole_bytes)
+        self._file.seek(0, os.SEEK_END)
+        self._compact()
+
+    def _read(self) -> list[str]:
+        found: dict[str, None] = {}
+        try:
+            lines = self._path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        self._whole_bytes = sum(len(line) + 1 for line in lines[:-1])
+        for line in lines[:-1]:  # a torn last line was never acknowledged
+            request_id = line[1:].decode(errors="replace")
+            if line[:1] == b"+":
+                found[request_id] = None
+            else:
+                found.pop(request_id, None)
+        return list(found)
+
+    def promised(self, request_id: str) -> None:
+        """Note a promise before it is given.
+
+        Raises:
+            OSError: There is no room to note it; nothing is promised then.
+        """
+        self._open[request_id] = None  # before the write, which may rewrite the file from this
+        try:
+            self._write(b"+" + request_id.encode() + b"\n")
+        except OSError:
+            del self._open[request_id]
+            raise
+
+    def handed_out(self, request_id: str) -> None:
+        if self._open.pop(request_id, "") is None:
+            try:
+                self._write(b"-" + request_id.encode() + b"\n")
+            except OSError as exc:  # after a crash it counts as lost, and is asked for by nobody
+                log.warning("cannot note that %s was handed out: %s", request_id, exc.strerror)
+
+    def _write(self, line: bytes) -> None:
+        size = self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            self._file.truncate(size)  # half a line would spoil the next
+            self._file.seek(size)
+            raise
+        if size > max(self.MAX_BYTES, 2 * self._compacted_bytes):
+            self._compact()
+
+    def _compact(self) -> None:
+        aside = self._path.with_suffix(".new")
+        lines = b"".join(b"+" + request_id.encode() + b"\n" for request_id in self._open)
+        file = aside.open("wb", buffering=0)
+        try:
+            if file.write(lines) < len(lines):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            aside.rename(self._path)
+        except OSError as exc:
+            file.close()
+            aside.unlink(missing_ok=True)
+            log.warning("%s stays as long as it is: %s", self._path, exc.strerror)
+            return
+        self._file.close()
+        self._file, self._compacted_bytes = file, len(lines)
+
+    def close(self) -> None:
+        self._file.close()
