@@ -47,7 +47,7 @@ async def open_app(folder: Path, **settings: Any) -> AsyncIterator[AppWorld]:
     try:
         async with (
             app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://test") as http,
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
         ):
             yield AppWorld(app, http)
     finally:

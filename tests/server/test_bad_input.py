@@ -94,7 +94,7 @@ def _hammer(
 
 async def _send(world: AppWorld, case: Case, known: dict[str, str]) -> None:
     """Send a case as it is, and once more with ids that exist, so that it gets past the door."""
-    request = case.as_transport_kwargs(base_url="http://test")
+    request = case.as_transport_kwargs(base_url="http://localhost")
     body = request.get("json")
     bodies = [body]
     if isinstance(body, dict):

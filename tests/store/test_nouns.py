@@ -35,16 +35,6 @@ def test_a_revoked_key_is_not_found_until_it_is_added_again(store: Store) -> Non
     assert store.accounts.add_key("tml-a", "ann").key_id == record.key_id
 
 
-def test_a_secret_is_made_once(url: str) -> None:
-    first = Store(url)
-    value = first.accounts.secret("jwt")
-    first.close()
-    second = Store(url)
-    assert second.accounts.secret("jwt") == value
-    assert second.accounts.secret("links") != value
-    second.close()
-
-
 def test_a_session_round_trips_with_its_metadata(store: Store) -> None:
     made = session(tags=["a", "b"], user_metadata={"x": "ü"}, created_at=1700000000.123456)
     store.sessions.create(made)

@@ -24,6 +24,6 @@ def resolve_address(state: State) -> Iterator[tuple[str, str]]:
 
     server = join_local_server()
     try:
-        yield server.base_url, key
+        yield server.base_url, server.api_key
     finally:
         asyncio.run(server.leave())

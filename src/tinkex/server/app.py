@@ -25,6 +25,7 @@ from tinkex.server.config import ServerConfig
 from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
+from tinkex.server.guard.origin import check_local
 from tinkex.server.metrics import Metrics
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
@@ -75,7 +76,14 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
     # Routes are matched in this order: what is called most stands first.
     for router in _OURS:
         app.include_router(router)
-    rest.install(app, store, config.data_dir, config.api_keys, _finish_session(app))
+    rest.install(
+        app,
+        store,
+        config.data_dir,
+        config.api_keys,
+        _finish_session(app),
+        key_required=config.key_required,
+    )
     app.state.service = Service(config, store, app.state.shelf, workers, app.state.auth.user_of)
     compat.install(app, app.state.service)
     problems.install(app)
@@ -136,9 +144,14 @@ class FrontDoor:
             name = scope["path"] if hot else getattr(scope.get("route"), "path", "unknown")
             self._metrics.observe(name, status, time.perf_counter() - started)
 
+    def _check_local(self, scope: Scope) -> None:
+        if self._root.state.auth.is_open:
+            check_local(scope["headers"])
+
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The long way, which reads bodies before it asks who is there; so we ask first."""
         try:
+            self._check_local(scope)
             if _needs_key(scope["path"]):
                 await current_user(Request(scope))
             receive = _limited(scope, receive, self._max_body_bytes)
@@ -152,6 +165,7 @@ class FrontDoor:
     async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
+            self._check_local(scope)
             user = await current_user(request)
             if scope["path"] in _SUBMITS:
                 await receive_body(request)  # a slow sender must not hold a turn

@@ -59,10 +59,18 @@ class Auth:
         self._seen: dict[str, _Seen] = {}
 
     @classmethod
-    def open(cls, store: Store, api_keys: tuple[str, ...] = ()) -> Auth:
+    def open(
+        cls,
+        store: Store,
+        api_keys: tuple[str, ...] = (),
+        *,
+        secret: bytes,
+        key_required: bool = False,
+    ) -> Auth:
         """Take over the configured keys (`KEY` or `KEY=USER`) and drop those configured before.
 
-        Blocks. Without any key, configured or stored, the server is open.
+        Blocks. Without any key the server is open; once `tinkex keys` made one, it stays closed,
+        even when the last one is revoked.
         """
         configured: dict[str, str] = {}
         for entry in api_keys:
@@ -72,14 +80,15 @@ class Auth:
         for key, user_id in configured.items():
             store.accounts.ensure_user(user_id)
             kept.add(store.accounts.add_key(key, user_id, note=_CONFIG_NOTE).key_id)
-        valid = 0
-        for record in store.accounts.active_keys():
-            if record.note == _CONFIG_NOTE and record.key_id not in kept:
+        known = store.accounts.all_keys()
+        for record in known:
+            if is_configured(record) and record.key_id not in kept and record.revoked_at is None:
                 store.accounts.revoke_key(record.key_id)
-            else:
-                valid += 1
-        open_user = None if valid else store.accounts.ensure_user(OPEN_USER)
-        return cls(store, store.accounts.secret("jwt"), open_user)
+        is_closed = key_required or kept or any(not is_configured(record) for record in known)
+        if is_closed and not store.accounts.active_keys():
+            logger.warning("no key is valid: all are refused until `tinkex keys add` makes one")
+        open_user = None if is_closed else store.accounts.ensure_user(OPEN_USER)
+        return cls(store, secret, open_user)
 
     @property
     def is_open(self) -> bool:
@@ -105,6 +114,11 @@ class Auth:
             self._seen.clear()
         self._seen[credential] = _Seen(found, time.monotonic() + min(found.valid_s, CACHE_S))
         return found
+
+    async def grantor(self, credential: str | None) -> tuple[str, int | None]:
+        """(user, key) behind a credential, for what is given away in their name."""
+        found = await self._identity(credential)
+        return found.user.user_id, found.key_id
 
     async def key_of(self, credential: str | None) -> ApiKey | None:
         """The record of an API key; None for tokens and in open mode."""
@@ -168,11 +182,12 @@ class Auth:
         except jwt.InvalidTokenError as exc:
             raise _refused("The token was not signed by this server, or is damaged.") from exc
         user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
-        if not await self._may_act(key_id, user_id):
+        if not await self.may_act(key_id, user_id):
             raise _refused("The key this token was made for is revoked. Use another key.")
         return _Identity(await self._user(user_id), key_id, claims["exp"] - time.time())
 
-    async def _may_act(self, key_id: int | None, user_id: str) -> bool:
+    async def may_act(self, key_id: int | None, user_id: str) -> bool:
+        """Whether what was given away in the name of a key is still good."""
         if key_id is None:  # made by an open server
             return self._open_user is not None
         key = await self._store.call(self._store.accounts.get_key, key_id)

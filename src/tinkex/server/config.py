@@ -64,6 +64,10 @@ class ServerConfig:
     """Where the database, checkpoints and recovery snapshots live."""
     api_keys: tuple[str, ...] = ()
     """`KEY` or `KEY=USER`, beside those of `tinkex keys`. None at all: all are the user `local`."""
+    api_key_file: str = ""
+    """File with such entries, one a line: unlike a flag it is not in the list of processes."""
+    key_required: bool = False
+    """Refuse callers without a key on loopback too, as behind a proxy."""
     tls_cert: str = ""
     """PEM file with the certificate and its chain; with `tls_key`, the server speaks HTTPS."""
     tls_key: str = ""
@@ -178,6 +182,9 @@ class ServerConfig:
         for name, target in self.aliases.items():
             if not name or not target:
                 raise ConfigError(f"alias {name!r}={target!r} needs a name and a model.")
+        if self.api_key_file:
+            object.__setattr__(self, "api_keys", (*self.api_keys, *_read_keys(self.api_key_file)))
+            object.__setattr__(self, "api_key_file", "")  # read once
         for entry in self.api_keys:
             if not entry.split("=", 1)[0].startswith("tml-"):
                 raise ConfigError(
@@ -203,6 +210,21 @@ class ServerConfig:
         shown["data_dir"] = str(self.data_dir)
         shown["aliases"] = dict(self.aliases)
         return shown
+
+
+def _read_keys(name: str) -> list[str]:
+    """The entries of a key file; empty lines and those that start with # do not count."""
+    file = Path(name).expanduser()
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        readers = file.stat().st_mode & 0o077
+    except OSError as exc:
+        raise ConfigError(f"cannot read the key file {file}: {exc.strerror}.") from exc
+    if readers and os.name == "posix":
+        raise ConfigError(
+            f"the key file {file} can be read by others on this machine. Run chmod 600 {file}."
+        )
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _mask(name: str, value: Any) -> Any:

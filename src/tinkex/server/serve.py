@@ -30,6 +30,7 @@ from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
 from tinkex.server.config import ServerConfig, load_config
 from tinkex.server.files import disk
+from tinkex.server.files.private import close_to_others, make_private
 from tinkex.server.greeting import greeting
 from tinkex.server.guard.connections import (
     SPARE_FILES,
@@ -105,6 +106,7 @@ def run(config: ServerConfig, *, for_person: bool = False) -> None:
     for noisy in ("alembic", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
+    os.umask(0o077)  # weights, journal and keys are nobody else's
     level = logging.DEBUG if for_person else logging.INFO  # the greeting says what was changed
     logger.log(level, "effective config: %s", json.dumps(config.describe()))
     _check_models(config)
@@ -148,8 +150,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
         base_url = f"{scheme}://{_url_host(host)}:{port}"
         announce = json.dumps({"port": port, "base_url": base_url})
         if for_person:
-            needs_key = bool(config.api_keys or store.accounts.active_keys())
-            announce = greeting(config, base_url, needs_key=needs_key)
+            announce = greeting(config, base_url, needs_key=not app.state.auth.is_open)
         options = uvicorn.Config(
             app,
             http=guarded(_connection_limits(config)),
@@ -218,12 +219,13 @@ def connect_store(config: ServerConfig) -> Store:
 
 def open_store(config: ServerConfig) -> Store:
     """The database a config names, with its data folder, for this server alone."""
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    make_private(config.data_dir)
     if not config.database:
         refuse_lost_database(config.data_dir, sqlite_file(config.data_dir))
     store = connect_store(config)
     try:
         _claim(store, config.data_dir)
+        close_to_others(config.data_dir)
     except ConfigError:
         store.close()
         raise
@@ -302,6 +304,8 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--alias", "aliases", multiple=True, callback=_pairs, help="NAME=MODEL, repeatable.")
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Database, checkpoints, state.")
 @click.option("--api-key", "api_keys", multiple=True, help="KEY or KEY=USER, repeatable.")
+@click.option("--api-key-file", help="File with KEY or KEY=USER a line, mode 600.")
+@click.option("--require-key", "key_required", is_flag=True, default=None, help="Never be open.")
 @click.option("--tls-cert", help="PEM certificate; with --tls-key, serve HTTPS.")
 @click.option("--tls-key", help="PEM private key of the certificate, unencrypted.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")

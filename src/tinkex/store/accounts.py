@@ -1,4 +1,4 @@
-"""Users, their API keys and the server's own secrets.
+"""Users and their API keys.
 
 A key is stored only as its SHA-256: keys are long and random, so a slow hash would add nothing.
 """
@@ -6,7 +6,6 @@ A key is stored only as its SHA-256: keys are long and random, so a slow hash wo
 from __future__ import annotations
 
 import hashlib
-import secrets as random_secrets
 import time
 from typing import Any
 
@@ -111,16 +110,16 @@ class Accounts:
             )
         )
 
-    def secret(self, name: str) -> bytes:
-        """32 random bytes, made on the first call and the same ever after."""
+    def stored_secret(self, name: str) -> bytes | None:
+        """A secret that the first version kept here."""
+        query = select(schema.secrets.c.value).where(schema.secrets.c.name == name)
+        with self._reader.connect() as connection:
+            found = connection.execute(query).scalar()
+        return None if found is None else bytes(found)
 
-        def write(connection: Connection) -> bytes:
-            row = {"name": name, "value": random_secrets.token_bytes(32)}
-            connection.execute(insert_or_ignore(connection, schema.secrets), row)
-            query = select(schema.secrets.c.value).where(schema.secrets.c.name == name)
-            return bytes(connection.execute(query).scalar_one())
-
-        return self._writer.run(write)
+    def drop_secret(self, name: str) -> None:
+        statement = schema.secrets.delete().where(schema.secrets.c.name == name)
+        self._writer.run(lambda connection: connection.execute(statement))
 
 
 def _api_key(row: Any) -> ApiKey:

@@ -11,6 +11,7 @@ import pytest
 from rest_world import World
 
 from tinkex.server.auth import ISSUER
+from tinkex.server.files.private import secret as secret_of
 
 
 @pytest.mark.parametrize("key", ["", "tml-nobody", "secret", "eyJhbGciOiJIUzI1NiJ9.e30.x"])
@@ -37,7 +38,7 @@ async def test_a_token_signed_by_someone_else_is_refused(world: World) -> None:
 
 
 async def test_an_expired_token_is_refused(world: World) -> None:
-    secret = world.store.accounts.secret("jwt")
+    secret = secret_of(world.store, world.shelf.folders.root, "jwt")
     claims = {"iss": ISSUER, "sub": "tml:user:ann", "exp": time.time() - 5}
     body = await world.call("GET", "/sessions", 401, key=jwt.encode(claims, secret, "HS256"))
     assert "expired" in body["detail"]
@@ -104,6 +105,6 @@ async def test_a_token_dies_with_its_key(world: World) -> None:
 
 async def test_a_token_without_a_key_needs_an_open_server(world: World) -> None:
     """Tokens of an open server, and of versions before keys were named in them."""
-    secret = world.store.accounts.secret("jwt")
+    secret = secret_of(world.store, world.shelf.folders.root, "jwt")
     claims = {"iss": ISSUER, "sub": "tml:user:ann", "exp": time.time() + 600}
     await world.call("GET", "/sessions", 401, key=jwt.encode(claims, secret, "HS256"))

@@ -114,8 +114,7 @@ def revoke(state: State, /, key_id: int, **where: Any) -> None:
         is_last = not store.accounts.active_keys()
     if is_last:
         state.note(
-            "No key is left: a running server refuses everybody, and one that starts again is open "
-            "to its own machine."
+            "No key is left: the server refuses everybody until `tinkex keys add` makes one."
         )
     state.show(
         properties(None, {"ID": key_id, "User": after.user_id, "State": "revoked"}), _plain(after)

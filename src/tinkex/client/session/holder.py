@@ -174,7 +174,9 @@ class Holder:
             from tinkex.client.session.local import join_local_server
 
             self._local = await asyncio.to_thread(join_local_server)
-            self.config = self.config.replace(base_url=self._local.base_url)
+            self.config = self.config.replace(
+                base_url=self._local.base_url, api_key=self._local.api_key
+            )
         config = self.config
         self.tokens = TokenProvider(config.api_key, config.credential_cmd)
         self.limiter = RateLimiter.of(config.base_url, config.api_key)

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -36,6 +37,9 @@ logger = logging.getLogger("tinkex.local")
 
 START_TIMEOUT_S = 120.0
 IDLE_S = 10.0
+KEY_FILE = "local.key"
+LOCAL_USER = "local"
+"""Who the key acts for: the user whom a server without keys knows, so that both see the same."""
 MAX_RESTARTS = 3
 """Times within `RESTART_WINDOW_S` that a server which died is started again."""
 RESTART_WINDOW_S = 600.0
@@ -59,6 +63,8 @@ class LocalServer:
     """A running embedded server that this process is a client of."""
 
     base_url: str
+    api_key: str = field(repr=False)
+    """The server's own key, which only this user of the machine can read."""
     env: Mapping[str, str] = field(repr=False)
     """What it was started with, and is started again with."""
 
@@ -70,7 +76,7 @@ class LocalServer:
         """
         folder, record = _places(self.env)
         with _locked(folder / "local.lock"):
-            known = _running(record)
+            known = _running(record, self.api_key)
             if known is None:
                 _count_restart(record, folder)
                 port = urlsplit(self.base_url).port
@@ -91,7 +97,8 @@ class LocalServer:
             if _users[self.base_url] > 0:
                 return
         with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(timeout=5) as client:
+            headers = {"x-api-key": self.api_key}
+            async with httpx.AsyncClient(timeout=5, headers=headers) as client:
                 await client.post(f"{self.base_url}/tinkex/v1/detach", json={"pid": os.getpid()})
 
 
@@ -106,19 +113,38 @@ def join_local_server(env: Mapping[str, str] | None = None) -> LocalServer:
     env = dict(os.environ if env is None else env)
     folder, record = _places(env)
     with _locked(folder / "local.lock"):
-        base_url = _running(record)
+        key = _own_key(folder)
+        base_url = _running(record, key)
         if base_url is None:
             base_url = _start(folder, record, env, port=_last_port(record))
     with _users_lock:
         _users[base_url] += 1
-    return LocalServer(base_url, env)
+    return LocalServer(base_url, key, env)
 
 
 def _places(env: Mapping[str, str]) -> tuple[Path, Path]:
     """The state folder, and the file in it that says where the server listens."""
     folder = state_folder(env)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder, folder / _record_name(env)
+
+
+def _own_key(folder: Path) -> str:
+    """The key of the embedded server, in a file that its user alone can read. Made when absent."""
+    file = folder / KEY_FILE
+    with contextlib.suppress(FileNotFoundError):
+        key = file.read_text("utf-8").strip().partition("=")[0]
+        if key.startswith("tml-"):
+            if os.name == "posix" and file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+            return key
+    key = f"tml-{secrets.token_urlsafe(32)}"
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(f"{key}={LOCAL_USER}\n")
+    os.replace(aside, file)
+    return key
 
 
 def _record_name(env: Mapping[str, str]) -> str:
@@ -138,11 +164,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _running(record: Path) -> str | None:
+def _running(record: Path, key: str) -> str | None:
     """The base URL of the recorded server, if it lives and takes us in."""
     base_url = str(_read_record(record).get("base_url", ""))
     try:
-        _attach(base_url)
+        _attach(base_url, key)
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL):
         return None
     logger.info("Using the Tinkex server on this machine: %s", base_url)
@@ -183,8 +209,8 @@ def _count_restart(record: Path, folder: Path) -> None:
     _write_record(record, {**known, "restarts": [*recent, now]})
 
 
-def _attach(base_url: str) -> None:
-    with httpx.Client(timeout=5) as client:
+def _attach(base_url: str, key: str) -> None:
+    with httpx.Client(timeout=5, headers={"x-api-key": key}) as client:
         client.post(f"{base_url}/tinkex/v1/attach", json={"pid": os.getpid()}).raise_for_status()
 
 
@@ -193,7 +219,7 @@ def _start(
 ) -> str:
     _check_installed()
     log_path = folder / "local-server.log"
-    command = _command(env, port)
+    command = _command(folder, env, port)
     if is_again:
         logger.warning("The server on this machine died (log: %s); starting it again.", log_path)
     else:
@@ -217,14 +243,14 @@ def _start(
     _children[:] = [*(other for other in _children if other.poll() is None), child]
     base_url = str(announced["base_url"])
     _write_record(record, {**_read_record(record), "base_url": base_url, "pid": child.pid})
-    _attach(base_url)
+    _attach(base_url, _own_key(folder))
     logger.info("The server listens on %s after %.1f s.", base_url, time.monotonic() - started)
     return base_url
 
 
-def _command(env: Mapping[str, str], port: int) -> list[str]:
+def _command(folder: Path, env: Mapping[str, str], port: int) -> list[str]:
     command = [sys.executable, "-m", "tinkex.server", "--port", str(port)]
-    command += ["--until-idle", str(IDLE_S)]
+    command += ["--until-idle", str(IDLE_S), "--api-key-file", str(folder / KEY_FILE)]
     command += ["--parent-pid", str(os.getpid())]
     if env.get("TINKEX_LOCAL_ENGINE"):
         command += ["--engine", env["TINKEX_LOCAL_ENGINE"]]

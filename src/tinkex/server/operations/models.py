@@ -85,6 +85,10 @@ class CreateModel(Operation[Shape]):
 class Loading:
     path: str
     optimizer: bool
+    version: str = ""
+    """The folder that the path meant when the request was accepted."""
+    reader: str = ""
+    """The owner of an access token that came with it; empty without one."""
     found: Checkpoint | None = None
     """The checkpoint, once its turn came."""
 
@@ -116,7 +120,9 @@ class LoadWeights(Operation[Loading]):
         optimizer = decode.boolean(opened.fields, "optimizer", default=False)
         found = await self._readable(opened, user)
         self._check_fit(found, model.base_model, optimizer)
-        return Loading(decode.text(opened.fields, "path"), optimizer)
+        token = decode.optional_text(opened.fields, "weights_access_token")
+        reader = (await self.tools.user_of(token)).user_id if token else ""
+        return Loading(decode.text(opened.fields, "path"), optimizer, found.folder, reader)
 
     async def _readable(self, opened: Opened, user: User) -> Checkpoint:
         path = decode.text(opened.fields, "path")
@@ -145,7 +151,8 @@ class LoadWeights(Operation[Loading]):
             )
 
     def pack(self, opened: Opened, asked: Loading) -> bytes:
-        return self.identity(opened)
+        names = ("path", "optimizer", "version", "reader")
+        return canonical({name: getattr(asked, name) for name in names})
 
     def unpack(self, body: bytes, model: Model) -> Loading:
         return Loading(**orjson.loads(body))
@@ -155,6 +162,7 @@ class LoadWeights(Operation[Loading]):
         asked.found = await store.call(store.checkpoints.get, asked.path)
         if asked.found is None:
             raise InvalidInputError(f"{asked.path} was deleted before it was loaded", path="path")
+        self._check_access(asked, asked.found, turn.model.user_id)
         return LoadAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
@@ -162,6 +170,20 @@ class LoadWeights(Operation[Loading]):
             folder=str(shelf.folder_of(asked.found)),
             with_optimizer=asked.optimizer,
         )
+
+    def _check_access(self, asked: Loading, found: Checkpoint, user_id: str) -> None:
+        """What was readable when the request came may be another's secret when its turn comes.
+
+        One's own path means what it holds now: the save before may have replaced it.
+        """
+        if found.user_id == user_id:
+            return
+        if not (found.public or found.user_id == asked.reader):
+            raise InvalidInputError(f"{asked.path} is no longer shared with you", path="path")
+        if asked.version and found.folder != asked.version:
+            raise InvalidInputError(
+                f"{asked.path} was replaced before it was loaded; load it again", path="path"
+            )
 
     async def conclude(self, asked: Loading, turn: Turn, job: Job, result: Result) -> Conclusion:
         """The run now has the shape of the checkpoint, whatever it was created with."""

@@ -95,7 +95,8 @@ async def archive(
     shelf: Shelf = request.app.state.shelf
     path = checked_path(run_id, kind, name)
     found = await shelf.readable(str(path), user)
-    url, expires = link(request, {"archive": found.path}, f"{name}.tar")
+    named = {"archive": found.path, "version": found.folder}
+    url, expires = await link(request, named, f"{name}.tar")
     shelf.log(user.user_id, "checkpoint_downloaded", found.path)
     # Old clients send their usual Accept as well as this one; they know the 302 alone.
     accepted = ", ".join(request.headers.getlist("accept"))
@@ -115,7 +116,8 @@ async def file_urls(
     urls: dict[str, str] = {}
     expires = 0.0
     for file in files:
-        urls[file], expires = link(request, {"file": found.path, "name": file}, file)
+        named = {"file": found.path, "version": found.folder, "name": file}
+        urls[file], expires = await link(request, named, file)
     shelf.log(user.user_id, "checkpoint_downloaded", found.path)
     return answer(types.ExternalWeightsUrlsResponse(urls=urls, expires=moment(expires)))
 

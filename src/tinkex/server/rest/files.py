@@ -1,11 +1,13 @@
 """`/signed/...`: the downloads behind signed links. No key is needed; the link is the permission.
 
-Files and archives answer Range requests, so a broken download goes on where it stopped. A link to
-a checkpoint that was deleted meanwhile is a 404, even while its signature is good.
+Files and archives answer Range requests, so a broken download goes on where it stopped. A link
+names who asked for it, with which key, and which version of a checkpoint: it ends when the key is
+revoked, and when the checkpoint is deleted, replaced, or no longer shared with who asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
+from tinkex.server.auth import Auth, credential_of
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.signing import Signer
 from tinkex.server.files.tar import FolderTar
@@ -27,10 +30,12 @@ router = APIRouter(prefix="/api/v1/signed", tags=["files"])
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
-def link(request: Request, resource: dict[str, Any], file_name: str) -> tuple[str, float]:
+async def link(request: Request, resource: dict[str, Any], file_name: str) -> tuple[str, float]:
     """A URL that opens `resource` for an hour, and when it ends."""
     signer: Signer = request.app.state.signer
-    signed = signer.sign(resource)
+    auth: Auth = request.app.state.auth
+    user_id, key_id = await auth.grantor(credential_of(request))
+    signed = signer.sign({**resource, "user": user_id, "key": key_id})
     base = str(request.base_url).rstrip("/")
     return f"{base}/api/v1/signed/{signed.token}/{quote(file_name)}", signed.expires_at
 
@@ -40,20 +45,28 @@ async def download(request: Request, token: Text, file_name: Text) -> Response:
     signer: Signer = request.app.state.signer
     store: Store = request.app.state.store
     shelf: Shelf = request.app.state.shelf
+    auth: Auth = request.app.state.auth
     resource = signer.open(token)
+    if not await auth.may_act(resource.get("key"), str(resource.get("user"))):
+        raise ApiError(403, "The key this link was made with is revoked. Ask for a new link.")
     if "trace" in resource:
         return await _trace(store, resource["trace"])
+    folder = shelf.folder_of(await _checkpoint(store, resource))
     if "archive" in resource:
-        checkpoint = await _checkpoint(store, resource["archive"])
-        return _archive(request, shelf.folder_of(checkpoint), file_name)
-    checkpoint = await _checkpoint(store, resource["file"])
-    return _file(shelf.folder_of(checkpoint), resource["name"])
+        return await asyncio.to_thread(_archive, request, folder, file_name)
+    return await asyncio.to_thread(_file, folder, resource["name"])
 
 
-async def _checkpoint(store: Store, path: str) -> Checkpoint:
+async def _checkpoint(store: Store, resource: dict[str, Any]) -> Checkpoint:
+    """The version that the link names, if who asked for it may still read it."""
+    path = resource.get("archive") or resource["file"]
     found = await store.call(store.checkpoints.get, path)
     if found is None:
         raise ApiError(404, f"{path} was deleted or has expired.")
+    if not (found.public or found.user_id == resource.get("user")):
+        raise ApiError(404, f"{path} is no longer shared.")
+    if found.folder != resource.get("version"):
+        raise ApiError(404, f"{path} was replaced since this link was made. Ask for a new link.")
     return found
 
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from tinkex.server.auth import Auth
 from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
 from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
 from tinkex.store import Store
@@ -20,15 +21,18 @@ def install(
     data_dir: Path,
     api_keys: tuple[str, ...] = (),
     on_session_finished: Callable[[str], Awaitable[None]] | None = None,
+    *,
+    key_required: bool = False,
 ) -> None:
     """Mount the routes; sets `store`, `auth`, `shelf` and `signer` on `app.state`. Blocks shortly.
 
     `on_session_finished` is awaited once per session that its client ends.
     """
     app.state.store = store
-    app.state.auth = Auth.open(store, api_keys)
+    token_secret = secret(store, data_dir, "jwt")
+    app.state.auth = Auth.open(store, api_keys, secret=token_secret, key_required=key_required)
     app.state.shelf = Shelf(store, data_dir)
-    app.state.signer = Signer(store.accounts.secret("links"))
+    app.state.signer = Signer(secret(store, data_dir, "links"))
     app.state.on_session_finished = on_session_finished
     app.state.copy_locks = {}
     for module in (accounts, runs, checkpoints, imports, sessions, admin, files):

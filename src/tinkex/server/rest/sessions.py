@@ -102,7 +102,7 @@ async def finish(request: Request, user: CurrentUser, session_id: Text) -> Respo
 async def trace_export(request: Request, user: CurrentUser, session_id: Text) -> Response:
     store: Store = request.app.state.store
     await owned_session(store, session_id, user)
-    url, _ = link(request, {"trace": session_id}, f"{session_id}.json")
+    url, _ = await link(request, {"trace": session_id}, f"{session_id}.json")
     return answer(types.TraceExportResponse(status="ready", url=url))
 
 

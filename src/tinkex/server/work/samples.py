@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ CLONE_STRIDE = 10**9
 MAX_ATTEMPTS = 5
 MAX_CACHED_SESSIONS = 10_000
 IDLE_LOG_S = 3600.0
+ACCESS_S = 1.0
+"""How long the right to read a checkpoint may be taken for granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Samples:
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
         self._logs: dict[tuple[str, int], FinishedLog] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._judged: dict[str, float] = {}  # when a session's right to read was looked at
         self._hashes: dict[str, bytes] = {}
         self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
         for request_id in ledger.lost:
@@ -132,7 +135,34 @@ class Samples:
             raise ApiError(
                 410, f"The weights of {sampling_session_id!r} are gone; its session ended."
             )
+        await self._check_access(found)
         return found
+
+    async def _check_access(self, session: SamplingSession) -> None:
+        """Sampling from somebody else's checkpoint ends when it is no longer shared or replaced.
+
+        Raises:
+            ApiError: 410.
+        """
+        if session.model_path is None:
+            return
+        name, now = session.sampling_session_id, time.monotonic()
+        if now - self._judged.get(name, -ACCESS_S) < ACCESS_S:
+            return
+        found = await self._store.call(self._store.checkpoints.get, session.model_path)
+        is_own = session.user_id == (found.user_id if found else await self._run_owner(session))
+        if not is_own and (found is None or not found.public or found.folder != session.folder):
+            raise ApiError(
+                410, f"{session.model_path} is no longer shared with you, or was replaced."
+            )
+        if len(self._judged) >= MAX_CACHED_SESSIONS:
+            self._judged.clear()
+        self._judged[name] = now
+
+    async def _run_owner(self, session: SamplingSession) -> str | None:
+        run_id = parse_path(session.model_path or "").run_id
+        run = await self._store.call(self._store.models.get, run_id)
+        return run.user_id if run else None
 
     # ------------------------------------------------------------------------ submitting
 
@@ -273,7 +303,7 @@ class Samples:
         on_event: Callable[[Event], None] | None,
     ) -> asyncio.Task[None]:
         place = self._placement.of_sample(_model_of(session))
-        run = _Run(promise, place, user.user_id, job, on_event)
+        run = _Run(promise, place, user.user_id, job, on_event, lambda: self._check_access(session))
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
         self._tasks.add(task)
@@ -286,7 +316,7 @@ class Samples:
         except asyncio.CancelledError:
             run.promise.settle(Outcome(error="The sample was cancelled.", category="cancelled"))
             return
-        except InvalidInputError as exc:
+        except (ApiError, InvalidInputError) as exc:
             run.promise.settle(Outcome(error=str(exc), category="user"))
             return
         except EngineError as exc:
@@ -355,6 +385,7 @@ class _Run:
 
     __slots__ = (
         "attempts",
+        "check_access",
         "job",
         "num_sent",
         "on_event",
@@ -372,8 +403,10 @@ class _Run:
         user_id: str,
         job: SampleJob,
         on_event: Callable[[Event], None] | None,
+        check_access: Callable[[], Awaitable[None]],
     ) -> None:
         self.promise = promise
+        self.check_access = check_access
         self.place = place
         self.user_id = user_id
         self.job = job
@@ -389,6 +422,7 @@ class _Run:
             try:
                 async with self.place.sampling.place(self.user_id, cost):
                     await self.place.worker.wait_ready()
+                    await self.check_access()
                     self.num_sent += 1
                     job = replace(self.job, job_id=f"{self.promise.request_id}#{self.num_sent}")
                     self.sent = True

@@ -1,0 +1,52 @@
+"""Who may talk to a server that asks for no key: programs on this machine, not web pages.
+
+An open server on loopback trusts whoever reaches it. A browser reaches it too, for any page it
+shows: directly (the page's Origin gives it away) or through a name that resolves to 127.0.0.1 (the
+Host does). A proxy reaches it for the whole network. All three are told to use a key. With a key
+none of this matters, because a page does not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from tinkex.server.problems import ApiError
+
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
+_WAY_OUT = "Make a key with `tinkex keys add --user NAME` and send it."
+
+
+def check_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse what does not come from a program on this machine.
+
+    Raises:
+        ApiError: 403.
+    """
+    for name, value in headers:
+        if name == b"host" and not is_loopback_name(value.decode("latin-1")):
+            raise ApiError(403, f"This server has no key and answers to localhost only. {_WAY_OUT}")
+        if name == b"origin" and not _is_loopback_origin(value.decode("latin-1")):
+            raise ApiError(403, f"This server has no key and refuses web pages. {_WAY_OUT}")
+        if name in _FORWARDED:
+            raise ApiError(
+                403, f"This server has no key, and the request came through a proxy. {_WAY_OUT}"
+            )
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine."""
+    if len(host) > 300 or any(c in host for c in "/@?# "):
+        return False
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        is_named = name == "localhost" or name.endswith(".localhost")
+        return is_named or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_loopback_origin(origin: str) -> bool:
+    scheme, separator, host = origin.partition("://")
+    return bool(separator) and scheme in ("http", "https") and is_loopback_name(host)
