@@ -1,17 +1,21 @@
-"""Write docs/cli.md and docs/settings.md from the code, so that they cannot drift.
+"""Write docs/cli.md, docs/settings.md and the tables of declarations, so that they cannot drift.
 
-Run `python dev/reference.py` after changing a command or a setting; `--check` only compares, and is
-what the tests call.
+Run `python dev/reference.py` after changing a command, a setting or a declaration of
+`tinkex.contract`; `--check` only compares, and is what the tests call.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from tinkex.contract.settings import Setting
 
 ROOT = Path(__file__).parents[1]
 HEAD = "<!-- Written by dev/reference.py; change the code, not this page. -->\n"
@@ -99,8 +103,77 @@ def _docstring(node: ast.stmt | None) -> str:
     return ""
 
 
+# ------------------------------------------------------------------------------ declarations
+
+
+def with_tables(page: str) -> str:
+    """A page whose tables between `<!-- NAME: ... -->` and `<!-- end -->` are written anew."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for name, write in (
+        ("losses", loss_table),
+        ("optimizers", optimizer_table),
+        ("sampling parameters", sampling_table),
+    ):
+        head = f"<!-- {name}: written by dev/reference.py from tinkex.contract -->\n"
+        if head in text:
+            before, _, rest = text.partition(head)
+            text = f"{before}{head}{write()}<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return text
+
+
+def loss_table() -> str:
+    from tinkex.contract.losses import LOSSES
+
+    lines = [
+        "| loss | per token | needs | takes | `loss_fn_config` |",
+        "|---|---|---|---|---|",
+    ]
+    for loss in LOSSES.values():
+        says = loss.says + (f" ([source]({loss.source}))" if loss.source else "")
+        needs, takes = (", ".join(f"`{x.name}`" for x in row) for row in (loss.needs, loss.takes))
+        lines.append(f"| `{loss.name}` | {says} | {needs} | {takes} | {_settings(loss.settings)} |")
+    return "\n".join(lines) + "\n"
+
+
+def optimizer_table() -> str:
+    from tinkex.contract.optimizers import OPTIMIZERS
+    from tinkex.contract.settings import settings_of
+
+    lines = ["| optimizer | what it does | parameters |", "|---|---|---|"]
+    for name, declared in OPTIMIZERS.items():
+        says = (declared.__doc__ or "").splitlines()[0]
+        lines.append(f"| `{name}` | {says} | {_settings(settings_of(declared))} |")
+    return "\n".join(lines) + "\n"
+
+
+def sampling_table() -> str:
+    from tinkex.contract.sampling import DrawSettings
+    from tinkex.contract.settings import settings_of
+
+    lines = ["| `SamplingParams` | default | range | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{x.name}` | {_shown(x.default)} | {x.rule} | {x.says} |"
+        for x in settings_of(DrawSettings)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(settings: Sequence[Setting]) -> str:
+    from tinkex.contract.settings import REQUIRED
+
+    return "<br>".join(
+        f"`{x.name}` {'required' if x.default is REQUIRED else _shown(x.default)}, {x.rule}"
+        for x in settings
+    )
+
+
+def _shown(value: float | None) -> str:
+    return "None" if value is None else f"{value:g}"
+
+
 def main() -> int:
     pages = {"cli.md": cli_page(), "settings.md": settings_page()}
+    pages |= {name: with_tables(name) for name in ("losses.md", "sampling.md", "training-loop.md")}
     stale = []
     for name, text in pages.items():
         file = ROOT / "docs" / name

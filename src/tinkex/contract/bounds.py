@@ -42,7 +42,7 @@ class Between:
 
     def __str__(self) -> str:
         words = [
-            f"{word.replace('_', ' ')} {limit if isinstance(limit, str) else f'{limit:.12g}'}"
+            f"{word.replace('_', ' ')} {f'{limit:.12g}' if isinstance(limit, float) else limit}"
             for word, limit in self._limits()
         ]
         return " and ".join(words)

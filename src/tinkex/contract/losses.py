@@ -100,20 +100,20 @@ _RL = (LOGPROBS, ADVANTAGES)
 _DECLARED = (
     Loss(
         name="cross_entropy",
-        says="-w * logp",
+        says="`-w * logp`",
         needs=(WEIGHTS,),
         takes=(LOGPROBS,),
         soft_targets=True,
     ),
     Loss(
         name="importance_sampling",
-        says="-r * A",
+        says="`-r * A`",
         needs=_RL,
         gates=(ADVANTAGES, WEIGHTS),
     ),
     Loss(
         name="ppo",
-        says="-min(r * A, clip(r, low, high) * A)",
+        says="`-min(r * A, clip(r, low, high) * A)`",
         needs=_RL,
         takes=(WEIGHTS, CLIP_LOW, CLIP_HIGH),
         settings=_clip(0.8, 1.2),
@@ -121,7 +121,7 @@ _DECLARED = (
     ),
     Loss(
         name="cispo",
-        says="-stop_grad(clip(r, low, high)) * A * logp",
+        says="`-stop_grad(clip(r, low, high)) * A * logp`",
         needs=_RL,
         takes=(WEIGHTS, CLIP_LOW, CLIP_HIGH),
         settings=_clip(0.0, 4.0),
@@ -129,7 +129,7 @@ _DECLARED = (
     ),
     Loss(
         name="dro",
-        says="-(logp * A - beta / 2 * (logp - q)^2)",
+        says="`-(logp * A - beta / 2 * (logp - q)^2)`",
         needs=_RL,
         settings=(Setting("beta", 0.05, Between(0.0)),),
     ),
@@ -143,7 +143,7 @@ _DECLARED = (
     ),
     Loss(
         name="dppo",
-        says="-r * A, masked where the probability has moved over the threshold and would move "
+        says="`-r * A`, masked where the probability has moved over the threshold and would move "
         "further",
         needs=_RL,
         settings=(Setting("divergence_threshold", 0.2, Between(0.0)),),
@@ -151,7 +151,7 @@ _DECLARED = (
     ),
     Loss(
         name="kl_divergence",
-        says="exp(q - logp) - (q - logp) - 1; with 2-D targets exp(q) * (q - logp)",
+        says="`exp(q - logp) - (q - logp) - 1`; with 2-D targets `exp(q) * (q - logp)`",
         needs=(LOGPROBS,),
         soft_targets=True,
     ),
@@ -160,8 +160,9 @@ LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _DECLARED}
 CUSTOM = "custom"
 """The loss of a user's own, traced; its inputs are declared by its graph."""
 UNDEFINED: Mapping[str, str] = {
-    "stable_reinforce": "stable_reinforce has no public definition, so it is not offered here; use "
-    "importance_sampling, ppo, cispo or a custom loss."
+    "stable_reinforce": "stable_reinforce has no public definition: the hosted service's pages say "
+    "how to call it, not what it computes. It is not offered here; use importance_sampling, ppo, "
+    "cispo or a custom loss."
 }
 """Names of the hosted service that nobody outside it can compute, and what to say."""
 

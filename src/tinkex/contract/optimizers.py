@@ -56,7 +56,8 @@ OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
     declared.optimizer: declared for declared in (AdamParams, MuonParams)
 }
 UNDEFINED: Mapping[str, str] = {
-    "dimuon": "dimuon's update rule is not public, so it is not offered here"
+    "dimuon": "dimuon's update rule is not public: the hosted service's pages name its settings "
+    "only, so it is not offered here"
 }
 """Names of the hosted service that nobody outside it can compute, and why."""
 
