@@ -48,6 +48,9 @@ def formulas(logp, q, a, w):
         "dro": -(logp * a - 0.05 / 2 * (logp - q) ** 2),
         "gspo": -np.minimum(s * a, np.clip(s, 0.8, 1.2) * a),
         "dppo": -r * a * ~(far & outward),
+        "sapo": -np.where(a > 0, 4.0, 4 / 1.05)
+        / (1 + np.exp(np.where(a > 0, 1, 1.05) * (1 - r)))
+        * a,
         "kl_divergence": np.exp(q - logp) - (q - logp) - 1,
     }
 
@@ -83,6 +86,18 @@ def test_cispo_agrees_with_finite_differences_while_its_ratio_is_held(rng):
     step = 1e-6 * np.eye(N)
     above, below = (-(held * (logp + sign * step)).sum(axis=1) for sign in (1, -1))
     np.testing.assert_allclose(slope.numpy(), (above - below) / 2e-6, rtol=0, atol=1e-5)
+
+
+def test_sapo_is_a_policy_gradient_near_the_sampler_and_fades_far_from_it():
+    """At r = 1 the gate's slope is 1; at r = 6 nearly nothing is left, and less for bad tokens."""
+    logp = torch.tensor([-1.0, -1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    x = {
+        "logprobs": logp.detach() - torch.tensor([0.0, 0.0, math.log(6), math.log(6)]),
+        "advantages": torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64),
+    }
+    (slope,) = torch.autograd.grad(run("sapo", logp, x).sum(), logp)
+    assert slope[:2].tolist() == pytest.approx([-1.0, 1.0])
+    assert -0.2 < float(slope[2]) < -float(slope[3]) < 0
 
 
 def test_soft_targets_of_kl_divergence_agree_with_finite_differences(rng):

@@ -20,7 +20,8 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 class LossFnType(StrEnum):
     """The named losses. A plain string of the same text works wherever one of these does.
 
-    `kl_divergence` and `dppo` are computed by a Tinkex server; the hosted service refuses them.
+    `kl_divergence`, `dppo` and `sapo` are computed by a Tinkex server; the hosted service refuses
+    them.
     """
 
     CROSS_ENTROPY = "cross_entropy"
@@ -30,6 +31,7 @@ class LossFnType(StrEnum):
     DRO = "dro"
     GSPO = "gspo"
     DPPO = "dppo"
+    SAPO = "sapo"
     STABLE_REINFORCE = "stable_reinforce"
     KL_DIVERGENCE = "kl_divergence"
     CUSTOM = "custom"
@@ -148,6 +150,18 @@ _DECLARED = (
         needs=_RL,
         settings=(Setting("divergence_threshold", 0.2, Between(0.0)),),
         gates=(ADVANTAGES, WEIGHTS),
+    ),
+    Loss(
+        name="sapo",
+        says="`-4 / tau * sigmoid(tau * (r - 1)) * A`; tau is `tau_pos` where `A > 0`, else "
+        "`tau_neg`",
+        needs=_RL,
+        settings=(
+            Setting("tau_pos", 1.0, Between(1e-3, 1e3)),
+            Setting("tau_neg", 1.05, Between(1e-3, 1e3)),
+        ),
+        gates=(ADVANTAGES, WEIGHTS),
+        source="https://arxiv.org/abs/2511.20347",
     ),
     Loss(
         name="kl_divergence",

@@ -164,6 +164,26 @@ def _dppo_slopes(logp: F, x: Arrays, settings: Settings) -> tuple[F, F]:
     return values, values
 
 
+def _sapo(logp: Tensor, x: Tensors, settings: Settings) -> Tensor:
+    """Policy gradient through a soft gate: a slope of 1 at r = 1 that fades as r moves away.
+
+    Gao et al., Soft Adaptive Policy Optimization (2025), without its means over tokens. The
+    gate of bad tokens is the narrower one: pushing a token down raises all others.
+    """
+    advantages = x["advantages"]
+    wide = advantages.new_full(advantages.shape, settings["tau_pos"])
+    tau = wide.where(advantages > 0, settings["tau_neg"])
+    return -(tau * (_ratio(logp, x) - 1)).sigmoid() * (4 / tau) * advantages
+
+
+def _sapo_slopes(logp: F, x: Arrays, settings: Settings) -> tuple[F, F]:
+    r, adv = np.exp(logp - x["logprobs"]), x["advantages"]
+    tau = np.where(adv > 0, settings["tau_pos"], settings["tau_neg"])
+    # The sigmoid by tanh, which does not overflow however far r has gone.
+    gate = 0.5 * (1 + np.tanh(0.5 * tau * (r - 1)))
+    return -4 / tau * gate * adv, -4 * gate * (1 - gate) * r * adv
+
+
 def _kl_divergence(logp: Tensor, x: Tensors, settings: Settings) -> Tensor:
     """2-D: forward KL over the given support. 1-D: the k3 estimate, never negative."""
     q = x["logprobs"]
@@ -192,5 +212,6 @@ FORMULAS: Mapping[str, Formula] = {
     "dro": Formula(_dro, _dro_slopes),
     "gspo": Formula(_gspo, _gspo_slopes),
     "dppo": Formula(_dppo, _dppo_slopes),
+    "sapo": Formula(_sapo, _sapo_slopes),
     "kl_divergence": Formula(_kl_divergence, _kl_divergence_slopes),
 }
