@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tinkex.contract.optimizers import OPTIMIZERS
+
 if TYPE_CHECKING:
     from tinkex.types.account.audit import AuditLogEntry as AuditLogEntry
     from tinkex.types.account.audit import AuditLogResponse as AuditLogResponse
@@ -221,18 +223,7 @@ if TYPE_CHECKING:
     from tinkex.types.training.models import ModelData as ModelData
     from tinkex.types.training.models import UnloadModelRequest as UnloadModelRequest
     from tinkex.types.training.models import UnloadModelResponse as UnloadModelResponse
-    from tinkex.types.training.optimizer import AdamOptimizerConfig as AdamOptimizerConfig
-    from tinkex.types.training.optimizer import AdamParams as AdamParams
-    from tinkex.types.training.optimizer import DimuonOptimizerConfig as DimuonOptimizerConfig
-    from tinkex.types.training.optimizer import DimuonParams as DimuonParams
-    from tinkex.types.training.optimizer import MuonOptimizerConfig as MuonOptimizerConfig
-    from tinkex.types.training.optimizer import MuonParams as MuonParams
-    from tinkex.types.training.optimizer import OptimizerConfig as OptimizerConfig
-    from tinkex.types.training.optimizer import OptimizerConfigBase as OptimizerConfigBase
-    from tinkex.types.training.optimizer import OptimParams as OptimParams
-    from tinkex.types.training.optimizer import OptimParamsBase as OptimParamsBase
-    from tinkex.types.training.optimizer import OptimStepRequest as OptimStepRequest
-    from tinkex.types.training.optimizer import OptimStepResponse as OptimStepResponse
+    from tinkex.types.training.optimizer import *  # noqa: F403
     from tinkex.types.training.weights import CopyWeightsRequest as CopyWeightsRequest
     from tinkex.types.training.weights import CopyWeightsResponse as CopyWeightsResponse
     from tinkex.types.training.weights import (
@@ -263,6 +254,8 @@ if TYPE_CHECKING:
     from tinkex.types.training.weights import WeightsInfoRequest as WeightsInfoRequest
     from tinkex.types.training.weights import WeightsInfoResponse as WeightsInfoResponse
 
+# Adam, Dimuon of the hosted service, and whatever else is declared.
+_OPTIMIZERS = ("Dimuon", *(each.__name__.removesuffix("Params") for each in OPTIMIZERS.values()))
 _MODULES: dict[str, tuple[str, ...]] = {
     "account.audit": (
         "AuditLogEntry",
@@ -355,12 +348,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "UnloadModelResponse",
     ),
     "training.optimizer": (
-        "AdamOptimizerConfig",
-        "AdamParams",
-        "DimuonOptimizerConfig",
-        "DimuonParams",
-        "MuonOptimizerConfig",
-        "MuonParams",
+        *(f"{name}Params" for name in _OPTIMIZERS),
+        *(f"{name}OptimizerConfig" for name in _OPTIMIZERS),
         "OptimParams",
         "OptimParamsBase",
         "OptimStepRequest",
