@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tinkex.contract.optimizers import AdamParams, MuonParams
+from tinkex.contract.optimizers import OPTIMIZERS
 from tinkex.engine import checkpoint
 from tinkex.engine.jobs import (
     CreateAdapterJob,
@@ -44,9 +44,7 @@ def train(trainer, seed: int) -> None:
 
 
 def step(trainer, optimizer="adamw") -> None:
-    params = (
-        AdamParams(learning_rate=0.01) if optimizer == "adamw" else MuonParams(learning_rate=0.01)
-    )
+    params = OPTIMIZERS[optimizer](learning_rate=0.01)
     trainer.optim(OptimJob(job_id="", adapter_id="a", params=params))
 
 
@@ -74,7 +72,7 @@ def state(trainer) -> torch.Tensor:
 # ---------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_to_the_bit(tiny, tmp_path, optimizer):
     """users.md 5: optimizer state restored, bit for bit."""
     straight = tiny().trainer()

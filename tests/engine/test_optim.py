@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from tinkex.contract.optimizers import AdamParams, MuonParams, check_params
+from tinkex.contract.optimizers import OPTIMIZERS, AdamParams, LionParams, MuonParams, check_params
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
 from tinkex.engine.train.optim import OptimizerState, apply_step
-from tinkex.engine.train.updates import orthogonalize
+from tinkex.engine.train.updates import UPDATES, orthogonalize
 from tinkex.errors import InvalidInputError
 
 
@@ -84,6 +84,26 @@ def test_muon_momentum_remembers_earlier_gradients(adapter):
     for grad in (first.clone(), torch.zeros_like(first)):
         apply_step(adapter, state, grad, MuonParams(learning_rate=0.0, momentum=0.9))
     torch.testing.assert_close(state.moments["momentum"], 0.9 * first)
+
+
+def test_three_lion_steps_match_the_paper_in_float64(adapter):
+    """Algorithm 2 of arXiv 2302.06675, over one vector in double precision."""
+    params = LionParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, weight_decay=0.1)
+    state = OptimizerState.fresh("lion", adapter)
+    weights, momentum = adapter.flat.double(), torch.zeros_like(adapter.flat).double()
+    for step in range(3):
+        grad = gradients(adapter, step)
+        direction = torch.sign(0.8 * momentum + 0.2 * grad.double())
+        weights = weights - 3e-3 * (direction + 0.1 * weights)
+        momentum = 0.9 * momentum + 0.1 * grad.double()
+        apply_step(adapter, state, grad, params)
+    torch.testing.assert_close(adapter.flat.double(), weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.moments["exp_avg"].double(), momentum, rtol=1e-5, atol=1e-6)
+
+
+def test_every_declared_optimizer_has_its_update():
+    assert set(UPDATES) == set(OPTIMIZERS)
+    assert all(len(update.moments) <= 2 for update in UPDATES.values())
 
 
 def test_orthogonalize_keeps_the_directions():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import LENGTHS, assert_close, job, make, make_data, named_grads, train
 
-from tinkex.contract.optimizers import AdamParams, MuonParams
+from tinkex.contract.optimizers import OPTIMIZERS, AdamParams
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     CustomLoss,
@@ -84,7 +84,8 @@ def test_training_lowers_the_loss(tiny, rng):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_muon_lowers_the_loss_too(tiny, rng):
+@pytest.mark.parametrize(("optimizer", "rate"), [("muon", 0.02), ("lion", 0.01)])
+def test_other_optimizers_lower_the_loss_too(tiny, rng, optimizer, rate):
     data = make_data(rng, lengths=[20, 20])
     data = tuple(
         TrainDatum(tokens=d.tokens, inputs=d.inputs | {"weights": np.ones(20)}) for d in data
@@ -92,13 +93,15 @@ def test_muon_lowers_the_loss_too(tiny, rng):
     trainer = tiny().trainer()
     spec = LoraSpec(rank=4, seed=1)
     trainer.create(
-        CreateAdapterJob(job_id="", adapter_id="a", base_model="tiny", lora=spec, optimizer="muon")
+        CreateAdapterJob(
+            job_id="", adapter_id="a", base_model="tiny", lora=spec, optimizer=optimizer
+        )
     )
     losses = []
     for _ in range(15):
         (result,) = train(trainer, job(data))
         losses.append(result.metrics["loss:sum"])
-        params = MuonParams(learning_rate=0.02)
+        params = OPTIMIZERS[optimizer](learning_rate=rate)
         trainer.optim(OptimJob(job_id="", adapter_id="a", params=params))
     assert losses[-1] < 0.5 * losses[0]
 

@@ -248,11 +248,13 @@ def _simple(annotation: Any, old: bool) -> st.SearchStrategy[Any]:
 
 def _families(base: Any) -> st.SearchStrategy[Any]:
     if base.__name__ == "OptimizerConfigBase":
-        unknown = st.just(base(type="lion", beta=0.5))
-        known = [types.AdamOptimizerConfig, types.DimuonOptimizerConfig, types.MuonOptimizerConfig]
+        unknown = st.just(base(type="unheard_of", beta=0.5))
+        known = [types.AdamOptimizerConfig, types.DimuonOptimizerConfig]
+        known += [types.MuonOptimizerConfig, types.LionOptimizerConfig]
         return st.one_of([unknown, *(models(kind) for kind in known)])
-    unknown = st.just(base(type="lion", beta=0.5))
-    return st.one_of([unknown, models(types.DimuonParams), models(types.MuonParams)])
+    unknown = st.just(base(type="unheard_of", beta=0.5))
+    known = [types.DimuonParams, types.MuonParams, types.LionParams]
+    return st.one_of([unknown, *(models(kind) for kind in known)])
 
 
 def _known_then(kind: type[BaseModel]) -> tuple[str, ...]:

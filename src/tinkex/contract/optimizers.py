@@ -52,8 +52,18 @@ class MuonParams(OptimizerParams):
     momentum: Annotated[Fraction, "Decay of the momentum."] = 0.95
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionParams(OptimizerParams):
+    """Lion: each weight moves by the learning rate, in the direction of a momentum (Chen, 2023)."""
+
+    optimizer = "lion"
+    learning_rate: Rate = 1e-4
+    beta1: Annotated[Fraction, "How much of the momentum is in the direction."] = 0.9
+    beta2: Annotated[Fraction, "Decay of the momentum."] = 0.99
+
+
 OPTIMIZERS: Mapping[str, type[OptimizerParams]] = {
-    declared.optimizer: declared for declared in (AdamParams, MuonParams)
+    declared.optimizer: declared for declared in (AdamParams, MuonParams, LionParams)
 }
 UNDEFINED: Mapping[str, str] = {
     "dimuon": "dimuon's update rule is not public: the hosted service's pages name its settings "

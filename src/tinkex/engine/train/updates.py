@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkex.contract.optimizers import AdamParams, MuonParams
+from tinkex.contract.optimizers import AdamParams, LionParams, MuonParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,6 +78,19 @@ def _toy_muon(weights: F, grad: F, first: F, second: F, step: int, params: MuonP
     weights -= params.learning_rate * np.sign(first)
 
 
+def _lion(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: LionParams) -> None:
+    """Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675)."""
+    momentum = moments["exp_avg"]
+    direction = momentum.lerp(grad, 1 - params.beta1).sign_()
+    momentum.lerp_(grad, 1 - params.beta2)
+    adapter.flat.add_(direction, alpha=-params.learning_rate)
+
+
+def _toy_lion(weights: F, grad: F, first: F, second: F, step: int, params: LionParams) -> None:
+    weights -= params.learning_rate * np.sign(params.beta1 * first + (1 - params.beta1) * grad)
+    first[:] = params.beta2 * first + (1 - params.beta2) * grad
+
+
 def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
     """Push all singular values of a matrix towards one (quintic Newton-Schulz iteration)."""
     import torch
@@ -95,4 +108,5 @@ def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
 UPDATES: Mapping[str, Update] = {
     "adamw": Update(("exp_avg", "exp_avg_sq"), _adamw, _toy_adamw),
     "muon": Update(("momentum",), _muon, _toy_muon),
+    "lion": Update(("exp_avg",), _lion, _toy_lion),
 }

@@ -20,8 +20,26 @@ from tinkex.contract import optimizers
 from tinkex.types._bounds import MAX_PARTS, Id, Name, SeqId, plain
 from tinkex.types._models import Metrics, Request, Response
 
+__all__ = [
+    "AdamOptimizerConfig",
+    "AdamParams",
+    "DimuonOptimizerConfig",
+    "DimuonParams",
+    "LionOptimizerConfig",
+    "LionParams",
+    "MuonOptimizerConfig",
+    "MuonParams",
+    "OptimParams",
+    "OptimParamsBase",
+    "OptimStepRequest",
+    "OptimStepResponse",
+    "OptimizerConfig",
+    "OptimizerConfigBase",
+]
+
 _ADAM = optimizers.AdamParams()
 _MUON = optimizers.MuonParams(learning_rate=0.0)
+_LION = optimizers.LionParams()
 
 
 class OptimizerConfigBase(Request):
@@ -99,12 +117,31 @@ class MuonOptimizerConfig(OptimizerConfigBase):
     type: Literal["muon"] = "muon"
 
 
-_CONFIGS: dict[Any, type[OptimizerConfigBase]] = {
-    "adamw": AdamOptimizerConfig,
-    "dimuon": DimuonOptimizerConfig,
-    "muon": MuonOptimizerConfig,
+class LionParams(OptimParamsBase):
+    """One Lion step, an optimizer of Tinkex servers."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["lion"] = "lion"
+    learning_rate: optimizers.Rate = _LION.learning_rate
+    beta1: optimizers.Fraction = _LION.beta1
+    beta2: optimizers.Fraction = _LION.beta2
+    weight_decay: optimizers.Decay = _LION.weight_decay
+    grad_clip_norm: optimizers.ClipNorm = _LION.grad_clip_norm
+
+
+class LionOptimizerConfig(OptimizerConfigBase):
+    """Lion, computed by Tinkex servers; the hosted service refuses it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["lion"] = "lion"
+
+
+_CONFIGS = {
+    each.model_fields["type"].default: each for each in OptimizerConfigBase.__subclasses__()
 }
-_PARAMS: dict[Any, type[OptimParamsBase]] = {"dimuon": DimuonParams, "muon": MuonParams}
+_PARAMS = {each.model_fields["type"].default: each for each in OptimParamsBase.__subclasses__()}
 
 
 def _config_by_family(value: Any) -> Any:
