@@ -6,13 +6,13 @@ drawn is `engine.sample.sampling_math`. The two have no slots, because a job inh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from tinkex.contract.bounds import Between
 from tinkex.contract.settings import check, read_all, settings_of, shown
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, NotSupportedError
 
 MAX_STOP_TEXTS, MAX_STOP_TOKENS = 256, 4096
 MAX_STOP_CHARACTERS = 4096
@@ -52,6 +52,14 @@ class DrawSettings:
     temperature: Temperature = 1.0
     top_k: TopK = -1
     top_p: TopP = 1.0
+
+
+_SDK_NAMES = ("max_tokens", "seed", "temperature", "top_k", "top_p")
+EXTENSIONS = tuple(
+    setting.name for setting in settings_of(DrawSettings) if setting.name not in _SDK_NAMES
+)
+"""Draw settings that the Tinker SDK does not have. None is their default and means off, so that they
+stay off the wire; a server announces those it honours, because others would ignore them."""
 
 
 NumSamples: TypeAlias = Annotated[int, Between(1, 4096), "Samples of the one prompt."]
@@ -103,6 +111,15 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_sample(job: Any) -> None:
     """Refuse a job, which is both `DrawSettings` and `SampleOptions`, out of these ranges."""
     check(job, of="a sample")
+
+
+def check_honoured(params: Any, honoured: Iterable[str]) -> None:
+    """Refuse extensions that a server does not announce: it would ignore them without a word."""
+    for name in EXTENSIONS:
+        if getattr(params, name) is not None and name not in honoured:
+            raise NotSupportedError(
+                "this server does not know it; leave it out", path=f"sampling_params.{name}"
+            )
 
 
 def read_stop(stop: Any, path: str) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:

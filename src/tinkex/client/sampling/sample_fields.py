@@ -6,7 +6,14 @@ import numpy as np
 
 from tinkex import types
 from tinkex.client.http import codec
-from tinkex.contract.sampling import DrawSettings, read_draw, read_options, read_stop
+from tinkex.client.session.flags import ServerFlags
+from tinkex.contract.sampling import (
+    DrawSettings,
+    check_honoured,
+    read_draw,
+    read_options,
+    read_stop,
+)
 from tinkex.contract.settings import settings_of
 from tinkex.errors import APIResponseValidationError, InvalidInputError, WireError
 from tinkex.wire import results
@@ -85,6 +92,10 @@ class SampleFields:
             }
         )
         self.size_bytes = model_input_size(self.prompt, bytes_per_token=10)
+
+    def check_honoured(self, flags: ServerFlags) -> None:
+        """Refuse what this server would ignore."""
+        check_honoured(self.params, flags.tinkex_sampling_params.split(","))
 
     def body(self, sampling_session_id: str, seq_id: int) -> bytes:
         return codec.sample_body(self, sampling_session_id, seq_id)

@@ -222,6 +222,7 @@ class SamplingClient:
     async def stream_body(self, fields: SampleFields) -> bytes:
         """The body of a streamed sample, with a number of its own."""
         self._prepare()
+        fields.check_honoured(self.holder.flags)
         if self._clone_id is None:
             await self._join()
         return fields.body(self.sampling_session_id, self._next_seq_id())
@@ -232,6 +233,7 @@ class SamplingClient:
         self, fields: SampleFields, waiting: Waiting, retries: bool
     ) -> types.SampleResponse:
         self._prepare()
+        fields.check_honoured(self.holder.flags)
         if self._clone_id is None:
             await self._join()
         with events.span(

@@ -72,6 +72,8 @@ class ServerFlags(_FromJson):
     """`/asample_batch` takes many samples in one call, `/retrieve_futures` can carry results."""
     tinkex_sample_stream: bool = False
     """`/sample_stream` sends tokens while they are generated."""
+    tinkex_sampling_params: str = ""
+    """Sampling parameters beyond those of the Tinker SDK that the server honours, with commas."""
     old_generation: bool = False
     """The server has no `/client/config`: it speaks JSON as SDK 0.4.1 did."""
 

@@ -217,7 +217,12 @@ class Holder:
             return
         self.flags = ServerFlags.from_json(reply.json())
         if not self.config.extensions:
-            self.flags = replace(self.flags, tinkex_sample_batch=False, tinkex_sample_stream=False)
+            self.flags = replace(
+                self.flags,
+                tinkex_sample_batch=False,
+                tinkex_sample_stream=False,
+                tinkex_sampling_params="",
+            )
         if self.flags.credential_default_source == "credential_cmd":
             self.tokens.require_command()
         if self.flags.pjwt_auth_enabled:

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import answer, read, serve, service_of
@@ -35,6 +36,7 @@ CLIENT_CONFIG: dict[str, Any] = {
     "custom_loss_server_side": True,
     "tinkex_sample_batch": True,
     "tinkex_sample_stream": True,
+    "tinkex_sampling_params": ",".join(EXTENSIONS),
 }
 DYNAMIC_CONFIG: dict[str, Any] = {
     "refresh_interval_sec": 300,
