@@ -58,8 +58,8 @@ _SDK_NAMES = ("max_tokens", "seed", "temperature", "top_k", "top_p")
 EXTENSIONS = tuple(
     setting.name for setting in settings_of(DrawSettings) if setting.name not in _SDK_NAMES
 )
-"""Draw settings that the Tinker SDK does not have. None is their default and means off, so that they
-stay off the wire; a server announces those it honours, because others would ignore them."""
+"""Draw settings that the Tinker SDK does not have. None is their default and means off, which keeps
+them off the wire; a server announces those it honours, because others would ignore them."""
 
 
 NumSamples: TypeAlias = Annotated[int, Between(1, 4096), "Samples of the one prompt."]
