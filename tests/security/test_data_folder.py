@@ -169,7 +169,13 @@ async def test_rows_of_an_older_version_are_renamed_by_the_migration(tmp_path: P
     with sqlite3.connect(tmp_path / "tinkex.db") as db:  # what the first version wrote
         for table in ("checkpoints", "snapshots"):
             db.execute(f"UPDATE {table} SET folder = '../elsewhere/data/' || folder")
-        for table in ("meta", "deleted_folders", "checkpoint_names", "trajectory_answers"):
+        for table in (
+            "meta",
+            "deleted_folders",
+            "checkpoint_names",
+            "trajectory_answers",
+            "curves",
+        ):
             db.execute(f"DROP TABLE {table}")
         db.execute("UPDATE alembic_version SET version_num = '0001'")
     (tmp_path / "store.id").unlink()

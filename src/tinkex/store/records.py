@@ -253,3 +253,14 @@ class TrajectoryAnswer:
     snapshot: str
     """The immutable folder that was sampled from; empty for a base model."""
     created_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCurve:
+    """A curve of a run; `points` is opaque here."""
+
+    model_id: str
+    name: str
+    stride: int
+    """How many logged values one point stands for."""
+    points: bytes

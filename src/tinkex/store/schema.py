@@ -252,6 +252,17 @@ trajectory_answers = Table(
     Index("ix_trajectory_answers_age", "created_at"),
 )
 
+# One row a curve: its points as packed numbers, thinned so that a long run costs no more.
+curves = Table(
+    "curves",
+    metadata,
+    Column("model_id", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("stride", Integer, nullable=False),
+    Column("points", LargeBinary, nullable=False),
+    Column("updated_at", Double, nullable=False),
+)
+
 secrets = Table(
     "secrets",
     metadata,

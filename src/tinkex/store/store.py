@@ -20,6 +20,7 @@ from tinkex.store.accounts import Accounts
 from tinkex.store.binding import bind
 from tinkex.store.checkpoints import Audit, Checkpoints
 from tinkex.store.claim import Claim
+from tinkex.store.curves import Curves
 from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, Journal
@@ -58,6 +59,7 @@ class Store:
         self.checkpoints = Checkpoints(reader, self._writer)
         self.folders = Folders(reader, self._writer)
         self.names = Names(reader, self._writer)
+        self.curves = Curves(reader, self._writer)
         self.trajectories = Trajectories(reader, self._writer)
         self.audit = Audit(reader, self._writer)
 
