@@ -131,6 +131,8 @@ class Scheduler:
         for seq in self.running:
             if seq.num_cached >= seq.num_prompt and len(seq.tokens) - seq.num_cached == 1:
                 decoding.append(Chunk(seq, seq.num_cached, 1))
+        # Decoding is never cut short, whatever the budget: one token each costs little, and a
+        # stalled stream is what users notice. Prompts share the rest, and always get something.
         room = max(self.config.max_pass_tokens - len(decoding), 1)
         in_flight: set[Key] = set()
         for seq in self.running:
@@ -172,6 +174,7 @@ class Scheduler:
                 return None
             if not (found := self.pool.match(keys[at : at + 1])):
                 break
+            # Another sequence computed this block since admission: take its block, return our own.
             self.pool.release([seq.blocks[at]])
             seq.blocks[at] = found[0]
             seq.num_cached += size
@@ -246,6 +249,7 @@ class Scheduler:
         forks: list[Fork] = []
         late: list[Seq] = []
         for seq in leader.followers:
+            # Once one is late the rest wait behind it, so that samples start in their order.
             fork = None if late else self._fork_one(leader, seq)
             if fork is None:
                 late.append(seq)
@@ -259,6 +263,8 @@ class Scheduler:
         size, num_tokens = self.pool.block_size, leader.num_cached
         if len(self.running) >= self.config.max_running:
             return None
+        # Full blocks never change and are shared. The last one, if partly filled, will be written
+        # by both, so the follower needs a copy.
         num_full = num_tokens // size
         own = self.pool.allocate(self.pool.blocks_for(num_tokens) - num_full)
         if own is None:
@@ -276,7 +282,10 @@ class Scheduler:
         return Fork(seq, copy, (leader.state, seq.state))
 
     def _admit(self) -> None:
-        """Move waiting sequences to running while there is room, strictly in order."""
+        """Move waiting sequences to running while there is room, strictly in order.
+
+        One that does not fit is not overtaken by smaller ones: under load it would wait for ever.
+        """
         while self.waiting and len(self.running) < self.config.max_running:
             seq = self.waiting[0]
             size = self.pool.block_size
@@ -289,6 +298,7 @@ class Scheduler:
                 found, saved = self.states.longest(keys[:found])
                 keys = keys[:found]
                 found, idle = self.pool.num_idle_of(keys)
+            # One token more than there are: the first that will be sampled needs a place too.
             needed = self.pool.blocks_for(len(seq.tokens) + 1) - found
             # Leave one block to each running sequence, or the newcomer is preempted at once.
             spare = len(self.running)
@@ -311,6 +321,7 @@ class Scheduler:
     def _grow(self) -> None:
         """Give each sequence the block its next token needs; preempt the youngest if need be."""
         for seq in list(self.running):
+            # Preempting may take this very sequence, the last one; without blocks it is done here.
             while seq.blocks and self.pool.blocks_for(len(seq.tokens)) > len(seq.blocks):
                 if (more := self.pool.allocate(1)) is not None:
                     seq.blocks += more
@@ -347,6 +358,8 @@ class FairShare:
         now = frozenset(ready)
         assert now
         level = min((self._used[kind] for kind in self._active & now), default=0.0)
+        # Nobody who was active goes on: level with the highest, or a returning kind could spend
+        # what it did not use while it slept.
         if not self._active & now:
             level = max(self._used.values(), default=0.0)
         for kind in now - self._active:

@@ -336,7 +336,7 @@ def _run(
             _check_growth(step, fn, args, kwargs)
             value = _call(step, fn, args, kwargs)
         except (InvalidInputError, torch.OutOfMemoryError):
-            raise
+            raise  # The trainer knows what to do when memory runs out.
         except Exception as exc:  # Whatever torch makes of a stranger's arguments is their error.
             message = str(exc).splitlines()[0][:300] if str(exc) else type(exc).__name__
             raise _bad(step.name, f"{step.target} failed: {message}") from exc
@@ -348,7 +348,11 @@ def _run(
 
 
 def _call(step: _Step, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run one step; one that indexes runs on the CPU, where a bad index is only an error."""
+    """Run one step; one that indexes runs on the CPU, where a bad index is only an error.
+
+    On CUDA it is a failed assertion in a kernel, after which the process cannot use the device any
+    more: one user's index would end every user's work.
+    """
     if step.target.rpartition(".")[2] not in ops.INDEXING:
         return fn(*args, **kwargs)
     tensors = _tensors((args, kwargs))
@@ -406,6 +410,7 @@ def _check_growth(
         return
     tensors = _tensors((args, kwargs))
     short_name = step.target.rpartition(".")[2]
+    # Python's operators grow what is no tensor too: [0] * 10**9 and 10 ** 10**9 know no shape.
     if step.target.startswith(("operator.", "math.")) and short_name != "getitem":
         _check_operands(step, args)
     if not tensors and step.target not in ops.FACTORIES:
@@ -417,6 +422,7 @@ def _check_growth(
     elif short_name in ops.MULTIPLIES:
         size = math.prod(t.numel() for t in tensors)
     elif short_name == "getitem" and any(_is_mask(t) for t in tensors[1:]):
+        # How much a mask selects depends on its values, which a tensor without contents has not.
         _check_mask(step, args)
         return
     else:
