@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -321,7 +322,7 @@ class Trainer:
             chunk_rows=config.head_rows,
         )
         if dhidden_TD is not None and hidden_TD.requires_grad:
-            hidden_TD.backward(dhidden_TD)
+            _Handed.apply(hidden_TD, dhidden_TD).backward()  # type: ignore[no-untyped-call]
         for run, items in runs:
             collect(run, items, tasks)
 
@@ -354,6 +355,22 @@ class Trainer:
 
 
 # --------------------------------------------------------------------------------------- gradients
+
+
+class _Handed(torch.autograd.Function):
+    """A number whose gradient with respect to `hidden` is `dhidden`.
+
+    `hidden.backward(dhidden)` would do, but makes torch import sympy: seconds of a first step.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, dhidden_TD: Tensor) -> Tensor:
+        ctx.save_for_backward(dhidden_TD)
+        return hidden_TD.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return ctx.saved_tensors[0], None
 
 
 def _finite(grad: Tensor | None) -> bool:
