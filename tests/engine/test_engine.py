@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,28 @@ def test_training_goes_on_while_a_save_is_written_and_the_folder_holds_its_turn(
     client.put(jobs.LoadAdapterJob, **loaded, with_optimizer=True)
     assert client.step("b", lr=0.5).result.metrics["grad_norm:mean"] == norm
     assert client.train("b").result.outputs[0]["logprobs"].tolist() == expected
+
+
+def test_unnamed_weights_for_sampling_do_not_wait_for_a_checkpoint_being_written(
+    start, tmp_path, monkeypatch
+):
+    client, gate, write = start(), threading.Event(), checkpoint.write
+
+    def slow(folder, image, *, sync):
+        assert not sync or gate.wait(60)
+        return write(folder, image, sync=sync)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    client.create()
+    named = client.save(tmp_path / "state", with_optimizer=True)
+    assert client.save(tmp_path / "s", for_sampling=True, ephemeral=True).result.size_bytes > 0
+    sample = client.sample(tmp_path / "s", seed=3).result.sequences[0]
+    assert named.job.job_id not in client.ended
+    gate.set()
+    assert named.result.size_bytes > 0
+    monkeypatch.setattr(client.engine, "_snapshots", OrderedDict())
+    again = client.sample(tmp_path / "s", seed=3).result.sequences[0]  # from the folder
+    assert again.tokens.tolist() == sample.tokens.tolist()
 
 
 def test_a_folder_written_anew_is_served_anew(start, tmp_path):

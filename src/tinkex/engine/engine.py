@@ -9,6 +9,7 @@ sampler gets its share of the time, so a long batch does not stop a stream of to
 way round. A second thread writes checkpoints: a save is copied when its turn comes and the engine
 goes on. One copy at a time, so that saves cannot fill the memory; the next one waits. Weights for
 sampling are kept on the device as well: who samples from them does not wait for them to be read.
+Unnamed ones have a thread of their own, and are synced later.
 
 Weights of a checkpoint folder never change; they are kept by folder, the longest unused forgotten.
 Knows jobs and modules of this package, nothing of HTTP or who owns what.
@@ -28,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -43,7 +44,12 @@ from tinkex.engine.sample.stopping import load_detokenizer
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError, EngineError, InvalidInputError, TinkerError
 
+if TYPE_CHECKING:
+    from tinkex.engine.cuda.warm_up import WarmUp
+
 log = logging.getLogger(__name__)
+_LATER_S = 0.5
+"""How long unnamed weights wait for the disk: first the server's journal hears of them."""
 Emit = Callable[[jobs.Event], None]
 LaneJob = (
     jobs.CreateAdapterJob
@@ -159,8 +165,10 @@ class TorchEngine:
         self._wake = threading.Condition()
         self._closed = False
         self._train_began = 0.0
+        # Unnamed weights for sampling do not wait for a large checkpoint that is being written.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-disk")
-        self._written: Future[None] | None = None
+        self._quick_disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-quick-disk")
+        self._written: dict[ThreadPoolExecutor, Future[None]] = {}
         self._thread = threading.Thread(target=self._loop, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -199,6 +207,7 @@ class TorchEngine:
             self._take_in()
             if closed:
                 self._end_all()
+                self._quick_disk.shutdown()
                 self._disk.shutdown()
                 return
             if ready := self._ready():
@@ -315,7 +324,10 @@ class TorchEngine:
             self._make_room()
             with self.pulse.work(job_id, is_loading=True):
                 source = resolve(name)
+                warm_up = _warm_up(source, self.device)
                 decoder = load_decoder(source, device=self.device)
+                if warm_up is not None:
+                    warm_up.wait()
             config = self.config.trainer or TrainerConfig.for_device(
                 self.device, deterministic=self.config.deterministic
             )
@@ -425,8 +437,9 @@ class TorchEngine:
 
     def _save(self, job: jobs.SaveAdapterJob, emit: Emit) -> jobs.AdapterResult | None:
         trainer = self._trainer(job.adapter_id)
-        if self._written is not None:
-            self._written.result()
+        disk = self._quick_disk if job.ephemeral else self._disk
+        if (before := self._written.get(disk)) is not None:
+            before.result()
         image = trainer.capture(job)
         snapshot = None
         if job.for_sampling:
@@ -434,9 +447,11 @@ class TorchEngine:
             snapshot = _Snapshot(adapter, job.job_id)
             self._keep(self._base_of[job.adapter_id], job.folder, snapshot)
         write = partial(_write, job, image, snapshot)
-        self._written = self._disk.submit(self._attempt, job, emit, write)
+        self._written[disk] = disk.submit(self._attempt, job, emit, write)
         if job.ephemeral:
-            self._disk.submit(_make_safe, job.folder)
+            self._written[disk].add_done_callback(
+                lambda _: self._disk.submit(_make_safe, job.folder)
+            )
         return None
 
     # ------------------------------------------------------------------------------- sampling
@@ -488,8 +503,20 @@ def _write(
 
 def _make_safe(folder: str) -> None:
     """What could not be written, or was removed meanwhile, has been told elsewhere."""
+    time.sleep(_LATER_S)
     with contextlib.suppress(OSError):
         folders.make_safe(folder)
+
+
+def _warm_up(source: ModelSource, device: torch.device) -> WarmUp | None:
+    """Compile what the model will run while its weights are read; nothing to do on a CPU."""
+    if device.type != "cuda":
+        return None
+    from tinkex.engine.cuda.fused import can_fuse
+    from tinkex.engine.cuda.warm_up import WarmUp
+
+    config = source.config()
+    return WarmUp(config, device) if can_fuse(config) else None
 
 
 def _make_cuda_deterministic() -> None:

@@ -16,6 +16,7 @@ X blocks of a sequence, V vocabulary, S adapter slots, R ranks of a fused linear
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
+_WORTH = 3
+"""Steps of a batch size after which it is recorded."""
 
 
 class CudaPagedAttend:
@@ -212,12 +215,13 @@ class _Static:
 
 
 class DecodeGraphs:
-    """Decode steps of one model as CUDA graphs, recorded when a batch size is first met."""
+    """Decode steps of one model as CUDA graphs, recorded when a batch size has come some times."""
 
     def __init__(self, decoder: CudaDecoder, cache: PagedCache, *, max_context: int) -> None:
         self._decoder, self._cache = decoder, cache
         self._width = -(-max_context // cache.block_size)
         self._statics: dict[tuple[int, Slots | None], _Static] = {}
+        self._met: Counter[tuple[int, Slots | None]] = Counter()
         self._slots: dict[Any, Slots] = {}
         self._pool: Any = None
 
@@ -229,19 +233,14 @@ class DecodeGraphs:
         `drawn` holds their tokens where the host does not know them yet. The result is overwritten
         by the next call.
         """
-        batch = next((size for size in _BATCH_SIZES if size >= len(chunks)), None)
-        if batch is None:
+        slots = None
+        if lora is not None and lora.spans and (slots := self._slots_for(lora)) is None:
+            return None
+        if (static := self._static_for(len(chunks), slots)) is None:
             return None
         order = list(range(len(chunks)))
-        slots = None
-        if lora is not None and lora.spans:
-            if (slots := self._slots_for(lora)) is None:
-                return None
+        if lora is not None and slots is not None:
             order = slots.place(lora, len(chunks))
-        static = self._statics.get((batch, slots))
-        if static is None:
-            static = _Static(batch, self._width, self._decoder.device)
-            self._statics[batch, slots] = static
         if drawn is not None:
             drawn = drawn[0], [drawn[1][row] for row in order]
         static.fill([chunks[row] for row in order], drawn)
@@ -256,6 +255,21 @@ class DecodeGraphs:
         back = np.empty(len(order), np.int64)
         back[order] = np.arange(len(order))
         return logits.index_select(0, send(back, self._decoder.device))
+
+    def _static_for(self, num_rows: int, slots: Slots | None) -> _Static | None:
+        """Room for so many rows, or more. To record takes as long as some steps: it is done for a
+        size that has come a few times, not for every size that a growing batch passes through."""
+        sizes = [size for size in _BATCH_SIZES if size >= num_rows]
+        if not sizes:
+            return None
+        key = (sizes[0], slots)
+        if key not in self._statics:
+            self._met[key] += 1
+            if self._met[key] < _WORTH:
+                known = [size for size in sizes if (size, slots) in self._statics]
+                return self._statics[known[0], slots] if known else None
+            self._statics[key] = _Static(sizes[0], self._width, self._decoder.device)
+        return self._statics[key]
 
     def _record(self, static: _Static, slots: Slots | None) -> None:
         attend, size = CudaPagedAttend(self._cache), self._cache.block_size
@@ -296,6 +310,7 @@ class DecodeGraphs:
             if slots is not None:  # what was recorded reads the smaller buffer: it goes with it
                 known = self._statics.items()
                 self._statics = {key: one for key, one in known if key[1] is not slots}
+                self._met = Counter({key: n for key, n in self._met.items() if key[1] is not slots})
             like, dtype = lora.spans[0].adapter, self._decoder.dtype
             slots = Slots(like, count, dtype, max_rows=_BATCH_SIZES[-1])
             self._slots[signature] = slots

@@ -59,9 +59,12 @@ def tile_for(num_rows: int, num_out: int, device: torch.device) -> Tile:
         return Tile(64, 32, 128, 4, 4) if num_out < 6144 else Tile(64, 64, 128, 4, 4)
     if num_rows <= 128 and num_out < 6144:
         return Tile(64, 64, 128, 4, 4)
+    large = shared_memory(device) >= 160 << 10
+    if num_rows <= 256 and num_out < 6144 and large:
+        return Tile(64, 128, 128, 4, 4)
     if num_rows <= 256:
         return Tile(128, 64, 64, 4, 4) if num_out < 16384 else Tile(128, 128, 64, 8, 4)
-    if num_out % 256 == 0 and shared_memory(device) >= 160 << 10:
+    if num_out % 256 == 0 and large:
         return Tile(128, 256, 64, 8, 3)
     return Tile(128, 128, 64, 8, 3)
 
