@@ -1,6 +1,6 @@
 """Training and sampling at Qwen3-8B shape on one GPU: ours against peft + transformers.
 
-    python benchmarks/gpu.py [--no-bar] [--write] [--only train,tenants,sample]
+    python benchmarks/gpu.py [--no-bar] [--write] [--no-peer] [--only train,tenants,sample]
 
 Random weights, bf16, rank 32 on every linear of the layers (the peer's users do not adapt the head,
 so neither do we here). Ours and the peer run in one process, one after the other on a freed GPU:
@@ -11,12 +11,14 @@ the same card: bf16 matrix products and device copies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -142,10 +144,42 @@ def our_train_rates() -> tuple[float, float, float]:
     return sum(EVEN) / even, peak, sum(RAGGED) / ragged
 
 
-def train_figures(flops: float) -> list[report.Figure]:
+def deterministic_rates() -> tuple[float, float]:
+    """Tokens per second of 64 sequences of 264 tokens, in deterministic mode and without."""
+    trainer, lengths = our_trainer(1), [264] * 64
+    plain = seconds(lambda: our_step(trainer, [datums(lengths)]), 3)
+    trainer.config = replace(trainer.config, deterministic=True)
+    with deterministic():
+        slower = seconds(lambda: our_step(trainer, [datums(lengths)]), 3)
+    return sum(lengths) / slower, sum(lengths) / plain
+
+
+def small_step_ms() -> float:
+    trainer, data = our_trainer(1), datums([64])
+    for _ in range(3):  # the second is recorded
+        our_step(trainer, [data])
+    return 1000 * seconds(lambda: our_step(trainer, [data]), 20)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def train_figures(flops: float, peers: bool) -> list[report.Figure]:
     ours, peak, ours_ragged = our_train_rates()
     free()
-    peer, peer_ragged = peer_train_rates()
+    slower, plain = deterministic_rates()
+    free()
+    small = small_step_ms()
+    free()
+    peer, peer_ragged = peer_train_rates() if peers else (None, None)
     free()
     # A frozen weight costs one product forward and one backward (its input's gradient): 4 FLOP.
     achieved = ours * 4 * num_weights()
@@ -155,7 +189,7 @@ def train_figures(flops: float) -> list[report.Figure]:
             ours=ours,
             peer=peer,
             unit="tokens/s",
-            bar=1.4,
+            bar=1.4 if peers else None,
             note=f"{achieved / 1e12:.0f} TFLOP/s in matrix products, {achieved / flops:.0%} of "
             f"the card's {flops / 1e12:.0f}",
         ),
@@ -167,6 +201,15 @@ def train_figures(flops: float) -> list[report.Figure]:
             unit="tokens/s",
             note=f"8 datums of {min(RAGGED)} to {max(RAGGED)} tokens; the peer fills them up",
         ),
+        report.Figure(
+            name="gpu_train_deterministic",
+            ours=slower,
+            peer=plain,
+            unit="tokens/s",
+            bar=1 / 1.3,
+            note="64 x 264 tokens; peer: ours without --deterministic",
+        ),
+        report.Figure(name="gpu_train_64_token_step", ours=small, unit="ms", bar=40),
     ]
 
 
@@ -319,9 +362,27 @@ def our_decode(
     return batch * (steps - 1) / (ended - steady), batch * new / (ended - began)
 
 
-def our_rates() -> tuple[float, float, float, float, float]:
-    """Tokens per second: decode at batch 128, the same with its prefill, decode at batch 1, and
-    at batch 128 again with one adapter and with 16."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens per second."""
+
+    decode: float
+    """At batch 128."""
+    whole: float
+    """The same with its prefill."""
+    single: float
+    one_adapter: float
+    many_adapters: float
+    """16 of them."""
+    single_adapter: float
+    prefill: float
+    group: float
+    """Seconds for 16 samples of a prompt of 8k, over those for one."""
+    next_turn: float
+    """Seconds for 64 tokens more on a prompt of 8k that is cached, over those for all of it."""
+
+
+def our_rates() -> Rates:
     sampler = our_sampler()
 
     def rates(batch: int, adapters: Sequence[Adapter] = ()) -> tuple[float, float]:
@@ -330,20 +391,37 @@ def our_rates() -> tuple[float, float, float, float, float]:
 
     decode, whole = rates(128)
     many = some_adapters(sampler, 16)
-    return decode, whole, rates(1)[0], rates(128, many[:1])[0], rates(128, many)[0]
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, SHAPE.vocab_size, 8192) for _ in range(3)]
+    longer = np.concatenate([prompts[0], prompts[1][:64]])
+    prompt_seconds(sampler, prompts[2], 1)
+    once = prompt_seconds(sampler, prompts[0], 1)
+    our_decode(sampler, 64, 2048, 1)
+    return Rates(
+        decode=decode,
+        whole=whole,
+        single=rates(1)[0],
+        one_adapter=rates(128, many[:1])[0],
+        many_adapters=rates(128, many)[0],
+        single_adapter=rates(1, many[:1])[0],
+        prefill=64 * 2048 * our_decode(sampler, 64, 2048, 1)[1] / 64,
+        group=prompt_seconds(sampler, prompts[1], 16) / once,
+        next_turn=prompt_seconds(sampler, longer, 1) / once,
+    )
 
 
-def deterministic_rate() -> float:
-    """Tokens per second of decode at batch 128 whose bits do not depend on the batch."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        sampler = our_sampler()
-        our_decode(sampler, 128, 512, 8)
-        return our_decode(sampler, 128, 512, 128)[0]
-    finally:
-        torch.use_deterministic_algorithms(False)
+def prompt_seconds(sampler: Sampler, prompt: np.ndarray, num_samples: int) -> float:
+    """From a prompt to one token of each of its samples."""
+    job = jobs.SampleJob(
+        job_id=str(time.monotonic_ns()), base_model=BASE, adapter_folder=None, prompt=prompt,
+        num_samples=num_samples, max_tokens=1, stop_tokens=(),
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    sampler.add(job, None, lambda event: None)
+    while sampler.has_work:
+        sampler.step()
+    return time.perf_counter() - began
 
 
 def peer_rates() -> tuple[float, float, float]:
@@ -355,42 +433,55 @@ def peer_rates() -> tuple[float, float, float]:
     return 128 * 96 / (long - short), 128 * 128 / long, 64 / (one_long - one_short)
 
 
-def sample_figures(bandwidth: float) -> list[report.Figure]:
-    decode, whole, single, one_adapter, many_adapters = our_rates()
+def sample_figures(flops: float, bandwidth: float, peers: bool) -> list[report.Figure]:
+    ours = our_rates()
     free()
-    deterministic = deterministic_rate()
-    free()
-    peer_decode, peer_whole, peer_single = peer_rates()
+    peer_decode, peer_whole, peer_single = peer_rates() if peers else (None, None, None)
     free()
     kv = 128 * 576 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_size * 2
     limit = 128 / ((2 * num_weights() + kv) / bandwidth)
+    # Without the head, which a prompt passes once; half of the scores are masked.
+    attention = 2 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_size * 2048
+    per_token = 2 * (num_weights() - SHAPE.hidden_size * SHAPE.vocab_size) + attention
     return [
         report.Figure(
-            name="gpu_decode_batch_128", ours=decode, peer=peer_decode, unit="tokens/s",
-            note=f"{decode / limit:.0%} of what reading weights and KV once a step allows "
+            name="gpu_decode_batch_128", ours=ours.decode, peer=peer_decode, unit="tokens/s",
+            note=f"{ours.decode / limit:.0%} of what reading weights and KV once a step allows "
             f"({limit:.0f} tokens/s)",
         ),
-        report.Figure(name="gpu_decode_128_floor", ours=decode, unit="tokens/s", bar=8500),
+        report.Figure(name="gpu_decode_128_floor", ours=ours.decode, unit="tokens/s", bar=8500),
         report.Figure(
-            name="gpu_generate_128x512+128", ours=whole, peer=peer_whole, unit="tokens/s",
+            name="gpu_generate_128x512+128", ours=ours.whole, peer=peer_whole, unit="tokens/s",
             note="prefill included",
         ),
         report.Figure(
-            name="gpu_decode_batch_1", ours=single, peer=peer_single, unit="tokens/s",
-            note=f"{single / (bandwidth / 2 / num_weights()):.0%} of the roofline",
+            name="gpu_decode_batch_1", ours=ours.single, peer=peer_single, unit="tokens/s",
+            note=f"{ours.single / (bandwidth / 2 / num_weights()):.0%} of the roofline",
         ),
-        report.Figure(name="gpu_decode_1_floor", ours=single, unit="tokens/s", bar=60),
+        report.Figure(name="gpu_decode_1_floor", ours=ours.single, unit="tokens/s", bar=60),
         report.Figure(
-            name="gpu_decode_128_one_adapter", ours=one_adapter, peer=decode, unit="tokens/s",
-            note="rank 32 on every linear; peer: ours without an adapter",
-        ),
-        report.Figure(
-            name="gpu_decode_128_16_adapters", ours=many_adapters, peer=decode, unit="tokens/s",
-            note="8 samples of each; peer: ours without an adapter",
+            name="gpu_decode_128_one_adapter", ours=ours.one_adapter, peer=ours.decode,
+            unit="tokens/s", note="rank 32 on every linear; peer: ours without an adapter",
         ),
         report.Figure(
-            name="gpu_decode_128_deterministic", ours=deterministic, peer=decode, unit="tokens/s",
-            note="no bit depends on the batch; peer: ours without that",
+            name="gpu_decode_128_16_adapters", ours=ours.many_adapters, peer=ours.decode,
+            unit="tokens/s", note="8 samples of each; peer: ours without an adapter",
+        ),
+        report.Figure(
+            name="gpu_decode_1_one_adapter", ours=ours.single_adapter, peer=ours.single,
+            unit="tokens/s", note="peer: ours without an adapter",
+        ),
+        report.Figure(
+            name="gpu_prefill_64x2048", ours=ours.prefill, unit="tokens/s",
+            note=f"{ours.prefill * per_token / flops:.0%} of the card's FLOP/s",
+        ),
+        report.Figure(
+            name="gpu_group_of_16", ours=ours.group, unit="",
+            note="seconds for 16 samples of a prompt of 8k, over those for one",
+        ),
+        report.Figure(
+            name="gpu_next_turn", ours=ours.next_turn, unit="",
+            note="seconds for 64 new tokens behind 8k cached ones, over those for all",
         ),
     ]  # fmt: skip
 
@@ -405,15 +496,17 @@ def peer_generate_seconds(model: torch.nn.Module, prompts: torch.Tensor, new: in
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--only", default="train,tenants,sample")
-    only = parser.parse_known_args()[0].only.split(",")
+    parser.add_argument("--no-peer", action="store_true", help="ours alone")
+    flags = parser.parse_known_args()[0]
+    only, peers = flags.only.split(","), not flags.no_peer
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py needs a CUDA device; there is none here", file=sys.stderr)
         return 2
     flops, bandwidth = rooflines()
     figures: list[report.Figure] = []
-    figures += train_figures(flops) if "train" in only else []
+    figures += train_figures(flops, peers) if "train" in only else []
     figures += tenant_figures() if "tenants" in only else []
-    figures += sample_figures(bandwidth) if "sample" in only else []
+    figures += sample_figures(flops, bandwidth, peers) if "sample" in only else []
     return report.finish("gpu", figures)
 
 
