@@ -5,6 +5,9 @@ times: residual add + RMS norm, q/k norm + rotary embedding (+ the write into th
 SwiGLU, and the softmax over one chunk of logits. The plain torch versions in `decoder.py` are their
 oracle. Everything is computed in fp32 registers and stored in the dtype of its output tensor.
 
+Rows are numbered in int64: tokens times width passes 2^31 elements in a large pass. Norms have no
+gradient of their weight, because the base is frozen.
+
 A program computes whole rows, and trainer and sampler launch the same kernels in the same way, so a
 row's bits do not depend on the batch; see `product` for the rules.
 
@@ -122,7 +125,7 @@ def _rope(
     half: tl.constexpr = d // 2
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, half)[None, :]
-    real = (h < H + 2 * K) & (i >= 0)
+    real = (h < H + 2 * K) & (i >= 0)  # the second is always so; it gives the mask its two axes
     src = qkv + t * ((H + 2 * K) * d) + h * d + i
     lo = tl.load(src, real, other=0.0).to(tl.float32)
     hi = tl.load(src + half, real, other=0.0).to(tl.float32)
@@ -208,6 +211,7 @@ def _rope_backward(
     hi = tl.load(at + half, real, other=0.0).to(tl.float32)
     c = tl.load(cos + t * half + i)
     s = tl.load(sin + t * half + i)
+    # The gradient of a rotation is the rotation back.
     new_lo = tl.where(turned, lo * c + hi * s, lo)
     hi = tl.where(turned, hi * c - lo * s, hi)
     lo = new_lo
@@ -288,7 +292,11 @@ def _swiglu_backward(dact, gate_up, act, M, BLOCK: tl.constexpr):
 
 
 def swiglu_backward_(dact_TI: Tensor, gate_up_TX: Tensor) -> Tensor:
-    """Turn gate_up into its own gradient, in place; returns the activation it had produced."""
+    """Turn gate_up into its own gradient, in place; returns the activation it had produced.
+
+    It is the widest tensor of a layer: its gradient takes its place, and the activation, which the
+    gradient of the next product's adapter needs, is computed again instead of kept.
+    """
     T, M = dact_TI.shape
     act = torch.empty_like(dact_TI)
     _swiglu_backward[(T, triton.cdiv(M, 1024))](

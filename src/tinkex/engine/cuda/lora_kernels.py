@@ -64,7 +64,9 @@ def _shrink(
         mask = real[:, None] & (r < R)[None, :]
         to = rows[:, None] * R + r[None, :]
         tl.store(part + split * num_rows * R + to, acc, mask)
-        # Whoever comes last adds the splits up, in their order, whatever order they came in.
+        # Whoever comes last adds the splits up, in their order, whatever order they came in. All
+        # threads must have stored before the count says so; `.cg` reads past the cache of this
+        # multiprocessor, which may hold what stood there before.
         tl.debug_barrier()
         count = arrived + m * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(count, 1) == SPLITS - 1:
@@ -73,7 +75,7 @@ def _shrink(
                 at_c = part + c * num_rows * R + to
                 total += tl.load(at_c, mask, other=0.0, cache_modifier=".cg")
             tl.store(out + to, total, mask)
-            tl.store(count, 0)
+            tl.store(count, 0)  # ready for the next launch, which may be a replay of this graph
 
 
 def shrink(
