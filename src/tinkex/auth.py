@@ -44,9 +44,9 @@ def raise_if_tinker_not_accessible() -> None:
     holder = Holder(config, with_session=False)
 
     async def ask(waiting: object) -> None:
-        call = Call(method="GET", path="get_server_capabilities")
+        call = Call(method="GET", path="get_server_capabilities", window=False)
         try:
-            await holder.execute(call, window=False)
+            await holder.transport.call(call)
         finally:
             await holder.close()
 

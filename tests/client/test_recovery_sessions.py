@@ -19,7 +19,7 @@ def test_the_first_session_ends_with_its_server(server):
     server.kill()
     server.start()
     train(client, range(1))
-    wait_until(lambda: first.holder._session_is_over)
+    wait_until(lambda: first.holder.session.is_over)
     client.close()
 
 
@@ -32,7 +32,7 @@ def test_the_first_session_lives_on_while_its_server_knows_it(server):
     delete_run(server, client)
     train(client, range(1))
     wait_until(lambda: any(e.fields["session_id"] == first.holder.session_id for e in beats))
-    assert not first.holder._session_is_over
+    assert not first.holder.session.is_over
     end()
     client.close()
 
@@ -73,7 +73,7 @@ def test_a_service_client_moves_to_the_new_session_with_its_run(server):
     assert second.train_step(batch(0), "cross_entropy", ADAM).result(30).loss
     assert len(sample(service.create_sampling_client(base_model=base))) == 4
     service.close().result(30)
-    assert client.holder._closed
+    assert client.holder.is_closed
 
 
 def test_what_was_made_in_a_lost_session_says_how_to_go_on(server):

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+from typing import Any
 
 import pytest
 from virtual_time import run_virtual
 
 from tinkex.client.http.retry import (
-    BaseRetry,
     BillingPause,
+    CallRetry,
+    PollRetry,
     RetryConfig,
-    RetryHandler,
-    WindowRetry,
+    RetryPolicy,
+    SampleRetry,
     parse_retry_after_s,
 )
 from tinkex.errors import (
     APIConnectionError,
-    APITimeoutError,
-    BadRequestError,
-    InternalServerError,
     PromiseLostError,
     RequestFailedError,
 )
@@ -42,7 +41,7 @@ def test_each_form_of_retry_after_is_read(headers: dict[str, str], seconds: floa
 
 
 def test_the_delay_doubles_up_to_ten_seconds_with_a_quarter_of_jitter() -> None:
-    calm, wild = BaseRetry(uniform=lambda: 0.0), BaseRetry(uniform=lambda: 1.0)
+    calm, wild = RetryPolicy(uniform=lambda: 0.0), RetryPolicy(uniform=lambda: 1.0)
     assert [calm.delay_s(n) for n in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
     assert [wild.delay_s(n) for n in range(6)] == [0.375, 0.75, 1.5, 3.0, 6.0, 7.5]
     assert calm.delay_s(10_000) == 10.0
@@ -50,7 +49,7 @@ def test_the_delay_doubles_up_to_ten_seconds_with_a_quarter_of_jitter() -> None:
 
 @pytest.mark.parametrize(("asked", "delay"), [("60", 60.0), ("61", 0.5), ("0", 0.5), ("-1", 0.5)])
 def test_a_server_is_obeyed_for_at_most_a_minute(asked: str, delay: float) -> None:
-    assert BaseRetry(uniform=lambda: 0.0).delay_s(0, {"retry-after": asked}) == delay
+    assert RetryPolicy(uniform=lambda: 0.0).delay_s(0, {"retry-after": asked}) == delay
 
 
 @pytest.mark.parametrize(
@@ -70,22 +69,63 @@ def test_a_server_is_obeyed_for_at_most_a_minute(asked: str, delay: float) -> No
 )
 def test_x_should_retry_decides_first(status: int, header: str | None, wanted: bool) -> None:
     headers = {} if header is None else {"x-should-retry": header}
-    assert BaseRetry().wants(status, headers) is wanted
+    assert RetryPolicy().wants(status, headers) is wanted
 
 
 def test_the_window_cuts_its_last_delay_and_then_gives_up() -> None:
-    window = WindowRetry()
-    assert [window.delay_s(n, 0.0) for n in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert window.delay_s(9, 290.0) == 10.0
-    assert window.delay_s(9, 300.0) is None
+    policy = RetryPolicy()
+    assert [policy.round_delay_s(n, 0.0) for n in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert policy.round_delay_s(9, 290.0) == 10.0
+    assert policy.round_delay_s(9, 300.0) is None
 
 
-def test_the_window_retries_what_may_pass_by_itself() -> None:
-    window = WindowRetry()
-    assert window.wants(APITimeoutError())
-    assert window.wants(InternalServerError("x", status_code=503))
-    assert not window.wants(BadRequestError("x", status_code=400))
-    assert not window.wants(RequestFailedError("x"))
+def delays(*statuses: int | None, **options: Any) -> list[float | None]:
+    """What one call waits after each of these, in order; None is no answer at all."""
+
+    async def main() -> list[float | None]:
+        policy = RetryPolicy(max_retries=2, window_s=60.0, uniform=lambda: 0.0)
+        retry = CallRetry(policy, BillingPause(10.0), **options)
+        found = []
+        for status in statuses:
+            found.append(retry.delay_s(status))
+            if found[-1] is None:
+                break
+            await asyncio.sleep(found[-1])
+        return found
+
+    return run_virtual(main())
+
+
+def test_a_call_makes_quick_tries_then_rounds_of_them_until_its_window_ends() -> None:
+    assert delays(*[503] * 9)[:9] == [0.5, 1.0, 1.0, 0.5, 1.0, 2.0, 0.5, 1.0, 4.0]
+    assert None in delays(*[None] * 40)
+    assert delays(503, None, 503, window=False) == [0.5, 1.0, None]
+    assert delays(503, 503, max_retries=0) == [1.0, 2.0]
+    assert delays(503, max_retries=0, window=False) == [None]
+
+
+def test_a_call_is_not_repeated_where_that_cannot_help() -> None:
+    assert delays(400) == delays(404) == delays(410) == [None]
+
+
+def test_402_is_a_pause_while_there_is_patience() -> None:
+    assert delays(402, 402, 402) == [5.0, 5.0, None]
+    assert delays(402, window=False) == [None]
+
+
+def test_a_sample_waits_at_its_gate_instead() -> None:
+    assert delays(402, waits_itself=True) == delays(429, waits_itself=True) == [None]
+    assert delays(503, waits_itself=True) == [0.5]
+
+
+def test_a_poll_is_repeated_without_end_unless_it_is_refused_as_wrong() -> None:
+    retry = PollRetry(BillingPause(10.0, clock=lambda: 0.0))
+    assert [retry.delay_s(None) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert [retry.delay_s(status) for status in (500, 429, 402)] == [0.0, 1.0, 5.0]
+    assert [retry.delay_s(400) for _ in range(4)] == [0.0, 0.0, 0.0, None]
+    retry.answered()
+    assert retry.delay_s(400) == 0.0
+    assert retry.delay_s(404) is None
 
 
 def test_a_billing_pause_ends_after_its_limit_and_starts_anew_after_a_quiet_time() -> None:
@@ -110,7 +150,7 @@ def test_a_sample_is_retried_without_a_count_until_it_succeeds() -> None:
         return "done"
 
     async def main() -> str:
-        return await RetryHandler(RetryConfig(), max_in_flight=None).execute(flaky)
+        return await SampleRetry(RetryConfig(), max_in_flight=None).execute(flaky)
 
     assert run_virtual(main()) == "done"
 
@@ -121,7 +161,7 @@ def test_a_users_mistake_is_not_retried() -> None:
 
     async def main() -> None:
         with pytest.raises(RequestFailedError):
-            await RetryHandler(RetryConfig(), max_in_flight=None).execute(wrong)
+            await SampleRetry(RetryConfig(), max_in_flight=None).execute(wrong)
 
     run_virtual(main())
 
@@ -131,7 +171,7 @@ def test_samples_without_any_progress_fail_as_stuck() -> None:
         await asyncio.Event().wait()
 
     async def main() -> float:
-        handler = RetryHandler(RetryConfig(progress_timeout=600), max_in_flight=None)
+        handler = SampleRetry(RetryConfig(progress_timeout=600), max_in_flight=None)
         calls = [asyncio.ensure_future(handler.execute(never)) for _ in range(3)]
         for call in calls:
             with pytest.raises(APIConnectionError, match="stuck"):
@@ -143,7 +183,7 @@ def test_samples_without_any_progress_fail_as_stuck() -> None:
 
 def test_progress_of_one_sample_keeps_the_others_alive() -> None:
     async def main() -> None:
-        handler = RetryHandler(RetryConfig(progress_timeout=10), max_in_flight=None)
+        handler = SampleRetry(RetryConfig(progress_timeout=10), max_in_flight=None)
 
         async def slow() -> str:
             await asyncio.sleep(35)
@@ -159,7 +199,7 @@ def test_progress_of_one_sample_keeps_the_others_alive() -> None:
 
 def test_the_handler_holds_the_number_in_flight() -> None:
     async def main() -> int:
-        handler = RetryHandler(RetryConfig(), max_in_flight=3)
+        handler = SampleRetry(RetryConfig(), max_in_flight=3)
         running = most = 0
 
         async def count() -> None:

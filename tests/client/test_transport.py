@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tinkex import errors
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.backends import Reply
 from tinkex.client.http.http1 import ProtocolError
-from tinkex.client.http.retry import BaseRetry
+from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.http.transport import Call, Transport
 from tinkex.client.session.credentials import TokenProvider
 
@@ -53,10 +54,10 @@ def call_through(
         transport = Transport(
             config,
             TokenProvider("tml-key"),
-            retry=BaseRetry(max_retries=config.max_retries, uniform=lambda: 0.0),
+            retry=RetryPolicy(max_retries=config.max_retries, uniform=lambda: 0.0),
             make_backend=lambda _: backend,
         )
-        reply = await transport.call(call)
+        reply = await transport.call(replace(call, window=False))
         return reply, asyncio.get_running_loop().time()
 
     return run_virtual(main())
@@ -190,6 +191,31 @@ def test_names_with_odd_characters_are_encoded_and_colons_are_not() -> None:
         backend, Call(method="GET", path="training_runs/s:train:0/checkpoints/weights/a b")
     )
     assert backend.sent[0][1].endswith("/training_runs/s:train:0/checkpoints/weights/a%20b")
+
+
+def archive_of(*answers: Reply | Exception) -> Reply:
+    async def main() -> Reply:
+        config = ClientConfig(base_url="http://api.test", api_key="tml-key")
+        backend = Recorded(*answers)
+        transport = Transport(config, TokenProvider("tml-key"), make_backend=lambda _: backend)
+        return await transport.archive(Call(method="GET", path="archive"))
+
+    return run_virtual(main())
+
+
+def test_an_archive_is_the_address_of_its_redirect_once_it_is_built() -> None:
+    away = Reply(302, {"location": "https://storage.test/a.tar"}, b"")
+    reply = archive_of(json_reply({}, 503), json_reply({}, 503), away)
+    assert reply.json()["url"] == "https://storage.test/a.tar"
+
+
+def test_an_archive_fails_with_the_errors_of_every_other_call() -> None:
+    with pytest.raises(errors.APIConnectionError, match="No connection to http://api.test"):
+        archive_of(ProtocolError("reset"))
+    with pytest.raises(errors.APITimeoutError, match="did not answer GET archive"):
+        archive_of(TimeoutError())
+    with pytest.raises(errors.NotFoundError):
+        archive_of(json_reply({"detail": "no"}, 404))
 
 
 def test_the_breaker_is_really_used_when_enabled() -> None:

@@ -21,7 +21,7 @@ from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Reply
 from tinkex.client.http.headers import JSON, PROTOBUF
 from tinkex.client.http.limits import ByteSemaphore
-from tinkex.client.http.retry import BillingPause
+from tinkex.client.http.retry import BillingPause, PollRetry
 from tinkex.client.http.transport import Call, status_error
 from tinkex.client.session.loop import loop_time
 from tinkex.errors import (
@@ -44,7 +44,6 @@ POLL_TIMEOUT_S = 45.0
 _QUICK_S = 0.25
 _FREE_QUICK_POLLS = 3
 _MAX_PAUSE_S = 30.0
-_MAX_BAD_REQUESTS = 3
 _DECODE_ON_LOOP_BYTES = 262_144
 _CATEGORIES = frozenset({"unknown", "server", "user"})
 
@@ -193,9 +192,8 @@ class _Poll(Generic[T]):
         self._watch = watch
         self._roundtrip_s = roundtrip_s
         self._iteration = 0
-        self._backoffs = 0
+        self._retry = PollRetry(owner._billing)
         self._quick = 0
-        self._bad_requests = 0
         self._metadata_ok = True
         self._reserved = 0
 
@@ -206,20 +204,20 @@ class _Poll(Generic[T]):
                 reply = await self._owner._exchange(self._call())
             except APIConnectionError as exc:
                 self.waiting.reason = f"connection trouble: {exc}"
-                await self._back_off()
+                await self._owner._sleep(self._retry.delay_s(None) or 0.0)
                 continue
             finally:
                 self._iteration += 1
                 self.waiting.num_polls = self._iteration
             if reply.ok:
+                self._retry.answered()
                 done, value = await self._success(reply)
                 if done:
                     return value  # type: ignore[return-value]
             else:
                 await self._failure(reply)
-            if reply.status != 429:
-                self._backoffs = 0
-                await self._pause_if_quick(started, reply)
+            if reply.status not in (402, 429):
+                await self._pause_if_quick(started)
 
     def _call(self) -> Call:
         headers = {
@@ -305,33 +303,25 @@ class _Poll(Generic[T]):
     # -- the rest
 
     async def _failure(self, reply: Reply) -> None:
-        status = reply.status
-        if status == 408:
+        if reply.status == 408:
             body = reply.json()
             if isinstance(body, dict):
-                self._bad_requests = 0
+                self._retry.answered()
                 self._still_waiting(body)
-        elif status == 410:
+            return
+        if reply.status == 410:
             raise PromiseLostError(
                 f"The server no longer knows request {self._request_id}; its result is lost. "
                 "Training: go on from the last checkpoint.",
                 request_id=self._request_id,
             )
-        elif status == 429:
-            await self._back_off()
-        elif status == 402:
-            await self._pause_for_billing(reply)
-        elif status == 400 and self._bad_requests < _MAX_BAD_REQUESTS:
-            self._bad_requests += 1
-        elif status < 500:
+        pause_s = self._retry.delay_s(reply.status)
+        if pause_s is None:
             raise self._refused(reply)
-
-    async def _pause_for_billing(self, reply: Reply) -> None:
-        pause = self._owner._billing.delay_s()
-        if pause is None:
-            raise self._refused(reply)
-        self.waiting.reason = "paused: billing"
-        await self._owner._sleep(pause)
+        if reply.status == 402:
+            self.waiting.reason = "paused: billing"
+        if pause_s:
+            await self._owner._sleep(pause_s)
 
     def _refused(self, reply: Reply) -> TinkerError:
         cause = status_error(self._call(), reply)
@@ -346,13 +336,9 @@ class _Poll(Generic[T]):
         error.__cause__ = cause
         return error
 
-    async def _back_off(self) -> None:
-        await self._owner._sleep(min(2.0 ** min(self._backoffs, 10), _MAX_PAUSE_S))
-        self._backoffs += 1
-
-    async def _pause_if_quick(self, started: float, reply: Reply) -> None:
+    async def _pause_if_quick(self, started: float) -> None:
         """A server that does not hold the poll would be hammered; slow down for it alone."""
-        if self._owner._clock() - started > _QUICK_S or reply.status == 402:
+        if self._owner._clock() - started > _QUICK_S:
             self._quick = 0
             return
         self._quick += 1

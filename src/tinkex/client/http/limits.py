@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from tinkex.client.session.loop import loop_time
 
-__all__ = ["ByteSemaphore", "RateLimiter", "SampleGate"]
+__all__ = ["Budgets", "ByteSemaphore", "RateLimiter", "SampleGate"]
 
 
 class RateLimiter:
@@ -126,3 +126,16 @@ class SampleGate:
         """A submit was refused for load: the whole account waits, a minute at most."""
         own_s = 1.0 if num_bytes <= 131_072 else 5.0
         self.limiter.hold(asked_s if asked_s is not None and 0 < asked_s <= 60 else own_s)
+
+
+class Budgets:
+    """What may be under way at once, as the server's flags say."""
+
+    def __init__(
+        self, limiter: RateLimiter, *, sample_bytes: int, training_bytes: int, result_bytes: int
+    ) -> None:
+        self.samples = SampleGate(limiter, sample_bytes)
+        self.training = ByteSemaphore(training_bytes)
+        """Bodies of forward_backward being sent."""
+        self.results = ByteSemaphore(result_bytes)
+        """Payloads being fetched."""

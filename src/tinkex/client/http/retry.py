@@ -1,8 +1,9 @@
-"""When to try again, and after how long: pure decisions, no clock and no network of their own.
+"""When to try again, and after how long: decisions, no network (contract 9).
 
-Four policies of contract 9. `BaseRetry` lives inside one HTTP call, `WindowRetry`
-around a whole call, `RetryHandler` around a sample (submit and wait), `BillingPause` wherever a
-402 may mean "wait". Clock and random are handed in, so their tests take no time.
+From the inside out: `CallRetry` repeats one call, `PollRetry` spaces the polls for a promise,
+`SampleRetry` repeats a sample, submit and wait, as a new request. `BillingPause` is asked by the
+first two whenever a 402 may mean "wait". What lies around them, one try and the loss of a run, and
+in which order all of it happens, is in `docs/client.md`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from tinkex.client.session.loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
 
 __all__ = [
-    "BaseRetry",
     "BillingPause",
+    "CallRetry",
+    "PollRetry",
     "RetryConfig",
-    "RetryHandler",
-    "WindowRetry",
+    "RetryPolicy",
+    "SampleRetry",
     "is_retryable_status",
     "parse_retry_after_s",
 ]
@@ -65,13 +67,17 @@ def _number(text: str | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseRetry:
-    """Retries inside one HTTP call (9.1)."""
+class RetryPolicy:
+    """How often and after how long a call is repeated: quick tries, then slower rounds of them."""
 
     max_retries: int = 10
+    """Quick tries after the first (9.1)."""
     delay_base_s: float = 0.5
     delay_max_s: float = 10.0
     jitter: float = 0.25
+    window_s: float = 300.0
+    """How long rounds of quick tries go on (9.2)."""
+    round_delay_max_s: float = 30.0
     uniform: Callable[[], float] = random.random
     now: Callable[[], float] = time.time
 
@@ -83,32 +89,65 @@ class BaseRetry:
         return is_retryable_status(status_code)
 
     def delay_s(self, num_retries: int, headers: Mapping[str, str] | None = None) -> float:
-        """Wait before the next try. A server's wish counts when it is at most a minute."""
+        """Before the next quick try. A server's wish counts when it is at most a minute."""
         asked = parse_retry_after_s(headers, now=self.now) if headers else None
         if asked is not None and 0 < asked <= _MAX_SERVER_DELAY_S:
             return asked
         delay = min(self.delay_base_s * 2.0 ** min(num_retries, 30), self.delay_max_s)
         return delay * (1 - self.jitter * self.uniform())
 
-
-@dataclass(frozen=True, slots=True)
-class WindowRetry:
-    """Retries of a whole call within a window of wall-clock time (9.2)."""
-
-    window_s: float = 300.0
-    delay_max_s: float = 30.0
-
-    def wants(self, error: BaseException) -> bool:
-        if isinstance(error, APIStatusError):
-            return is_retryable_status(error.status_code or 0)
-        return isinstance(error, (APIConnectionError, httpx.TimeoutException))
-
-    def delay_s(self, num_retries: int, elapsed_s: float) -> float | None:
-        """Wait before the next try; the last one is cut to the end of the window. None: give up."""
+    def round_delay_s(self, num_rounds: int, elapsed_s: float) -> float | None:
+        """Before the next round; the last is cut to the end of the window. None: it is over."""
         left = self.window_s - elapsed_s
         if left <= 0:
             return None
-        return min(2.0 ** min(num_retries, 30), self.delay_max_s, left)
+        return min(2.0 ** min(num_rounds, 30), self.round_delay_max_s, left)
+
+
+class CallRetry:
+    """The repetitions of one call: everything that decides whether, and when, it is sent again.
+
+    A 402 is a pause while there is patience for it, a status or a lost connection that may pass by
+    itself a quick try; when those are used up, the call rests and begins another round, until its
+    window ends. `waits_itself`: 402 and 429 are given back at once, for samples wait at their gate.
+    """
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        billing: BillingPause,
+        *,
+        max_retries: int | None = None,
+        window: bool = True,
+        waits_itself: bool = False,
+    ) -> None:
+        self._policy = policy
+        self._billing = billing
+        self._most = policy.max_retries if max_retries is None else max_retries
+        self._window = window
+        self._waits_itself = waits_itself
+        self._started = loop_time()
+        self._num_rounds = 0
+        self.attempt = 0
+        """Tries before this one, in its round."""
+
+    def delay_s(
+        self, status_code: int | None, headers: Mapping[str, str] | None = None
+    ) -> float | None:
+        """After a try that failed, with a status or without an answer. None: give up."""
+        if status_code in (402, 429) and self._waits_itself:
+            return None
+        if status_code == 402 and self._window:
+            return self._billing.delay_s()
+        quick = status_code is None or self._policy.wants(status_code, headers or {})
+        if quick and self.attempt < self._most:
+            self.attempt += 1
+            return self._policy.delay_s(self.attempt - 1, headers)
+        if not self._window or not (status_code is None or is_retryable_status(status_code)):
+            return None
+        delay = self._policy.round_delay_s(self._num_rounds, loop_time() - self._started)
+        self._num_rounds, self.attempt = self._num_rounds + 1, 0
+        return delay
 
 
 @dataclass(slots=True)
@@ -136,6 +175,39 @@ class BillingPause:
                 "The server answered 402 (billing); pausing. Add credit to the account, or stop."
             )
         return self.pause_s
+
+
+class PollRetry:
+    """The pauses between polls for one promise, or for all of a sampler (4.2).
+
+    A poll asks for nothing new, so it is repeated without end; only a server that refuses it as
+    wrong, again and again, ends it.
+    """
+
+    _MAX_BAD_REQUESTS = 3
+    _MAX_PAUSE_S = 30.0
+
+    def __init__(self, billing: BillingPause) -> None:
+        self._billing = billing
+        self._in_a_row = 0
+        self._bad_requests = 0
+
+    def answered(self) -> None:
+        """The server said something that is not a refusal."""
+        self._in_a_row = self._bad_requests = 0
+
+    def delay_s(self, status_code: int | None) -> float | None:
+        """After a poll that was refused, or had no answer (None). None: give up."""
+        if status_code is None or status_code == 429:
+            self._in_a_row += 1
+            return min(2.0 ** min(self._in_a_row - 1, 10), self._MAX_PAUSE_S)
+        self._in_a_row = 0
+        if status_code == 402:
+            return self._billing.delay_s()
+        if status_code == 400 and self._bad_requests < self._MAX_BAD_REQUESTS:
+            self._bad_requests += 1
+            return 0.0
+        return 0.0 if status_code >= 500 else None
 
 
 def _default_retryable() -> tuple[type[Exception], ...]:
@@ -176,7 +248,7 @@ class RetryConfig:
         return min(max(delay + swing, 0.0), self.retry_delay_max)
 
 
-class RetryHandler:
+class SampleRetry:
     """Run samples with a cap on concurrency, retries without end, and an eye on progress (9.3).
 
     Progress is common to all calls of the handler: as long as any of them finishes, none is stuck.

@@ -2,8 +2,9 @@
 
 Pools are kept apart: session, train, sample, futures, poller, telemetry and redirect each have
 their own connections, so a burst of sampling never delays a heartbeat (R10). `exchange` makes one
-try and returns whatever the server answered; `call` adds the base retries and raises an error of
-our tree for a failure. Which body a call carries, and what an answer means, is for the callers.
+try and returns whatever the server answered; `call` repeats it as `retry.py` decides and raises an
+error of our tree for a failure. Which body a call carries, and what an answer means, is for the
+callers.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ import orjson
 
 from tinkex import events
 from tinkex.client.config import ClientConfig
+from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Backend, Reply, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
 from tinkex.client.http.headers import JSON, idempotency_key, standard_headers
 from tinkex.client.http.limits import RateLimiter
-from tinkex.client.http.retry import BaseRetry, parse_retry_after_s
+from tinkex.client.http.retry import BillingPause, CallRetry, RetryPolicy, parse_retry_after_s
 from tinkex.client.session.credentials import TokenProvider
 from tinkex.client.session.loop import loop_time
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
     APITimeoutError,
+    BillingError,
     ClientClosedError,
+    RateLimitError,
     status_error_class,
 )
 
@@ -82,7 +86,11 @@ class Call:
     timeout_s: float | None = None
     """None: the config's."""
     max_retries: int | None = None
-    """Base retries; None: the config's."""
+    """Quick tries after the first; None: the config's."""
+    window: bool = True
+    """Go on with rounds of quick tries for the config's `retry_window_s`."""
+    waits_itself: bool = False
+    """402 and 429 are raised at once: the caller waits on its own terms."""
     idempotency_key: str | None = None
 
 
@@ -95,14 +103,13 @@ class _Pool:
         self._torn: list[Backend] = []
         self._budget = _EMPTY_400_BUDGET
 
-    async def send(
-        self, method: str, url: str, headers: dict[str, str], body: bytes | None, timeout_s: float
-    ) -> Reply:
+    @property
+    def backend(self) -> Backend:
         if self._backend is None:
             self._backend = self._make_backend()
-        return await self._backend.send(method, url, headers, body, timeout_s)
+        return self._backend
 
-    async def refuse_torn(self, reply: Reply) -> None:
+    def refuse_torn(self, reply: Reply) -> None:
         """A 400 without a body is a connection torn down by a proxy, not an answer (1.6)."""
         if reply.ok:
             self._budget = min(self._budget + 1, _EMPTY_400_BUDGET)
@@ -130,7 +137,7 @@ class Transport:
         config: ClientConfig,
         tokens: TokenProvider,
         *,
-        retry: BaseRetry | None = None,
+        retry: RetryPolicy | None = None,
         limiter: RateLimiter | None = None,
         sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         make_backend: Callable[[ClientConfig], Backend] = choose_backend,
@@ -141,7 +148,11 @@ class Transport:
         self._make_backend = make_backend
         self._limiter = limiter
         self.tokens = tokens
-        self._retry = retry or BaseRetry(max_retries=config.max_retries)
+        self._retry = retry or RetryPolicy(
+            max_retries=config.max_retries, window_s=config.retry_window_s
+        )
+        self.billing = BillingPause()
+        """Shared by all calls and polls: the patience is the account's."""
         self._sleep = sleep
         self._pools: dict[str, _Pool] = {}
         self._standard = {**standard_headers()}
@@ -155,50 +166,60 @@ class Transport:
 
     # -- calls
 
-    async def call(self, call: Call) -> Reply:
-        """Make the call with base retries; returns a 2xx answer.
+    async def call(self, call: Call, waiting: Waiting | None = None) -> Reply:
+        """Make the call, repeated as `CallRetry` decides; returns a 2xx answer.
 
         Raises:
             APIStatusError: The final answer was an error.
             APIConnectionError: There was no final answer.
         """
-        most = self._retry.max_retries if call.max_retries is None else call.max_retries
+        retry = CallRetry(
+            self._retry,
+            self.billing,
+            max_retries=call.max_retries,
+            window=call.window,
+            waits_itself=call.waits_itself,
+        )
         key = call.idempotency_key or (idempotency_key() if call.method != "GET" else None)
-        for attempt in range(most + 1):
-            delay_s: float
+        while True:
+            error: APIStatusError | APIConnectionError
             try:
-                reply = await self.exchange(call, attempt=attempt, key=key)
+                reply = await self.exchange(call, attempt=retry.attempt, key=key)
             except APIConnectionError as exc:
-                if attempt == most:
-                    raise
-                delay_s, why = self._retry.delay_s(attempt), str(exc)
+                error, delay_s = exc, retry.delay_s(None)
             else:
                 if reply.ok:
                     return reply
-                if attempt == most or not self._retry.wants(reply.status, reply.headers):
-                    raise status_error(call, reply)
-                delay_s, why = self._retry.delay_s(attempt, reply.headers), f"{reply.status}"
-                if reply.status == 429:
-                    self._hold_back(delay_s)
-            logger.debug("%s %s: %s; again in %.2f s", call.method, call.path, why, delay_s)
+                error, delay_s = (
+                    status_error(call, reply),
+                    retry.delay_s(reply.status, reply.headers),
+                )
+            if delay_s is None:
+                raise error
+            if isinstance(error, RateLimitError) and self._limiter is not None:
+                # The account is over its limit: all clients of this process that share it wait.
+                self._limiter.hold(delay_s)
+            if waiting is not None:
+                billed = isinstance(error, BillingError)
+                what = f"retrying after {type(error).__name__}"
+                waiting.reason = "paused: billing" if billed else what
             events.emit(
                 "http.retry",
                 method=call.method,
                 path=call.path,
-                attempt=attempt + 1,
+                attempt=retry.attempt,
                 delay_s=delay_s,
-                reason=why,
+                reason=str(error),
             )
             await self._sleep(delay_s)
-        raise AssertionError("unreachable")
-
-    def _hold_back(self, delay_s: float) -> None:
-        """The account is over its limit: all clients of this process that share it wait (R14)."""
-        if self._limiter is not None:
-            self._limiter.hold(delay_s)
 
     async def exchange(self, call: Call, *, attempt: int = 0, key: str | None = None) -> Reply:
-        """One try. Any status is an answer; no answer is an APIConnectionError."""
+        """One try. Any status is an answer; no answer is an APIConnectionError.
+
+        What happens to it, in this order: it waits while the account is held back, it is refused
+        while the circuit is open, it is sent, and sent once more if the embedded server was dead
+        and could be brought back.
+        """
         if self._closed and call.pool != "telemetry":
             raise ClientClosedError("The client is closed. Make a new ServiceClient.")
         if self._limiter is not None and call.pool in _HELD_POOLS:
@@ -207,53 +228,35 @@ class Transport:
         headers = await self._headers(call, attempt, key, timeout_s)
         if self._breaker is not None:
             self._breaker.before_call()
-        if not events.has_subscribers():
-            reply = await self._delivered(call, headers, timeout_s)
-        else:
-            with events.span(
-                "http.request", method=call.method, path=call.path, attempt=attempt
-            ) as span:
-                reply = await self._delivered(call, headers, timeout_s)
-                span.add(status_code=reply.status)
+        with events.span("http.request", method=call.method, path=call.path, attempt=attempt) as s:
+            try:
+                reply = await self._send(call, headers, timeout_s)
+            except APITimeoutError:
+                raise  # it is there, and slow
+            except APIConnectionError:
+                if self._revive is None or not await self._revive():
+                    raise
+                reply = await self._send(call, headers, timeout_s)
+            s.add(status_code=reply.status)
         self._note_deprecation(reply)
         return reply
 
-    async def _delivered(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
-        """Send; when there is no server and it can be brought back, send again."""
-        try:
-            return await self._guarded(call, headers, timeout_s)
-        except APITimeoutError:
-            raise  # it is there, and slow
-        except APIConnectionError:
-            if self._revive is None or not await self._revive():
-                raise
-        return await self._guarded(call, headers, timeout_s)
-
-    async def _guarded(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
-        """Send, translate foreign errors, and tell the breaker how it went."""
-        breaker = self._breaker
-        try:
-            reply = await self._send(call, headers, timeout_s)
-        except APIConnectionError:
-            if breaker is not None:
-                breaker.failed()
-            raise
-        except BaseException:
-            if breaker is not None:
-                breaker.gave_no_answer()
-            raise
-        if breaker is not None:
-            (breaker.failed if reply.status >= 500 else breaker.succeeded)()
-        return reply
-
-    async def _send(self, call: Call, headers: dict[str, str], timeout_s: float) -> Reply:
-        pool = self._pool(call.pool)
-        url = self._url(call)
+    async def _send(
+        self, call: Call, headers: dict[str, str], timeout_s: float, *, follow: bool = True
+    ) -> Reply:
+        """Put it on the wire, translate foreign errors, and tell the breaker how it went."""
+        pool, url, breaker = self._pool(call.pool), self._url(call), self._breaker
         name = call.name or f"{call.method} {call.path}"
+        has_answer = False
         try:
-            reply = await pool.send(call.method, url, headers, call.body, timeout_s)
-            if reply.status in _REDIRECTS:
+            reply = await pool.backend.send(call.method, url, headers, call.body, timeout_s)
+            if follow and reply.status in _REDIRECTS:
                 reply = await self._follow(pool, call, url, reply, headers, timeout_s)
+            pool.refuse_torn(reply)
+            has_answer = reply.status < 500
+            return reply
+        except APIConnectionError:
+            raise  # ours already
         except TimeoutError as exc:
             raise APITimeoutError(
                 f"{self.config.base_url} did not answer {name} within {timeout_s:g} s.", name
@@ -262,8 +265,14 @@ class Transport:
             raise APIConnectionError(
                 f"No connection to {self.config.base_url} for {name}: {exc}", name
             ) from exc
-        await pool.refuse_torn(reply)
-        return reply
+        except asyncio.CancelledError:
+            if breaker is not None:
+                breaker.gave_no_answer()
+            breaker = None
+            raise
+        finally:
+            if breaker is not None:
+                (breaker.succeeded if has_answer else breaker.failed)()
 
     async def _follow(
         self,
@@ -285,15 +294,15 @@ class Transport:
                 method, body = "GET", None
             if urlsplit(url)[:2] != self._origin:
                 headers = {"Accept": headers["Accept"], "User-Agent": headers["User-Agent"]}
-            reply = await pool.send(method, url, headers, body, timeout_s)
+            reply = await pool.backend.send(method, url, headers, body, timeout_s)
         raise APIConnectionError(f"More than {_MAX_REDIRECTS} redirects from {call.path}.")
 
     async def archive(self, call: Call) -> Reply:
         """A redirect answer turned into `{"url", "expires"}` instead of being followed."""
-        headers = await self._headers(call, 0, None, self.config.timeout_s)
-        pool = self._pool(call.pool)
+        timeout_s = self.config.timeout_s
         for _ in range(_ARCHIVE_TRIES):
-            reply = await pool.send("GET", self._url(call), headers, None, self.config.timeout_s)
+            headers = await self._headers(call, 0, None, timeout_s)
+            reply = await self._send(call, headers, timeout_s, follow=False)
             if reply.status != 503:
                 break
             await self._sleep(_ARCHIVE_PAUSE_S)  # the server is still building it

@@ -131,8 +131,9 @@ async def _ask(client: TrainingClient, waiting: Waiting) -> None:
         path=f"training_runs/{client.model_id}",
         query={"access_scope": "owned"},
         max_retries=0,
+        window=False,
     )
-    reply = await holder.execute(call, window=False)
+    reply = await holder.transport.call(call)
     if (reply.json() or {}).get("corrupted"):
         raise _Corrupted(f"The server says that the state of {client.model_id} is corrupted.")
 
@@ -140,8 +141,8 @@ async def _ask(client: TrainingClient, waiting: Waiting) -> None:
 def check_service(service: ServiceClient, timeout_s: float = 10.0) -> RunHealth:
     """Ask a server once whether it is there; `ok` or `unreachable`."""
     holder = service.holder
-    call = Call(method="GET", path="get_server_capabilities", max_retries=0)
-    asked = holder.spawn(lambda waiting: holder.execute(call, window=False))
+    call = Call(method="GET", path="get_server_capabilities", max_retries=0, window=False)
+    asked = holder.spawn(lambda waiting: holder.transport.call(call))
     try:
         asked.result(timeout_s)
     except TinkerError as exc:

@@ -63,7 +63,7 @@ class Caller:
         call = Call(
             method="GET", path=path, query=query, pool=pool, headers=self._sdk_headers(method)
         )
-        return self.holder.spawn(lambda waiting: self.holder.call_json(call, answer))
+        return self._ask(call, answer)
 
     def _send(
         self, method: str, verb: str, path: str, body: bytes | None = None
@@ -71,7 +71,7 @@ class Caller:
         call = Call(method=verb, path=path, body=body, headers=self._sdk_headers(method))
 
         async def send(waiting: Waiting) -> None:
-            await self.holder.execute(call, waiting=waiting)
+            await self.holder.transport.call(call, waiting)
 
         return self.holder.spawn(send)
 
@@ -92,7 +92,13 @@ class Caller:
             headers={**self._sdk_headers(method), **(headers or {})},
             idempotency_key=idempotency_key,
         )
-        return self.holder.spawn(lambda waiting: self.holder.call_json(call, answer))
+        return self._ask(call, answer)
+
+    def _ask(self, call: Call, answer: type[M]) -> APIFuture[M]:
+        async def ask(waiting: Waiting) -> M:
+            return parse(await self.holder.transport.call(call, waiting), answer)
+
+        return self.holder.spawn(ask)
 
     @staticmethod
     def _sdk_headers(method: str) -> dict[str, str]:
@@ -391,7 +397,8 @@ class RestClient(Caller):
 
         async def export(waiting: Waiting) -> str:
             while True:
-                answer = await self.holder.call_json(call, types.TraceExportResponse)
+                reply = await self.holder.transport.call(call, waiting)
+                answer = parse(reply, types.TraceExportResponse)
                 if answer.status == "ready" and answer.url:
                     return answer.url
                 if answer.status != "pending":

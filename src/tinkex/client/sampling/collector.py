@@ -27,7 +27,7 @@ import orjson
 
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.backends import Reply
-from tinkex.client.http.retry import BillingPause, is_retryable_status
+from tinkex.client.http.retry import BillingPause, PollRetry, is_retryable_status
 from tinkex.client.http.transport import Call, status_error
 from tinkex.errors import (
     APIConnectionError,
@@ -47,7 +47,6 @@ _RETRY_S = 1.0
 _FIRST_POLL_S = 2.0
 """A poll is held until something is ready, for half a minute at most. The first one for a sample
 ends sooner where the server then says what it waits for, so that `status()` knows."""
-_MAX_BAD_REQUESTS = 3
 OnWaiting = Callable[[str | None, str | None], None]
 """Hears the queue state and the reason of waiting."""
 
@@ -76,7 +75,6 @@ class Collector:
         self._exchange = exchange
         self._session_id = sampling_session_id
         self._clone_id = clone_id
-        self._billing = billing
         self._inline = inline
         self._sleep = sleep
         self._cursor = 0
@@ -87,7 +85,7 @@ class Collector:
         # Ready before its waiter registered: the poll may overtake the submit's answer.
         self._early: dict[str, Completion | RequestFailedError] = {}
         self._retrieved: set[str] = set()
-        self._bad_requests = 0
+        self._retry = PollRetry(billing)
         self._dead: TinkerError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -156,12 +154,12 @@ class Collector:
         try:
             reply = await self._exchange(self._call(told))
         except APIConnectionError:
-            await self._sleep(_RETRY_S)
+            await self._sleep(self._retry.delay_s(None) or 0.0)
             return
         if not reply.ok:
             await self._refused(reply)
             return
-        self._bad_requests = 0
+        self._retry.answered()
         self._retrieved.difference_update(told)
         self._take(reply)
         # Let the samples that were waiting read and acknowledge, before the next poll is held.
@@ -193,20 +191,10 @@ class Collector:
         )
 
     async def _refused(self, reply: Reply) -> None:
-        status = reply.status
-        if status == 402:
-            pause = self._billing.delay_s()
-            if pause is not None:
-                await self._sleep(pause)
-                return
-        elif is_retryable_status(status):
-            await self._sleep(_RETRY_S)
-            return
-        elif status == 400 and self._bad_requests < _MAX_BAD_REQUESTS:
-            self._bad_requests += 1
-            await self._sleep(_RETRY_S)
-            return
-        raise status_error(self._call([]), reply)
+        pause_s = self._retry.delay_s(reply.status)
+        if pause_s is None and not is_retryable_status(reply.status):
+            raise status_error(self._call([]), reply)
+        await self._sleep(max(pause_s or 0.0, _RETRY_S))
 
     def _take(self, reply: Reply) -> None:
         payloads: list[bytes | None] = []
@@ -312,6 +300,7 @@ class BatchSubmitter:
             body=b'{"requests":[' + b",".join(bodies) + b"]}",
             headers={"X-Tinker-Sampling-Backpressure": "1"},
             max_retries=0,
+            waits_itself=True,
         )
         reply = await self._post(call)
         promises = (reply.json() or {}).get("promises")

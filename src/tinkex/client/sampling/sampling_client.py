@@ -23,7 +23,7 @@ from tinkex.client.config import ClientConfig
 from tinkex.client.direct import BaseModelName, DirectFuture, awaited
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http import codec
-from tinkex.client.http.retry import RetryConfig, RetryHandler
+from tinkex.client.http.retry import RetryConfig, SampleRetry
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import QueueWatch
 from tinkex.client.sampling.collector import BatchSubmitter, Collector, Completion
@@ -72,7 +72,7 @@ class SamplingClient:
         self._lock = threading.Lock()
         self._num_submitted = 0
         self._watch = QueueWatch(f"Sampling of {sampling_session_id}", self)
-        self._handler: RetryHandler | None = None
+        self._retry: SampleRetry | None = None
         self._collector: Collector | None = None
         self._batch: BatchSubmitter | None = None
         self._base_model_name = base_model
@@ -121,7 +121,7 @@ class SamplingClient:
             assert holder.session_id is not None
             request = types.CreateSamplingSessionRequest(
                 session_id=holder.session_id,
-                sampling_session_seq_id=holder.next_number("sampling_session"),
+                sampling_session_seq_id=holder.session.next_number("sampling_session"),
                 base_model=base_model,
                 model_path=model_path,
             )
@@ -241,23 +241,23 @@ class SamplingClient:
         ):
             if not retries:
                 return await self._attempt(fields, waiting)
-            assert self._handler is not None
-            return await self._handler.execute(lambda: self._attempt(fields, waiting))
+            assert self._retry is not None
+            return await self._retry.execute(lambda: self._attempt(fields, waiting))
 
     def _prepare(self) -> None:
         """On the loop, once: what the server's flags decide."""
-        if self._handler is not None:
+        if self._retry is not None:
             return
         flags = self.holder.flags
         cap = None if flags.sample_use_retrieve_futures else flags.sample_max_concurrent_requests
-        self._handler = RetryHandler(
+        self._retry = SampleRetry(
             self._retry_config,
             max_in_flight=cap,
             stuck_detection=flags.sample_enable_stuck_detection,
         )
         if flags.tinkex_sample_batch:
-            self._batch = BatchSubmitter(self.holder.submit_sample)
-            self.holder.close_first(self._batch)
+            self._batch = BatchSubmitter(self.holder.transport.call)
+            self.holder.calls.close_first(self._batch)
 
     async def _join(self) -> None:
         """A clone takes a number of its own before its first sample."""
@@ -306,7 +306,7 @@ class SamplingClient:
 
     async def _submit(self, fields: SampleFields, waiting: Waiting) -> dict[str, Any]:
         """Post with one number until it is taken; 429 is a wait, not an error (6.2)."""
-        gate = self.holder.sample_gate
+        gate = self.holder.budgets.samples
         body = fields.body(self.sampling_session_id, self._next_seq_id())
         while True:
             await gate.limiter.wait()
@@ -320,7 +320,7 @@ class SamplingClient:
                     gate.hold_back(fields.size_bytes, asked_ms and asked_ms / 1000)
                     waiting.reason = "held back: the server is busy (429)"
                 except BillingError:
-                    pause = self.holder.billing.delay_s()
+                    pause = self.holder.transport.billing.delay_s()
                     if pause is None:
                         raise
                     gate.limiter.hold(pause)
@@ -336,8 +336,9 @@ class SamplingClient:
             body=body,
             headers={"X-Tinker-Sampling-Backpressure": "1"},
             max_retries=0,
+            waits_itself=True,
         )
-        reply = await self.holder.submit_sample(call, waiting)
+        reply = await self.holder.transport.call(call, waiting)
         promise = reply.json()
         if not isinstance(promise, dict) or not isinstance(promise.get("request_id"), str):
             raise APIResponseValidationError("asample answered without a request_id.")
@@ -385,10 +386,10 @@ class SamplingClient:
                 self.holder.transport.exchange,
                 self.sampling_session_id,
                 self._clone_id,
-                billing=self.holder.billing,
+                billing=self.holder.transport.billing,
                 inline=self.holder.flags.tinkex_sample_batch,
             )
-            self.holder.close_first(self._collector)
+            self.holder.calls.close_first(self._collector)
         return self._collector
 
     # -- asking
@@ -408,7 +409,7 @@ class SamplingClient:
         async def ask(waiting: Waiting) -> str:
             if self._base_model_name is None:
                 call = Call(method="GET", path=f"samplers/{self.sampling_session_id}")
-                reply = await self.holder.execute(call, waiting=waiting)
+                reply = await self.holder.transport.call(call, waiting)
                 self._base_model_name = parse(reply, types.GetSamplerResponse).base_model
             return self._base_model_name
 

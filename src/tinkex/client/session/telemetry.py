@@ -252,6 +252,7 @@ def start_reporter(holder: Holder) -> Reporter:
             body=body,
             timeout_s=5.0,
             max_retries=0,
+            window=False,
         )
         return await holder.transport.call(call)
 

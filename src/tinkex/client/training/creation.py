@@ -23,7 +23,7 @@ async def create_model(
 ) -> TrainingClient:
     """A fresh LoRA adapter on a base model."""
     assert holder.session_id is not None
-    number = holder.next_number("model")
+    number = holder.session.next_number("model")
     request = types.CreateModelRequest(
         session_id=holder.session_id,
         model_seq_id=number,
@@ -46,7 +46,7 @@ async def create_from_state(
     """A new model that begins as a checkpoint; `wanted` says which, and how much of it."""
     if not holder.flags.create_model_via_load_weights:
         return await _create_then_load(holder, wanted, waiting)
-    number = holder.next_number("model")
+    number = holder.session.next_number("model")
     request = wanted.model_copy(update={"session_id": holder.session_id, "model_seq_id": number})
     promise = await holder.post("load_weights", request, types.UntypedAPIFuture, waiting=waiting)
     expect = Expect("LoadWeights", types.LoadWeightsResponse)

@@ -89,15 +89,15 @@ def create_custom_loss(
         handle = replace(traced, session_id=holder.session_id)
         if not holder.flags.custom_loss_server_side:
             return handle
-        if (known := holder.custom_losses.get(handle.key)) is not None:
+        if (known := holder.session.custom_losses.get(handle.key)) is not None:
             raise InvalidInputError(
                 f"this session already has the loss {known!r} with the same graph; use its handle",
                 path="fn",
             )
-        holder.custom_losses[handle.key] = handle.name
+        holder.session.custom_losses[handle.key] = handle.name
         request = types.CreateCustomLossRequest(
             session_id=holder.session_id,
-            custom_loss_seq_id=holder.next_number("custom_loss"),
+            custom_loss_seq_id=holder.session.next_number("custom_loss"),
             name=handle.name,
             inputs=list(handle.inputs),
             graph=types.CustomLossGraph.model_validate(encode_graph(handle)),
@@ -109,7 +109,7 @@ def create_custom_loss(
             expect = Expect("CreateCustomLoss", types.CreateCustomLossResponse)
             made = await holder.poller.wait(promise.request_id, expect, waiting=waiting)
         except BaseException:
-            del holder.custom_losses[handle.key]
+            del holder.session.custom_losses[handle.key]
             raise
         return replace(handle, loss_id=made.loss_id)
 

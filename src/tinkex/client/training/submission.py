@@ -60,7 +60,7 @@ class Lane:
         self._next_seq_id = first_seq_id
         self._queue: deque[Submission] = deque()
         self._draining: asyncio.Task[None] | None = None
-        holder.close_first(self)
+        holder.calls.close_first(self)
 
     async def close(self) -> None:
         """Give up what was not sent yet."""
@@ -133,10 +133,10 @@ class Lane:
         started = time.monotonic()
         holder = self._holder
         if part.size_bytes:
-            async with holder.fwdbwd_bytes.hold(part.size_bytes):
-                reply = await holder.execute(call)
+            async with holder.budgets.training.hold(part.size_bytes):
+                reply = await holder.transport.call(call)
         else:
-            reply = await holder.execute(call)
+            reply = await holder.transport.call(call)
         promise = parse(reply, types.UntypedAPIFuture)
         return Promise(promise.request_id, time.monotonic() - started)
 

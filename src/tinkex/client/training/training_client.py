@@ -339,7 +339,7 @@ class TrainingClient(TrainingCalls):
         def encode(seq_id: int) -> Call:
             request = types.SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
-                sampling_session_seq_id=holder.next_number("sampling_session"),
+                sampling_session_seq_id=holder.session.next_number("sampling_session"),
                 seq_id=seq_id,
             )
             return self._json_call("save_weights_for_sampler", request, max_retries=0)
