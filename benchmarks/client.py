@@ -3,7 +3,8 @@
 Each figure comes from child processes that do the same work with the same public calls: 2,000
 samples in flight at once, a training loop of 200 steps, an idle client. Ours is measured twice: as
 it speaks to a Tinkex server (samples in batches) and in plain contract mode, where the server's own
-work per request sets the pace. The peer is the official SDK 0.36.0.
+work per request sets the pace. The peer is the official SDK 0.36.0; for `http1_vs_httpx` it is our
+own SDK in plain contract mode on httpx, which says what `client/http/http1.py` is worth.
 
     python benchmarks/client.py [--no-bar] [--write] [--rounds 3]
 """
@@ -137,11 +138,13 @@ def peer_python() -> Path:
 
 
 def measure(who: str, task: str, base_url: str) -> dict[str, float]:
-    """One child process: `official`, `ours`, or `plain` (ours without extensions)."""
+    """One child process: `official`, `ours`, `plain` (ours without extensions), `httpx` (that on
+    httpx in place of our own HTTP/1.1)."""
     python = str(peer_python()) if who == "official" else sys.executable
     sdk = "tinker" if who == "official" else "tinkex"
     env = {**os.environ, "TINKER_TELEMETRY": "0"}
-    env["TINKEX_CLIENT_EXTENSIONS"] = "0" if who == "plain" else "1"
+    env["TINKEX_CLIENT_EXTENSIONS"] = "0" if who in ("plain", "httpx") else "1"
+    env["BENCH_HTTPX"] = "1" if who == "httpx" else ""
     done = subprocess.run(
         [python, __file__, "--work", task, "--sdk", sdk, "--base-url", base_url],
         env=env,
@@ -162,8 +165,8 @@ def compare(rounds: int) -> list[report.Figure]:
     with tempfile.TemporaryDirectory() as folder, toy_server(folder) as base_url:
         for _ in range(rounds):
             for task in ("samples", "steps", "idle"):
-                for who in ("official", "ours", "plain"):
-                    if task == "idle" and who == "plain":
+                for who in ("official", "ours", "plain", "httpx"):
+                    if task == "idle" and who in ("plain", "httpx"):
                         continue
                     runs.setdefault((who, task), []).append(measure(who, task, base_url))
 
@@ -172,11 +175,13 @@ def compare(rounds: int) -> list[report.Figure]:
         values = [run[key] for run in runs[who, task]]
         return max(values) if key == "per_s" else min(values)
 
-    def figure(name: str, who: str, task: str, key: str, unit: str, bar: float) -> report.Figure:
+    def figure(
+        name: str, who: str, task: str, key: str, unit: str, bar: float, peer: str = "official"
+    ) -> report.Figure:
         return report.Figure(
             name=f"client_{name}",
             ours=best(who, task, key),
-            peer=best("official", task, key),
+            peer=best(peer, task, key),
             unit=unit,
             bar=bar,
         )
@@ -188,6 +193,8 @@ def compare(rounds: int) -> list[report.Figure]:
         figure("samples_per_s_plain_contract", "plain", "samples", "per_s", "samples/s", 1.0),
         figure("cpu_per_train_step", "ours", "steps", "cpu_ms", "ms", 1.0),
         figure("train_step", "ours", "steps", "median_ms", "ms", 1.0),
+        figure("cpu_per_sample_http1_vs_httpx", "plain", "samples", "cpu_ms", "ms", 1.5, "httpx"),
+        figure("cpu_per_train_step_http1_vs_httpx", "plain", "steps", "cpu_ms", "ms", 1.5, "httpx"),
         figure("idle_memory", "ours", "idle", "rss_mb", "MB", 2.0),
     ]
 

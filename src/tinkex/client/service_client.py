@@ -23,7 +23,7 @@ from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Call
 from tinkex.client.rest.rest_client import RestClient, RestClientFuture
 from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
-from tinkex.client.session.holder import Holder, parse
+from tinkex.client.session.holder import Holder
 from tinkex.client.training.creation import create_from_state, create_model
 from tinkex.client.training.training_client import TrainingClient, TrainingClientFuture
 from tinkex.errors import ConfigError, InvalidInputError
@@ -93,11 +93,7 @@ class ServiceClient:
         holder = self._sessionless()
         call = Call(method="GET", path="get_server_capabilities")
         kind = types.GetServerCapabilitiesResponse
-
-        async def ask(waiting: Waiting) -> types.GetServerCapabilitiesResponse:
-            return parse(await holder.transport.call(call, waiting), kind)
-
-        asked = holder.spawn(ask)
+        asked = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
         return DirectFuture.of(asked, "get_server_capabilities", kind)
 
     get_server_capabilities_async = awaited(get_server_capabilities)
@@ -109,7 +105,7 @@ class ServiceClient:
         """
         holder = self._sessionless()
         call = Call(method="GET", path=f"trajectories/{quote(trajectory_id, safe='')}")
-        asked = holder.spawn(lambda waiting: holder.call_json(call, types.Trajectory))
+        asked = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
         return DirectFuture.of(asked, "trajectories", types.Trajectory)
 
     trajectories_async = awaited(trajectories)

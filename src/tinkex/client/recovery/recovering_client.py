@@ -33,8 +33,8 @@ from tinkex.client.polling import QueueWatch
 from tinkex.client.recovery.call_log import BLOCKS, CallLog, RecordedCall, Saved
 from tinkex.client.recovery.policy import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.recovery.rebuilder import HopelessError, Rebuilder
-from tinkex.client.recovery.run_monitor import RunHealth, RunMonitor, Watch, check_service
-from tinkex.client.recovery.sessions import Sessions
+from tinkex.client.recovery.run_monitor import Lookout, RunHealth, RunMonitor, check_service
+from tinkex.client.recovery.visited_sessions import VisitedSessions
 from tinkex.client.session.keeper import Keeper
 from tinkex.client.training.loss_tracing import LossHandle
 from tinkex.client.training.training_client import TrainingClient
@@ -110,8 +110,8 @@ class RecoveringTrainingClient(TrainingClient):
         self._metric: float | None = None
         self._lost: str | None = None
         self._rebuilding: str | None = None
-        self._lookout: tuple[TrainingClient, Watch] | None = None
-        self._sessions = Sessions(client.holder)
+        self._lookout: tuple[TrainingClient, Lookout] | None = None
+        self._sessions = VisitedSessions(client.holder)
         self._keeper = Keeper("tinkex-recovery", self._look)
         self._ask_s = min(10.0, self.policy.unreachable_s)
         self._monitor = RunMonitor(
@@ -301,8 +301,8 @@ class RecoveringTrainingClient(TrainingClient):
             self._lose(run, RetryableException(reason))
         return True
 
-    def _watch_over(self, run: TrainingClient) -> Watch:
-        return Watch(lambda: self._health(run), self.policy.unreachable_s)
+    def _watch_over(self, run: TrainingClient) -> Lookout:
+        return Lookout(lambda: self._health(run), self.policy.unreachable_s)
 
     def _health(self, run: TrainingClient) -> RunHealth:
         known = self._lost if run is self.client else None
@@ -430,7 +430,7 @@ class RecoveringTrainingClient(TrainingClient):
         def give_up(reason: str) -> None:
             service.close("errored", reason)
 
-        watch = Watch(lambda: check_service(service, self._ask_s), self.policy.unreachable_s)
+        watch = Lookout(lambda: check_service(service, self._ask_s), self.policy.unreachable_s)
         made: dict[RecordedCall, APIFuture[Any]] = {}
         with watch.during(give_up):
             saved, run = self._rebuilder.load_first(service, self.run_ids)

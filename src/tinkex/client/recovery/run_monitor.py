@@ -1,4 +1,4 @@
-"""Watch a training run and say when it is gone.
+"""Lookout a training run and say when it is gone.
 
 A run is lost when the server says so: it is unknown, was unloaded, its session is over, or its
 state is marked as corrupted. A server that does not answer proves nothing, so that is a state of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
     from tinkex.client.training.training_client import TrainingClient
 
-__all__ = ["RunHealth", "RunMonitor", "Watch", "check_service"]
+__all__ = ["RunHealth", "RunMonitor", "Lookout", "check_service"]
 
 logger = logging.getLogger("tinkex.recovery")
 
@@ -69,7 +69,7 @@ class RunMonitor:
         self._lock = threading.Lock()
 
     def watch(self, client: TrainingClient) -> None:
-        """Watch this client's run from now on."""
+        """Lookout this client's run from now on."""
         with self._lock:
             self._client = client
             if self._thread is None:
@@ -152,7 +152,7 @@ def check_service(service: ServiceClient, timeout_s: float = 10.0) -> RunHealth:
     return RunHealth("ok")
 
 
-class Watch:
+class Lookout:
     """Looks after something while someone waits: every few seconds, patient with silence."""
 
     def __init__(self, check: Callable[[], RunHealth], patience_s: float) -> None:

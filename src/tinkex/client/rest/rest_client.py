@@ -63,7 +63,7 @@ class Caller:
         call = Call(
             method="GET", path=path, query=query, pool=pool, headers=self._sdk_headers(method)
         )
-        return self._ask(call, answer)
+        return self.holder.spawn(lambda waiting: self.holder.ask(call, answer, waiting))
 
     def _send(
         self, method: str, verb: str, path: str, body: bytes | None = None
@@ -92,13 +92,7 @@ class Caller:
             headers={**self._sdk_headers(method), **(headers or {})},
             idempotency_key=idempotency_key,
         )
-        return self._ask(call, answer)
-
-    def _ask(self, call: Call, answer: type[M]) -> APIFuture[M]:
-        async def ask(waiting: Waiting) -> M:
-            return parse(await self.holder.transport.call(call, waiting), answer)
-
-        return self.holder.spawn(ask)
+        return self.holder.spawn(lambda waiting: self.holder.ask(call, answer, waiting))
 
     @staticmethod
     def _sdk_headers(method: str) -> dict[str, str]:
@@ -397,8 +391,7 @@ class RestClient(Caller):
 
         async def export(waiting: Waiting) -> str:
             while True:
-                reply = await self.holder.transport.call(call, waiting)
-                answer = parse(reply, types.TraceExportResponse)
+                answer = await self.holder.ask(call, types.TraceExportResponse, waiting)
                 if answer.status == "ready" and answer.url:
                     return answer.url
                 if answer.status != "pending":

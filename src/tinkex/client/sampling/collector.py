@@ -38,7 +38,7 @@ from tinkex.errors import (
 )
 from tinkex.wire import frames
 
-__all__ = ["BatchSubmitter", "Collector", "Completion"]
+__all__ = ["BatchSubmitter", "Collector", "FinishedSample"]
 
 logger = logging.getLogger("tinkex.sampling")
 
@@ -52,7 +52,7 @@ OnWaiting = Callable[[str | None, str | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class FinishedSample:
     """A result that is ready: its payload, or the size it will have, or neither."""
 
     payload: bytes | None = None
@@ -78,18 +78,18 @@ class Collector:
         self._inline = inline
         self._sleep = sleep
         self._cursor = 0
-        self._waiters: dict[str, asyncio.Future[Completion]] = {}
+        self._waiters: dict[str, asyncio.Future[FinishedSample]] = {}
         self._listeners: dict[str, OnWaiting] = {}
         self._untold: set[str] = set()
         """Waiting, and nobody has said for what yet."""
         # Ready before its waiter registered: the poll may overtake the submit's answer.
-        self._early: dict[str, Completion | RequestFailedError] = {}
+        self._early: dict[str, FinishedSample | RequestFailedError] = {}
         self._retrieved: set[str] = set()
         self._retry = PollRetry(billing)
         self._dead: TinkerError | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def wait(self, request_id: str, on_waiting: OnWaiting | None = None) -> Completion:
+    async def wait(self, request_id: str, on_waiting: OnWaiting | None = None) -> FinishedSample:
         """Wait until the result is ready. `on_waiting` hears why it is not, where the server says.
 
         Raises:
@@ -103,7 +103,7 @@ class Collector:
             raise early
         if early is not None:
             return early
-        waiter: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[FinishedSample] = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = waiter
         if on_waiting is not None:
             self._listeners[request_id] = on_waiting
@@ -216,13 +216,13 @@ class Collector:
 
     def _settle(self, entry: dict[str, Any], payload: bytes | None) -> None:
         request_id = entry["request_id"]
-        outcome: Completion | RequestFailedError
+        outcome: FinishedSample | RequestFailedError
         if entry.get("state") == "failed" and "error" in entry:
             outcome = RequestFailedError(
                 str(entry["error"]), request_id, str(entry.get("category", "unknown"))
             )
         else:
-            outcome = Completion(payload, entry.get("response_payload_uncompressed_size"))
+            outcome = FinishedSample(payload, entry.get("response_payload_uncompressed_size"))
         waiter = self._waiters.pop(request_id, None)
         if waiter is None:
             if request_id not in self._retrieved:

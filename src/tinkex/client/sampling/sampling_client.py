@@ -26,10 +26,10 @@ from tinkex.client.http import codec
 from tinkex.client.http.retry import RetryConfig, SampleRetry
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import QueueWatch
-from tinkex.client.sampling.collector import BatchSubmitter, Collector, Completion
+from tinkex.client.sampling.collector import BatchSubmitter, Collector, FinishedSample
 from tinkex.client.sampling.sample_fields import SampleFields
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
-from tinkex.client.session.holder import Holder, parse
+from tinkex.client.session.holder import Holder
 from tinkex.errors import (
     APIResponseValidationError,
     BillingError,
@@ -368,7 +368,7 @@ class SamplingClient:
         return answer
 
     async def _poll(
-        self, request_id: str, waiting: Waiting, roundtrip_s: float, done: Completion | None
+        self, request_id: str, waiting: Waiting, roundtrip_s: float, done: FinishedSample | None
     ) -> types.SampleResponse:
         return await self.holder.poller.wait(
             request_id,
@@ -409,8 +409,8 @@ class SamplingClient:
         async def ask(waiting: Waiting) -> str:
             if self._base_model_name is None:
                 call = Call(method="GET", path=f"samplers/{self.sampling_session_id}")
-                reply = await self.holder.transport.call(call, waiting)
-                self._base_model_name = parse(reply, types.GetSamplerResponse).base_model
+                info = await self.holder.ask(call, types.GetSamplerResponse, waiting)
+                self._base_model_name = info.base_model
             return self._base_model_name
 
         return self.holder.spawn(ask)

@@ -308,6 +308,10 @@ class Holder:
             window=window,
             headers=headers,
         )
+        return await self.ask(call, answer, waiting)
+
+    async def ask(self, call: Call, answer: type[M], waiting: Waiting | None = None) -> M:
+        """Make the call and parse the answer."""
         return parse(await self.transport.call(call, waiting), answer)
 
     def cancel_sample(self, request_id: str) -> None:

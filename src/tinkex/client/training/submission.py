@@ -1,37 +1,40 @@
 """The order of one training client's requests, fixed when the call is made.
 
-`Lane` posts requests one after the other: a request leaves when its predecessor's submit returned,
-whatever became of it (5.1). Chunks of one call leave together, the first one last (5.3). A call
-that nobody waits for any more is still sent, because the calls behind it build on its number. The
-lane knows bodies and promises; polling for results happens elsewhere, in parallel.
+`SubmitQueue` sends requests one after the other: a request leaves when its predecessor's submit
+returned, whatever became of it (5.1). The server orders by number, so it would also take them out
+of order; but a refused request must be known before its successors build on it, and a server that
+is away is asked by one request and not by all that wait. Chunks of one call leave together, the
+first one last (5.3): it is the one that makes the server begin, and by then the others are there.
+A call that nobody waits for any more is still sent, because the calls behind it count on its
+number. The queue knows bodies and promises; polling for results happens elsewhere, in parallel.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 from tinkex import types
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.transport import Call
-from tinkex.client.session.holder import Holder, parse
+from tinkex.client.session.holder import Holder
 from tinkex.client.session.loop import background
 from tinkex.errors import ClientClosedError
 
-__all__ = ["Lane", "Part", "Promise", "Submission"]
-
-logger = logging.getLogger("tinkex.training")
+__all__ = ["Accepted", "Part", "Submission", "SubmitQueue"]
 
 _ENCODE_ON_LOOP_BYTES = 65_536
 _CLOSED = "The client was closed before this call was sent. Make a new ServiceClient."
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Accepted:
+    """The server has taken a request and promised its result under this id."""
+
     request_id: str
     roundtrip_s: float
 
@@ -47,13 +50,14 @@ class Part:
 
 @dataclass(slots=True)
 class Submission:
+    """One call in its place: its requests, and what becomes of them."""
+
     parts: Sequence[Part]
-    promises: asyncio.Future[list[Promise]] | None = None
-    made: float = field(default_factory=time.monotonic)
+    accepted: asyncio.Future[list[Accepted]] | None = None
 
 
-class Lane:
-    """The submit queue of one training client. `put` may be called from any thread."""
+class SubmitQueue:
+    """`put` may be called from any thread; the rest runs on the background loop."""
 
     def __init__(self, holder: Holder, first_seq_id: int = 1) -> None:
         self._holder = holder
@@ -62,24 +66,24 @@ class Lane:
         self._draining: asyncio.Task[None] | None = None
         holder.calls.close_first(self)
 
+    def put(self, submission: Submission) -> None:
+        """Take the next place in the order, now."""
+        background().submit(self._accept, submission)
+
     async def close(self) -> None:
         """Give up what was not sent yet."""
         if self._draining is not None:
             await cancel_all([self._draining])
         while self._queue:
-            promises = self._queue.popleft().promises
-            if promises is not None:
-                promises.set_exception(ClientClosedError(_CLOSED))
-
-    def put(self, submission: Submission) -> None:
-        """Take the next place in the order, now."""
-        background().submit(self._accept, submission)
+            accepted = self._queue.popleft().accepted
+            if accepted is not None:
+                accepted.set_exception(ClientClosedError(_CLOSED))
 
     def _accept(self, submission: Submission) -> None:
         loop = asyncio.get_running_loop()
-        submission.promises = loop.create_future()
+        submission.accepted = loop.create_future()
         # Nobody may be waiting (the call was cancelled); asyncio would complain about the error.
-        submission.promises.add_done_callback(_retrieved)
+        submission.accepted.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._queue.append(submission)
         if self._draining is None or self._draining.done():
             self._draining = loop.create_task(self._drain())
@@ -87,69 +91,47 @@ class Lane:
     async def _drain(self) -> None:
         while self._queue:
             submission = self._queue.popleft()
-            assert submission.promises is not None
+            assert submission.accepted is not None
             try:
-                promises = await self._post_all(submission.parts)
+                await self._holder.ready()
+                results = await self._send_all(submission.parts)
             except asyncio.CancelledError:
-                submission.promises.set_exception(ClientClosedError(_CLOSED))
+                submission.accepted.set_exception(ClientClosedError(_CLOSED))
                 raise
             except Exception as exc:
-                submission.promises.set_exception(exc)
+                results = [exc]
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if errors:
+                submission.accepted.set_exception(errors[0])
             else:
-                submission.promises.set_result(promises)
+                accepted = [result for result in results if isinstance(result, Accepted)]
+                submission.accepted.set_result(accepted)
 
-    async def _post_all(self, parts: Sequence[Part]) -> list[Promise]:
-        await self._holder.ready()
+    async def _send_all(self, parts: Sequence[Part]) -> list[Accepted | BaseException]:
+        """Every chunk is sent even when one is refused: a missing number would stall the model."""
         first = self._next_seq_id
-        if len(parts) == 1:
-            call = await self._encode(parts[0], first)
-            self._next_seq_id += 1
-            return [await self._post(parts[0], call)]
-        # Every chunk is posted even when one is refused: a missing number would stall the model.
-        self._next_seq_id += len(parts)
-        if not self._holder.flags.parallel_fwdbwd_chunks:
-            results: list[Promise | BaseException] = []
-            for offset, part in enumerate(parts):
-                results.append(await self._attempt(part, first + offset))
-            return _all_or_raise(results)
+        numbered = list(enumerate(parts, first))
+        together = self._holder.flags.parallel_fwdbwd_chunks
         rest = await asyncio.gather(
-            *(self._attempt(part, first + n) for n, part in enumerate(parts) if n > 0)
+            *(self._send(part, number) for number, part in numbered[1:] if together),
+            return_exceptions=True,
         )
-        return _all_or_raise([await self._attempt(parts[0], first), *rest])
+        one_by_one: list[Accepted | BaseException] = []
+        for number, part in numbered[: 1 if together else None]:
+            try:
+                one_by_one.append(await self._send(part, number))
+            except Exception as exc:
+                one_by_one.append(exc)
+        return [*one_by_one, *rest]
 
-    async def _attempt(self, part: Part, seq_id: int) -> Promise | BaseException:
-        try:
-            return await self._post(part, await self._encode(part, seq_id))
-        except Exception as exc:
-            return exc
-
-    async def _encode(self, part: Part, seq_id: int) -> Call:
-        """Large bodies are built on another thread, so heartbeats and polls go on meanwhile."""
-        if part.size_bytes <= _ENCODE_ON_LOOP_BYTES:
-            return part.encode(seq_id)
-        return await asyncio.to_thread(part.encode, seq_id)
-
-    async def _post(self, part: Part, call: Call) -> Promise:
+    async def _send(self, part: Part, seq_id: int) -> Accepted:
+        # A large body is built on another thread, so that heartbeats and polls go on meanwhile.
+        is_small = part.size_bytes <= _ENCODE_ON_LOOP_BYTES
+        call = part.encode(seq_id) if is_small else await asyncio.to_thread(part.encode, seq_id)
+        # Only now: a request that could not be encoded never existed, and takes no number.
+        self._next_seq_id = max(self._next_seq_id, seq_id + 1)
         started = time.monotonic()
-        holder = self._holder
-        if part.size_bytes:
-            async with holder.budgets.training.hold(part.size_bytes):
-                reply = await holder.transport.call(call)
-        else:
-            reply = await holder.transport.call(call)
-        promise = parse(reply, types.UntypedAPIFuture)
-        return Promise(promise.request_id, time.monotonic() - started)
-
-
-def _all_or_raise(results: Sequence[Promise | BaseException]) -> list[Promise]:
-    promises = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        promises.append(result)
-    return promises
-
-
-def _retrieved(future: asyncio.Future[list[Promise]]) -> None:
-    if not future.cancelled():
-        future.exception()
+        budget = self._holder.budgets.training.hold(part.size_bytes) if part.size_bytes else None
+        async with budget or nullcontext():
+            promise = await self._holder.ask(call, types.UntypedAPIFuture)
+        return Accepted(promise.request_id, time.monotonic() - started)

@@ -21,7 +21,7 @@ from tinkex.client.http import codec
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.session.holder import Holder
-from tinkex.client.training.submission import Lane, Part, Submission
+from tinkex.client.training.submission import Part, Submission, SubmitQueue
 from tinkex.wire import requests
 from tinkex.wire.chunking import combine
 
@@ -44,7 +44,7 @@ class TrainingCalls:
         self.model_seq_id = model_seq_id
         # Held while a call takes its place, so that train_step takes two places side by side.
         self._lock = threading.RLock()
-        self._lane = Lane(holder)
+        self._submits = SubmitQueue(holder)
         self._watch = QueueWatch(f"Training of {model_id}", self)
         self._open: set[APIFuture[Any]] = set()
         self._warned_of_no_signal = False
@@ -112,7 +112,7 @@ class TrainingCalls:
                 return await self._collect(submission, expect, waiting, join)
 
         with self._lock:
-            self._lane.put(submission)
+            self._submits.put(submission)
             future = self.holder.spawn(collect)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
@@ -122,7 +122,7 @@ class TrainingCalls:
         """Nobody will answer any more: calls that wait end with `error`, the rest is not sent."""
         for future in tuple(self._open):
             future._abandon(error)
-        spawn(lambda waiting: self._lane.close())
+        spawn(lambda waiting: self._submits.close())
 
     async def _collect(
         self,
@@ -131,18 +131,19 @@ class TrainingCalls:
         waiting: Waiting,
         join: Callable[[Sequence[T]], T] | None,
     ) -> T:
-        assert submission.promises is not None
-        promises = await asyncio.shield(submission.promises)
+        assert submission.accepted is not None
+        # Shielded: whoever stops waiting must not take the others' order with him.
+        accepted = await asyncio.shield(submission.accepted)
         wait = self.holder.poller.wait
         results = await gather_or_cancel(
             wait(
-                promise.request_id,
+                one.request_id,
                 expect,
                 waiting=waiting,
                 watch=self._watch,
-                roundtrip_s=promise.roundtrip_s,
+                roundtrip_s=one.roundtrip_s,
             )
-            for promise in promises
+            for one in accepted
         )
         return join(results) if join is not None else results[0]
 

@@ -16,7 +16,7 @@ from tinkex.errors import TinkerError
 if TYPE_CHECKING:
     from tinkex.client.session.holder import Holder
 
-__all__ = ["Sessions"]
+__all__ = ["VisitedSessions"]
 
 logger = logging.getLogger("tinkex.recovery")
 
@@ -24,7 +24,7 @@ _LEAVE_S = 15.0
 """How long to look whether a session still lives; the request itself takes ten at most."""
 
 
-class Sessions:
+class VisitedSessions:
     def __init__(self, first: Holder) -> None:
         self._first = first
         """Not ours: a ServiceClient made it, and closes it."""
