@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 Limit: TypeAlias = float | str | None
@@ -34,7 +35,7 @@ class Between:
     @property
     def names(self) -> dict[str, str]:
         """The limits that are other settings: `{"at_least": "clip_low_threshold"}`."""
-        return {word: limit for word, limit in self._limits() if isinstance(limit, str)}
+        return _names(self)
 
     def schema(self) -> dict[str, float]:
         """The range in words of JSON schema."""
@@ -47,12 +48,24 @@ class Between:
         ]
         return " and ".join(words)
 
-    def _limits(self) -> list[tuple[str, Any]]:
-        return [(word, limit) for word in _SCHEMA if (limit := getattr(self, word)) is not None]
+    def _limits(self) -> tuple[tuple[str, Any], ...]:
+        return _limits(self)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         limits = {_PYDANTIC[word]: limit for word, limit in self._limits() if _is_number(limit)}
         return {**handler(source), **limits}
+
+
+# Asked for at every sample, and always the same.
+@cache
+def _limits(rule: Between) -> tuple[tuple[str, Any], ...]:
+    given = ((word, getattr(rule, word)) for word in _SCHEMA)
+    return tuple((word, limit) for word, limit in given if limit is not None)
+
+
+@cache
+def _names(rule: Between) -> dict[str, str]:
+    return {word: limit for word, limit in _limits(rule) if isinstance(limit, str)}
 
 
 _SCHEMA = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 
 from tinkex import types
@@ -22,6 +25,33 @@ from tinkex.wire.chunking import model_input_size
 __all__ = ["SampleFields"]
 
 _DRAW_NAMES = tuple(setting.name for setting in settings_of(DrawSettings))
+
+
+# Thousands of samples are asked for alike, so a verdict is remembered. `typed`: 1 is not True.
+@lru_cache(maxsize=256, typed=True)
+def _check_draw(*values: Any) -> None:
+    read_draw(dict(zip(_DRAW_NAMES, values, strict=True)))
+
+
+@lru_cache(maxsize=256, typed=True)
+def _check_options(
+    num_samples: int,
+    prompt_logprobs: bool,
+    last_n: int | None,
+    topk_prompt: int,
+    topk_sample: int,
+    alt_k: int,
+) -> None:
+    read_options(
+        {
+            "num_samples": num_samples,
+            "prompt_logprobs": prompt_logprobs,
+            "prompt_logprobs_last_n": last_n,
+            "topk_prompt_logprobs": topk_prompt,
+            "topk_sample_logprobs": topk_sample,
+            "prompt_alt_tokens_k": alt_k,
+        }
+    )
 
 
 class SampleFields:
@@ -79,23 +109,28 @@ class SampleFields:
             raise InvalidInputError(
                 f"expected SamplingParams, got {type(self.params).__name__}", path="sampling_params"
             )
-        read_draw({name: getattr(self.params, name) for name in _DRAW_NAMES})
+        self._check_draw()
         read_stop(self.params.stop, "sampling_params.stop")
-        read_options(
-            {
-                "num_samples": self.num_samples,
-                "prompt_logprobs": self.prompt_logprobs,
-                "prompt_logprobs_last_n": self.last_n,
-                "topk_prompt_logprobs": self.topk_prompt,
-                "topk_sample_logprobs": self.topk_sample,
-                "prompt_alt_tokens_k": self.alt_k,
-            }
+        _check_options(
+            self.num_samples,
+            self.prompt_logprobs,
+            self.last_n,
+            self.topk_prompt,
+            self.topk_sample,
+            self.alt_k,
         )
         self.size_bytes = model_input_size(self.prompt, bytes_per_token=10)
 
     def check_honoured(self, flags: ServerFlags) -> None:
         """Refuse what this server would ignore."""
         check_honoured(self.params, flags.tinkex_sampling_params.split(","))
+
+    def _check_draw(self) -> None:
+        values = [getattr(self.params, name) for name in _DRAW_NAMES]
+        try:
+            _check_draw(*values)
+        except TypeError:  # a value that cannot be a key
+            read_draw(dict(zip(_DRAW_NAMES, values, strict=True)))
 
     def body(self, sampling_session_id: str, seq_id: int) -> bytes:
         return codec.sample_body(self, sampling_session_id, seq_id)
