@@ -27,13 +27,23 @@ class TinkerError(Exception):
         return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
+MAX_PATH, MAX_MESSAGE = 300, 2000
+
+
+def cut(text: str, most: int) -> str:
+    """The text, or its beginning where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class InvalidInputError(TinkerError, ValueError):
     """A value the caller gave is wrong. `path` names the field, such as `data[3].weights`."""
 
     code = "invalid_input"
 
     def __init__(self, message: str, *, path: str = "") -> None:
-        super().__init__(f"{path}: {message}" if path else message)
+        # Both may quote what a stranger sent, and end in answers, logs and the journal.
+        path = cut(path, MAX_PATH)
+        super().__init__(cut(f"{path}: {message}" if path else message, MAX_MESSAGE))
         self.path = path
 
 

@@ -13,8 +13,9 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import decode
 from tinkex.types import Datum, EncodedTextChunk, ForwardBackwardInput, ModelInput, TensorData
 from tinkex.types.training.forward_backward import ForwardBackwardRequest, ForwardRequest
-from tinkex.wire import Generation, proto_requests, requests
+from tinkex.wire import Body, Generation, requests
 from tinkex.wire import tinker_public_pb2 as pb
+from tinkex.wire.generation import JSON, PROTOBUF
 
 
 def random_pass(chance: random.Random) -> ForwardBackwardRequest | ForwardRequest:
@@ -56,10 +57,12 @@ def random_tensor(chance: random.Random, length: int) -> TensorData:
 
 
 def read_by_server(body: Any, name: str) -> decode.TrainRequest:
-    if "protobuf" in body.content_type:
-        return decode.train_from_proto(proto_requests.parse(body.content))
-    parsed = decode.load_json(body.content)
-    return decode.train_from_json(parsed, forward_only=name == "forward")
+    return decode.train_request(requests.open_body(name, body.content, body.content_type).read())
+
+
+def work_of(message: Any) -> decode.TrainRequest:
+    body = Body(message.SerializeToString(), PROTOBUF)
+    return read_by_server(body, "forward_backward")
 
 
 @pytest.mark.parametrize("generation", [Generation.V0_36, Generation.V0_4])
@@ -99,7 +102,7 @@ def same_tensor(mine: Any, other: TensorData) -> None:
 
 def test_sparse_rows_in_json_stay_sparse() -> None:
     sent = TensorData([5, 6], "int64", [3, 4], [0, 1, 1, 2], [3, 0])
-    got = decode.json_tensor(sent.to_dict(), "target_prompt_logprobs")
+    got = decode.array_of(TensorData._validate_object(sent.to_dict()))
     assert isinstance(got, CsrArray)
     same_tensor(got, sent)
 
@@ -109,8 +112,8 @@ def test_numbers_of_a_protobuf_pass_are_not_copied() -> None:
     weights = np.arange(1000, dtype=np.float32)
     datum = Datum(ModelInput.from_ints(range(1000)), {"weights": weights})
     given = ForwardBackwardInput([datum], "cross_entropy")
-    body = requests.encode("forward_backward", ForwardBackwardRequest(given, "m", 1)).content
-    work = decode.train_from_proto(proto_requests.parse(body))
+    body = requests.encode("forward_backward", ForwardBackwardRequest(given, "m", 1))
+    work = read_by_server(body, "forward_backward")
     assert not work.data[0].inputs["weights"].flags.owndata
     np.testing.assert_array_equal(work.data[0].inputs["weights"], weights)
 
@@ -123,7 +126,7 @@ def test_narrow_numbers_are_widened_exactly() -> None:
     halves = np.array([1.5, -3e38], "<f4")
     inputs["weights"].dense = (halves.view("<u4") >> 16).astype("<u2").tobytes()
     inputs["weights"].dtype = pb.DTYPE_BFLOAT16
-    got = decode.train_from_proto(message).data[0].inputs
+    got = work_of(message).data[0].inputs
     assert got["target_tokens"].tolist() == [-1, 2**31 - 1]
     assert got["target_tokens"].dtype == np.int64
     np.testing.assert_array_equal(got["weights"], (halves.view("<u4") >> 16 << 16).view("<f4"))
@@ -133,7 +136,7 @@ def test_where_tokens_came_from_never_stops_a_pass() -> None:
     """Provenance means nothing to an engine, so a newer SDK may say it in newer ways."""
     message = pb.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
     message.data.add().model_input_spans.add()
-    assert len(decode.train_from_proto(message).data) == 1
+    assert len(work_of(message).data) == 1
 
 
 @pytest.mark.parametrize(
@@ -147,22 +150,23 @@ def test_where_tokens_came_from_never_stops_a_pass() -> None:
 def test_what_a_text_model_cannot_take_is_refused_by_name(chunk: Any, says: str) -> None:
     text = {"type": "encoded_text", "tokens": [1]}
     with pytest.raises(NotSupportedError, match=says) as caught:
-        decode.prompt_tokens({"chunks": [text, chunk]}, "prompt")
+        decode.tokens_of(ModelInput([text, chunk]), "prompt")
     assert caught.value.path == "prompt.chunks[1]"
 
 
 def test_a_wrong_field_is_invalid_input_and_a_broken_body_is_not() -> None:
     """Programs tell the two apart by `code`."""
+    wrong = b'{"prompt": {"chunks": [{"tokens": [1, "a"]}]}, "sampling_params": {}}'
     with pytest.raises(InvalidInputError) as field:
-        decode.prompt_tokens({"chunks": [{"tokens": [1, "a"]}]}, "prompt")
+        requests.decode("asample", wrong)
     assert (field.value.code, field.value.path) == ("invalid_input", "prompt.chunks[0].tokens[1]")
     message = pb.ForwardBackwardRequest(model_id="m")
     message.data.add().loss_fn_inputs["weights"].dense = b"abc"
     with pytest.raises(InvalidInputError) as field:
-        decode.train_from_proto(message)
+        work_of(message)
     assert field.value.code == "invalid_input"
     assert field.value.path == "data[0].loss_fn_inputs.weights.dtype"
-    for broken in (lambda: proto_requests.parse(b"\xff"), lambda: decode.load_json(b"{")):
+    for content, kind in ((b"\xff", PROTOBUF), (b"{", JSON)):
         with pytest.raises(InvalidInputError) as body:
-            broken()
+            requests.open_body("forward_backward", content, kind)
         assert body.value.code == "invalid_wire"

@@ -59,7 +59,7 @@ def _request(endpoint: str, kind: str) -> Decode:
 
 
 def _result(name: str, kind: str) -> Decode:
-    return lambda raw: results.decode_poll(getattr(types, name), raw, kind)
+    return lambda raw: results.decode(getattr(types, name), raw, kind)
 
 
 def mutate(raw: bytes, rng: random.Random, other: bytes) -> bytes:

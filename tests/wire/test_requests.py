@@ -167,11 +167,24 @@ def test_a_hollow_protobuf_message_is_refused(change, path):
 
 def test_unknown_fields_are_ignored_at_every_depth():
     """A newer SDK must not break an older server."""
-    body = {"model_id": "m", "new": 1, "adam_params": {"learning_rate": 1, "nesterov": True}}
+    body = {"model_id": "m", "new": 1, "adam_params": {"learning_rate": 1}}
     request = requests.decode("optim_step", json.dumps(body).encode())
     assert request.adam_params == types.AdamParams(learning_rate=1.0)
     request = requests.decode("forward_backward", old_pass(new={"deep": [1]}))
     assert len(request.input.data) == 2
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"adam_params": {"nesterov": True}},
+        {"optimizer_params": {"type": "muon", "learning_rate": 1, "x": 1}},
+    ],
+)
+def test_an_unknown_number_of_a_step_is_refused(step):
+    """Leaving it out would train another model."""
+    with pytest.raises(InvalidInputError, match="no such field"):
+        requests.decode("optim_step", json.dumps({"model_id": "m", **step}).encode())
 
 
 @pytest.mark.parametrize(
@@ -300,27 +313,7 @@ def test_the_generation_follows_the_headers_and_the_server():
     assert Generation.of_server(has_client_config=True) is Generation.V0_36
 
 
-# ------------------------------------------------------------------------------------ polls
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"type": "try_again", "request_id": "r", "queue_state": "paused_capacity"},
-         types.TryAgainResponse(request_id="r", queue_state="paused_capacity")),
-        ({"status": "complete_metadata", "response_payload_size": 5},
-         types.CompleteMetadataResponse(response_payload_size=5)),
-        ({"error": "bad", "category": "user"},
-         types.RequestFailedResponse(error="bad", category="user")),
-        ({"error": "bad"}, types.RequestFailedResponse(error="bad", category="unknown")),
-        ({"error": {"code": 1}, "category": "SERVER"},
-         types.RequestFailedResponse(error='{"code":1}', category="server")),
-        ({"metrics": {"a": 1.0}}, types.OptimStepResponse(metrics={"a": 1.0})),
-    ],
-)  # fmt: skip
-def test_a_poll_is_read_in_the_order_of_the_contract(body, expected):
-    """R17."""
-    assert results.decode_poll(types.OptimStepResponse, json.dumps(body).encode()) == expected
+# ------------------------------------------------------------------------------------ results
 
 
 def test_a_loss_output_type_that_is_left_out_reads_as_empty():

@@ -7,7 +7,6 @@ it and prints it into JSON schemas. Knows no names and no messages; see `setting
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,8 +27,12 @@ class Between:
 
     def holds(self, value: float) -> bool:
         """Whether a number is inside. Limits that are names are not looked at."""
-        return all(
-            _HOLDS[word](value, limit) for word, limit in self._limits() if _is_number(limit)
+        least, most, above, below = self.at_least, self.at_most, self.above, self.below
+        return (
+            (least is None or isinstance(least, str) or value >= least)
+            and (most is None or isinstance(most, str) or value <= most)
+            and (above is None or isinstance(above, str) or value > above)
+            and (below is None or isinstance(below, str) or value < below)
         )
 
     @property
@@ -73,12 +76,6 @@ _SCHEMA = {
     "above": "exclusiveMinimum",
     "at_most": "maximum",
     "below": "exclusiveMaximum",
-}
-_HOLDS: dict[str, Callable[[float, float], bool]] = {
-    "at_least": operator.ge,
-    "above": operator.gt,
-    "at_most": operator.le,
-    "below": operator.lt,
 }
 _PYDANTIC = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
 

@@ -152,11 +152,18 @@ def _read_one(setting: Setting, given: Mapping[str, Any], path: str) -> Any:
         raise InvalidInputError(str(exc), path=_join(path, setting.name)) from exc
 
 
+@cache
+def _pairs(settings: tuple[Setting, ...]) -> tuple[tuple[Setting, dict[str, str]], ...]:
+    """The settings among them that have a limit which is another setting."""
+    rules = [(setting, setting.rule) for setting in settings]
+    found = [(setting, rule.names) for setting, rule in rules if isinstance(rule, Between)]
+    return tuple((setting, names) for setting, names in found if names)
+
+
 def _check_pairs(settings: Sequence[Setting], values: Mapping[str, Any], path: str) -> None:
     """Limits that are other settings, once all are known."""
-    for setting in settings:
-        rule = setting.rule
-        for word, other in rule.names.items() if isinstance(rule, Between) else ():
+    for setting, names in _pairs(tuple(settings)):
+        for word, other in names.items():
             if not Between(**{word: values[other]}).holds(values[setting.name]):
                 raise InvalidInputError(
                     f"{setting.name} {values[setting.name]} must be "

@@ -139,7 +139,7 @@ def _too_large(limit: int) -> ApiError:
 async def read(request: Request, name: str) -> Any:
     """The request in the body, judged by the declaration of its endpoint."""
     opened = await open_body(request, name)
-    return await off_loop(opened.size_bytes, opened.read)
+    return await off_loop(len(opened.content), opened.read)
 
 
 async def open_body(request: Request, name: str) -> Opened:
@@ -150,8 +150,9 @@ async def open_body(request: Request, name: str) -> Opened:
 
 
 async def read_json(request: Request) -> dict[str, Any]:
-    body = await read_body(request)
-    return await off_loop(len(body), json_codec.loads_object, body or b"{}")
+    """The body of a route whose messages are not ours."""
+    raw = await read_body(request)
+    return await off_loop(len(raw), json_codec.loads_object, raw or b"{}")
 
 
 def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
@@ -160,7 +161,7 @@ def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
     return Response(content, status_code=status, media_type="application/json")
 
 
-def serve(router: APIRouter, name: str, **options: Any) -> Callable[[Handler], Handler]:
+def serve(router: APIRouter, name: str, /, **options: Any) -> Callable[[Handler], Handler]:
     """Make a function the handler of an endpoint, at the method and path of its row."""
     endpoint = ENDPOINTS[name]
     path = endpoint.path.removeprefix(router.prefix)

@@ -25,7 +25,8 @@ def install(app: FastAPI) -> None:
             document = generate()
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             for endpoint in ENDPOINTS.values():
-                operation = document["paths"][endpoint.path][endpoint.method.lower()]
+                path = endpoint.path.replace(":path}", "}")
+                operation = document["paths"][path][endpoint.method.lower()]
                 _describe(operation, endpoint, schemas)
         return app.openapi_schema or document
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
 
 from tinkex.errors import InvalidInputError
-from tinkex.server import decode, validation
+from tinkex.server import validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.disk import Room
-from tinkex.server.operations.operation import Opened, Operation, Tools
+from tinkex.server.operations.operation import Operation, Tools
 from tinkex.server.operations.table import make_operations
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
@@ -34,6 +34,8 @@ from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.placement import Placement
 from tinkex.server.workers.worker import Worker
 from tinkex.store import CustomLoss, Model, SampleLedger, SeqConflictError, Store, User
+from tinkex.types import CreateCustomLossRequest
+from tinkex.wire.requests import Opened
 
 logger = logging.getLogger(__name__)
 TICK_S = 5.0
@@ -205,8 +207,11 @@ class Service:
 
     async def new_lane(self, operation: Operation[Any], opened: Opened, user: User) -> Lane:
         """The lane of the model that a request makes; a repeat gives the first one's."""
-        await self.sessions.owned(user, decode.text(opened.fields, "session_id"))
-        model = await operation.new_model(opened, user)
+        request = opened.read()
+        if request.session_id is None:
+            raise InvalidInputError("is needed where there is no model_id", path="session_id")
+        await self.sessions.owned(user, request.session_id)
+        model = await operation.new_model(request, user)
         known = await self.store.call(self.store.models.get, model.model_id)
         if known is None:
             await self.store.call(self.store.models.create, model)
@@ -230,20 +235,18 @@ class Service:
         promise.settle(Outcome(payload=payload))
         return promise
 
-    async def create_custom_loss(
-        self, user: User, session_id: str, body: Mapping[str, Any]
-    ) -> Promise:
+    async def create_custom_loss(self, user: User, asked: CreateCustomLossRequest) -> Promise:
         """Keep a traced loss; the same (session, custom_loss_seq_id) gives back the first."""
-        inputs = validation.custom_loss_inputs(body)
-        graph = decode.mapping(body, "graph") or {}
+        inputs = [item.model_dump() for item in asked.inputs]
+        graph = asked.graph.model_dump()
         await asyncio.to_thread(validation.check_graph, inputs, graph)
-        seq_id = decode.integer(body, "custom_loss_seq_id")
+        seq_id = asked.custom_loss_seq_id
         loss = CustomLoss(
-            loss_id=f"{session_id}:loss:{seq_id}",
-            session_id=session_id,
+            loss_id=f"{asked.session_id}:loss:{seq_id}",
+            session_id=asked.session_id,
             user_id=user.user_id,
             seq_id=seq_id,
-            name=decode.text(body, "name", default="loss"),
+            name=asked.name,
             inputs=inputs,
             graph=graph,
             created_at=time.time(),

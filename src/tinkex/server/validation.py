@@ -9,18 +9,22 @@ The engine checks again, by the same declarations, and what depends on its state
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss, read_settings
 from tinkex.contract.optimizers import OptimizerParams, find_optimizer, read_params
-from tinkex.contract.sampling import read_draw, read_options, read_stop
+from tinkex.contract.sampling import DrawSettings, SampleOptions, read_stop
 from tinkex.engine.arrays import form_of
 from tinkex.engine.jobs import Array, CsrArray, CustomLoss, ModelInfo, SampleJob, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import decode
 from tinkex.server.decode import TrainRequest
+from tinkex.types import LoraConfig, OptimizerConfigBase, OptimStepRequest, SampleRequest
 
-MAX_RANK = 512
+DEFAULT_RANK, DEFAULT_ALPHA = 32, 32.0
+_DRAW = [field.name for field in fields(DrawSettings)]
+_OPTIONS: dict[str, Any] = {field.name: field.default for field in fields(SampleOptions)}
 
 
 # ------------------------------------------------------------------------------------ training
@@ -88,17 +92,12 @@ def _check_vocabulary(tokens: Array, path: str, info: ModelInfo | None) -> None:
 # ------------------------------------------------------------------------------------ models
 
 
-def lora_spec(body: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """The fields of a `LoraSpec` from a request, `seed` filling in for one not given."""
-    config = decode.mapping(body, "lora_config") or {}
-    given = decode.optional_int(config, "seed", low=-(2**63))
-    spec = {
-        "rank": decode.integer(config, "rank", default=32, low=1, high=MAX_RANK),
-        "alpha": decode.number(config, "alpha", default=32.0, low=1e-6, high=1e6),
-        "seed": seed if given is None else given,
-        "train_attn": decode.boolean(config, "train_attn", default=True),
-        "train_mlp": decode.boolean(config, "train_mlp", default=True),
-        "train_unembed": decode.boolean(config, "train_unembed", default=True),
+def lora_spec(config: LoraConfig | None, seed: int) -> dict[str, Any]:
+    """The fields of a `LoraSpec` as asked for, `seed` filling in for one not given."""
+    given = config or LoraConfig(rank=DEFAULT_RANK)
+    spec = given.model_dump() | {
+        "seed": seed if given.seed is None else given.seed,
+        "alpha": DEFAULT_ALPHA if given.alpha is None else given.alpha,
     }
     if not any(spec[f"train_{part}"] for part in ("attn", "mlp", "unembed")):
         raise InvalidInputError(
@@ -107,43 +106,22 @@ def lora_spec(body: Mapping[str, Any], seed: int) -> dict[str, Any]:
     return spec
 
 
-def optimizer_config(body: Mapping[str, Any]) -> dict[str, Any]:
-    config = decode.mapping(body, "optimizer_config") or {}
-    kind = config.get("type", "adamw")
-    find_optimizer(kind, "optimizer_config.type")
-    return {"type": kind}
+def optimizer_config(config: OptimizerConfigBase) -> dict[str, Any]:
+    find_optimizer(config.type, "optimizer_config.type")
+    return {"type": config.type}
 
 
-def optimizer_params(body: Mapping[str, Any], model_type: str) -> OptimizerParams:
+def optimizer_params(asked: OptimStepRequest, model_type: str) -> OptimizerParams:
     """The parameters of an optim_step, complete and checked against the model's optimizer."""
-    adam, other = decode.mapping(body, "adam_params"), decode.mapping(body, "optimizer_params")
-    if (adam is None) == (other is None):
-        raise InvalidInputError(
-            "exactly one of adam_params and optimizer_params must be given", path="adam_params"
-        )
-    name = "adam_params" if adam is not None else "optimizer_params"
-    given = adam if adam is not None else other or {}
-    kind = given.get("type", "adamw") if adam is None else "adamw"
-    find_optimizer(kind, f"{name}.type")
+    given = asked.optim_params.model_dump()
+    kind = given.get("type", "adamw")
+    find_optimizer(kind, "optimizer_params.type")
     if kind != model_type:
         raise InvalidInputError(
-            f"the model was created with {model_type}, these are parameters of {kind}", path=name
+            f"the model was created with {model_type}, these are parameters of {kind}",
+            path="optim_params",
         )
-    return read_params(kind, given, name)
-
-
-def custom_loss_inputs(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The declared parameters of a traced loss, each a name and a rank."""
-    given = body.get("inputs")
-    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
-        raise InvalidInputError("must be a list of {name, rank}", path="inputs")
-    return [
-        {
-            "name": decode.text(item, "name"),
-            "rank": decode.integer(item, "rank", high=2),
-        }
-        for item in given
-    ]
+    return read_params(kind, given, "optim_params")
 
 
 def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
@@ -158,13 +136,13 @@ def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
 
 
 def sample_job(
-    body: Mapping[str, Any], *, base_model: str, folder: str | None, info: ModelInfo | None
+    asked: SampleRequest, *, base_model: str, folder: str | None, info: ModelInfo | None
 ) -> SampleJob:
     """A checked job, its id still empty."""
-    prompt = decode.prompt_tokens(body.get("prompt"), "prompt")
+    prompt = decode.tokens_of(asked.prompt, "prompt")
     check_tokens(prompt, "prompt", info)
-    params = decode.mapping(body, "sampling_params") or {}
-    stop_tokens, stop_strings = read_stop(params.get("stop"), "sampling_params.stop")
+    params = asked.sampling_params
+    stop_tokens, stop_strings = read_stop(params.stop, "sampling_params.stop")
     job = SampleJob(
         job_id="",
         base_model=base_model,
@@ -172,13 +150,14 @@ def sample_job(
         prompt=prompt,
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
-        target_prompt_logprobs=_prompt_targets(body, len(prompt), info),
-        **read_draw(params),
-        **read_options(body),
+        target_prompt_logprobs=_prompt_targets(asked, len(prompt), info),
+        # In range already: the fields of the messages are those that `contract` declares.
+        **{name: getattr(params, name) for name in _DRAW},
+        **{name: getattr(asked, name) or default for name, default in _OPTIONS.items()},
     )
     _check_last_n(job)
     _check_room(job, info)
-    if decode.boolean(body, "record_stability_info", default=False):
+    if asked.record_stability_info:
         raise NotSupportedError(
             "stability records are not kept by this server; leave it false.",
             path="record_stability_info",
@@ -202,7 +181,11 @@ def _check_room(job: SampleJob, info: ModelInfo | None) -> None:
 
 def _check_last_n(job: SampleJob) -> None:
     last_n, num_tokens = job.prompt_logprobs_last_n, len(job.prompt)
-    if last_n is not None and last_n > num_tokens - 1:
+    if last_n is None:
+        return
+    if not job.prompt_logprobs:
+        raise InvalidInputError("needs prompt_logprobs", path="prompt_logprobs_last_n")
+    if last_n > num_tokens - 1:
         raise InvalidInputError(
             f"must be 1 to {num_tokens - 1} for a prompt of {num_tokens} tokens, got {last_n}",
             path="prompt_logprobs_last_n",
@@ -210,13 +193,12 @@ def _check_last_n(job: SampleJob) -> None:
 
 
 def _prompt_targets(
-    body: Mapping[str, Any], num_tokens: int, info: ModelInfo | None
+    asked: SampleRequest, num_tokens: int, info: ModelInfo | None
 ) -> Array | CsrArray | None:
-    given = body.get("target_prompt_logprobs")
-    if given is None:
+    if asked.target_prompt_logprobs is None:
         return None
     path = "target_prompt_logprobs"
-    targets = decode.json_tensor(given, path)
+    targets = decode.array_of(asked.target_prompt_logprobs)
     values = targets.values if isinstance(targets, CsrArray) else targets
     if values.dtype.kind != "i" or len(targets.shape) != 2 or targets.shape[0] != num_tokens - 1:
         raise InvalidInputError(

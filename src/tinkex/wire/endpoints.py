@@ -22,11 +22,12 @@ from tinkex.types.service.extensions import (
 API = "/api/v1"
 MIB = 1024 * 1024
 
-Size = Literal["small", "medium", "large"]
+Size = Literal["small", "medium", "large", "file"]
 MAX_BYTES: dict[Size, int] = {
     "small": MIB,  # a few fields
     "medium": 16 * MIB,  # a prompt, a graph, a list of ids
     "large": 32 * MIB,  # training data, many prompts; a server's own setting may say more
+    "file": 2**40,  # never parsed as a whole: the server's own setting is the limit
 }
 
 
@@ -219,7 +220,20 @@ _ROWS = [
     ),
     _post("weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse),
     _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse),
+    Endpoint(
+        name="import_checkpoint", method="POST", path=f"{API}/checkpoints/import", size="file"
+    ),
+    _get("download", f"{API}/signed/{{token}}/{{file_name:path}}"),
     # ---------------------------------------------------------------------------- account
+    _get("health", f"{API}/healthz", types.HealthResponse),
+    Endpoint(
+        name="exchange_token",
+        method="POST",
+        path=f"{API}/auth/token",
+        result=types.AuthTokenResponse,
+    ),
+    _get("describe_key", f"{API}/auth/apikey/me", types.ApiKeyResponse),
+    Endpoint(name="revoke_key", method="DELETE", path=f"{API}/auth/apikey/me"),
     _get("audit_log", f"{API}/audit", types.AuditLogResponse),
     _get("billing_usage", f"{API}/billing/usage/events", types.BillingUsageResponse),
     _get(

@@ -33,12 +33,22 @@ class Opened:
     """A body that was parsed and not judged yet."""
 
     endpoint: Endpoint
+    content: bytes
     body: Any
-    """A dict, or a protobuf message."""
-    size_bytes: int
+    """The content as a dict, or as a protobuf message."""
+
+    @property
+    def is_protobuf(self) -> bool:
+        return not isinstance(self.body, dict)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of a JSON body, as they were sent."""
+        assert isinstance(self.body, dict)
+        return self.body
 
     def address(self) -> Address:
-        if isinstance(self.body, dict):
+        if not self.is_protobuf:
             return json_codec.read(Address, self.body)
         # Protobuf has no null: a number that was not given is 0.
         seq_id = self.body.seq_id or None
@@ -52,7 +62,7 @@ class Opened:
         """
         if self.endpoint.name not in PASSES:
             return json_codec.read(self.endpoint.request, self.body)
-        if isinstance(self.body, dict):
+        if not self.is_protobuf:
             return json_requests.read(self.endpoint.name, self.body)
         return proto_requests.read(self.body, with_spans=with_spans)
 
@@ -65,10 +75,10 @@ def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Ope
     """
     endpoint = _endpoint(name)
     if not is_protobuf(content_type):
-        return Opened(endpoint, json_codec.loads_object(content or b"{}"), len(content))
+        return Opened(endpoint, content, json_codec.loads_object(content or b"{}"))
     if name not in PASSES:
         raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
-    return Opened(endpoint, proto_requests.parse(content), len(content))
+    return Opened(endpoint, content, proto_requests.parse(content))
 
 
 def decode(

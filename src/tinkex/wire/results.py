@@ -1,7 +1,7 @@
 """Every result body, for both sides: what a server answers, and what a client makes of it.
 
 Samples and passes travel as protobuf to peers that accept it and as JSON to older ones; everything
-else is JSON. What a poll of a future may answer instead of a result is here too.
+else is JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf
 from tinkex.wire.paths import at
 
 ResultT = TypeVar("ResultT")
-
-Pending = types.TryAgainResponse | types.CompleteMetadataResponse | types.RequestFailedResponse
-"""What a poll can answer instead of the result."""
-
 
 # ------------------------------------------------------------------------------------ server
 
@@ -121,34 +117,6 @@ def decode(
     if is_protobuf(content_type):
         raise WireError(f"{kind.__name__} is sent as JSON, got {short(content_type)}")
     return json_codec.validate(kind, content)
-
-
-def decode_poll(
-    kind: type[ResultT],
-    content: bytes,
-    content_type: str | None = JSON,
-    *,
-    sequence_ids: Sequence[str] | None = None,
-) -> ResultT | Pending:
-    """What a 2xx answer to retrieve_future says (contract 4.2, in its order)."""
-    if not is_protobuf(content_type):
-        body = json_codec.loads(content)
-        if isinstance(body, dict):
-            if body.get("type") == "try_again":
-                return json_codec.validate(types.TryAgainResponse, content)
-            if body.get("status") == "complete_metadata":
-                return json_codec.validate(types.CompleteMetadataResponse, content)
-            if "error" in body:
-                return _failure(body)
-    return decode(kind, content, content_type, sequence_ids=sequence_ids)
-
-
-def _failure(body: dict[str, Any]) -> types.RequestFailedResponse:
-    text = body["error"]
-    category = types.RequestErrorCategory(body.get("category", "unknown"))
-    return types.RequestFailedResponse(
-        error=text if isinstance(text, str) else orjson.dumps(text).decode(), category=category
-    )
 
 
 def _sample_from_json(content: bytes, sequence_ids: Sequence[str] | None) -> SampleResponse:

@@ -21,10 +21,10 @@ from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import Outcome
 from tinkex.store import User
-from tinkex.types import SampleResponse
-from tinkex.wire import results
+from tinkex.types import SampleRequest, SampleResponse
+from tinkex.wire import json_codec, results
+from tinkex.wire.generation import PROTOBUF
 
-PROTOBUF = "application/x-protobuf"
 GONE_CHECK_S = 1.0
 
 
@@ -40,15 +40,15 @@ class Wish:
     topk_prompt: int = 0
     topk_sample: int = 0
 
-    def body(self) -> dict[str, Any]:
-        """The body of `/asample` that says the same."""
+    def sample_request(self) -> SampleRequest:
+        """The request to `/asample` that says the same."""
         target = self.target
         where = (
             {"base_model": target.base_model}
             if target.model_path is None
             else {"model_path": target.model_path}
         )
-        return {
+        body = {
             **where,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(self.prompt)}]},
             "sampling_params": dict(self.params),
@@ -57,6 +57,7 @@ class Wish:
             "topk_prompt_logprobs": self.topk_prompt,
             "topk_sample_logprobs": self.topk_sample,
         }
+        return json_codec.read(SampleRequest, body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,9 @@ class Generation:
 
     async def whole(self) -> SampleResponse:
         """The finished sample; nothing is passed on while it runs."""
-        promise, task, _ = await self.service.samples.stream(self.user, self.wish.body(), None)
+        promise, task, _ = await self.service.samples.stream(
+            self.user, self.wish.sample_request(), None
+        )
         try:
             while (outcome := await promise.wait(GONE_CHECK_S, self.service.stopping)) is None:
                 self._check_stopping()
@@ -101,7 +104,7 @@ class Generation:
         """
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         promise, task, _ = await self.service.samples.stream(
-            self.user, self.wish.body(), events.put_nowait
+            self.user, self.wish.sample_request(), events.put_nowait
         )
         promise.on_settle = lambda _: events.put_nowait(None)
         try:

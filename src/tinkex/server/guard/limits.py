@@ -14,7 +14,6 @@ from tinkex.server.problems import ApiError
 from tinkex.wire.endpoints import ENDPOINTS, MAX_BYTES
 
 JSON_BYTES = 64 * 1024 * 1024
-_FILES = frozenset({"/api/v1/checkpoints/import"})
 _SIZES = {row.path: row.size for row in ENDPOINTS.values()}
 _FOREIGN = ("/v1/", "/oai/api/v1/")
 """Endpoints of other APIs carry conversations."""
@@ -23,8 +22,6 @@ WAIT_S = 30.0
 
 def body_limit(path: str, content_type: str, max_body_bytes: int) -> int:
     """Most bytes a body of that route may have, before and after it is unpacked."""
-    if path in _FILES:
-        return max_body_bytes
     size = _SIZES.get(path, "medium" if path.startswith(_FOREIGN) else "small")
     if size != "large":
         return min(MAX_BYTES[size], max_body_bytes)

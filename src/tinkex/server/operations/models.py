@@ -11,11 +11,10 @@ import orjson
 
 from tinkex.engine.jobs import CreateAdapterJob, Job, LoadAdapterJob, LoraSpec, Result
 from tinkex.errors import InvalidInputError
-from tinkex.server import decode, validation
+from tinkex.server import validation
 from tinkex.server.operations.operation import (
     Address,
     Conclusion,
-    Opened,
     Operation,
     Tools,
     Turn,
@@ -24,6 +23,8 @@ from tinkex.server.operations.operation import (
 )
 from tinkex.server.problems import ApiError
 from tinkex.store import Checkpoint, Model, User
+from tinkex.types import CreateModelRequest, LoadWeightsRequest
+from tinkex.wire.requests import Opened
 
 CREATION = 0
 """The number of the request that makes a model."""
@@ -49,14 +50,13 @@ class CreateModel(Operation[Shape]):
     def identity(self, opened: Opened) -> bytes:
         return canonical(opened.fields)
 
-    async def new_model(self, opened: Opened, user: User) -> Model:
-        shape = _shape(opened, secrets.randbelow(2**31))
-        base_model = decode.text(opened.fields, "base_model")
-        self.tools.catalog.resolve(base_model)
-        return _new_model(opened, user, base_model, shape.lora, shape.optimizer_config)
+    async def new_model(self, request: CreateModelRequest, user: User) -> Model:
+        shape = _shape(request, secrets.randbelow(2**31))
+        self.tools.catalog.resolve(request.base_model)
+        return _new_model(request, user, request.base_model, shape.lora, shape.optimizer_config)
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Shape:
-        return _shape(opened, int(model.lora["seed"]))
+        return _shape(opened.read(), int(model.lora["seed"]))
 
     def pack(self, opened: Opened, asked: Shape) -> bytes:
         return canonical({"lora": asked.lora, "optimizer_config": asked.optimizer_config})
@@ -109,27 +109,27 @@ class LoadWeights(Operation[Loading]):
         optimizer = opened.fields.get("optimizer") is True
         return canonical({"path": opened.fields.get("path"), "optimizer": optimizer})
 
-    async def new_model(self, opened: Opened, user: User) -> Model:
-        found = await self._readable(opened, user)
-        base_model = decode.optional_text(opened.fields, "base_model") or found.base_model
-        given = opened.fields.get("optimizer_config") is not None
-        config = validation.optimizer_config(opened.fields) if given else found.optimizer_config
-        return _new_model(opened, user, base_model, found.lora, dict(config))
+    async def new_model(self, request: LoadWeightsRequest, user: User) -> Model:
+        found = await self._readable(request, user)
+        base_model = request.base_model or found.base_model
+        config = found.optimizer_config
+        if request.optimizer_config is not None:
+            config = validation.optimizer_config(request.optimizer_config)
+        return _new_model(request, user, base_model, found.lora, dict(config))
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Loading:
-        optimizer = decode.boolean(opened.fields, "optimizer", default=False)
-        found = await self._readable(opened, user)
-        self._check_fit(found, model.base_model, optimizer)
-        token = decode.optional_text(opened.fields, "weights_access_token")
+        request: LoadWeightsRequest = opened.read()
+        found = await self._readable(request, user)
+        self._check_fit(found, model.base_model, request.optimizer)
+        token = request.weights_access_token
         reader = (await self.tools.user_of(token)).user_id if token else ""
-        return Loading(decode.text(opened.fields, "path"), optimizer, found.folder, reader)
+        return Loading(request.path, request.optimizer, found.folder, reader)
 
-    async def _readable(self, opened: Opened, user: User) -> Checkpoint:
-        path = decode.text(opened.fields, "path")
-        token = decode.optional_text(opened.fields, "weights_access_token")
+    async def _readable(self, request: LoadWeightsRequest, user: User) -> Checkpoint:
+        token = request.weights_access_token
         try:
             owner = await self.tools.user_of(token) if token else None
-            return await self.tools.shelf.readable(path, user, token_user=owner)
+            return await self.tools.shelf.readable(request.path, user, token_user=owner)
         except ApiError as exc:
             raise InvalidInputError(str(exc), path="path") from exc
 
@@ -200,24 +200,23 @@ async def _set_shape(tools: Tools, model: Model) -> None:
     await tools.store.call(models.set_lora, model.model_id, model.lora, config)
 
 
-def _shape(opened: Opened, seed: int) -> Shape:
+def _shape(request: CreateModelRequest, seed: int) -> Shape:
     """As asked for, with `seed` for an adapter whose creator gave none."""
     return Shape(
-        lora=validation.lora_spec(opened.fields, seed),
-        optimizer_config=validation.optimizer_config(opened.fields),
+        lora=validation.lora_spec(request.lora_config, seed),
+        optimizer_config=validation.optimizer_config(request.optimizer_config),
     )
 
 
 def _new_model(
-    opened: Opened,
+    request: CreateModelRequest | LoadWeightsRequest,
     user: User,
     base_model: str,
     lora: dict[str, Any],
     optimizer_config: dict[str, Any],
 ) -> Model:
     now = time.time()
-    session_id = decode.text(opened.fields, "session_id")
-    number = decode.integer(opened.fields, "model_seq_id", default=0, high=2**31 - 1)
+    session_id, number = str(request.session_id), request.model_seq_id or 0
     return Model(
         model_id=f"{session_id}:train:{number}",
         session_id=session_id,
@@ -226,7 +225,7 @@ def _new_model(
         base_model=base_model,
         lora=lora,
         optimizer_config=optimizer_config,
-        user_metadata=decode.mapping(opened.fields, "user_metadata"),
+        user_metadata=request.user_metadata,
         created_at=now,
         last_request_time=now,
         corrupted=False,

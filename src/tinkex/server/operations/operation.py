@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import orjson
 
 from tinkex.engine.jobs import Job, Result
-from tinkex.server import decode
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, UsageCount, User
+from tinkex.wire import requests
+from tinkex.wire.requests import Opened
 
 if TYPE_CHECKING:
     from tinkex.server.catalog import Catalog
@@ -41,18 +42,6 @@ class Tools:
     catalog: Catalog
     user_of: Callable[[str], Awaitable[User]]
     """The owner of a key, for requests that name another user's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A body as it arrived: parsed, not judged."""
-
-    body: bytes
-    """As it may be kept in the journal, the mark of its encoding included."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """Of a JSON body."""
-    message: Any = None
-    """Of a protobuf body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +90,7 @@ class Operation(ABC, Generic[Asked]):
     # ------------------------------------------------------------------------ on arrival
 
     def open(self, raw: bytes, content_type: str) -> Opened:
-        fields = decode.load_json(raw)
-        return Opened(body=raw, fields=fields)
+        return requests.open_body(self.name, raw, content_type)
 
     def kind_of(self, opened: Opened) -> str:
         """The operation that a request really is, for routes that serve two."""
@@ -110,8 +98,8 @@ class Operation(ABC, Generic[Asked]):
 
     def peek(self, opened: Opened) -> Address:
         """The model and the number of a request, whatever else is wrong with it."""
-        model_id = decode.text(opened.fields, "model_id")
-        return Address(model_id, decode.optional_int(opened.fields, "seq_id", low=1))
+        address = opened.address()
+        return Address(address.model_id, address.seq_id)
 
     @abstractmethod
     def identity(self, opened: Opened) -> bytes:
@@ -125,7 +113,7 @@ class Operation(ABC, Generic[Asked]):
             InvalidInputError: It is refused. Its number is used all the same.
         """
 
-    async def new_model(self, opened: Opened, user: User) -> Model:
+    async def new_model(self, request: Any, user: User) -> Model:
         """The model that a request without one makes."""
         raise NotImplementedError
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import orjson
 
 from tinkex.contract.optimizers import OptimizerParams
 from tinkex.engine.jobs import Job, OptimJob, OptimResult, Result
 from tinkex.server import encode, validation
-from tinkex.server.operations.operation import Conclusion, Opened, Operation, Turn, canonical
+from tinkex.server.operations.operation import Conclusion, Operation, Turn, canonical
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, User
+from tinkex.types import OptimStepRequest
+from tinkex.wire import json_codec
+from tinkex.wire.requests import Opened
 
 
 class OptimStep(Operation[OptimizerParams]):
@@ -24,17 +24,18 @@ class OptimStep(Operation[OptimizerParams]):
     clears_gradients = True
 
     def identity(self, opened: Opened) -> bytes:
-        names = ("adam_params", "optimizer_params")
+        names = ("adam_params", "optimizer_params", "optim_params")
         return canonical({name: opened.fields.get(name) for name in names})
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> OptimizerParams:
-        return _params(opened.fields, model)
+        return validation.optimizer_params(opened.read(), _kind(model))
 
     def pack(self, opened: Opened, asked: OptimizerParams) -> bytes:
         return self.identity(opened)
 
     def unpack(self, body: bytes, model: Model) -> OptimizerParams:
-        return _params(orjson.loads(body), model)
+        fields = orjson.loads(body) | {"model_id": model.model_id}
+        return validation.optimizer_params(json_codec.read(OptimStepRequest, fields), _kind(model))
 
     async def job(self, asked: OptimizerParams, turn: Turn) -> OptimJob:
         return OptimJob(job_id=turn.job_id, adapter_id=turn.model.model_id, params=asked)
@@ -47,5 +48,5 @@ class OptimStep(Operation[OptimizerParams]):
         return Conclusion(outcome=Outcome(kind="json", payload=payload))
 
 
-def _params(body: Mapping[str, Any], model: Model) -> OptimizerParams:
-    return validation.optimizer_params(body, str(model.optimizer_config.get("type", "adamw")))
+def _kind(model: Model) -> str:
+    return str(model.optimizer_config.get("type", "adamw"))

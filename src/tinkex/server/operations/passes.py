@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from tinkex.engine.jobs import CustomLoss, Job, ModelInfo, Result, TrainJob, TrainResult
 from tinkex.errors import InvalidInputError
-from tinkex.server import decode, encode, validation
-from tinkex.server.decode import TrainRequest
+from tinkex.server import encode, validation
+from tinkex.server.decode import TrainRequest, train_request
 from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Address, Conclusion, Opened, Operation, Turn
+from tinkex.server.operations.operation import Conclusion, Operation, Turn
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, UsageCount, UsageKind, User
-from tinkex.wire import proto_requests
+from tinkex.wire.generation import JSON, PROTOBUF
+from tinkex.wire.requests import Opened
 
 PROTO_BODY, JSON_BODY = b"P", b"J"
 
@@ -22,42 +23,27 @@ class Forward(Operation[TrainRequest]):
     is_barrier = False
     usage_kind: UsageKind = "sampling_prefill"
 
-    def open(self, raw: bytes, content_type: str) -> Opened:
-        if "protobuf" in content_type:
-            return Opened(body=PROTO_BODY + raw, message=proto_requests.parse(raw))
-        return Opened(body=JSON_BODY + raw, fields=decode.load_json(raw))
-
-    def peek(self, opened: Opened) -> Address:
-        if opened.message is None:
-            return super().peek(opened)
-        # Protobuf cannot tell an absent number from 0, and 0 is the creation's.
-        return Address(opened.message.model_id, opened.message.seq_id or None)
-
     def identity(self, opened: Opened) -> bytes:
-        return opened.body
+        """The body, the mark of its encoding in front."""
+        return (PROTO_BODY if opened.is_protobuf else JSON_BODY) + opened.content
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> TrainRequest:
         info = await self.tools.catalog.info(model.base_model)
-        asked = await off_loop(len(opened.body), self._judge, opened, info)
+        asked = await off_loop(len(opened.content), self._judge, opened, info)
         await self._custom_loss(asked, user.user_id)
         return asked
 
     def _judge(self, opened: Opened, info: ModelInfo | None) -> TrainRequest:
-        asked = self._read(opened)
+        asked = train_request(opened.read())
         validation.check_train(asked, info)
         return asked
 
-    def _read(self, opened: Opened) -> TrainRequest:
-        if opened.message is not None:
-            return decode.train_from_proto(opened.message)
-        return decode.train_from_json(dict(opened.fields), forward_only=not self.changes_state)
-
     def pack(self, opened: Opened, asked: TrainRequest) -> bytes:
-        return opened.body
+        return self.identity(opened)
 
     def unpack(self, body: bytes, model: Model) -> TrainRequest:
-        kind = "application/x-protobuf" if body[:1] == PROTO_BODY else "application/json"
-        return self._read(self.open(body[1:], kind))
+        kind = PROTOBUF if body[:1] == PROTO_BODY else JSON
+        return train_request(self.open(body[1:], kind).read())
 
     async def job(self, asked: TrainRequest, turn: Turn) -> TrainJob:
         return TrainJob(
@@ -110,5 +96,5 @@ class ForwardBackward(Forward):
     usage_kind: UsageKind = "training"
 
     def kind_of(self, opened: Opened) -> str:
-        is_forward = opened.message is not None and opened.message.forward_only
+        is_forward = opened.is_protobuf and opened.body.forward_only
         return Forward.name if is_forward else self.name

@@ -6,18 +6,16 @@ import asyncio
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import orjson
 
 from tinkex.engine.jobs import AdapterResult, Job, Result, SaveAdapterJob
 from tinkex.errors import InvalidInputError
-from tinkex.server import decode
 from tinkex.server.files.checkpoints import check_name, expiry_of, parse_path
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
 from tinkex.server.operations.operation import (
     Conclusion,
-    Opened,
     Operation,
     Turn,
     canonical,
@@ -25,6 +23,14 @@ from tinkex.server.operations.operation import (
 )
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Checkpoint, CheckpointKind, Model, SamplingSession, User
+from tinkex.types import (
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkex.wire.requests import Opened
+
+AnySave = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,28 +57,25 @@ class SaveWeights(Operation[Save]):
         return canonical({name: opened.fields.get(name) for name in names})
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
-        fields = opened.fields
-        name = decode.optional_text(fields, "path")
-        ttl_seconds = decode.optional_int(fields, "ttl_seconds")
-        expiry_of(ttl_seconds)
+        request: AnySave = opened.read()
+        if opened.fields.get("age_encryption_recipients") is not None:
+            self._check_recipients(request)
         return Save(
-            path=self._path(model, check_name(name or f"{seq_id:06d}")),
-            overwrite=decode.boolean(fields, "overwrite", default=False),
-            ttl_seconds=ttl_seconds,
-            user_metadata=_metadata(fields),
-            age_encryption_recipients=self._recipients(fields),
+            path=self._path(model, check_name(request.path or f"{seq_id:06d}")),
+            overwrite=getattr(request, "overwrite", False),
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=getattr(request, "user_metadata", None),
+            age_encryption_recipients=getattr(request, "age_encryption_recipients", None),
         )
 
     def _path(self, model: Model, name: str) -> str:
         return f"tinker://{model.model_id}/{self.kind}/{name}"
 
-    def _recipients(self, fields: Any) -> list[str] | None:
-        if fields.get("age_encryption_recipients") is not None:
-            raise InvalidInputError(
-                "only exports are encrypted; use save_weights_external",
-                path="age_encryption_recipients",
-            )
-        return None
+    def _check_recipients(self, request: AnySave) -> None:
+        raise InvalidInputError(
+            "only exports are encrypted; use save_weights_external",
+            path="age_encryption_recipients",
+        )
 
     def pack(self, opened: Opened, asked: Save) -> bytes:
         return canonical(asdict(asked))
@@ -158,12 +161,12 @@ class SaveWeightsForSampler(SaveWeights):
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
         asked = await super().check(opened, model, user, seq_id)
-        fields = opened.fields
-        if fields.get("path") is not None or fields.get("sampling_session_seq_id") is None:
+        request: SaveWeightsForSamplerRequest = opened.read()
+        if request.path is not None or request.sampling_session_seq_id is None:
             return asked
         return Save(
             path=None,
-            sampling_session_seq_id=decode.integer(fields, "sampling_session_seq_id"),
+            sampling_session_seq_id=request.sampling_session_seq_id,
             user_metadata=asked.user_metadata,
         )
 
@@ -201,14 +204,9 @@ class SaveWeightsExternal(SaveWeights):
     kind = "external_weights"
     with_optimizer = False
 
-    def _recipients(self, fields: Any) -> list[str] | None:
-        given = fields.get("age_encryption_recipients")
-        if given is None:
-            return None
-        if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
-            raise InvalidInputError("must be a list of texts", path="age_encryption_recipients")
-        check_recipients(given)
-        return given
+    def _check_recipients(self, request: AnySave) -> None:
+        assert isinstance(request, SaveWeightsExternalRequest)
+        check_recipients(request.age_encryption_recipients or [])
 
     async def _finish(self, asked: Save, folder: Path, size_bytes: int) -> int:
         if not asked.age_encryption_recipients:
@@ -221,11 +219,3 @@ class SaveWeightsExternal(SaveWeights):
 
 def _session_id(asked: Save, turn: Turn) -> str:
     return f"{turn.model.session_id}:sample:{asked.sampling_session_seq_id}"
-
-
-def _metadata(fields: Any) -> dict[str, str] | None:
-    given = decode.mapping(fields, "user_metadata")
-    for key, value in (given or {}).items():
-        if not isinstance(value, str):
-            raise InvalidInputError(f"must be a text, got {value!r}", path=f"user_metadata.{key}")
-    return given

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Request, Response
 
+from tinkex import types
 from tinkex.server.auth import ORGANIZATION, Auth, CurrentUser, credential_of, is_configured
+from tinkex.server.exchange import answer, serve
 from tinkex.server.problems import ApiError
 from tinkex.store import ApiKey, Store
 
 router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 
 
-@router.post("/token")
-async def exchange_token(request: Request, user: CurrentUser) -> dict[str, str]:
+@serve(router, "exchange_token")
+async def exchange_token(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
-    return {"jwt": await auth.issue_token(credential_of(request))}
+    return answer(types.AuthTokenResponse(jwt=await auth.issue_token(credential_of(request))))
 
 
-@router.get("/apikey/me")
-async def describe_key(request: Request, user: CurrentUser) -> dict[str, Any]:
+@serve(router, "describe_key")
+async def describe_key(request: Request, user: CurrentUser) -> Response:
     record = await _key(request)
-    return {
-        "key_id": record.key_id if record else 0,
-        "name": record.name if record else "no key needed",
-        "note": record.note if record else "this server is open to its own machine",
-        "details": {
-            "org_details": {"name": ORGANIZATION},
-            "user_details": {"email": user.email or f"{user.user_id}@localhost"},
-        },
-    }
+    email = user.email or f"{user.user_id}@localhost"
+    details = types.ApiKeyDetails(
+        org_details=types.OrgDetails(name=ORGANIZATION),
+        user_details=types.UserDetails(email=email),
+    )
+    return answer(
+        types.ApiKeyResponse(
+            key_id=record.key_id if record else 0,
+            name=record.name if record else "no key needed",
+            note=record.note if record else "this server is open to its own machine",
+            details=details,
+        )
+    )
 
 
-@router.delete("/apikey/me", status_code=204)
+@serve(router, "revoke_key", status_code=204)
 async def revoke_key(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
     store: Store = request.app.state.store

@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
 from tinkex.server.auth import Auth, credential_of
+from tinkex.server.exchange import serve
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.signing import Signer
 from tinkex.server.files.tar import FolderTar
@@ -40,7 +41,7 @@ async def link(request: Request, resource: dict[str, Any], file_name: str) -> tu
     return f"{base}/api/v1/signed/{signed.token}/{quote(file_name)}", signed.expires_at
 
 
-@router.get("/{token}/{file_name:path}")
+@serve(router, "download")
 async def download(request: Request, token: Text, file_name: Text) -> Response:
     signer: Signer = request.app.state.signer
     store: Store = request.app.state.store

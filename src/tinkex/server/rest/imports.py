@@ -24,7 +24,7 @@ from fastapi import APIRouter, Request
 from tinkex.engine.jobs import DropAdapterJob, LoadAdapterJob
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import read_body, service_of
+from tinkex.server.exchange import read_body, serve, service_of
 from tinkex.server.files.checkpoints import TinkerPath, check_name, folder_size
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text
@@ -40,7 +40,7 @@ CHUNK_BYTES = 1024 * 1024
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
-@router.post("/checkpoints/import")
+@serve(router, "import_checkpoint")
 async def import_checkpoint(
     request: Request, user: CurrentUser, name: Text = "imported", base_model: Text | None = None
 ) -> dict[str, Any]:

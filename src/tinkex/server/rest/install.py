@@ -14,6 +14,8 @@ from tinkex.server.files.signing import Signer
 from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
 from tinkex.store import Store
 
+MODULES = (accounts, runs, checkpoints, imports, sessions, admin, files)
+
 
 def install(
     app: FastAPI,
@@ -35,5 +37,5 @@ def install(
     app.state.signer = Signer(secret(store, data_dir, "links"))
     app.state.on_session_finished = on_session_finished
     app.state.copy_locks = {}
-    for module in (accounts, runs, checkpoints, imports, sessions, admin, files):
+    for module in MODULES:
         app.include_router(module.router)

@@ -10,54 +10,54 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
+from tinkex import types
 from tinkex.engine.jobs import Event, Tokens
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server import decode, encode
+from tinkex.server import encode
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, read_json, service_of
+from tinkex.server.exchange import answer, open_body, read, serve, service_of
+from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.samples import Accepted
 from tinkex.store import User
+from tinkex.types.service.extensions import SampleBatchRequest
+from tinkex.wire import json_codec
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
-MAX_BATCH = 1024
 BURST = 16
 
 
-@router.post("/create_sampling_session")
+@serve(router, "create_sampling_session")
 async def create_sampling_session(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
-    body = await read_json(request)
-    session = await service.sessions.owned(user, decode.text(body, "session_id"))
+    asked: types.CreateSamplingSessionRequest = await read(request, "create_sampling_session")
+    session = await service.sessions.owned(user, asked.session_id)
     service.sessions.touch(session.session_id)
+    number, path = asked.sampling_session_seq_id, asked.model_path
     made = await service.samples.create_session(
-        user,
-        session.session_id,
-        decode.integer(body, "sampling_session_seq_id", default=0),
-        decode.optional_text(body, "base_model"),
-        decode.optional_text(body, "model_path"),
+        user, session.session_id, number, asked.base_model, path
     )
-    return answer(
-        {"sampling_session_id": made.sampling_session_id, "type": "create_sampling_session"}
-    )
+    session_id = made.sampling_session_id
+    return answer(types.CreateSamplingSessionResponse(sampling_session_id=session_id))
 
 
-@router.post("/join_sampling_session")
+@serve(router, "join_sampling_session")
 async def join_sampling_session(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
-    body = await read_json(request)
-    session = await service.samples.session(user, decode.text(body, "sampling_session_id"))
+    asked: types.JoinSamplingSessionRequest = await read(request, "join_sampling_session")
+    session = await service.samples.session(user, asked.sampling_session_id)
     number = await service.store.call(service.store.sampling.join, session.sampling_session_id)
-    return answer({"client_counter": number, "type": "join_sampling_session"})
+    return answer(types.JoinSamplingSessionResponse(client_counter=number))
 
 
-@router.post("/asample")
+@serve(router, "asample")
 async def asample(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
-    body = await read_json(request)
-    return answer(_promise(await service.samples.submit(user, body)))
+    opened = await open_body(request, "asample")
+    asked = await off_loop(len(opened.content), opened.read)
+    return answer(_promise(await service.samples.submit(user, asked, opened.fields)))
 
 
 def _promise(accepted: Accepted) -> dict[str, Any]:
@@ -67,16 +67,13 @@ def _promise(accepted: Accepted) -> dict[str, Any]:
     }
 
 
-@router.post("/asample_batch")
+@serve(router, "asample_batch")
 async def asample_batch(request: Request, user: CurrentUser) -> Response:
     """Our own SDK's form: many asample bodies in one call, one promise or refusal for each."""
     service = service_of(request)
-    body = await read_json(request)
-    requests = body.get("requests")
-    if not isinstance(requests, list) or len(requests) > MAX_BATCH:
-        raise InvalidInputError(f"must be a list of at most {MAX_BATCH}", path="requests")
+    asked: SampleBatchRequest = await read(request, "asample_batch")
     promises = []
-    for count, item in enumerate(requests):
+    for count, item in enumerate(asked.requests):
         if count % BURST == BURST - 1:
             await asyncio.sleep(0)  # hundreds at once must not delay a heartbeat
         promises.append(await _one_of_many(service, user, item))
@@ -87,7 +84,8 @@ async def _one_of_many(service: Service, user: User, item: Any) -> dict[str, Any
     try:
         if not isinstance(item, dict):
             raise InvalidInputError("must be an object", path="requests")
-        return _promise(await service.samples.submit(user, item))
+        asked = json_codec.read(types.SampleRequest, item)
+        return _promise(await service.samples.submit(user, asked, item))
     except InvalidInputError as exc:
         return {"status": 400, "error": str(exc), "category": "user"}
     except ApiError as exc:
@@ -100,19 +98,19 @@ async def _one_of_many(service: Service, user: User, item: Any) -> dict[str, Any
 # ------------------------------------------------------------------------------------ streams
 
 
-@router.post("/sample_stream")
+@serve(router, "sample_stream")
 async def sample_stream(request: Request, user: CurrentUser) -> Response:
     """Server-sent events: `tokens` while they are made, then `done` (or `error`) with the result.
 
     A client that goes away cancels the sample.
     """
     service = service_of(request)
-    body = await read_json(request)
+    asked: types.SampleRequest = await read(request, "sample_stream")
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
-        if body.get(name):
+        if getattr(asked, name):
             raise NotSupportedError("a stream does not carry it; use asample.", path=name)
     events: asyncio.Queue[Event | None] = asyncio.Queue()
-    promise, task, sequence_ids = await service.samples.stream(user, body, events.put_nowait)
+    promise, task, sequence_ids = await service.samples.stream(user, asked, events.put_nowait)
     promise.on_settle = lambda _: events.put_nowait(None)
     return StreamingResponse(
         _events(promise, task, events, sequence_ids),

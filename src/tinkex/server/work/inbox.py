@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InvalidInputError
-from tinkex.server import decode
 from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Opened, Operation
+from tinkex.server.operations.operation import Operation
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import Promise
 from tinkex.store import NewRow, SeqConflictError, User
 from tinkex.store.journal import body_hash
+from tinkex.types._bounds import INT64
+from tinkex.wire.requests import Opened
 
 if TYPE_CHECKING:
     from tinkex.server.work.lane import Lane
@@ -138,9 +139,9 @@ class Inbox:
 
     def _check_number(self, seq_id: int, newest: int) -> None:
         model_id = self._lane.model.model_id
-        if seq_id > decode.MAX_SEQ_ID:
+        if seq_id > INT64:
             raise InvalidInputError(
-                f"{model_id} has used its last number, {decode.MAX_SEQ_ID}. Save its state and "
+                f"{model_id} has used its last number, {INT64}. Save its state and "
                 "load it into a new model.",
                 path="seq_id",
             )

@@ -33,13 +33,13 @@ from tinkex.engine.jobs import (
     SaveAdapterJob,
 )
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.decode import MAX_SEQ_ID
 from tinkex.server.files import disk
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.operations.operation import Operation
 from tinkex.server.work.write_behind import RETRY_S, WriteBehind
 from tinkex.server.workers.worker import Worker
 from tinkex.store import JournalRow, Snapshot, Store
+from tinkex.types._bounds import INT64
 
 logger = logging.getLogger(__name__)
 MAX_REPLAY_BYTES = 128_000_000
@@ -64,7 +64,7 @@ class SnapshotFiles:
         models = self.store.models
         snapshot = await self.store.call(models.get_snapshot, model_id)
         await self.store.call(models.drop_snapshot, model_id)
-        self.store.journal.release_bodies(model_id, MAX_SEQ_ID)
+        self.store.journal.release_bodies(model_id, INT64)
         ended = snapshot.folder if snapshot else ""
         await asyncio.to_thread(self.clear, self.folder_of(model_id), ended)
 

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,14 @@ import orjson
 
 from tinkex.engine.jobs import Event, ModelInfo, Progress, SampleJob, SampleResult
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server import decode, encode, validation
+from tinkex.server import encode, validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.server.workers.placement import Place, Placement
 from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
+from tinkex.types import SampleRequest
 
 logger = logging.getLogger(__name__)
 CLONE_STRIDE = 10**9
@@ -166,28 +167,27 @@ class Samples:
 
     # ------------------------------------------------------------------------ submitting
 
-    async def submit(self, user: User, body: Mapping[str, Any]) -> Accepted:
-        """Promise a sample, or refuse it.
+    async def submit(self, user: User, asked: SampleRequest, fields: dict[str, Any]) -> Accepted:
+        """Promise a sample, or refuse it. `fields` is the request as it was sent.
 
         Raises:
             ApiError: 429 when too many wait.
         """
-        session = await self._session_of(user, body)
-        request_id = self._request_id(session, body)
+        session = await self._session_of(user, asked)
+        request_id = self._request_id(session, asked)
         digest = hashlib.blake2b(
-            orjson.dumps(body, option=orjson.OPT_SORT_KEYS), digest_size=16
+            orjson.dumps(fields, option=orjson.OPT_SORT_KEYS), digest_size=16
         ).digest()
         known = self._promises.get(request_id)
         if known is not None:
             if self._hashes.get(request_id) != digest:
                 raise InvalidInputError(
-                    f"seq_id {body.get('seq_id')} was used before for another sample; "
+                    f"seq_id {asked.seq_id} was used before for another sample; "
                     "every sample needs a new number.",
                     path="seq_id",
                 )
-            num_samples = int(body.get("num_samples") or 1)
-            return Accepted(known, _sequence_ids(request_id, num_samples))
-        job = await self._job(session, body)
+            return Accepted(known, _sequence_ids(request_id, asked.num_samples))
+        job = await self._job(session, asked)
         self._check_room()
         return self._start(user, session, request_id, job, digest)
 
@@ -200,29 +200,26 @@ class Samples:
             )
 
     async def stream(
-        self, user: User, body: Mapping[str, Any], on_event: Callable[[Event], None] | None
+        self, user: User, asked: SampleRequest, on_event: Callable[[Event], None] | None
     ) -> tuple[Promise, asyncio.Task[None], tuple[str, ...]]:
         """Start a sample for a caller who stays connected.
 
         Its tokens are passed to `on_event` while they are made; None: only the whole is wanted.
         """
-        session = await self._session_of(user, body)
-        job = replace(await self._job(session, body), stream=on_event is not None)
+        session = await self._session_of(user, asked)
+        job = replace(await self._job(session, asked), stream=on_event is not None)
         self._check_room()
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
         promise = Promise(request_id, user.user_id, "Sample")
         task = self._launch(promise, user, session, job, on_event)
         return promise, task, _sequence_ids(request_id, job.num_samples)
 
-    async def _session_of(self, user: User, body: Mapping[str, Any]) -> SamplingSession:
-        session_id = decode.optional_text(body, "sampling_session_id")
-        if session_id is not None:
-            session = await self.session(user, session_id)
+    async def _session_of(self, user: User, asked: SampleRequest) -> SamplingSession:
+        if asked.sampling_session_id is not None:
+            session = await self.session(user, asked.sampling_session_id)
             self._on_use(session.session_id)
             return session
-        base_model = decode.optional_text(body, "base_model")
-        path = decode.optional_text(body, "model_path")
-        folder = None
+        base_model, path, folder = asked.base_model, asked.model_path, None
         if path is not None:
             base_model, folder = await self._checkpoint(user, path, base_model)
         if base_model is None:
@@ -242,16 +239,15 @@ class Samples:
             created_at=time.time(),
         )
 
-    def _request_id(self, session: SamplingSession, body: Mapping[str, Any]) -> str:
-        seq_id = decode.optional_int(body, "seq_id")
-        number = secrets.token_hex(8) if seq_id is None else str(seq_id)
+    def _request_id(self, session: SamplingSession, asked: SampleRequest) -> str:
+        number = secrets.token_hex(8) if asked.seq_id is None else str(asked.seq_id)
         return f"{session.sampling_session_id}:{number}"
 
-    async def _job(self, session: SamplingSession, body: Mapping[str, Any]) -> SampleJob:
+    async def _job(self, session: SamplingSession, asked: SampleRequest) -> SampleJob:
         info: ModelInfo | None = await self._catalog.info(session.base_model)
         name = session.folder
         return validation.sample_job(
-            body,
+            asked,
             base_model=self._catalog.resolve(session.base_model),
             folder=None if name is None else str(self._shelf.folders.path(name)),
             info=info,

@@ -56,7 +56,7 @@ class CreateSamplingSessionRequest(Request):
     """Open a sampler for a base model or a saved checkpoint."""
 
     session_id: Id
-    sampling_session_seq_id: Number
+    sampling_session_seq_id: Number = 0
     base_model: Name | None = None
     model_path: Path | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"

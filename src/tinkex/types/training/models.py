@@ -20,13 +20,15 @@ class LoraConfig(Request):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+    alpha: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    """Scales the adapter by alpha / rank; Tinkex servers only. None: 32."""
 
 
 class CreateModelRequest(Request):
     """Start a training run: a fresh adapter on a base model."""
 
     session_id: Id
-    model_seq_id: Count
+    model_seq_id: Count = 0
     base_model: Name
     user_metadata: Plain | None = None
     lora_config: LoraConfig | None = None

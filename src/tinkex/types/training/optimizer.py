@@ -145,12 +145,16 @@ _PARAMS = {each.model_fields["type"].default: each for each in OptimParamsBase._
 
 
 def _config_by_family(value: Any) -> Any:
-    """Parsed JSON goes to the class its `type` names; an unknown family keeps all its fields."""
+    """Parsed JSON goes to the class its `type` names; an unknown family keeps all its fields.
+
+    A field that a known family does not have is refused, because leaving it out would train
+    another model.
+    """
     if not isinstance(value, dict):
         return value
     family = plain(value).get("type")
     model = _CONFIGS.get(family) if isinstance(family, str) else None
-    return (model or OptimizerConfigBase).model_validate(value, strict=True, extra=_extra(model))
+    return (model or OptimizerConfigBase).model_validate(value, strict=True)
 
 
 def _params_by_family(value: Any) -> Any:
@@ -158,13 +162,9 @@ def _params_by_family(value: Any) -> Any:
         return value
     family = plain(value).get("type")
     if family is None:
-        return AdamParams.model_validate(value, strict=True, extra="ignore")
+        return AdamParams.model_validate(value, strict=True)
     model = _PARAMS.get(family) if isinstance(family, str) else None
-    return (model or OptimParamsBase).model_validate(value, strict=True, extra=_extra(model))
-
-
-def _extra(model: object) -> Literal["allow", "ignore"]:
-    return "allow" if model is None else "ignore"
+    return (model or OptimParamsBase).model_validate(value, strict=True)
 
 
 OptimizerConfig: TypeAlias = Annotated[
