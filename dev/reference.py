@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from endpoints_page import endpoints_page
 
 if TYPE_CHECKING:
     from tinkex.contract.settings import Setting
@@ -174,6 +175,7 @@ def _shown(value: float | None) -> str:
 def main() -> int:
     pages = {"cli.md": cli_page(), "settings.md": settings_page()}
     pages |= {name: with_tables(name) for name in ("losses.md", "sampling.md", "training-loop.md")}
+    pages["endpoints.md"] = HEAD + "\n" + endpoints_page()
     stale = []
     for name, text in pages.items():
         file = ROOT / "docs" / name

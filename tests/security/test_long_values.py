@@ -146,3 +146,36 @@ async def test_the_published_ranges_are_those_that_are_checked(app_world: AppWor
     assert (await app_world.post("asample", accepted)).status_code == 200
     assert (await app_world.post("asample", SAMPLE | {"num_samples": 4097})).status_code == 400
     assert json.dumps(document)
+
+
+async def test_odd_queries_are_refused(app_world: AppWorld) -> None:
+    """Each was a 500, or seconds of everybody's time."""
+    key = {"x-api-key": "tml-test"}
+    far = {"starting_on": "9999-12-31T00:00:00Z", "ending_before": "9999-12-31T01:00:00Z"}
+    for path, query in (
+        ("billing/usage/events", far),
+        ("audit", {"day": "0000-01-01"}),
+        ("training_runs", {"project_id": "a\x00"}),
+        ("training_runs", {"limit": "9" * 30}),
+        (f"samplers/{'x' * 3000}", {}),
+    ):
+        answer = await app_world.http.get(f"/api/v1/{path}", params=query, headers=key)
+        assert answer.status_code == 400, f"{path}: {answer.text[:300]}"
+        assert len(answer.content) < 1000
+
+
+async def test_a_search_of_many_words_is_refused(app_world: AppWorld) -> None:
+    answer = await app_world.post("sessions/search", {"display_name": "a " * 1100})
+    assert (answer.status_code, answer.json()["path"]) == (400, "display_name")
+
+
+async def test_a_graph_that_refers_to_a_list_is_refused(app_world: AppWorld) -> None:
+    node = {"op": "output", "name": "o", "target": "output", "args": [{"ref": ["a"]}]}
+    body = {
+        "session_id": await app_world.session(),
+        "custom_loss_seq_id": 0,
+        "name": "f",
+        "inputs": [],
+        "graph": {"nodes": [node]},
+    }
+    assert (await app_world.post("create_custom_loss", body)).status_code == 400

@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from tinkex.errors import ConfigError, InvalidInputError, ModelNotFoundError, TinkerError
 from tinkex.server.files import disk
+from tinkex.types._complaints import wanted
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ def response_for(exc: Exception) -> Response:
 def _validation_problem(exc: RequestValidationError) -> Response:
     first = exc.errors()[0]
     path = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-    return problem(400, f"{path}: {first['msg']}" if path else str(first["msg"]), path=path)
+    text = f"must be {wanted(first)}"
+    return problem(400, f"{path}: {text}" if path else text, path=path)
 
 
 def install(app: FastAPI) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import nest, short
 
-__all__ = ["explain"]
+__all__ = ["explain", "wanted"]
 
 # Kinds of complaint whose own words do not read well here.
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -52,8 +52,8 @@ def explain(
     if cause is not None:
         return InvalidInputError(str(cause), path=path)
     # A field of several types complains once for each of them.
-    wanted = [_wanted(item) for item in found if _followed(item["loc"], given)[0].startswith(path)]
-    text = " or ".join(dict.fromkeys(wanted))
+    words = [wanted(item) for item in found if _followed(item["loc"], given)[0].startswith(path)]
+    text = " or ".join(dict.fromkeys(words))
     return InvalidInputError(f"must be {text}, got {short(value)}", path=path)
 
 
@@ -80,12 +80,13 @@ def _followed(location: tuple[Any, ...], given: Any) -> tuple[str, Any, Any]:
 _ABSENT = object()
 
 
-def _wanted(item: Any) -> str:
+def wanted(item: Any) -> str:
+    """What one of pydantic's complaints asks for."""
     if (words := _WORDS.get(item["type"])) is not None:
         return words(item.get("ctx", {}))
     text = item["msg"].removeprefix("Input should be ").partition(", ")[0]
     return str(text.replace("a valid ", "a ").replace("a integer", "an integer"))
 
 
-def _shown(limit: float) -> str:
-    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+def _shown(limit: Any) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)

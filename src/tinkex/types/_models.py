@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     FailFast,
+    Field,
     ValidationError,
 )
 
@@ -88,8 +89,12 @@ def _moment(value: object) -> object:
         raise ValueError("must be a time such as 2026-01-31T12:00:00Z") from exc
 
 
+FIRST, LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
+"""No clock of a client or a server is honestly outside; databases and calendars end later."""
 Moment: TypeAlias = Annotated[datetime, BeforeValidator(_moment)]
-AwareMoment: TypeAlias = Annotated[AwareDatetime, BeforeValidator(_moment)]
+AwareMoment: TypeAlias = Annotated[
+    AwareDatetime, Field(ge=FIRST, le=LAST), BeforeValidator(_moment)
+]
 
 
 def _number(value: object) -> object:

@@ -19,6 +19,7 @@ from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text, moment
 from tinkex.server.rest.views import audit_view, storage_view, texts, usage_view
 from tinkex.store import Store
+from tinkex.types._models import FIRST, LAST
 
 router = APIRouter(prefix="/api/v1", tags=["admin"])
 MAX_WINDOW = timedelta(days=14)
@@ -29,6 +30,7 @@ _PREFIXES = {
     "teams": ["team_"],
     "organizations": ["organization_"],
 }
+Hour = Annotated[AwareDatetime, Query(ge=FIRST, le=LAST)]
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
@@ -57,8 +59,8 @@ async def audit_log(
 async def usage_events(
     request: Request,
     user: CurrentUser,
-    starting_on: Annotated[AwareDatetime, Query()],
-    ending_before: Annotated[AwareDatetime, Query()],
+    starting_on: Hour,
+    ending_before: Hour,
 ) -> Response:
     store: Store = request.app.state.store
     _check_window(starting_on, ending_before)

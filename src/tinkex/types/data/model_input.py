@@ -114,7 +114,13 @@ class ModelInput(Value):
     @classmethod
     def _schema(cls) -> dict[str, Any]:
         chunks = {"type": "array", "items": CHUNK_SCHEMA, "maxItems": MAX_CHUNKS}
-        return {"type": "object", "properties": {"chunks": chunks}, "required": ["chunks"]}
+        properties = {"chunks": chunks}
+        return {
+            "title": cls.__name__,
+            "type": "object",
+            "properties": properties,
+            "required": ["chunks"],
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return {"chunks": [chunk.to_dict() for chunk in self.chunks]}

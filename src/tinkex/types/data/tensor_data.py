@@ -249,7 +249,12 @@ class TensorData(_Fields, Value):
             "sparse_crow_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
             "sparse_col_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
         }
-        return {"type": "object", "properties": properties, "required": ["data", "dtype"]}
+        return {
+            "title": cls.__name__,
+            "type": "object",
+            "properties": properties,
+            "required": ["data", "dtype"],
+        }
 
     def to_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"data": self.data, "dtype": str(self.dtype)}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._bounds import MAX_NAME, Id, Metadata, Name, Names, listing, text
+from tinkex.types._bounds import Id, Metadata, Name, Names, listing, text
 from tinkex.types._models import AwareMoment, Listing, Request, Response, Texts
 from tinkex.types.service.session_status import ClientSessionFinishReasonType, SessionStatus
 
@@ -83,7 +83,7 @@ class SessionSearchRequest(Request):
     session_id: Id | None = None
     project_ids: Names | None = None
     user_metadata: Metadata = {}
-    display_name: Annotated[str, text(MAX_NAME, 1)] | None = None
+    display_name: Annotated[str, text(256, 1)] | None = None
     owner: SearchOwner = OwnSearchOwner()
     statuses: Annotated[list[SessionStatusQuery], *listing(16, 1)] | None = None
     limit: int = Field(default=50, ge=1, le=200)

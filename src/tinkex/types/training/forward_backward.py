@@ -83,7 +83,12 @@ class ForwardBackwardInput(Value):
             "loss_fn": {"type": "string", "maxLength": MAX_NAME},
             "loss_fn_config": {"anyOf": [config, {"type": "null"}]},
         }
-        return {"type": "object", "properties": properties, "required": ["data", "loss_fn"]}
+        return {
+            "title": cls.__name__,
+            "type": "object",
+            "properties": properties,
+            "required": ["data", "loss_fn"],
+        }
 
     def __repr__(self) -> str:
         text = f"ForwardBackwardInput({len(self.data)} datums, loss_fn={self.loss_fn!r}"
@@ -128,7 +133,12 @@ class _Pass(Value):
             cls._INPUT: ForwardBackwardInput._schema(),
         }
         required = ["model_id", cls._INPUT]
-        return {"type": "object", "properties": properties, "required": required}
+        return {
+            "title": cls.__name__,
+            "type": "object",
+            "properties": properties,
+            "required": required,
+        }
 
     def __repr__(self) -> str:
         name = type(self).__name__
