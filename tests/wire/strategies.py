@@ -203,7 +203,8 @@ def _constrained(arguments: tuple[Any, ...], old: bool) -> st.SearchStrategy[Any
         return st.integers(limits.get("ge", -(2**63)), limits.get("le", 2**63 - 1))
     if inner is float and limits:
         least, below = limits.get("gt", limits.get("ge")), limits.get("lt", limits.get("le"))
-        return st.floats(least, below, exclude_max="lt" in limits, exclude_min="gt" in limits)
+        edges = {"exclude_max": "lt" in limits, "exclude_min": "gt" in limits}
+        return st.floats(least, below, allow_nan=False, allow_infinity=False, **edges)
     if inner is str:
         return st.text(STORABLE, min_size=limits.get("min_length", 0), max_size=8)
     if get_origin(inner) is list:
