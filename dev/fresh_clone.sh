@@ -29,7 +29,7 @@ for target in "${targets[@]}"; do
         test "$seconds" -le "${QUICKSTART_MAX_S:-300}"
         test -s quickstart/loss.png
         test -s quickstart/adapter/adapter_model.safetensors
-        .venv/bin/python - <<'PY'
+        python3 - <<'PY'
 import json
 
 lines = map(json.loads, open("quickstart/metrics.jsonl"))
