@@ -507,6 +507,10 @@ def main() -> int:
     figures += train_figures(flops, peers) if "train" in only else []
     figures += tenant_figures() if "tenants" in only else []
     figures += sample_figures(flops, bandwidth, peers) if "sample" in only else []
+    if set(only) & {"moe", "hybrid", "oss", "long"}:
+        import gpu_families
+
+        figures += gpu_families.figures(only)
     return report.finish("gpu", figures)
 
 

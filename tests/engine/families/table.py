@@ -42,8 +42,8 @@ _HYBRID = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
 

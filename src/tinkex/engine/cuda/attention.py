@@ -9,7 +9,8 @@ when the batch is small. The rules of `product` hold here: see there before you 
 
 Weights are powers of two, exp2(s - max), rounded to the values' type before they are summed, and
 the sum is a product with ones. A key that a query may not see has weight 0 and changes nothing, so
-it does not matter which masked keys a kernel happens to visit.
+it does not matter which masked keys a kernel happens to visit. A sink is a key of a head's own
+that has no value: the chunks are merged onto it.
 
 Letters: T queries, L keys, H query heads, K key heads, d head size, B sequences, X blocks of a
 sequence in the cache, P tokens of such a block, C chunks.
@@ -36,7 +37,7 @@ _ROWS = 128
 """Most queries of a tile."""
 _ONES = tl.constexpr(16)
 """Columns of the ones that sum weights: the fewest that a tensor core takes."""
-_LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -70,10 +71,10 @@ def _merge(M, Z, ACC, m, z, acc):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tile(
-    q, k, v, out, lse, bounds_q, bounds_k, tiles, scale, window, num_rows,
+    q, k, v, out, lse, bounds_q, bounds_k, tiles, sinks, scale, window, num_rows,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
-    WITH_LSE: tl.constexpr, WINDOWED: tl.constexpr,
+    WITH_LSE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program per head and tile of queries: (sequence, first query)."""
     h = tl.program_id(0)
@@ -93,6 +94,9 @@ def _tile(
     M = tl.full((BM,), float("-inf"), tl.float32)
     Z = tl.zeros((BM, _ONES), tl.float32)
     ACC = tl.zeros((BM, d), tl.float32)
+    if SINKS:
+        M = tl.zeros((BM,), tl.float32) + tl.load(sinks + h).to(tl.float32) * _LOG2_E
+        Z += 1.0
     lowest = num_k - num_q + first
     stop = tl.minimum(lowest + BM, num_k)
     begin = 0
@@ -170,6 +174,7 @@ def tiles(
     scale: float,
     window: int | None = None,
     with_lse: bool = False,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output [T, H, d], log-sum-exp of the scaled scores [H, T] if asked for, else empty)."""
     T, H, d = q_THd.shape
@@ -178,9 +183,10 @@ def tiles(
     lse_HT = torch.empty(H, T if with_lse else 0, device=q_THd.device, dtype=torch.float32)
     _tile[(H, len(queries.tiles_X2))](
         q_THd, k_LKd, v_LKd, out_THd, lse_HT, queries.bounds_q, queries.bounds_k,
-        queries.tiles_X2, scale * _LOG2_E, NO_WINDOW if window is None else window, T,
+        queries.tiles_X2, sinks_H, scale * _LOG2_E.value,
+        NO_WINDOW if window is None else window, T,
         H=H, K=K, d=d, BM=queries.rows, BN=BLOCK, CHUNK=CHUNK, WITH_LSE=with_lse,
-        WINDOWED=window is not None, num_warps=queries.rows // 16,
+        WINDOWED=window is not None, SINKS=sinks_H is not None, num_warps=queries.rows // 16,
         num_stages=_stages(queries.rows, d, q_THd), enable_fp_fusion=False,
     )  # fmt: skip
     return out_THd, lse_HT
@@ -198,9 +204,9 @@ def _stages(rows: int, head_size: int, q: Tensor) -> int:
 @triton.jit
 def _paged_chunks(
     q, k_cache, v_cache, tables, lengths, out, part_m, part_z, part_acc, scale, table_stride,
-    window, most_chunks,
+    sinks, window, most_chunks,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
-    BN: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
+    BN: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """A sequence and key head: all chunks, merged, or every so many-th for `_paged_join`."""
     b = tl.program_id(0).to(tl.int64)
@@ -216,6 +222,9 @@ def _paged_chunks(
     M = tl.full((G,), float("-inf"), tl.float32)
     Z = tl.zeros((G, _ONES), tl.float32)
     ACC = tl.zeros((G, d), tl.float32)
+    if SINKS and WHOLE:
+        M = tl.load(sinks + head, g < group, other=0.0).to(tl.float32) * _LOG2_E
+        Z += 1.0
     first = tl.maximum(length - window, 0)
     start = first // CHUNK + tl.program_id(2)
     for chunk in range(start, tl.cdiv(length, CHUNK), tl.num_programs(2)):
@@ -246,8 +255,8 @@ def _paged_chunks(
 
 @triton.jit
 def _paged_join(
-    part_m, part_z, part_acc, lengths, out, window, most_chunks,
-    H: tl.constexpr, d: tl.constexpr, CHUNK: tl.constexpr,
+    part_m, part_z, part_acc, lengths, out, sinks, window, most_chunks,
+    H: tl.constexpr, d: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) + tl.arange(0, 1)
@@ -256,6 +265,9 @@ def _paged_join(
     M = tl.full((1,), float("-inf"), tl.float32)
     Z = tl.zeros((1, 1), tl.float32)
     ACC = tl.zeros((1, d), tl.float32)
+    if SINKS:
+        M = tl.load(sinks + h).to(tl.float32) * _LOG2_E
+        Z += 1.0
     first = tl.maximum(length - window, 0) // CHUNK
     for chunk in range(first, tl.cdiv(length, CHUNK)):
         part = (b * most_chunks + chunk) * H + h
@@ -275,6 +287,7 @@ def paged_decode(
     scale: float,
     splits: int = 1,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attend each one-token query to its sequence's cached keys and values.
 
@@ -294,13 +307,14 @@ def paged_decode(
     window = NO_WINDOW if window is None else window
     _paged_chunks[(B, K, splits)](
         q_BHd, k_cache, v_cache, tables_BX, lengths_B, out_BHd, part_m, part_z, part_acc,
-        scale * _LOG2_E, tables_BX.stride(0), window, most_chunks,
+        scale * _LOG2_E.value, tables_BX.stride(0), sinks_H, window, most_chunks,
         H=H, K=K, d=d, P=P, G=max(16, triton.next_power_of_2(H // K)), BN=BLOCK, CHUNK=CHUNK,
-        WHOLE=splits == 1, num_warps=4, num_stages=3, enable_fp_fusion=False,
+        WHOLE=splits == 1, SINKS=sinks_H is not None, num_warps=4, num_stages=3,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         _paged_join[(B, H)](
-            part_m, part_z, part_acc, lengths_B, out_BHd, window, most_chunks,
-            H=H, d=d, CHUNK=CHUNK, num_warps=1, enable_fp_fusion=False,
+            part_m, part_z, part_acc, lengths_B, out_BHd, sinks_H, window, most_chunks,
+            H=H, d=d, CHUNK=CHUNK, SINKS=sinks_H is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out_BHd

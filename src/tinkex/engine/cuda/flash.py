@@ -62,17 +62,39 @@ class PackedFlash:
         packed._stretches = packed._ragged
         return packed
 
-    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        return self._attend(layer_index, q_THd, k_TKd, v_TKd, with_lse=False)[0]
+    def __call__(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        return self._attend(layer_index, q_THd, k_TKd, v_TKd, sinks_H, with_lse=False)[0]
 
     def forward(
-        self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The output, and the log-sums [H, T] that `backward` needs beside it."""
-        return self._attend(layer_index, q_THd, k_TKd, v_TKd, with_lse=True)
+        """The output, and the log-sums [H, T] that `backward` needs beside it.
+
+        With a sink both contain it, which is all that the backward has to know of it.
+        """
+        return self._attend(layer_index, q_THd, k_TKd, v_TKd, sinks_H, with_lse=True)
 
     def _attend(
-        self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, *, with_lse: bool
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None,
+        *,
+        with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         return attention.tiles(
             q_THd,
@@ -82,6 +104,7 @@ class PackedFlash:
             scale=self._config.head_size**-0.5,
             window=self._config.window(layer_index),
             with_lse=with_lse,
+            sinks_H=sinks_H,
         )
 
     def backward(

@@ -121,6 +121,10 @@ class CudaDecoder(Decoder):
         out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
         return out
 
+    def groups_experts(self, lora: LoraBatch) -> bool:
+        """Whether recorded steps may hold the adapters of experts: there are none here."""
+        return False
+
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
             return super().head(hidden_ND, lora)

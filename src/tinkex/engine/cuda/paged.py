@@ -25,14 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import attention
+from tinkex.engine.cuda import attention, delta
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.operand import LoraAddend
+from tinkex.engine.lora.operand import EXPERTS
 from tinkex.engine.lora.slots import Slots
+from tinkex.engine.model.delta import DeltaWeights, mix
 from tinkex.engine.sample.paged import PagedCache
 from tinkex.engine.sample.scheduler import Chunk
+from tinkex.engine.sample.states import StateCache
 from tinkex.engine.transfer import send
 
 Drawn = tuple[Tensor, Sequence[int]]
@@ -46,14 +48,15 @@ _WORTH = 3
 class CudaPagedAttend:
     """See `attention.CachedAttend`. `begin` must be called before each forward pass."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self.cache = cache
+    def __init__(self, cache: PagedCache, states: StateCache | None = None) -> None:
+        self.cache, self.states = cache, states
         self._scale = cache.config.head_size**-0.5
         self._flat_k = [k.flatten(0, 1) for k in cache.k]
         self._flat_v = [v.flatten(0, 1) for v in cache.v]
         self._slots_T = torch.empty(0, dtype=torch.long)
         self._singles: _Singles | None = None
         self._longs: _Longs | None = None
+        self._moves: list[tuple[Tensor, Tensor, int]] = []
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
@@ -69,47 +72,125 @@ class CudaPagedAttend:
             _Singles.of(singles, size, device) if singles else None,
             _Longs.of(longs, size, device) if longs else None,
         )
+        if self.states is not None:
+            self.states.clear([chunk.seq.state for chunk in chunks if chunk.start == 0])
+            self._moves = []
+            if singles:
+                states = send([chunk.seq.state for _, chunk in singles], device)
+                self._moves.append((send([row for row, _ in singles], device), states, 1))
+            lengths = sorted({chunk.length for _, chunk in longs})
+            for length in lengths:  # chunks of one length go together
+                members = [(row, chunk) for row, chunk in longs if chunk.length == length]
+                places = np.concatenate([np.arange(row, row + length) for row, _ in members])
+                states = send([chunk.seq.state for _, chunk in members], device)
+                self._moves.append((send(places, device), states, length))
 
-    def prepare(self, slots_T: Tensor, singles: _Singles | None, longs: _Longs | None) -> None:
-        """The same from tensors: where keys and values go, and who looks where."""
+    def prepare(
+        self,
+        slots_T: Tensor,
+        singles: _Singles | None,
+        longs: _Longs | None,
+        states_B: Tensor | None = None,
+    ) -> None:
+        """The same from tensors: where keys and values go, and who looks where.
+
+        `states_B` are the slots of delta layers' states, of a pass of single tokens.
+        """
         self._slots_T, self._singles, self._longs = slots_T, singles, longs
+        if states_B is not None:
+            rows_B = torch.arange(len(states_B), device=states_B.device)
+            self._moves = [(rows_B, states_B, 1)]
 
     def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self._flat_k[layer_index], self._flat_v[layer_index], self._slots_T
+        at = self.cache.place[layer_index]
+        return self._flat_k[at], self._flat_v[at], self._slots_T
 
-    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+    def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
+        """What a delta layer hands on; every sequence goes on from its state, and leaves it."""
+        assert self.states is not None
+        outputs = []
+        for rows, slots, length in self._moves:
+            fused = fused_TX if len(self._moves) == 1 else fused_TX[rows]
+            if length == 1:
+                memory = self.states.layer(layer_index)
+                outputs.append(delta.step(w, fused, *memory, slots, eps))
+            else:
+                outputs.append(self._prefill_delta(layer_index, w, fused, slots, length, eps))
+        if len(outputs) == 1:
+            return outputs[0]
+        out_TX = outputs[0].new_zeros(len(fused_TX), outputs[0].shape[1])
+        for (rows, _, _), out in zip(self._moves, outputs, strict=True):
+            out_TX[rows] = out
+        return out_TX
+
+    def _prefill_delta(
+        self,
+        layer_index: int,
+        w: DeltaWeights,
+        fused: Tensor,
+        slots: Tensor,
+        length: int,
+        eps: float,
+    ) -> Tensor:
+        assert self.states is not None
+        config = w.config
+        sizes = (config.channels, config.values, config.value_heads, config.value_heads)
+        x, z, b, a = fused.split(sizes, dim=1)
+        shape = (len(slots), length)
+        x_BLC, g, beta = (t.unflatten(0, shape) for t in (x, *w.gates(b, a)))
+        out_BLHv, after = mix(w, x_BLC, g, beta, self.states.read(layer_index, slots))
+        self.states.write(layer_index, slots, after)
+        return delta.GatedNorm.apply(out_BLHv.flatten(0, 1), z, w.norm_v, eps)  # type: ignore[no-untyped-call,no-any-return]
+
+    def __call__(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_TKd: Tensor,
+        v_TKd: Tensor,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         singles, longs = self._singles, self._longs
         if longs is None and singles is not None:
-            return self._decode(layer_index, q_THd, singles)
+            return self._decode(layer_index, q_THd, singles, sinks_H)
         if singles is None and longs is not None:
-            return self._prefill(layer_index, q_THd, longs)
+            return self._prefill(layer_index, q_THd, longs, sinks_H)
         assert singles is not None
         assert longs is not None
         out_THd = torch.empty_like(q_THd)
-        out_THd[singles.rows_B] = self._decode(layer_index, q_THd[singles.rows_B], singles)
-        out_THd[longs.rows_T] = self._prefill(layer_index, q_THd[longs.rows_T], longs)
+        rows_B, rows_T = singles.rows_B, longs.rows_T
+        out_THd[rows_B] = self._decode(layer_index, q_THd[rows_B], singles, sinks_H)
+        out_THd[rows_T] = self._prefill(layer_index, q_THd[rows_T], longs, sinks_H)
         return out_THd
 
-    def _decode(self, layer_index: int, q_BHd: Tensor, singles: _Singles) -> Tensor:
+    def _decode(
+        self, layer_index: int, q_BHd: Tensor, singles: _Singles, sinks_H: Tensor | None
+    ) -> Tensor:
+        at = self.cache.place[layer_index]
         return attention.paged_decode(
             q_BHd.contiguous(),
-            self.cache.k[layer_index],
-            self.cache.v[layer_index],
+            self.cache.k[at],
+            self.cache.v[at],
             singles.tables_BX,
             singles.lengths_B,
             scale=self._scale,
             splits=_splits(len(q_BHd), self.cache),
             window=self.cache.config.window(layer_index),
+            sinks_H=sinks_H,
         )
 
-    def _prefill(self, layer_index: int, q_THd: Tensor, longs: _Longs) -> Tensor:
+    def _prefill(
+        self, layer_index: int, q_THd: Tensor, longs: _Longs, sinks_H: Tensor | None
+    ) -> Tensor:
+        at = self.cache.place[layer_index]
         return attention.tiles(
             q_THd.contiguous(),
-            self._flat_k[layer_index].index_select(0, longs.keys_L),
-            self._flat_v[layer_index].index_select(0, longs.keys_L),
+            self._flat_k[at].index_select(0, longs.keys_L),
+            self._flat_v[at].index_select(0, longs.keys_L),
             longs.queries,
             scale=self._scale,
             window=self.cache.config.window(layer_index),
+            sinks_H=sinks_H,
         )[0]
 
 
@@ -183,8 +264,10 @@ class _Static:
     A step sends two numbers per sequence; block tables travel only when one has changed.
     """
 
-    def __init__(self, batch: int, width: int, device: torch.device) -> None:
-        self.batch = batch
+    def __init__(self, batch: int, width: int, device: torch.device, no_state: int) -> None:
+        self.batch, self._no_state = batch, no_state
+        self.states_B = torch.full((batch,), no_state, dtype=torch.long, device=device)
+        self._host_states: list[int] = []
         self.inputs_2B = torch.zeros(2, batch, dtype=torch.long, device=device)
         self.tables_BX = torch.zeros(batch, width, dtype=torch.int32, device=device)
         self._host_tables = np.zeros((batch, width), np.int32)
@@ -195,6 +278,10 @@ class _Static:
     def fill(self, chunks: Sequence[Chunk], drawn: Drawn | None) -> None:
         """Rows beyond the batch stand at position -1: they write nothing and see nothing."""
         device, spare = self.inputs_2B.device, self.batch - len(chunks)
+        states = [*(max(chunk.seq.state, 0) for chunk in chunks), *[self._no_state] * spare]
+        if states != self._host_states:
+            self.states_B.copy_(send(states, device))
+            self._host_states = states
         positions = [*(chunk.start for chunk in chunks), *[-1] * spare]
         if drawn is None:
             tokens = [chunk.seq.tokens[chunk.start] for chunk in chunks]
@@ -217,8 +304,16 @@ class _Static:
 class DecodeGraphs:
     """Decode steps of one model as CUDA graphs, recorded when a batch size has come some times."""
 
-    def __init__(self, decoder: CudaDecoder, cache: PagedCache, *, max_context: int) -> None:
-        self._decoder, self._cache = decoder, cache
+    def __init__(
+        self,
+        decoder: CudaDecoder,
+        cache: PagedCache,
+        states: StateCache | None = None,
+        *,
+        max_context: int,
+    ) -> None:
+        self._decoder, self._cache, self._states = decoder, cache, states
+        self._no_state = 0 if states is None else states.spare
         self._width = -(-max_context // cache.block_size)
         self._statics: dict[tuple[int, Slots | None], _Static] = {}
         self._met: Counter[tuple[int, Slots | None]] = Counter()
@@ -268,12 +363,17 @@ class DecodeGraphs:
             if self._met[key] < _WORTH:
                 known = [size for size in sizes if (size, slots) in self._statics]
                 return self._statics[known[0], slots] if known else None
-            self._statics[key] = _Static(sizes[0], self._width, self._decoder.device)
+            self._statics[key] = _Static(
+                sizes[0], self._width, self._decoder.device, self._no_state
+            )
         return self._statics[key]
 
     def _record(self, static: _Static, slots: Slots | None) -> None:
-        attend, size = CudaPagedAttend(self._cache), self._cache.block_size
-        lora: dict[str, LoraAddend] = {**slots.operands} if slots else {}
+        attend, size = CudaPagedAttend(self._cache, self._states), self._cache.block_size
+        lora: dict[str, Any] = (
+            {**slots.operands, EXPERTS: slots.experts(static.batch)} if slots else {}
+        )
+        states_B = None if self._states is None else static.states_B
 
         def step() -> Tensor:
             tokens_B, positions_B = static.inputs_2B
@@ -281,10 +381,13 @@ class DecodeGraphs:
             blocks_B1 = static.tables_BX.gather(1, (at_B // size)[:, None])
             rows_B = torch.where(positions_B < 0, -1, blocks_B1[:, 0] * size + at_B % size)
             lengths_B = (positions_B + 1).to(torch.int32)
-            attend.prepare(rows_B, _Singles(rows_B, static.tables_BX, lengths_B), None)
+            attend.prepare(rows_B, _Singles(rows_B, static.tables_BX, lengths_B), None, states_B)
             hidden_BD = self._decoder.infer(tokens_B, positions_B, attend, lora)
             return self._decoder.logits(hidden_BD, lora.get("head"))
 
+        # Running a step moves states on: what only looks must not touch anyone's.
+        wanted_B = static.states_B.clone()
+        static.states_B.fill_(self._no_state)
         with torch.no_grad():
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -296,6 +399,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._pool):
                 static.logits_BV = step()
         self._pool = self._pool or graph.pool()
+        static.states_B.copy_(wanted_B)
         static.graph = graph
 
     def _slots_for(self, lora: LoraBatch) -> Slots | None:
@@ -305,6 +409,10 @@ class DecodeGraphs:
         count = next((n for n in _SLOT_COUNTS if n > len(adapters)), None)
         if count is None or any(adapter.signature != signature for adapter in adapters):
             return None
+        if any(EXPERTS in key for key in lora.spans[0].adapter.groups) and not (
+            count == 2 and self._decoder.groups_experts(lora)
+        ):
+            return None  # experts of one adapter at a time are part of a recording
         slots = self._slots.get(signature)
         if slots is None or slots.count < count:
             if slots is not None:  # what was recorded reads the smaller buffer: it goes with it

@@ -54,6 +54,8 @@ def _layouts(
     for key, parts in signature:
         at, (ranks, num_in) = next(place)
         modules = [(part, *next(place)) for part in parts]
+        if ".experts." in key:  # see `cuda.mixture`
+            continue
         modules.sort(key=lambda module: (module[0].rank, module[0].scale))
         outer = [
             (rank, scale, stretch([t for part, start, _ in group for t in _outputs(part, start)]))

@@ -25,6 +25,11 @@ from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraPart, Span
 from tinkex.engine.lora.layout import LinearLayout, layouts
 from tinkex.engine.transfer import send
 
+EXPERTS = ".experts."
+"""In the keys of an expert's linears."""
+Member = tuple[int, int, Adapter, Tensor, Tensor | None]
+"""First row, last row, adapter, its weights in low precision, where its gradients go."""
+
 
 class LoraAddend(Protocol):
     """All adapters of one fused linear in this batch, forward only."""
@@ -50,12 +55,15 @@ class Weights:
 
 def weights_by_key(like: Adapter, stacked_GP: Tensor) -> dict[str, Weights]:
     """Buffers of one layout as the linears take them: views."""
-    out, views = {}, iter(like.views(stacked_GP[0]))
-    count, step = len(stacked_GP), stacked_GP.stride(0)
+    out, places = {}, iter(like.layout)
+    count, step, first = len(stacked_GP), stacked_GP.stride(0), stacked_GP.storage_offset()
     for key, group in like.groups.items():
+        spots = [next(places) for _ in range(1 + len(group.parts))]
+        if EXPERTS in key:  # thousands of linears, seen as stacks by `cuda.mixture`
+            continue
         A, *Bs = (
-            stacked_GP.as_strided((count, *v.shape), (step, *v.stride()), v.storage_offset())
-            for v in (next(views) for _ in group.tensors())
+            stacked_GP.as_strided((count, *shape), (step, shape[1], 1), first + at)
+            for at, shape in spots
         )
         out[key] = Weights(A, tuple(Bs), group.parts)
     return out
@@ -204,6 +212,7 @@ class BatchLora:
             self._teams = [Team.of(spans, dtype)]
         else:
             self._teams = [Team.of([span], dtype) for span in spans]
+        self.batch, self._dtype = LoraBatch(spans), dtype
         self._operands: dict[str, LoraOperand | None] = {}
         self._stacks: list[Tensor] = []
         self._grads: list[Mapping[str, Weights]] = []
@@ -238,6 +247,13 @@ class BatchLora:
         if not self._grads:
             self._start()
         return [by_key[key] for by_key in self._grads if key in by_key]
+
+    def members(self, *, with_grads: bool) -> Iterator[Member]:
+        """Every adapter by itself, for who makes operands of its own."""
+        for span in self.batch.spans:
+            grad = _grad_of(span.adapter) if with_grads else None
+            flat = low_precision_flat(span.adapter, self._dtype)
+            yield span.start, span.stop, span.adapter, flat, grad
 
     def finish(self) -> None:
         for team, stack_GP in zip(self._teams, self._stacks, strict=False):

@@ -34,6 +34,9 @@ class Slots:
         widest = max(len(group.a_RI) for group in like.groups.values())
         self.arrived = torch.zeros(num_blocks * widest, dtype=torch.int32, device=device)
         self._held: list[tuple[Adapter, int] | None] = [None] * count
+        self._like = like
+        self.slot_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        """Whose each row is, in the order that `place` gives."""
         self.operands = {key: SlotLora(self, layout) for key, layout in layouts(like).items()}
 
     def most_blocks(self, num_rows: int) -> int:
@@ -55,7 +58,14 @@ class Slots:
         ]
         blocks[: len(wanted)] = np.array(wanted, np.int32).reshape(-1, 3)
         self.blocks_M3.copy_(send(blocks, self.blocks_M3.device))
+        self.slot_B[:num_rows].copy_(
+            send(np.sort(slot_by_row).astype(np.int32), self.slot_B.device)
+        )
         return [int(row) for row in np.argsort(slot_by_row, kind="stable")]
+
+    def experts(self, num_rows: int) -> SlotExperts:
+        """The adapters of experts, which are no operands of single linears."""
+        return SlotExperts(self, num_rows)
 
     def _assign(self, adapters: Sequence[Adapter]) -> dict[Adapter, int]:
         """A slot for each adapter: the one it is in, or one that nobody of this batch needs."""
@@ -69,6 +79,19 @@ class Slots:
                 self.flat_SP[at].copy_(low_precision_flat(adapter, self.flat_SP.dtype))
                 self._held[at] = (adapter, adapter.flat._version)
         return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class SlotExperts:
+    """The one adapter of a recorded step, as `cuda.mixture` takes it: rows come and go by mask."""
+
+    slots: Slots
+    num_rows: int
+
+    def of_row(self) -> tuple[Adapter, Tensor, Tensor]:
+        """The adapter's layout, its weights, and 1 for each of its rows."""
+        slots = self.slots
+        return slots._like, slots.flat_SP[1], slots.slot_B[: self.num_rows] == 1
 
 
 @dataclass(frozen=True, slots=True)

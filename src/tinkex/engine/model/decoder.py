@@ -408,4 +408,8 @@ def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Deco
         return Decoder
     from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
 
-    return CudaDecoder if can_fuse(config) else Decoder
+    if can_fuse(config):
+        return CudaDecoder
+    from tinkex.engine.cuda.families import FamilyDecoder, can_run
+
+    return FamilyDecoder if can_run(config) else Decoder

@@ -86,11 +86,12 @@ def mix(
 
 def _convolve(inputs_BlC: Tensor, conv_CW: Tensor, length: int) -> Tensor:
     """A causal convolution of every channel by itself, then silu."""
+    inputs_BlC, conv_CW = wide(inputs_BlC), wide(conv_CW)
     taps = conv_CW.unbind(1)
     mixed = inputs_BlC[:, :length] * taps[0]
     for at, tap in enumerate(taps[1:], 1):
         mixed = mixed + inputs_BlC[:, at : at + length] * tap
-    return F.silu(wide(mixed))
+    return F.silu(mixed)
 
 
 def _unit(x: Tensor) -> Tensor:

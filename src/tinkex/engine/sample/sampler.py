@@ -553,7 +553,8 @@ def _attention(
 
         if isinstance(decoder, CudaDecoder):
             context = decoder.config.max_context_length
-            return CudaPagedAttend(cache), DecodeGraphs(decoder, cache, max_context=context)
+            graphs = DecodeGraphs(decoder, cache, states, max_context=context)
+            return CudaPagedAttend(cache, states), graphs
     return PagedAttend(cache, states), None
 
 

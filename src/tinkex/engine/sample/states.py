@@ -38,6 +38,9 @@ class StateCache:
         self._place = {layer: at for at, layer in enumerate(layers)}
         heads = (delta.value_heads, delta.key_size, delta.value_size)
         wide = torch.promote_types(dtype, torch.float32)
+        self.spare = num_slots
+        """One more slot, for rows of a pass that belong to no sequence."""
+        num_slots += 1
         self.conv_LSwC = _zeros(
             (len(layers), num_slots, delta.conv_width - 1, delta.channels), device, dtype
         )

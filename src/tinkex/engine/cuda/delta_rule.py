@@ -1,0 +1,347 @@
+"""The gated delta rule over whole packed sequences on CUDA, differentiable.
+
+`mix_packed` computes what `engine/model/delta.py` computes, and that is its oracle, forward and
+backward. Every sequence is cut into chunks of 64 tokens, its last one filled up with tokens that
+change nothing; products inside chunks are batched over all chunks of all sequences. Three things
+are kernels: the convolution with silu and unit lengths, the inverse of the chunks' triangular
+systems, and the walk of the states from chunk to chunk, there and back. The rest is torch under
+autograd, in fp32 with the tensor cores' own rounding of its factors.
+
+Letters: T tokens, P = N c places of N chunks of c tokens, Q sequences, K key heads, H value heads,
+d their size, C channels, W width of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinkex.engine.model.delta import DeltaWeights
+from tinkex.engine.model.shape import DeltaConfig
+from tinkex.engine.transfer import send
+
+CHUNK = 64
+_UNIT_EPS = tl.constexpr(1e-6)
+
+
+def can_chunk(config: DeltaConfig) -> bool:
+    """Whether the kernels know the heads' sizes."""
+    return config.key_size == config.value_size and config.key_size in (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How the sequences of a packed batch are cut."""
+
+    place_T: Tensor
+    """Where each token is among the places."""
+    token_P: Tensor
+    """Which token is at each place; -1: none."""
+    before_T: Tensor
+    """How many tokens of its sequence stand before each."""
+    after_T: Tensor
+    bounds_Q: Tensor
+    """The chunk at which each sequence begins, and where the last one ends."""
+    num_chunks: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Chunks:
+        sizes = np.asarray(lengths, np.int64)
+        counts = -(-sizes // CHUNK)
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        starts = np.cumsum(sizes) - sizes
+        before = np.arange(sizes.sum()) - np.repeat(starts, sizes)
+        place = np.repeat(bounds[:-1] * CHUNK, sizes) + before
+        token = np.full(int(bounds[-1]) * CHUNK, -1, np.int64)
+        token[place] = np.arange(sizes.sum())
+        after = np.repeat(sizes, sizes) - before - 1
+        arrays = (array.astype(np.int32) for array in (place, token, before, after, bounds))
+        places = [send(array, device) for array in arrays]
+        return cls(places[0], places[1], places[2], places[3], places[4], int(bounds[-1]))
+
+
+# ------------------------------------------------------------------------------- convolution
+
+
+@triton.jit
+def _pre(x, conv, t, c, ok, before, x_stride, W: tl.constexpr):
+    """The convolution of tokens t, whose places in their sequences are `before`."""
+    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
+    for j in tl.static_range(W):
+        back = W - 1 - j
+        seen = (ok & (before >= back))[:, None]
+        at = x + (t - back).to(tl.int64)[:, None] * x_stride + c[None, :]
+        tap = tl.load(conv + c * W + j).to(tl.float32)
+        total += tl.load(at, seen, other=0.0).to(tl.float32) * tap[None, :]
+    return total
+
+
+@triton.jit
+def _convolve(
+    x, conv, place, before, out, T, P, x_stride, scale,
+    K: tl.constexpr, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """One head of some tokens: convolution, silu, and unit length of queries and keys."""
+    head = tl.program_id(1)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i = tl.arange(0, d)
+    ok = t < T
+    pre = _pre(x, conv, t, head * d + i, ok, tl.load(before + t, ok, other=0), x_stride, W)
+    y = pre * tl.sigmoid(pre)
+    if head < 2 * K:
+        y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS))[:, None]
+    if head < K:
+        y *= scale
+    to = out + (head.to(tl.int64) * P + tl.load(place + t, ok, other=0))[:, None] * d + i[None, :]
+    tl.store(to, y, ok[:, None])
+
+
+@triton.jit
+def _convolve_backward(
+    dout, x, conv, place, before, after, dx, T, P, x_stride, scale,
+    K: tl.constexpr, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """What each token adds to itself and to the W - 1 tokens behind it, gathered."""
+    head = tl.program_id(1)
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    i = tl.arange(0, d)
+    ok = t < T
+    c = head * d + i
+    here, left = tl.load(before + t, ok, other=0), tl.load(after + t, ok, other=0)
+    total = tl.zeros((BT, d), tl.float32)
+    for step in tl.static_range(W):
+        there = ok & (left >= step)
+        pre = _pre(x, conv, t + step, c, there, here + step, x_stride, W)
+        s = tl.sigmoid(pre)
+        y = pre * s
+        at = (head.to(tl.int64) * P + tl.load(place + t + step, there, other=0))[:, None] * d
+        dy = tl.load(dout + at + i[None, :], there[:, None], other=0.0)
+        if head < K:
+            dy *= scale
+        if head < 2 * K:
+            unit = 1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS)
+            along = tl.sum(dy * y, 1) * unit * unit
+            dy = (dy - y * along[:, None]) * unit[:, None]
+        tap = tl.load(conv + c * W + W - 1 - step).to(tl.float32)
+        total += dy * (s + y * (1.0 - s)) * tap[None, :]
+    tl.store(
+        dx + t.to(tl.int64)[:, None] * (tl.num_programs(1) * d) + c[None, :], total, ok[:, None]
+    )
+
+
+class _Convolution(torch.autograd.Function):
+    """[2K + H, P, d] in fp32 from the channels [T, C] of the fused linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TC: Tensor, weights: DeltaWeights, chunks: Chunks) -> Tensor:
+        config, T = weights.config, len(x_TC)
+        heads, d = 2 * config.key_heads + config.value_heads, config.key_size
+        P = chunks.num_chunks * CHUNK
+        out = torch.zeros(heads, P, d, device=x_TC.device, dtype=torch.float32)
+        ctx.save_for_backward(x_TC)
+        ctx.weights, ctx.chunks = weights, chunks
+        _convolve[(triton.cdiv(T, 32), heads)](
+            x_TC, weights.conv_CW, chunks.place_T, chunks.before_T, out, T, P, x_TC.stride(0),
+            d**-0.5, K=config.key_heads, d=d, W=config.conv_width, BT=32, num_warps=4,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        (x_TC,) = ctx.saved_tensors
+        weights, chunks, config = ctx.weights, ctx.chunks, ctx.weights.config
+        heads, d, T = 2 * config.key_heads + config.value_heads, config.key_size, len(x_TC)
+        dx_TC = torch.empty(x_TC.shape, device=x_TC.device, dtype=x_TC.dtype)
+        _convolve_backward[(triton.cdiv(T, 32), heads)](
+            dout.contiguous(), x_TC, weights.conv_CW, chunks.place_T, chunks.before_T,
+            chunks.after_T, dx_TC, T, chunks.num_chunks * CHUNK, x_TC.stride(0), d**-0.5,
+            K=config.key_heads, d=d, W=config.conv_width, BT=32, num_warps=4,
+        )  # fmt: skip
+        return dx_TC, None, None
+
+
+# ---------------------------------------------------------------------------------- inverse
+
+
+@triton.jit
+def _invert(a, out, c: tl.constexpr):
+    """(I + A)^-1 of one strictly lower triangle, row by row."""
+    at = tl.program_id(0).to(tl.int64) * c * c
+    i = tl.arange(0, c)
+    cells = at + i[:, None] * c + i[None, :]
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for row in range(1, c):
+        line = tl.load(a + at + row * c + i, i < row, other=0.0)
+        new = -tl.sum(line[:, None] * inverse, 0)
+        inverse += tl.where(i[:, None] == row, new[None, :], 0.0)
+    tl.store(out + cells, inverse)
+
+
+class _Inverse(torch.autograd.Function):
+    """Inverses of I + A, for strictly lower triangles A [..., c, c]."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        out = torch.empty_like(a, memory_format=torch.contiguous_format)
+        size = a.shape[-1]
+        _invert[(a.numel() // size**2,)](a.contiguous(), out, c=size, num_warps=4)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        flipped = inverse.transpose(-1, -2)
+        return -(flipped @ dout @ flipped).tril(-1)
+
+
+# ------------------------------------------------------------------------------------- walk
+
+
+@triton.jit
+def _walk(
+    new, old, keys, decay, bounds, change, states, N,
+    d: tl.constexpr, c: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """A sequence, a head and some columns of its state, from its first chunk to its last."""
+    seq, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i, r = tl.arange(0, d), tl.arange(0, c)
+    j = tl.program_id(2) * BV + tl.arange(0, BV)
+    S = tl.zeros((d, BV), tl.float32)
+    for n in range(tl.load(bounds + seq), tl.load(bounds + seq + 1)):
+        at = h * N + n
+        tl.store(states + (at * d + i)[:, None] * d + j[None, :], S)
+        rows = (at * c + r)[:, None] * d
+        u = tl.load(new + rows + j[None, :])
+        w = tl.load(old + rows + i[None, :])
+        u -= tl.dot(w, S)
+        tl.store(change + rows + j[None, :], u)
+        k = tl.load(keys + rows + i[None, :])
+        S = S * tl.load(decay + at) + tl.dot(tl.trans(k), u)
+
+
+@triton.jit
+def _walk_back(
+    dchange, dstates, old, keys, decay, bounds, du, dafter, N,
+    d: tl.constexpr, c: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The same backwards: gradients of `new`, and of the state behind every chunk."""
+    seq, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i, r = tl.arange(0, d), tl.arange(0, c)
+    j = tl.program_id(2) * BV + tl.arange(0, BV)
+    first, stop = tl.load(bounds + seq), tl.load(bounds + seq + 1)
+    dS = tl.zeros((d, BV), tl.float32)
+    for back in range(stop - first):
+        at = h * N + stop - 1 - back
+        cells = (at * d + i)[:, None] * d + j[None, :]
+        tl.store(dafter + cells, dS)
+        rows = (at * c + r)[:, None] * d
+        k = tl.load(keys + rows + i[None, :])
+        u = tl.load(dchange + rows + j[None, :]) + tl.dot(k, dS)
+        tl.store(du + rows + j[None, :], u)
+        w = tl.load(old + rows + i[None, :])
+        dS = dS * tl.load(decay + at) - tl.dot(tl.trans(w), u) + tl.load(dstates + cells)
+
+
+class _Walk(torch.autograd.Function):
+    """(corrections [H, N, c, d], states in front of every chunk [H, N, d, d])."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, new: Tensor, old: Tensor, keys: Tensor, decay_HN: Tensor, bounds_Q: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        new, old, keys, decay_HN = (t.contiguous() for t in (new, old, keys, decay_HN))
+        H, N, c, d = new.shape
+        change, states = torch.empty_like(new), new.new_empty(H, N, d, d)
+        columns = min(64, d)
+        _walk[(len(bounds_Q) - 1, H, d // columns)](
+            new, old, keys, decay_HN, bounds_Q, change, states, N, d=d, c=c, BV=columns,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+        ctx.save_for_backward(old, keys, decay_HN, bounds_Q, change, states)
+        return change, states
+
+    @staticmethod
+    def backward(ctx: Any, dchange: Tensor, dstates: Tensor) -> Any:
+        old, keys, decay_HN, bounds_Q, change, states = ctx.saved_tensors
+        H, N, c, d = change.shape
+        du, dafter = torch.empty_like(change), torch.empty_like(states)
+        columns = min(64, d)
+        _walk_back[(len(bounds_Q) - 1, H, d // columns)](
+            dchange.contiguous(), dstates.contiguous(), old, keys, decay_HN, bounds_Q, du, dafter,
+            N, d=d, c=c, BV=columns, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        dold = -(du @ states.transpose(-1, -2))
+        dkeys = change @ dafter.transpose(-1, -2)
+        ddecay_HN = (dafter * states).sum((-1, -2))
+        return du, dold, dkeys, ddecay_HN, None
+
+
+# -------------------------------------------------------------------------------- all of it
+
+
+def mix_packed(
+    weights: DeltaWeights, x_TC: Tensor, g_TH: Tensor, beta_TH: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """Outputs [T, H, d] of whole sequences of these lengths; see `model.delta.mix`."""
+    config = weights.config
+    chunks = Chunks.of(lengths, x_TC.device)
+    heads: Tensor = _Convolution.apply(x_TC, weights, chunks)  # type: ignore[no-untyped-call]
+    shape = (chunks.num_chunks, CHUNK)
+    cut = heads.view(len(heads), *shape, config.key_size)
+    q, k, v = cut.split([config.key_heads, config.key_heads, config.value_heads])
+    g, beta = (_placed(t, chunks).view(-1, *shape) for t in (g_TH, beta_TH))
+    out_HPd = _rule(q, k, v, g, beta, chunks.bounds_Q).flatten(1, 2)
+    out_THd: Tensor = out_HPd.index_select(1, chunks.place_T).transpose(0, 1)
+    return out_THd
+
+
+def _placed(values_TH: Tensor, chunks: Chunks) -> Tensor:
+    """[H, P]: a value where its token is, 0 where there is none."""
+    there_P = chunks.token_P >= 0
+    values_PH = values_TH.index_select(0, chunks.token_P.clamp(min=0)) * there_P[:, None]
+    return values_PH.t().contiguous()
+
+
+def _rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds_Q: Tensor) -> Tensor:
+    """q, k [K, N, c, d], v [H, N, c, d], g and beta [H, N, c]; see `model.delta.chunks`."""
+    share = len(v) // len(k)
+    total = g.double().cumsum(-1)
+    apart = (total[..., :, None] - total[..., None, :]).float()
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    decay = apart.masked_fill(~seen, -torch.inf).exp()
+    from_start = total.float().exp()
+    to_end = (total[..., -1:] - total).float().exp()
+    flipped = k.transpose(-1, -2)
+    like_each = (k @ flipped).repeat_interleave(share, dim=0)
+    system = (like_each * decay * beta[..., None]).tril(-1)
+    inverse: Tensor = _Inverse.apply(system)  # type: ignore[no-untyped-call]
+    k_H = k.repeat_interleave(share, dim=0)
+    scaled = inverse * beta[..., None, :]
+    new, old = scaled @ v, (scaled * from_start[..., None, :]) @ k_H
+    change, states = _Walk.apply(  # type: ignore[no-untyped-call]
+        new, old, k_H * to_end[..., None], from_start[..., -1], bounds_Q
+    )
+    inside = (q @ flipped).repeat_interleave(share, dim=0) * decay
+    q_H = q.repeat_interleave(share, dim=0) * from_start[..., None]
+    out: Tensor = q_H @ states + inside @ change
+    return out
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """fp32 products with rounded factors (tf32): the inputs were bf16 a moment ago."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

@@ -1,0 +1,179 @@
+"""The decoder for CUDA computes what the plain one does, mixtures, sinks and delta layers included.
+
+Off CUDA, Triton's interpreter runs its kernels on the CPU in fp32, and the library's attention
+backward, which exists on CUDA alone, is replaced by autograd.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from table import FAMILIES, HYBRIDS, VOCAB
+from test_arithmetic import noisy_adapter, packed, sequences_of
+
+if sys.platform != "linux":
+    pytest.skip("triton has no build for this system", allow_module_level=True)
+
+from tinkex.engine.cuda import delta as cuda_delta
+from tinkex.engine.cuda import delta_rule
+from tinkex.engine.cuda.families import FamilyDecoder
+from tinkex.engine.cuda.flash import PackedFlash
+from tinkex.engine.lora.adapter import LoraBatch, Span
+from tinkex.engine.lora.operand import Team
+from tinkex.engine.model import delta
+from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.model.base_model import resolve
+from tinkex.engine.model.mixture import Routing
+from tinkex.engine.model.shape import DeltaConfig
+from tinkex.engine.model.weights import open_weights
+
+ON_CUDA = torch.cuda.is_available()
+
+
+def by_autograd(self, layer_index, dout, q, k, v, out, lse):
+    """What the library's backward computes, from the sinks that the forward was given."""
+    bounds = [0]
+    for length in self._lengths:
+        bounds.append(bounds[-1] + length)
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        attend = PackedCausal(bounds, self._config.windows)
+        again = attend(layer_index, *leaves, self.sinks.get(layer_index))
+    torch.testing.assert_close(again.detach(), out, rtol=1e-4, atol=1e-5)
+    return torch.autograd.grad(again, leaves, dout)
+
+
+def gradient(self, a, b):
+    """torch.mm with fp32 sums of bf16 numbers exists on CUDA alone."""
+    if self.stops_G is None:
+        return (a.t() @ b)[None]
+    return torch._grouped_mm(a.t(), b, offs=self.stops_G)
+
+
+@pytest.fixture
+def cuda_decoder(monkeypatch):
+    """`cuda_decoder(model)`: the decoder for CUDA, wherever this runs."""
+    if not ON_CUDA:
+        monkeypatch.setattr(delta_rule, "CHUNK", 16)
+        forward = PackedFlash.forward
+
+        def remember(self, layer_index, q, k, v, sinks_H=None):
+            self.sinks[layer_index] = sinks_H
+            return forward(self, layer_index, q, k, v, sinks_H)
+
+        monkeypatch.setattr(PackedFlash, "sinks", {}, raising=False)
+        monkeypatch.setattr(PackedFlash, "forward", remember)
+        monkeypatch.setattr(PackedFlash, "backward", by_autograd)
+        monkeypatch.setattr(Team, "gradient", gradient)
+    device = "cuda" if ON_CUDA else "cpu"
+    dtype = torch.float32
+
+    def load(model):
+        source = resolve(str(model.folder))
+        config = source.config()
+        return FamilyDecoder(config, open_weights(source), device=device, dtype=dtype)
+
+    return load
+
+
+@pytest.mark.parametrize(("family", "rank"), [*((f, 8) for f in FAMILIES), ("qwen3_moe", 3)])
+def test_a_training_pass_gives_the_plain_decoders_numbers(family_model, cuda_decoder, family, rank):
+    model = family_model(family)
+    ours, plain = cuda_decoder(model), model.decoder()
+    adapters = [noisy_adapter(plain, seed, rank=rank) for seed in range(2)]
+    texts = sequences_of([7, 5, 12])
+    lora = LoraBatch([Span(0, 12, adapters[0]), Span(12, 24, adapters[1])])
+    slope = torch.randn(24, plain.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    positions = torch.cat([torch.arange(len(t)) for t in texts])
+    answers = []
+    for decoder in (plain, ours):
+        for adapter in adapters:
+            adapter.drop_grad()
+            adapter.start_grad()
+        routing = Routing()
+        attend = PackedCausal([0, 7, 12, 24], decoder.config.windows)
+        hidden = decoder.forward(torch.cat(texts), positions, attend, lora, routing=routing)
+        hidden.backward(slope)
+        answers.append((hidden.detach(), [a.grad.clone() for a in adapters], routing))
+    (h1, g1, r1), (h2, g2, r2) = answers
+    assert {k: v.tolist() for k, v in r1.chosen.items()} == {
+        k: v.tolist() for k, v in r2.chosen.items()
+    }
+    assert float((h1 - h2).norm() / h1.norm()) < 1e-4
+    for one, other in zip(g1, g2, strict=True):
+        assert float((one - other).norm() / one.norm()) < 1e-3
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_step_on_the_card_is_the_rule(family_model, family):
+    decoder = family_model(family).decoder()
+    weights, eps = decoder.layers[0].delta, decoder.config.norm_eps
+    config = weights.config
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    fused = noise(3, config.channels + config.values + 2 * config.value_heads)
+    conv = noise(6, config.conv_width - 1, config.channels)
+    heads = noise(6, config.value_heads, config.key_size, config.value_size)
+    slots = torch.tensor([4, 0, 5])
+    expected = []
+
+    class Once:
+        """The plain way, one token from the same states."""
+
+        def recur(self, index, weights, x, g, beta):
+            before = delta.DeltaState(conv[slots], heads[slots])
+            out, after = delta.mix(weights, x[:, None], g[:, None], beta[:, None], before)
+            expected.append(after)
+            return out[:, 0]
+
+        def __call__(self, *args):
+            raise AssertionError
+
+    truth = decoder._delta(0, weights, fused, Once())
+    ours = cuda_delta.step(weights, fused, conv, heads, slots, eps)
+    torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(conv[slots], expected[0].conv_BwC)
+    torch.testing.assert_close(heads[slots], expected[0].heads_BHkv, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_without_autograd_are_the_plain_decoders(family_model, cuda_decoder):
+    for family in ("olmoe", "qwen3_5_moe", "gpt_oss"):
+        model = family_model(family)
+        texts = sequences_of([4, 9])
+        with torch.no_grad():
+            ours, truth = packed(cuda_decoder(model), texts), packed(model.decoder(), texts)
+        assert ours.shape == (13, VOCAB)
+        assert float((ours - truth).norm() / truth.norm()) < 1e-4, family
+
+
+def test_chunks_on_the_card_are_the_rule_forward_and_backward():
+    """Several lengths; decays from almost none to almost all."""
+    rng = torch.Generator().manual_seed(0)
+    config = DeltaConfig(key_heads=1, value_heads=2, key_size=16, value_size=16)
+    lengths = [3, 70, 130]
+    num = sum(lengths)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=rng)
+
+    weights = delta.DeltaWeights(config, noise(config.channels, 4), noise(2), noise(2), noise(16))
+    x = noise(num, config.channels).requires_grad_()
+    g = (-noise(num, 2).abs() * 10.0 ** noise(2)).requires_grad_()
+    beta = noise(num, 2).sigmoid().requires_grad_()
+    slope = noise(num, 2, 16)
+    bounds = [0]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    truth = PackedCausal(bounds).recur(0, weights, x, g, beta)
+    ours = delta_rule.mix_packed(weights, x, g, beta, lengths)
+    torch.testing.assert_close(ours, truth, rtol=1e-3, atol=1e-4)
+    expected = torch.autograd.grad(truth, (x, g, beta), slope)
+    for mine, reference in zip(
+        torch.autograd.grad(ours, (x, g, beta), slope), expected, strict=True
+    ):
+        assert float((mine - reference).norm() / reference.norm()) < 1e-3
