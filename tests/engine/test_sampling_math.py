@@ -24,6 +24,7 @@ SETTINGS = {
     "hot": DrawSettings(temperature=1.7, top_k=-1, top_p=1.0),
     "top_k": DrawSettings(temperature=1.0, top_k=7, top_p=1.0),
     "top_p": DrawSettings(temperature=1.0, top_k=-1, top_p=0.8),
+    "min_p": DrawSettings(min_p=0.05),
     "all": DrawSettings(temperature=0.8, top_k=20, top_p=0.7),
 }
 
@@ -112,6 +113,21 @@ def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
     for part in u.split(400):
         seen |= set(draw(flat.repeat(400, 1), settings, part)[0].tolist())
     assert 1500 < len(seen) <= 1801
+
+
+def test_min_p_sorts_everything_when_more_than_few_candidates_are_likely_enough():
+    flat = torch.randn(400, 2000, generator=torch.Generator().manual_seed(1)) * 0.1
+    u = numbers(sample_key(11, i) for i in range(400))
+    for min_p in (0.5, 0.9):
+        tokens, logprobs = draw(
+            flat.clone(), Settings.of([DrawSettings(min_p=min_p)] * 400, 2000), u
+        )
+        likely = flat.log_softmax(1).exp()
+        kept = likely >= min_p * likely.amax(1, keepdim=True)
+        expected = (likely * kept / (likely * kept).sum(1, keepdim=True)).log()
+        picked = expected.gather(1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, picked, rtol=0, atol=2e-5)
+        assert kept.sum(1).max() > 512 or min_p == 0.9
 
 
 def test_top_sampled_lists_the_distribution_and_leaves_filtered_cells_empty():

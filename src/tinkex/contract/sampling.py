@@ -41,6 +41,12 @@ TopP: TypeAlias = Annotated[
     "Only the likeliest tokens that together hold this much of what top_k leaves are drawn. "
     "1: off.",
 ]
+MinP: TypeAlias = Annotated[
+    float,
+    Between(0, 1),
+    "Of what top_k and top_p leave, only tokens at least this many times as likely as the "
+    "likeliest are drawn. None or 0: off.",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,7 @@ class DrawSettings:
     temperature: Temperature = 1.0
     top_k: TopK = -1
     top_p: TopP = 1.0
+    min_p: MinP | None = None
 
 
 _SDK_NAMES = ("max_tokens", "seed", "temperature", "top_k", "top_p")

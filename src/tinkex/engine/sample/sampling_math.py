@@ -5,10 +5,10 @@ settings: one picks a group of 4,096 cells by its share of the weight, one 64 of
 cell. A single number for all cells would make a token depend on the sum of all weights before it,
 and rounding that moves this sum by a millionth would change tokens that are rarer than that.
 Weights are whole numbers (the likeliest token's is 2^40), so their sums are exact in whatever order
-a device adds. Temperature comes first, then top_k, then top_p on what is left. The reported logprob
-is that of the distribution sampled from; a greedy row, whose distribution is a single point,
-reports its logprob at temperature 1. So at temperature 1 without filters it is what the trainer
-computes, by the same function (`softmax.log_total`).
+a device adds. Temperature comes first, then top_k, then top_p on what is left, then min_p. The
+reported logprob is that of the distribution sampled from; a greedy row, whose distribution is a
+single point, reports its logprob at temperature 1. So at temperature 1 without filters it is what
+the trainer computes, by the same function (`softmax.log_total`).
 
 Knows tensors only. Nothing here waits for the device except `nucleus` on a CPU, where that is free.
 
@@ -17,6 +17,7 @@ Shapes: N rows, V vocabulary, K candidates, X some cells.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ class Settings:
     top_k_N: Tensor
     """Vocabulary size where off."""
     top_p_N: Tensor
+    log_min_p_N: Tensor
+    """-inf where off. The scaled logit of a row's likeliest token is 0."""
     any_greedy: bool
     any_scaled: bool
     max_top_k: int
@@ -65,18 +68,24 @@ class Settings:
         inverse = [1.0 if t == 0 else min(1.0 / t, 1e30) for t in (r.temperature for r in rows)]
         top_k = [min(r.top_k, vocab_size) if r.top_k > 0 else vocab_size for r in rows]
         active = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
-        filtered = any(top_k[i] < vocab_size or rows[i].top_p < 1 for i in active)
+        filtered = any(top_k[i] < vocab_size or rows[i].top_p < 1 or rows[i].min_p for i in active)
         widest = max((top_k[i] for i in active), default=0)
         return cls(
             greedy_N=send(greedy, device),
             inverse_temperature_N1=send(inverse, device)[:, None],
             top_k_N=send(top_k, device),
             top_p_N=send([row.top_p for row in rows], device),
+            log_min_p_N=send([math.log(r.min_p) if r.min_p else -math.inf for r in rows], device),
             any_greedy=any(greedy),
             any_scaled=any(x != 1.0 for x in inverse),
             max_top_k=widest if widest < vocab_size else 0,
             any_filter=filtered,
         )
+
+    def is_plain_N(self, vocab_size: int) -> Tensor:
+        """Rows without a filter; a greedy row has none."""
+        off_N = (self.top_k_N == vocab_size) & (self.top_p_N >= 1)
+        return off_N & (self.log_min_p_N == -math.inf) | self.greedy_N
 
 
 def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +100,7 @@ def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Ten
     logprobs_N = (scaled_NV.gather(1, tokens_N[:, None]) - log_total_N1)[:, 0]
     if settings.any_filter:
         kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N3)
-        plain_N = (settings.top_k_N == logits_NV.shape[1]) & (settings.top_p_N >= 1)
-        plain_N |= settings.greedy_N
+        plain_N = settings.is_plain_N(logits_NV.shape[1])
         tokens_N = torch.where(plain_N, tokens_N, kept_N)
         logprobs_N = torch.where(plain_N, logprobs_N, kept_logprobs_N)
     return tokens_N, logprobs_N
@@ -144,23 +152,23 @@ def _choose(weights_NX: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def filtered(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """(ids [N, K], scaled logits [N, K]) of what top_k and top_p leave, best first; -inf is out."""
+    """(ids [N, K], scaled logits [N, K]) of what the filters leave, best first; -inf is out."""
     num_candidates = settings.max_top_k or scaled_NV.shape[1]
     few = min(_FEW, num_candidates)
     if scaled_NV.device.type == "cpu" and few < num_candidates and not settings.max_top_k:
         # Usually few tokens hold top_p of the mass; sorting all is the exception.
         values_NK, ids_NK = scaled_NV.topk(few, dim=1)
         mass_N = (values_NK.exp().sum(1) / scaled_NV.exp().sum(1)) - 1e-4
-        off_N = (settings.top_p_N >= 1) & (settings.top_k_N == scaled_NV.shape[1])
-        enough_N = (mass_N >= settings.top_p_N) | (settings.top_k_N <= few) | off_N
-        if bool((enough_N | settings.greedy_N).all()):
+        enough_N = (mass_N >= settings.top_p_N) | (settings.top_k_N <= few)
+        enough_N |= values_NK[:, -1] < settings.log_min_p_N
+        if bool((enough_N | settings.is_plain_N(scaled_NV.shape[1])).all()):
             return ids_NK, _cut(values_NK, settings, scaled_NV)
     values_NK, ids_NK = scaled_NV.topk(num_candidates, dim=1)
     return ids_NK, _cut(values_NK, settings, scaled_NV)
 
 
 def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
-    """Sorted candidates, -inf from where top_k or top_p ends."""
+    """Sorted candidates, -inf from where a filter ends."""
     num_candidates, vocab_size = values_NK.shape[1], scaled_NV.shape[1]
     rank_K = torch.arange(num_candidates, device=values_NK.device)
     kept_NK = values_NK.masked_fill(rank_K >= settings.top_k_N[:, None], float("-inf"))
@@ -173,11 +181,12 @@ def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
     before_NK = weights_NK.cumsum(1) - weights_NK
     out_NK = before_NK >= (settings.top_p_N.double() * whole_N.double())[:, None]
     out_NK &= (rank_K > 0) & (settings.top_p_N < 1)[:, None]
+    out_NK |= values_NK < settings.log_min_p_N[:, None]
     return kept_NK.masked_fill(out_NK, float("-inf"))
 
 
 def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the candidates that top_k and top_p leave."""
+    """Draw from the candidates that the filters leave."""
     ids_NK, values_NK = filtered(scaled_NV, settings)
     place_N, log_total_N = _pick(values_NK, uniform_N3)
     place_N1 = place_N[:, None]
@@ -201,8 +210,7 @@ def top_sampled(scaled_NV: Tensor, settings: Settings, k: int) -> tuple[Tensor, 
         kept_ids, kept = filtered(scaled_NV, settings)
         kept = kept - _log(_weights(kept).sum(1))[:, None]
         width = min(ids_NK.shape[1], kept.shape[1])
-        plain_N = (settings.top_k_N == scaled_NV.shape[1]) & (settings.top_p_N >= 1)
-        use_N1 = ~(plain_N | settings.greedy_N)[:, None]
+        use_N1 = ~settings.is_plain_N(scaled_NV.shape[1])[:, None]
         filled = torch.full_like(logprobs_NK, float("-inf"))
         filled[:, :width] = kept[:, :width]
         filled_ids = torch.zeros_like(ids_NK)

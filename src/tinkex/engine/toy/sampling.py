@@ -1,7 +1,7 @@
 """How the toy engine draws tokens and scores prompts.
 
-The dense functions are the plain statement of what temperature, top_k and top_p mean here; the
-tests of the real sampler use them as oracle. Knows rows of logits, not threads or checkpoints.
+The dense functions are the plain statement of what the draw settings mean; the tests of the real
+sampler use them as oracle. Knows rows of logits, not threads or checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def log_softmax(logits_V: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _filtered(row: Row, job: DrawSettings) -> NDArray[np.float64]:
-    """Logprobs of the distribution sampled from: temperature, then top_k, then top_p."""
+    """Logprobs of the distribution sampled from: temperature, then top_k, top_p and min_p."""
     logits_V = row.dense() / max(job.temperature, 1e-30)
     order_V = np.argsort(-logits_V, kind="stable")
     if job.top_k > 0:
@@ -33,6 +33,8 @@ def _filtered(row: Row, job: DrawSettings) -> NDArray[np.float64]:
     if job.top_p < 1:
         probs_V = np.exp(log_softmax(logits_V))[order_V]
         logits_V[order_V[np.cumsum(probs_V) - probs_V >= job.top_p]] = -np.inf
+    if job.min_p:
+        logits_V[logits_V < logits_V.max() + np.log(job.min_p)] = -np.inf
     return log_softmax(logits_V)
 
 
@@ -43,7 +45,7 @@ def draw(row: Row, job: DrawSettings, u: float) -> tuple[int, float, NDArray[np.
         if row.logits[token] < 0:  # All seen tokens were trained below the unseen ones.
             token = int(row.dense().argmax())
         return token, row.logprob(token), None
-    if job.top_k > 0 or job.top_p < 1 or job.temperature != 1:
+    if job.top_k > 0 or job.top_p < 1 or job.min_p or job.temperature != 1:
         logprobs_V = _filtered(row, job)
         token = min(
             int(np.searchsorted(np.cumsum(np.exp(logprobs_V)), u, side="right")),

@@ -30,6 +30,7 @@ class SamplingParams(Request):
     temperature: sampling.Temperature = _DRAW.temperature
     top_k: sampling.TopK = _DRAW.top_k
     top_p: sampling.TopP = _DRAW.top_p
+    min_p: sampling.MinP | None = _DRAW.min_p
 
 
 class SampleRequest(Request):
