@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tinkex import types
+from tinkex.contract.bounds import TokenNumbers
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
@@ -199,6 +200,10 @@ def _of(annotation: Any, old: bool) -> st.SearchStrategy[Any]:
 def _constrained(arguments: tuple[Any, ...], old: bool) -> st.SearchStrategy[Any]:
     limits = {k: v for item in arguments[1:] for k, v in limits_of(item).items()}
     inner = arguments[0]
+    if isinstance(arguments[1], TokenNumbers):
+        between = arguments[1].between
+        numbers = st.floats(between.at_least, between.at_most)
+        return st.dictionaries(st.integers(0, 2**31 - 1), numbers, max_size=3)
     if inner is int:
         return st.integers(limits.get("ge", -(2**63)), limits.get("le", 2**63 - 1))
     if inner is float and limits:

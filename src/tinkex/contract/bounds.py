@@ -1,4 +1,4 @@
-"""Which numbers are allowed.
+"""Which numbers are allowed, alone and by token.
 
 A bound stands beside the type of a field, `num_samples: Annotated[int, Between(1, 4096)] = 1`, in
 a plain dataclass as in a pydantic model: pydantic asks `__get_pydantic_core_schema__`, refuses by
@@ -7,7 +7,7 @@ it and prints it into JSON schemas. Knows no names and no messages; see `setting
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -82,3 +82,52 @@ _PYDANTIC = {"at_least": "ge", "above": "gt", "at_most": "le", "below": "lt"}
 
 def _is_number(limit: Any) -> bool:
     return isinstance(limit, int | float)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """A number for each of some token ids. In JSON the ids are text, as all keys are."""
+
+    between: Between
+    at_most: int
+    """Most ids."""
+
+    def read(self, value: Any) -> dict[int, float]:
+        """The numbers by id.
+
+        Raises:
+            ValueError: Says what they must be.
+        """
+        if not isinstance(value, Mapping) or len(value) > self.at_most:
+            raise ValueError(f"must be {self}")
+        return {self._id(key): self._number(number) for key, number in value.items()}
+
+    def _id(self, key: Any) -> int:
+        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10:
+            key = int(key) if str(int(key)) == key else None
+        if isinstance(key, bool) or not isinstance(key, int) or not 0 <= key < 2**31:
+            raise ValueError(f"must be {self}; {str(key)[:80]!r} is no token id")
+        return key
+
+    def _number(self, number: Any) -> float:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not self.between.holds(number) or number != number:
+            raise ValueError(f"must be {self}; got {str(number)[:80]}")
+        return float(number)
+
+    def __str__(self) -> str:
+        return f"numbers {self.between} by token id, for at most {self.at_most} ids"
+
+    def schema(self) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", **self.between.schema()},
+            "maxProperties": self.at_most,
+        }
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return {"type": "function-plain", "function": {"type": "no-info", "function": self.read}}
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> Any:
+        return self.schema()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
-from tinkex.contract.bounds import Between
+from tinkex.contract.bounds import Between, TokenNumbers
 from tinkex.contract.settings import check, read_all, settings_of, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -118,6 +118,17 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def check_sample(job: Any) -> None:
     """Refuse a job, which is both `DrawSettings` and `SampleOptions`, out of these ranges."""
     check(job, of="a sample")
+
+
+def check_vocabulary(draw: DrawSettings, vocab_size: int, path: str = "") -> None:
+    """Refuse settings for tokens that the model does not have."""
+    for setting in settings_of(DrawSettings):
+        if isinstance(setting.rule, TokenNumbers) and (given := getattr(draw, setting.name)):
+            if (last := max(given)) >= vocab_size:
+                raise InvalidInputError(
+                    f"token {last} is outside the vocabulary 0..{vocab_size - 1}",
+                    path=f"{path}.{setting.name}" if path else setting.name,
+                )
 
 
 def check_honoured(params: Any, honoured: Iterable[str]) -> None:

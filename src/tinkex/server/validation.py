@@ -14,7 +14,7 @@ from typing import Any
 
 from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss, read_settings
 from tinkex.contract.optimizers import OptimizerParams, find_optimizer, read_params
-from tinkex.contract.sampling import DrawSettings, SampleOptions, read_stop
+from tinkex.contract.sampling import DrawSettings, SampleOptions, check_vocabulary, read_stop
 from tinkex.engine.arrays import form_of
 from tinkex.engine.jobs import Array, CsrArray, CustomLoss, ModelInfo, SampleJob, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError
@@ -155,6 +155,8 @@ def sample_job(
         **{name: getattr(params, name) for name in _DRAW},
         **{name: getattr(asked, name) or default for name, default in _OPTIONS.items()},
     )
+    if info is not None:
+        check_vocabulary(job, info.vocab_size, "sampling_params")
     _check_last_n(job)
     _check_room(job, info)
     if asked.record_stability_info:

@@ -117,7 +117,7 @@ def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> 
     body: dict[str, Any] = {
         "num_samples": fields.num_samples,
         "prompt": fields.prompt.to_dict(),
-        "sampling_params": {name: value for name, value in chosen.items() if value is not None},
+        "sampling_params": {name: _plain(v) for name, v in chosen.items() if v is not None},
         "sampling_session_id": sampling_session_id,
         "seq_id": seq_id,
         "prompt_logprobs": fields.prompt_logprobs,
@@ -132,6 +132,11 @@ def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> 
     body["record_stability_info"] = fields.stability
     body["type"] = "sample"
     return orjson.dumps(body)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: its keys are text."""
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def target_tensor(value: Any) -> types.TensorData | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinkex.contract.sampling import check_sample
+from tinkex.contract.sampling import check_sample, check_vocabulary
 from tinkex.engine import jobs
 from tinkex.errors import InvalidInputError
 
@@ -28,3 +28,4 @@ def check_sample_job(job: jobs.SampleJob, vocab_size: int) -> None:
             path=f"prompt[{at}]",
         )
     check_sample(job)
+    check_vocabulary(job, vocab_size)
