@@ -14,8 +14,8 @@ from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import NotSupportedError
 from tinkex.server.routes.service import CLIENT_CONFIG
 
-GIVEN: dict[str, Any] = {"min_p": 0.1}
-ON_THE_WIRE: dict[str, Any] = {"min_p": 0.1}
+GIVEN: dict[str, Any] = {"min_p": 0.1, "logit_bias": {7: -100, 3: 1.5}}
+ON_THE_WIRE: dict[str, Any] = {"min_p": 0.1, "logit_bias": {"7": -100.0, "3": 1.5}}
 
 
 def fields(**params: Any) -> SampleFields:

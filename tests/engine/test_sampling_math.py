@@ -25,6 +25,8 @@ SETTINGS = {
     "top_k": DrawSettings(temperature=1.0, top_k=7, top_p=1.0),
     "top_p": DrawSettings(temperature=1.0, top_k=-1, top_p=0.8),
     "min_p": DrawSettings(min_p=0.05),
+    "logit_bias": DrawSettings(logit_bias={3: 4.0, 7: -100.0, 299: 1.5}),
+    "biased nucleus": DrawSettings(top_p=0.8, min_p=0.02, logit_bias={3: 4.0, 0: 2.0}),
     "all": DrawSettings(temperature=0.8, top_k=20, top_p=0.7),
 }
 
@@ -91,6 +93,16 @@ def test_greedy_takes_the_best_and_reports_temperature_one():
     assert tokens.tolist() == [int(logits().argmax())] * 2
     expected_lp = logprobs_of(logits()[None], torch.tensor(tokens[:1])[:, None])[:, 0]
     assert logprobs[0] == pytest.approx(expected_lp.item(), abs=1e-6)
+
+
+def test_greedy_takes_the_best_after_the_bias_and_reports_its_logprob():
+    rows = [DrawSettings(temperature=0.0, logit_bias={5: 50.0}), DrawSettings(temperature=0.0)]
+    tokens, logprobs = draw(logits().repeat(2, 1), Settings.of(rows, VOCAB), numbers([1, 2]))
+    assert tokens.tolist() == [5, int(logits().argmax())]
+    biased = logits().clone()
+    biased[5] += 50
+    assert float(logprobs[0]) == pytest.approx(float(biased.log_softmax(0)[5]), abs=1e-6)
+    assert float(logprobs[1]) == pytest.approx(float(logits().log_softmax(0).max()), abs=1e-6)
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53, 0.5])

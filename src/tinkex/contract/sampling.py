@@ -47,6 +47,11 @@ MinP: TypeAlias = Annotated[
     "Of what top_k and top_p leave, only tokens at least this many times as likely as the "
     "likeliest are drawn. None or 0: off.",
 ]
+LogitBias: TypeAlias = Annotated[
+    dict[int, float],
+    TokenNumbers(Between(-100, 100), at_most=1024),
+    "Added to the logits of these tokens before anything else. None or empty: off.",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,7 @@ class DrawSettings:
     top_k: TopK = -1
     top_p: TopP = 1.0
     min_p: MinP | None = None
+    logit_bias: LogitBias | None = None
 
 
 _SDK_NAMES = ("max_tokens", "seed", "temperature", "top_k", "top_p")

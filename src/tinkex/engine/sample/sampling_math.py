@@ -5,10 +5,10 @@ settings: one picks a group of 4,096 cells by its share of the weight, one 64 of
 cell. A single number for all cells would make a token depend on the sum of all weights before it,
 and rounding that moves this sum by a millionth would change tokens that are rarer than that.
 Weights are whole numbers (the likeliest token's is 2^40), so their sums are exact in whatever order
-a device adds. Temperature comes first, then top_k, then top_p on what is left, then min_p. The
+a device adds. The bias comes first, then temperature, top_k, top_p on what is left, and min_p. The
 reported logprob is that of the distribution sampled from; a greedy row, whose distribution is a
-single point, reports its logprob at temperature 1. So at temperature 1 without filters it is what
-the trainer computes, by the same function (`softmax.log_total`).
+single point, reports its logprob at temperature 1, bias included. So at temperature 1 without
+filters and bias it is what the trainer computes, by the same function (`softmax.log_total`).
 
 Knows tensors only. Nothing here waits for the device except `nucleus` on a CPU, where that is free.
 
@@ -49,6 +49,8 @@ class Settings:
     top_p_N: Tensor
     log_min_p_N: Tensor
     """-inf where off. The scaled logit of a row's likeliest token is 0."""
+    bias: tuple[Tensor, Tensor, Tensor] | None
+    """Rows, token ids and what is added to their logits; None where no row has a bias."""
     any_greedy: bool
     any_scaled: bool
     max_top_k: int
@@ -76,6 +78,7 @@ class Settings:
             top_k_N=send(top_k, device),
             top_p_N=send([row.top_p for row in rows], device),
             log_min_p_N=send([math.log(r.min_p) if r.min_p else -math.inf for r in rows], device),
+            bias=_bias(rows, device),
             any_greedy=any(greedy),
             any_scaled=any(x != 1.0 for x in inverse),
             max_top_k=widest if widest < vocab_size else 0,
@@ -88,8 +91,23 @@ class Settings:
         return off_N & (self.log_min_p_N == -math.inf) | self.greedy_N
 
 
+def _bias(
+    rows: Sequence[DrawSettings], device: torch.device | str
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    cells = [
+        (row, *cell) for row, draw in enumerate(rows) for cell in (draw.logit_bias or {}).items()
+    ]
+    if not cells:
+        return None
+    at, ids, added = zip(*cells, strict=True)
+    return send(at, device), send(ids, device), send(added, device)
+
+
 def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens [N], logprobs [N]). Overwrites `logits_NV`."""
+    if settings.bias is not None:
+        rows_X, ids_X, added_X = settings.bias
+        logits_NV[rows_X, ids_X] += added_X
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
     scaled_NV = _scaled(logits_NV, settings)
     tokens_N = _pick(scaled_NV, uniform_N3)[0]

@@ -25,8 +25,8 @@ def log_softmax(logits_V: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _filtered(row: Row, job: DrawSettings) -> NDArray[np.float64]:
-    """Logprobs of the distribution sampled from: temperature, then top_k, top_p and min_p."""
-    logits_V = row.dense() / max(job.temperature, 1e-30)
+    """Logprobs of the distribution sampled from: bias, temperature, top_k, top_p and min_p."""
+    logits_V = _biased(row, job) / max(job.temperature, 1e-30)
     order_V = np.argsort(-logits_V, kind="stable")
     if job.top_k > 0:
         logits_V[order_V[job.top_k :]] = -np.inf
@@ -38,14 +38,25 @@ def _filtered(row: Row, job: DrawSettings) -> NDArray[np.float64]:
     return log_softmax(logits_V)
 
 
+def _biased(row: Row, job: DrawSettings) -> NDArray[np.float64]:
+    logits_V = row.dense()
+    for token, added in (job.logit_bias or {}).items():
+        logits_V[token] += added
+    return logits_V
+
+
 def draw(row: Row, job: DrawSettings, u: float) -> tuple[int, float, NDArray[np.float64] | None]:
     """One token, its logprob, and the distribution where it was made. Greedy reports T = 1."""
+    if job.temperature == 0 and job.logit_bias:
+        logprobs_V = log_softmax(_biased(row, job))
+        token = int(logprobs_V.argmax())
+        return token, float(logprobs_V[token]), logprobs_V
     if job.temperature == 0:
         token = max(row.logits, key=lambda v: (row.logits[v], -v))
         if row.logits[token] < 0:  # All seen tokens were trained below the unseen ones.
             token = int(row.dense().argmax())
         return token, row.logprob(token), None
-    if job.top_k > 0 or job.top_p < 1 or job.min_p or job.temperature != 1:
+    if job.top_k > 0 or job.top_p < 1 or job.min_p or job.logit_bias or job.temperature != 1:
         logprobs_V = _filtered(row, job)
         token = min(
             int(np.searchsorted(np.cumsum(np.exp(logprobs_V)), u, side="right")),

@@ -31,6 +31,7 @@ class SamplingParams(Request):
     top_k: sampling.TopK = _DRAW.top_k
     top_p: sampling.TopP = _DRAW.top_p
     min_p: sampling.MinP | None = _DRAW.min_p
+    logit_bias: sampling.LogitBias | None = _DRAW.logit_bias
 
 
 class SampleRequest(Request):
