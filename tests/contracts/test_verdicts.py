@@ -1,0 +1,185 @@
+"""What an engine would refuse is refused at the door, and nothing else: one table for all.
+
+The same random settings go to the server's checks, to the real engine and to the toy; all three
+take them or all three refuse them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tinkex.contract.losses import LOSSES
+from tinkex.contract.optimizers import OPTIMIZERS, check_params
+from tinkex.contract.sampling import DrawSettings, SampleOptions
+from tinkex.contract.settings import Setting, settings_of
+from tinkex.engine.jobs import LoraSpec, ModelInfo, SampleJob, TrainDatum, TrainJob
+from tinkex.engine.sample.checks import check_sample_job
+from tinkex.engine.toy.data import prepare
+from tinkex.engine.toy.engine import ToyConfig, ToyEngine
+from tinkex.engine.toy.losses import loss_and_slopes
+from tinkex.engine.toy.model import ToyAdapter
+from tinkex.engine.train.optim import OptimizerState, apply_step
+from tinkex.engine.train.tasks import check_job
+from tinkex.errors import InvalidInputError
+from tinkex.server import validation
+from tinkex.server.decode import TrainRequest
+
+many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+EDGES = st.sampled_from(
+    [-1, -1e-9, 0, 0.0, 5e-324, 0.5, 1, 1.0, 1 + 1e-9, 2, 1e3, 1e6, 1e7, 10**400]
+)
+ODD = st.sampled_from([float("nan"), float("inf"), -float("inf"), True, "1", "", [], {}, 2**70])
+VALUES = EDGES | ODD | st.floats() | st.integers(-3, 5)
+
+
+def some_of(known: tuple[Setting, ...], values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    names = st.sampled_from([setting.name for setting in known] + ["unheard_of"])
+    return st.dictionaries(names, values, max_size=3)
+
+
+def refuses(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except InvalidInputError:
+        return True
+    return False
+
+
+# ------------------------------------------------------------------------------------ losses
+
+
+def datum(loss_fn: str) -> TrainDatum:
+    inputs: dict[str, Any] = {each.name: np.full(3, -0.5) for each in LOSSES[loss_fn].needs}
+    return TrainDatum(
+        tokens=np.array([1, 2, 3]), inputs={"target_tokens": np.array([2, 3, 4]), **inputs}
+    )
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+@many
+@given(data=st.data())
+def test_settings_of_a_loss(loss_fn: str, data: st.DataObject):
+    config = data.draw(some_of(LOSSES[loss_fn].settings, VALUES))
+    batch = (datum(loss_fn),)
+    asked = TrainRequest(data=batch, loss_fn=loss_fn, loss_fn_config=config)
+    job = TrainJob(
+        job_id="", adapter_id="", data=batch, loss_fn=loss_fn, loss_fn_config=config, backward=True
+    )
+
+    def toy() -> None:
+        _, inputs = prepare(job, 0, 50, 64)
+        with np.errstate(all="ignore"):
+            loss_and_slopes(loss_fn, np.full(3, -0.7), inputs, config)
+
+    door = refuses(lambda: validation.check_train(asked, None))
+    assert refuses(lambda: check_job(job, vocab_size=50, max_length=64)) == door
+    assert refuses(toy) == door
+
+
+SHAPES = st.sampled_from([(3,), (3, 1), (3, 2), (2,), (), (3, 1, 1)])
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+@many
+@given(data=st.data())
+def test_inputs_of_a_loss(loss_fn: str, data: st.DataObject):
+    names = [each.name for each in LOSSES[loss_fn].inputs] + ["unheard_of"]
+    chosen = data.draw(st.lists(st.sampled_from(names), unique=True))
+    shape = data.draw(SHAPES)
+    inputs: dict[str, Any] = {
+        name: np.ones(data.draw(st.just(shape) | SHAPES), np.float32) for name in chosen
+    }
+    whole = data.draw(st.sampled_from([np.int64, np.float32]))
+    inputs["target_tokens"] = np.ones(shape, whole)
+    batch = (TrainDatum(tokens=np.array([1, 2, 3]), inputs=inputs),)
+    asked = TrainRequest(data=batch, loss_fn=loss_fn, loss_fn_config={})
+    job = TrainJob(job_id="", adapter_id="", data=batch, loss_fn=loss_fn)
+    door = refuses(lambda: validation.check_train(asked, None))
+    assert refuses(lambda: check_job(job, vocab_size=50, max_length=64)) == door
+    assert refuses(lambda: prepare(job, 0, 50, 64)) == door
+
+
+# -------------------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@many
+@given(data=st.data())
+def test_parameters_of_an_optimizer(optimizer: str, data: st.DataObject):
+    """A name that nobody knows cannot reach an engine, whose parameters are a class."""
+    known = settings_of(OPTIMIZERS[optimizer])
+    given = {"learning_rate": 1e-3} | data.draw(some_of(known, VALUES))
+    body = {"optimizer_params": {"type": optimizer, **given}}
+    door = refuses(lambda: validation.optimizer_params(body, optimizer))
+    if "unheard_of" in given:
+        assert door
+        return
+    params = OPTIMIZERS[optimizer](**given)
+
+    def toy() -> None:
+        with np.errstate(all="ignore"):
+            ToyAdapter("toy", 50, LoraSpec(rank=1), optimizer).optim_step(params)
+
+    assert refuses(lambda: check_params(optimizer, params)) == door
+    assert refuses(toy) == door
+
+
+def test_the_step_of_the_real_engine_checks_its_parameters():
+    """What the property above relies on: a step begins with the check."""
+    wrong = OPTIMIZERS["adamw"](beta1=1.0)
+    with pytest.raises(InvalidInputError, match="beta1"):
+        apply_step(None, OptimizerState("adamw"), torch.zeros(1), wrong)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- samples
+
+INFO = ModelInfo(
+    base_model="toy",
+    arch="toy",
+    vocab_size=50,
+    max_context_length=64,
+    tokenizer_id="",
+    eos_token_ids=(2,),
+)
+BIASES = st.dictionaries(st.integers(-1, 60) | st.just("3"), VALUES, max_size=2)
+NAMES = [s.name for s in (*settings_of(DrawSettings), *settings_of(SampleOptions))]
+
+
+@many
+@given(given=st.dictionaries(st.sampled_from(NAMES), VALUES | BIASES, max_size=3))
+def test_parameters_of_a_sample(given: dict[str, Any]):
+    # The context, the prompt's length and prompt_logprobs are other checks than ranges.
+    given = {k: v for k, v in given.items() if k not in ("max_tokens", "prompt_logprobs_last_n")}
+    draw = {s.name: given[s.name] for s in settings_of(DrawSettings) if s.name in given}
+    options = {s.name: given[s.name] for s in settings_of(SampleOptions) if s.name in given}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    body = {"prompt": prompt, "sampling_params": {"max_tokens": 1, **draw}, **options}
+    door = refuses(lambda: validation.sample_job(body, base_model="toy", folder=None, info=INFO))
+    job = SampleJob(
+        job_id="",
+        base_model="toy",
+        adapter_folder=None,
+        prompt=np.array([1, 2, 3]),
+        max_tokens=1,
+        **given,
+    )
+    assert refuses(lambda: check_sample_job(job, 50)) == door
+
+
+def test_the_toy_checks_a_sample_as_the_real_engine_does():
+    engine = ToyEngine(ToyConfig(vocab_size=50))
+    wrong = SampleJob(
+        job_id="", base_model="toy", adapter_folder=None, prompt=np.array([1]), min_p=2.0
+    )
+    try:
+        with pytest.raises(InvalidInputError, match="min_p: must be at least 0 and at most 1"):
+            engine._sample(wrong, lambda event: None)
+    finally:
+        engine.close()
