@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from tinkex.contract import sampling
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.exchange import read_json
 
@@ -62,12 +63,12 @@ class SamplingFields(Body):
     """What every dialect has in common. None is what OpenAI's clients send for "not given"."""
 
     model: Name
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    temperature: sampling.Temperature | None = None
+    top_p: sampling.TopP | None = None
+    top_k: sampling.TopK | None = None
+    min_p: sampling.MinP | None = None
+    seed: sampling.Seed | None = None
+    logit_bias: sampling.LogitBias | None = None
     stream: bool | None = False
 
     def params(self, max_tokens: int | None) -> dict[str, Any]:
