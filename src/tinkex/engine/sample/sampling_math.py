@@ -107,7 +107,7 @@ def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Ten
     """(tokens [N], logprobs [N]). Overwrites `logits_NV`."""
     if settings.bias is not None:
         rows_X, ids_X, added_X = settings.bias
-        logits_NV[rows_X, ids_X] += added_X
+        logits_NV[rows_X, ids_X] += added_X.to(logits_NV.dtype)
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
     scaled_NV = _scaled(logits_NV, settings)
     tokens_N = _pick(scaled_NV, uniform_N3)[0]
