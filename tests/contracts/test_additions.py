@@ -15,7 +15,7 @@ ROOT = Path(tinkex.__file__).parent
 PAGE = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MOST = {"a loss": 2, "an optimizer": 3, "a sampling parameter": 4}
 OTHERS = {"an endpoint": 3, "an operation": 2}
-"""Their files have names of their own; `wire.endpoints` and `server.operations` are tested there."""
+"""Their files have names of their own."""
 ROW = re.compile(r"^\| (an? [a-z ]+) \| (.+) \| (\d) \| (.+) \|$", re.M)
 
 

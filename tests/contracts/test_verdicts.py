@@ -30,6 +30,8 @@ from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
 from tinkex.server import validation
 from tinkex.server.decode import TrainRequest
+from tinkex.types import OptimStepRequest, SampleRequest
+from tinkex.wire import json_codec
 
 many = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 EDGES = st.sampled_from(
@@ -116,8 +118,12 @@ def test_parameters_of_an_optimizer(optimizer: str, data: st.DataObject):
     """A name that nobody knows cannot reach an engine, whose parameters are a class."""
     known = settings_of(OPTIMIZERS[optimizer])
     given = {"learning_rate": 1e-3} | data.draw(some_of(known, VALUES))
-    body = {"optimizer_params": {"type": optimizer, **given}}
-    door = refuses(lambda: validation.optimizer_params(body, optimizer))
+    body = {"model_id": "m", "optimizer_params": {"type": optimizer, **given}}
+    if optimizer == "adamw" and data.draw(st.booleans()):
+        body = {"model_id": "m", "adam_params": given}
+    door = refuses(
+        lambda: validation.optimizer_params(json_codec.read(OptimStepRequest, body), optimizer)
+    )
     if "unheard_of" in given:
         assert door
         return
@@ -161,7 +167,11 @@ def test_parameters_of_a_sample(given: dict[str, Any]):
     options = {s.name: given[s.name] for s in settings_of(SampleOptions) if s.name in given}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
     body = {"prompt": prompt, "sampling_params": {"max_tokens": 1, **draw}, **options}
-    door = refuses(lambda: validation.sample_job(body, base_model="toy", folder=None, info=INFO))
+    door = refuses(
+        lambda: validation.sample_job(
+            json_codec.read(SampleRequest, body), base_model="toy", folder=None, info=INFO
+        )
+    )
     job = SampleJob(
         job_id="",
         base_model="toy",
