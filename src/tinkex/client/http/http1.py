@@ -262,28 +262,17 @@ class Http1Pool:
         head = self._head(method, target, headers, body)
         while True:
             connection = await self._acquire(connect_timeout_s)
+            answer = connection.send(head, body, method)
+            timer = asyncio.get_running_loop().call_later(timeout_s, _time_out, answer, timeout_s)
             try:
-                return await self._exchange(connection, head, body, method, timeout_s)
+                return await answer
             except _Stale:
                 continue  # only kept connections are stale, and each try uses one up
-
-    async def _exchange(
-        self,
-        connection: _Connection,
-        head: bytes,
-        body: bytes | None,
-        method: str,
-        timeout_s: float,
-    ) -> Answer:
-        answer = connection.send(head, body, method)
-        timer = asyncio.get_running_loop().call_later(timeout_s, _time_out, answer, timeout_s)
-        try:
-            return await answer
-        except BaseException:
-            connection.abort()
-            raise
-        finally:
-            timer.cancel()
+            except BaseException:
+                connection.abort()
+                raise
+            finally:
+                timer.cancel()
 
     def _head(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes | None
