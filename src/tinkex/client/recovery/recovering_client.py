@@ -33,10 +33,10 @@ from tinkex.client.polling import QueueWatch
 from tinkex.client.recovery.call_log import BLOCKS, CallLog, RecordedCall, Saved
 from tinkex.client.recovery.policy import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.recovery.rebuilder import HopelessError, Rebuilder
+from tinkex.client.recovery.replay import CustomLossClient, RunMovedError, make_on
 from tinkex.client.recovery.run_monitor import Lookout, RunHealth, RunMonitor, check_service
 from tinkex.client.recovery.visited_sessions import VisitedSessions
 from tinkex.client.session.keeper import Keeper
-from tinkex.client.training.loss_tracing import LossHandle
 from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import (
     APIConnectionError,
@@ -180,13 +180,13 @@ class RecoveringTrainingClient(TrainingClient):
             run = self.client
             with contextlib.ExitStack() as placing:
                 if method in BLOCKS:
-                    seen: Any = _TwoHalves(self, run, placing)
+                    seen: Any = CustomLossClient(self, run, placing)
                 else:
                     seen = run = self._take_place(placing)
                 call = RecordedCall(method, args, kwargs, 0)
                 try:
-                    future = _submit(call, seen, run)
-                except _MovedError:
+                    future = make_on(call, seen, run)
+                except RunMovedError:
                     continue
                 self._record(call, future, run)
             return call.answer
@@ -246,7 +246,7 @@ class RecoveringTrainingClient(TrainingClient):
         name = f"recovery-{self._tag}-{self._num_steps:06d}"
         call = RecordedCall("save_state", (name,), {"user_metadata": metadata}, 0, is_ours=True)
         with self._lock:
-            self._record(call, _submit(call, self.client, self.client), self.client)
+            self._record(call, make_on(call, self.client, self.client), self.client)
         return call.answer
 
     def _take_saves(self) -> None:
@@ -438,14 +438,14 @@ class RecoveringTrainingClient(TrainingClient):
             with self._watch_over(run).during(give_up):
                 for call in self._log.to_repeat(saved):
                     if call not in made:
-                        made[call] = _submit(call, run, run)
+                        made[call] = make_on(call, run, run)
                 for call, future in made.items():
                     self._check_repeated(call, future, run)
             with self._lock:
                 rest = [call for call in self._log.to_repeat(saved) if call not in made]
                 if any(call.method in BLOCKS for call in rest):
                     continue  # made meanwhile, and not to be waited for under the lock
-                made.update((call, _submit(call, run, run)) for call in rest)
+                made.update((call, make_on(call, run, run)) for call in rest)
                 lost = self.client
                 self._num_in_vain += 1
                 self._adopt(run)
@@ -480,48 +480,6 @@ class RecoveringTrainingClient(TrainingClient):
 
 
 # ------------------------------------------------------------------------------------- small things
-
-
-class _MovedError(Exception):
-    """The run was replaced between the halves of a call."""
-
-
-class _TwoHalves:
-    """A client as a custom loss sees it: the forward pass is waited for, the backward placed.
-
-    The wait is that of a call which outlives the run. When it did, the halves belong to different
-    runs, and the call has to begin again.
-    """
-
-    def __init__(
-        self,
-        owner: RecoveringTrainingClient,
-        run: TrainingClient,
-        placing: contextlib.ExitStack,
-    ) -> None:
-        self._owner, self._run, self._placing = owner, run, placing
-        self.holder = run.holder
-        self.forward = owner.forward
-
-    def forward_backward(self, *args: Any, **kwargs: Any) -> APIFuture[Any]:
-        if self._owner._take_place(self._placing) is not self._run:
-            raise _MovedError
-        return self._run.forward_backward(*args, **kwargs)
-
-
-def _submit(call: RecordedCall, seen: Any, run: TrainingClient) -> APIFuture[Any]:
-    """Make the call on `run`, or on what stands for it."""
-    args = [_rebound(arg, run) for arg in call.args]
-    kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
-    future: APIFuture[Any] = getattr(type(run), call.method)(seen, *args, **kwargs)
-    return future
-
-
-def _rebound(value: Any, run: TrainingClient) -> Any:
-    """A traced loss belongs to a session; in another one its graph runs on this side."""
-    if isinstance(value, LossHandle) and value.session_id != run.holder.session_id:
-        return replace(value, session_id=run.holder.session_id or "", loss_id=None)
-    return value
 
 
 def _text(error: BaseException) -> str:
