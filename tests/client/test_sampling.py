@@ -19,7 +19,7 @@ import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.backends import Reply
-from tinkex.client.sampling import sampling_client as sampling_module
+from tinkex.client.sampling import sample_calls as sampling_module
 from tinkex.client.sampling.sample_fields import SampleFields
 from tinkex.client.session.holder import Holder
 from tinkex.wire import requests
