@@ -304,7 +304,8 @@ def test_doctor_of_a_dead_server_is_1_and_still_shows_the_machine(cli, monkeypat
 def test_the_gap_between_sampler_and_trainer_has_a_verdict():
     from tinkex.cli.commands.doctor import compare
 
-    assert compare([-1.0, -2.0], [-1.0, -2.0]).verdict == "ok"
+    same = compare([-1.0, -2.0], [-1.0, -2.0])
+    assert (same.verdict, str(same)) == ("ok", "equal to the bit over 2 tokens")
     apart = compare([-1.0, -2.0], [-1.5, -1.0])
     assert (apart.mean, apart.max, apart.verdict) == (0.75, 1.0, "fail")
     assert compare([-1.0], [-1.05]).verdict == "warn"

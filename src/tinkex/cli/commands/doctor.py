@@ -61,6 +61,8 @@ class Gap:
         return "warn" if self.mean <= 0.1 else "fail"
 
     def __str__(self) -> str:
+        if self.max == 0:
+            return f"equal to the bit over {self.num_tokens} tokens"
         return (
             f"mean {self.mean:.2g}, max {self.max:.2g}, k3 KL {self.kl:.2g} "
             f"over {self.num_tokens} tokens"
