@@ -72,7 +72,8 @@ bench: $(STAMP)
 	  $(BIN)/python benchmarks/$$name.py --write || status=1; done; \
 	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  $(BIN)/python benchmarks/gpu.py --write || status=1; \
-	else echo "no CUDA device: benchmarks/gpu.py was not run" >&2; fi; exit $$status
+	  $(BIN)/python benchmarks/gpu_server.py --write || status=1; \
+	else echo "no CUDA device: gpu.py and gpu_server.py were not run" >&2; fi; exit $$status
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache

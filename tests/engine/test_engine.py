@@ -413,3 +413,8 @@ def test_a_receiver_that_fails_does_not_take_the_engine_with_it(start, caplog):
 def test_impossible_shares_are_refused():
     with pytest.raises(ConfigError, match="train_share"):
         EngineConfig(train_share=1.0)
+
+
+def test_a_device_that_is_not_supported_is_refused_with_what_to_use():
+    with pytest.raises(ConfigError, match="Use 'cpu'"):
+        EngineConfig(device="mps").torch_device()

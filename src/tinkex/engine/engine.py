@@ -98,6 +98,11 @@ class EngineConfig:
         device = torch.device(self.device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU")
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"engine.device is {self.device!r}: only CUDA cards and CPUs are supported. Use "
+                "'cpu', which runs on an Apple machine too."
+            )
         return device
 
 

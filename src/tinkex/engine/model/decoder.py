@@ -40,6 +40,7 @@ from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm
 from tinkex.engine.model.loading import Loader, check_room
 from tinkex.engine.model.mixture import MixtureWeights, Routing, mixture, mixture_targets
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
+from tinkex.engine.model.softmax import HAS_TRITON
 from tinkex.engine.model.weights import WeightReader, open_weights
 from tinkex.errors import ConfigError
 
@@ -258,15 +259,20 @@ def _slots(lora: LoraBatch | None, key: str) -> tuple[Slot, ...]:
 
 
 def compute_dtype(device: torch.device, wanted: torch.dtype | None = None) -> torch.dtype:
-    """fp32 on a CPU, whatever the checkpoint's type; bf16 on CUDA unless another is asked for."""
+    """fp32 on a CPU, whatever the checkpoint's type; bf16 on CUDA cards that can multiply in it."""
     if device.type == "cuda":
-        return wanted or torch.bfloat16
+        return wanted or (torch.bfloat16 if multiplies_bf16(device) else torch.float32)
     if wanted not in (None, torch.float32, torch.float64):
         raise ConfigError(
             f"dtype {wanted} is not computed on {device.type}: some CPUs end the process at the "
             "first bf16 product. Leave it out; the weights are widened to float32."
         )
     return wanted or torch.float32
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Cards before Ampere (capability 8) have no bf16 tensor cores; they run in fp32."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def rope_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
@@ -403,8 +409,9 @@ def load_decoder(
 
 
 def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:
-    """The fused decoder where it can run: it needs triton, which machines without CUDA lack."""
-    if torch.device(device).type != "cuda":
+    """The fused decoder where it can run: it needs triton and bf16, which not all machines have."""
+    device = torch.device(device)
+    if device.type != "cuda" or not HAS_TRITON or not multiplies_bf16(device):
         return Decoder
     from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
 
