@@ -467,7 +467,8 @@ class TorchEngine:
             folder = base.source.path
             base.sampler = Sampler(
                 base.decoder,
-                self.config.sampler or SamplerConfig.for_device(self.device),
+                self.config.sampler
+                or SamplerConfig.for_device(self.device, deterministic=self.config.deterministic),
                 detokenizer=lambda: load_detokenizer(folder),
             )
         if job.adapter_folder is None:

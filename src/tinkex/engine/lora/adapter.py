@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkex.engine.rows import filled
 from tinkex.errors import InvalidInputError
 
 Kind = Literal["attn", "mlp", "unembed"]
@@ -304,7 +305,8 @@ def low_rank_inner(x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
     """The scaled Ax of each slot's rows."""
     scaled: list[Tensor] = []
     for slot in slots:
-        h_tR = x_TI[slot.start : slot.stop] @ slot.group.a_RI.to(x_TI.dtype).t()
+        x_tI = x_TI[slot.start : slot.stop]
+        h_tR = (filled(x_tI) @ slot.group.a_RI.to(x_TI.dtype).t())[: len(x_tI)]
         _scale_parts(h_tR, slot.group)
         scaled.append(h_tR)
     return scaled
@@ -316,7 +318,11 @@ def add_low_rank(y_TO: Tensor, x_TI: Tensor, slots: Sequence[Slot]) -> list[Tens
     for slot, h_tR in zip(slots, scaled, strict=True):
         for part, b_Or in zip(slot.group.parts, slot.group.b_Or, strict=True):
             columns = y_TO[slot.start : slot.stop, part.target.start : part.target.stop]
-            columns.addmm_(h_tR[:, part.row : part.row + part.rank], b_Or.to(y_TO.dtype).t())
+            more = filled(h_tR[:, part.row : part.row + part.rank])
+            sums = filled(columns)  # the columns themselves, unless they are few
+            sums.addmm_(more, b_Or.to(y_TO.dtype).t())
+            if sums is not columns:
+                columns.copy_(sums[: len(columns)])
     return scaled
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.model.delta import DeltaWeights, mix, no_state
+from tinkex.engine.model.exact_attention import exact_attention
 from tinkex.engine.model.layers import wide
 
 
@@ -65,12 +66,18 @@ class PackedCausal:
     """Causal attention inside each of the sequences that `cu_seqlens` delimits.
 
     `windows` holds the model's sliding window per layer (None: no window); empty means none at
-    all. Runs of equally long sequences go through one batched kernel.
+    all. Runs of equally long sequences go through one batched kernel. With `exact`, on a CPU, a
+    token's bits are those that the sampler computes: see `exact_attention`.
     """
 
     def __init__(
-        self, cu_seqlens: Sequence[int] | Tensor, windows: Sequence[int | None] = ()
+        self,
+        cu_seqlens: Sequence[int] | Tensor,
+        windows: Sequence[int | None] = (),
+        *,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         bounds = [int(bound) for bound in cu_seqlens]
         self.lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
         self.windows = tuple(windows)
@@ -126,6 +133,10 @@ class PackedCausal:
         if sinks_H is not None:
             seen = self._window_mask(length, window or length, q.device)
             return attend_with_sinks(q_BHtd, k_BKtd, v_BKtd, seen, sinks_H).flatten(0, 1)
+        if self._exact:
+            ends_B = torch.full((count,), length)
+            out_BHtd = exact_attention(q_BHtd, k_BKtd, v_BKtd, ends_B, window)
+            return out_BHtd.transpose(1, 2).flatten(0, 1)
         mask = None
         if window is not None and window < length:
             mask = self._window_mask(length, window, q.device)

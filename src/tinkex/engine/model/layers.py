@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.lora.adapter import Slot, add_low_rank, low_rank_backward
 from tinkex.engine.model import packed_weights
+from tinkex.engine.rows import filled
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -90,7 +91,9 @@ class _RmsNorm(torch.autograd.Function):
 def _affine(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     if (y_TO := packed_weights.product(x_TI, weight_OI, bias_O)) is not None:
         return y_TO
-    return x_TI @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, x_TI, weight_OI.t())
+    many = filled(x_TI)
+    y_TO = many @ weight_OI.t() if bias_O is None else torch.addmm(bias_O, many, weight_OI.t())
+    return y_TO if many is x_TI else y_TO[: len(x_TI)].clone()
 
 
 def _linear_backward(

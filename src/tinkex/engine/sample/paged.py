@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tinkex.engine.model.attention import attend_with_sinks
 from tinkex.engine.model.delta import DeltaWeights, mix
+from tinkex.engine.model.exact_attention import exact_attention
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.sample.scheduler import Chunk
 from tinkex.engine.sample.states import StateCache
@@ -118,8 +119,11 @@ class PagedAttend:
     A pass may have rows past those of its chunks; their output is 0.
     """
 
-    def __init__(self, cache: PagedCache, states: StateCache | None = None) -> None:
-        self.cache, self.states = cache, states
+    def __init__(
+        self, cache: PagedCache, states: StateCache | None = None, *, exact: bool = False
+    ) -> None:
+        """With `exact`, on a CPU, a token's bits do not depend on the pass: `exact_attention`."""
+        self.cache, self.states, self._exact = cache, states, exact
         config = cache.config
         self._windows = config.windows
         self._num_kv_heads, self._head_size = config.num_kv_heads, config.head_size
@@ -306,6 +310,9 @@ class PagedAttend:
                 torch.ones((), dtype=torch.bool, device=q_BHd.device) if mask is None else mask == 0
             )
             return attend_with_sinks(q_BHd[:, :, None], k_BKLd, v_BKLd, seen, sinks_H)[:, 0]
+        if self._exact:
+            ends_B = torch.from_numpy(group.lengths)
+            return exact_attention(q_BHd[:, :, None], k_BKLd, v_BKLd, ends_B, window)[:, :, 0]
         # The G query heads of a key head stand in for G queries: no copy of keys per query head.
         q_BKGd = q_BHd.unflatten(1, (self._num_kv_heads, -1))
         out_BKGd = F.scaled_dot_product_attention(
@@ -341,6 +348,9 @@ class PagedAttend:
             shape = (-1, self._num_kv_heads, self._head_size)
             k_TKd = k.view(shape)[: chunk.start + chunk.length]
             v_TKd = v.view(shape)[: chunk.start + chunk.length]
+        if self._exact and sinks_H is None:
+            q, k, v = (t.transpose(0, 1)[None] for t in (q_THd, k_TKd, v_TKd))
+            return exact_attention(q, k, v, torch.tensor([len(k_TKd)]), window)[0].transpose(0, 1)
         mask = self._long_mask(chunk, window)
         if sinks_H is not None:
             if mask is None:

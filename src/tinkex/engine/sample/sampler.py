@@ -27,6 +27,7 @@ from tinkex.engine import jobs
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.decoder import Decoder, DecoderLike
+from tinkex.engine.rows import exactly
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token
@@ -60,6 +61,8 @@ class SamplerConfig:
     """Most tokens of one pass; longer prompts are prefilled in several passes."""
     packed_weights: bool = True
     """On a CPU, keep a second copy of the weights that makes decoding faster, if memory allows."""
+    exact: bool = False
+    """On a CPU, compute a token's bits as a deterministic trainer does: no packed weights."""
 
     def __post_init__(self) -> None:
         if self.kv_bytes < 1 or self.block_size < 1:
@@ -69,10 +72,10 @@ class SamplerConfig:
             )
 
     @staticmethod
-    def for_device(device: torch.device) -> SamplerConfig:
+    def for_device(device: torch.device, *, deterministic: bool = False) -> SamplerConfig:
         """Defaults that fit a device: a GPU gives a third of what it has free, in larger passes."""
         if device.type != "cuda":
-            return SamplerConfig()
+            return SamplerConfig(exact=deterministic)
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return SamplerConfig(kv_bytes=free_bytes // 3, max_pass_tokens=4096)
 
@@ -143,9 +146,12 @@ class Sampler:
             BlockPool(num_blocks, size),
             pool,
         )
-        self._attend, self._graphs = _attention(decoder, self.cache, self.states)
+        self._attend, self._graphs = _attention(
+            decoder, self.cache, self.states, exact=self.config.exact
+        )
         self._fewest_rows = 1
-        wants_copies = self.config.packed_weights and decoder.device.type == "cpu"
+        wants_copies = self.config.packed_weights and not self.config.exact
+        wants_copies = wants_copies and decoder.device.type == "cpu"
         if wants_copies and isinstance(decoder, Decoder):
             if packed_weights.pack(decoder.matrices()):
                 self._fewest_rows = packed_weights.FEWEST_ROWS
@@ -288,6 +294,10 @@ class Sampler:
         Its tokens are reported before this returns or, where the pass is a replayed graph and
         `look_ahead` is true, by the next step.
         """
+        with exactly(self.config.exact and self.decoder.device.type == "cpu"):
+            return self._step(look_ahead)
+
+    def _step(self, look_ahead: bool) -> int:
         last, self._unread = self._unread, None
         if last is not None:
             ahead = self._replay_ahead(last) if look_ahead else None
@@ -544,7 +554,7 @@ def _states(
 
 
 def _attention(
-    decoder: DecoderLike, cache: PagedCache, states: StateCache | None
+    decoder: DecoderLike, cache: PagedCache, states: StateCache | None, *, exact: bool
 ) -> tuple[PagedAttend | CudaPagedAttend, DecodeGraphs | None]:
     """The device's way to attend over pages; on CUDA, decode steps as graphs too."""
     if decoder.device.type == "cuda":
@@ -555,7 +565,7 @@ def _attention(
             context = decoder.config.max_context_length
             graphs = DecodeGraphs(decoder, cache, states, max_context=context)
             return CudaPagedAttend(cache, states), graphs
-    return PagedAttend(cache, states), None
+    return PagedAttend(cache, states, exact=exact and decoder.device.type == "cpu"), None
 
 
 def _owner(seq: Seq) -> _Sample:

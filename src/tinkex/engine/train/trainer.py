@@ -35,6 +35,7 @@ from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_ada
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.rows import exactly
 from tinkex.engine.train.optim import OptimizerState, apply_step, global_norm
 from tinkex.engine.train.packing import Item, Pass, pack
 from tinkex.engine.train.scoring import score
@@ -280,7 +281,8 @@ class Trainer:
         alone = config.deterministic and not self.decoder.batch_invariant
         for one in pack(items, max_tokens=config.max_tokens, alone=alone):
             began = time.perf_counter()
-            self._run_pass(one, tasks, adapters, config)
+            with exactly(config.deterministic and self.decoder.device.type == "cpu"):
+                self._run_pass(one, tasks, adapters, config)
             seconds_per_token = (time.perf_counter() - began) / one.num_tokens
             for item in one.items:
                 tasks[item.job].seconds += seconds_per_token * item.length
@@ -300,7 +302,11 @@ class Trainer:
             hidden_TD = decoder.forward(
                 tokens_T,
                 positions_T,
-                PackedCausal(one.bounds, decoder.config.windows),
+                PackedCausal(
+                    one.bounds,
+                    decoder.config.windows,
+                    exact=config.deterministic and decoder.device.type == "cpu",
+                ),
                 lora,
                 recompute=one.backward and self._kept_bytes(one) > config.activation_bytes,
                 routing=routing,
