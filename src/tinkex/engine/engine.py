@@ -36,7 +36,7 @@ import torch
 from tinkex.engine import checkpoint, folders, jobs
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
-from tinkex.engine.model.decoder import DecoderLike, load_decoder
+from tinkex.engine.model.decoder import DecoderLike, load_decoder, runs_kernels
 from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.scheduler import FairShare
@@ -515,8 +515,8 @@ def _make_safe(folder: str) -> None:
 
 
 def _warm_up(source: ModelSource, device: torch.device) -> WarmUp | None:
-    """Compile what the model will run while its weights are read; nothing to do on a CPU."""
-    if device.type != "cuda":
+    """Compile what a dense model will run while its weights are read; None for all others."""
+    if not runs_kernels(device):
         return None
     from tinkex.engine.cuda.fused import can_fuse
     from tinkex.engine.cuda.warm_up import WarmUp

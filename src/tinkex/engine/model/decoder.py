@@ -409,9 +409,8 @@ def load_decoder(
 
 
 def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:
-    """The fused decoder where it can run: it needs triton and bf16, which not all machines have."""
-    device = torch.device(device)
-    if device.type != "cuda" or not HAS_TRITON or not multiplies_bf16(device):
+    """A fused decoder where one knows the model's shape, the plain one elsewhere."""
+    if not runs_kernels(torch.device(device)):
         return Decoder
     from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
 
@@ -420,3 +419,8 @@ def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Deco
     from tinkex.engine.cuda.families import FamilyDecoder, can_run
 
     return FamilyDecoder if can_run(config) else Decoder
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether our kernels run here: they need triton and bf16, which not all machines have."""
+    return device.type == "cuda" and HAS_TRITON and multiplies_bf16(device)
