@@ -43,7 +43,7 @@ test: $(STAMP)
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
 # Triton's interpreter and a training step of the real engine.
-QUICK := tests/contracts tests/types tests/wire tests/cli tests/client tests/server tests/store \
+QUICK := tests/contracts tests/types tests/wire tests/cli tests/client tests/server tests/store tests/security \
   tests/engine/test_trainer.py tests/engine/test_kernels.py
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(QUICK)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,10 @@ async def test_a_folder_that_was_deleted_goes_even_after_a_crash(tmp_path: Path)
         answer = await world.http.delete(url, headers={"x-api-key": "tml-test"})
         assert answer.status_code < 300, answer.text
         assert not folder.exists()
-    with sqlite3.connect(tmp_path / "tinkex.db") as db:  # as if killed before the folder went
+    with (
+        closing(sqlite3.connect(tmp_path / "tinkex.db")) as db,
+        db,
+    ):  # as if killed before the folder went
         row = (folder.relative_to(tmp_path).as_posix(), time.time())
         db.execute("INSERT INTO deleted_folders VALUES (?, ?)", row)
     kept.rename(folder)
@@ -166,7 +170,7 @@ async def test_rows_of_an_older_version_are_renamed_by_the_migration(tmp_path: P
     async with open_app(tmp_path, snapshot_every_ops=1) as world:
         path = await _save(world, "kept")
         model = path.removeprefix("tinker://").split("/")[0]
-    with sqlite3.connect(tmp_path / "tinkex.db") as db:  # what the first version wrote
+    with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db, db:  # what the first version wrote
         for table in ("checkpoints", "snapshots"):
             db.execute(f"UPDATE {table} SET folder = '../elsewhere/data/' || folder")
         for table in (

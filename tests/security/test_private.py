@@ -6,6 +6,7 @@ import asyncio
 import os
 import sqlite3
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -48,7 +49,7 @@ def test_a_folder_from_before_is_closed_at_the_next_start(tmp_path: Path) -> Non
 async def test_no_secret_is_in_the_database(tmp_path: Path) -> None:
     async with open_app(tmp_path):
         pass
-    with sqlite3.connect(tmp_path / "tinkex.db") as db:
+    with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db, db:
         assert db.execute("SELECT count(*) FROM secrets").fetchone() == (0,)
     files = {file.name: _mode(file) for file in (tmp_path / "secrets").iterdir()}
     assert files == {"jwt": 0o600, "links": 0o600}
@@ -58,7 +59,7 @@ async def test_secrets_of_an_older_version_move_and_stay_the_same(tmp_path: Path
     async with open_app(tmp_path):
         pass
     (tmp_path / "secrets" / "jwt").unlink()
-    with sqlite3.connect(tmp_path / "tinkex.db") as db:
+    with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db, db:
         db.execute("INSERT INTO secrets VALUES ('jwt', ?)", (b"k" * 32,))
     async with open_app(tmp_path):
         assert (tmp_path / "secrets" / "jwt").read_bytes() == b"k" * 32
