@@ -14,7 +14,7 @@ VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-clients test-peers bench quickstart proto clean
+.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart proto clean
 
 venv: $(STAMP)
 
@@ -39,6 +39,7 @@ quickstart: $(STAMP)
 
 test: $(STAMP)
 	sh tests/store/install_postgres.sh
+	sh tests/browser/install_chromium.sh
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
@@ -58,6 +59,11 @@ test-pythons-quick:
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m "slow"
+
+# The console in Debian's Chromium; TINKEX_SCREENSHOTS=1 makes the pictures of docs/console.md.
+test-browser: $(STAMP)
+	sh tests/browser/install_chromium.sh
+	$(BIN)/python -m pytest tests/browser
 
 # Clients of the OpenAI and Anthropic APIs, as released.
 test-clients: $(STAMP)

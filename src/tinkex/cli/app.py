@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tinkex.cli.commands.conformance:conformance",
         "Test a server against the contract.",
     ),
+    "console": ("tinkex.cli.commands.console:console", "Look at runs in a browser."),
     "doctor": ("tinkex.cli.commands.doctor:doctor", "Check this machine and a server."),
     "export": (
         "tinkex.cli.checkpoints.export:export",

@@ -22,6 +22,7 @@ from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import current_user
 from tinkex.server.compat import install as compat
 from tinkex.server.config import ServerConfig
+from tinkex.server.console import pages as console
 from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
@@ -86,6 +87,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
     )
     app.state.service = Service(config, store, app.state.shelf, workers, app.state.auth.user_of)
     compat.install(app, app.state.service)
+    app.include_router(console.router)
     problems.install(app)
     openapi.install(app)
     app.add_middleware(FrontDoor, root=app)

@@ -24,6 +24,7 @@ from tinkex.server.files.disk import Room
 from tinkex.server.operations.operation import Operation, Tools
 from tinkex.server.operations.table import make_operations
 from tinkex.server.problems import ApiError
+from tinkex.server.work.curves import Curves
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.lane import Lane, Means
 from tinkex.server.work.live_sessions import LiveSessions
@@ -83,7 +84,10 @@ class Service:
             resume=self._resume,
         )
         self.room = Room(config.data_dir, config.min_free_bytes)
-        tools = Tools(store=store, shelf=shelf, catalog=self.catalog, user_of=user_of)
+        self.curves = Curves(store)
+        tools = Tools(
+            store=store, shelf=shelf, catalog=self.catalog, curves=self.curves, user_of=user_of
+        )
         self.operations = make_operations(tools)
         self._means = Means(
             store=store,
@@ -135,6 +139,7 @@ class Service:
         for lane in list(self._lanes.values()):
             await lane.close()
         self.ends.flush()
+        await self.curves.flush()
         await self.catalog.close()
         await self.samples.close()
         for worker in self.workers:
@@ -148,6 +153,7 @@ class Service:
                 if time.monotonic() - looked_at >= LOOK_FOR_SILENT_S:
                     looked_at = time.monotonic()
                     await self.drop_silent(time.time())
+                await self.curves.flush()
                 self.promises.forget_expired()
                 self.samples.forget()
                 for session_id in self.sessions.fell_silent(self.config.park_after_s):
@@ -183,6 +189,11 @@ class Service:
     @property
     def num_lanes(self) -> int:
         return len(self._lanes)
+
+    def doing(self, model_id: str) -> str:
+        """What a model is doing right now, in words; empty when it has nothing to do."""
+        lane = self._lanes.get(model_id)
+        return lane.doing if lane is not None else ""
 
     # ------------------------------------------------------------------------ models
 

@@ -20,6 +20,8 @@ from tinkex.store.writer import GroupWriter
 
 _table = schema.models
 
+_SEARCHED = (_table.c.model_id, _table.c.base_model)
+
 
 class Models:
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
@@ -69,10 +71,12 @@ class Models:
         *,
         project_id: str | None = None,
         with_public: bool = False,
+        search: str | None = None,
     ) -> tuple[list[Model], int]:
         """A user's runs, newest first, and how many there are in all.
 
-        `with_public` adds other users' runs that have a public checkpoint.
+        `with_public` adds other users' runs that have a public checkpoint. `search` is a part of a
+        run's id, of its base model, or of the name its session has.
         """
         mine = _table.c.user_id == user_id
         where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine]
@@ -80,6 +84,13 @@ class Models:
             sessions = schema.sessions
             inside = select(sessions.c.session_id).where(sessions.c.project_id == project_id)
             where.append(_table.c.session_id.in_(inside))
+        if search is not None:
+            sessions = schema.sessions
+            named = sessions.c.display_name.icontains(search, autoescape=True)
+            found = [column.icontains(search, autoescape=True) for column in _SEARCHED]
+            where.append(
+                or_(*found, _table.c.session_id.in_(select(sessions.c.session_id).where(named)))
+            )
         order = (_table.c.created_at.desc(), _table.c.model_id.desc())
         query = select(_table).where(*where).order_by(*order).limit(limit).offset(offset)
         with self._reader.connect() as connection:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from tinkex import types
 from tinkex.types.service.extensions import (
     CancelFutureResponse,
+    LogMetricsRequest,
+    LogMetricsResponse,
     ProcessRequest,
     SampleBatchRequest,
     SampleBatchResponse,
@@ -131,6 +133,7 @@ _ROWS = [
     ),
     _lane("unload_model", types.UnloadModelRequest, types.UnloadModelResponse),
     _post("get_info", types.GetInfoRequest, types.GetInfoResponse),
+    _post("log_metrics", LogMetricsRequest, LogMetricsResponse),
     # ---------------------------------------------------------------------------- sampling
     _lane("asample", types.SampleRequest, types.SampleResponse, size="medium"),
     _post("asample_batch", SampleBatchRequest, SampleBatchResponse, size="large"),

@@ -22,6 +22,7 @@ from tinkex.client.training.submission import Part
 from tinkex.client.training.train_step import TrainStepResult
 from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.types.account.console_urls import training_run_url
+from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 
 if TYPE_CHECKING:
     from tinkex.client.http.retry import RetryConfig
@@ -386,6 +387,21 @@ class TrainingClient(TrainingCalls):
         )
 
     # -- asking
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[None]:
+        """Have numbers of your own drawn on the run's page of the console. Returns at once.
+
+        Args:
+            step: Where on the x axis; the last step the server has seen when left out.
+        """
+        request = LogMetricsRequest(model_id=self.model_id, metrics=dict(metrics), step=step)
+
+        async def send(waiting: Waiting) -> None:
+            await self.holder.post("log_metrics", request, LogMetricsResponse, waiting=waiting)
+
+        return self.holder.spawn(send)
+
+    log_metrics_async = awaited(log_metrics)
 
     def get_info(self) -> DirectFuture[types.GetInfoResponse]:
         """What the server knows about this model."""

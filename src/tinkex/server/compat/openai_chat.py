@@ -215,7 +215,7 @@ async def chat_completions(request: Request, user: ForeignUser) -> Response:
     headers = fields.header_of(body.ignored())
     trajectory = body.trajectory or request.headers.get(TRAJECTORY_HEADER)
     dialogue = await Dialogue.open(request, user, body.asked(trajectory))
-    turn = _Turn(body, dialogue)
+    turn = Turn(body, dialogue)
     if body.stream:
         return await openai_shapes.streamed(turn.lines(), headers)
     response = answer(await turn.whole())
@@ -223,7 +223,7 @@ async def chat_completions(request: Request, user: ForeignUser) -> Response:
     return response
 
 
-class _Turn:
+class Turn:
     """One answered request: the whole object, or its chunks."""
 
     def __init__(self, body: ChatRequest, dialogue: Dialogue) -> None:

@@ -28,6 +28,7 @@ from tinkex.wire.requests import Opened
 if TYPE_CHECKING:
     from tinkex.server.catalog import Catalog
     from tinkex.server.files.checkpoints import Shelf
+    from tinkex.server.work.curves import Curves
     from tinkex.store import Store
 
 Asked = TypeVar("Asked")
@@ -40,6 +41,7 @@ class Tools:
     store: Store
     shelf: Shelf
     catalog: Catalog
+    curves: Curves
     user_of: Callable[[str], Awaitable[User]]
     """The owner of a key, for requests that name another user's."""
 

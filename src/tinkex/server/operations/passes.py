@@ -84,6 +84,8 @@ class Forward(Operation[TrainRequest]):
             base_model=model.base_model,
             project_id=turn.project_id,
         )
+        if self.changes_state:
+            await self.tools.curves.passed(model.model_id, result.metrics)
         outcome = Outcome(kind="train", payload=encode.train_payload(result))
         return Conclusion(outcome=outcome, usage=(used,))
 

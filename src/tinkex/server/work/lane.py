@@ -97,6 +97,12 @@ class Lane:
         return self._task is None and not self._exclusive.locked()
 
     @property
+    def doing(self) -> str:
+        """Why the oldest request is not done, in words; empty when there is none."""
+        oldest = min(self._requests, default=None)
+        return "" if oldest is None else self._reason(self._requests[oldest])
+
+    @property
     def num_waiting(self) -> int:
         return len(self._requests)
 

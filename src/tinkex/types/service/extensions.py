@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
-from tinkex.types._bounds import INT32, listing
+from tinkex.types._bounds import INT32, Id, Number, listing, text
 from tinkex.types._models import Listing, Request, Response
 from tinkex.types.sampling.request import SampleRequest
 
@@ -30,6 +30,21 @@ class ProcessRequest(Request):
     """A process of this machine begins or ends its use of the server."""
 
     pid: Annotated[int, Field(ge=1, le=INT32)]
+
+
+class LogMetricsRequest(Request):
+    """Numbers that a client measured itself, to be drawn beside those the server measures."""
+
+    model_id: Id
+    metrics: Annotated[dict[Annotated[str, text(100, 1)], float], Field(max_length=200)]
+    step: Number | None = None
+    """None: the last step that the server has seen."""
+
+
+class LogMetricsResponse(Response):
+    """The numbers are kept."""
+
+    type: Literal["log_metrics"] = "log_metrics"
 
 
 class CancelFutureResponse(Response):

@@ -1,0 +1,149 @@
+// A line chart on a canvas: several series, hover, zoom by dragging, smoothing, log scale.
+"use strict";
+
+const COLORS = ["#2456c9", "#c2410c", "#17733c", "#8b3fb5", "#b3261e", "#0e7490", "#8a5300", "#be185d", "#4d7c0f", "#475569", "#6d28d9", "#a16207"];
+const LIGHT = ["#86abff", "#fb9a63", "#6fd495", "#cf9bf0", "#ff8f86", "#67d0e6", "#f0b95c", "#f590bd", "#b3d86a", "#a5b4c8", "#b79bff", "#e8c15a"];
+
+class Chart {
+  constructor(parent, title) {
+    this.series = [];
+    this.view = { smooth: 0, log: false, axis: "step" };
+    this.zoom = null;
+    const box = document.createElement("div");
+    box.className = "chart";
+    const head = document.createElement("h3");
+    head.append(title);
+    this.last = document.createElement("span");
+    head.append(this.last);
+    this.canvas = document.createElement("canvas");
+    this.canvas.setAttribute("role", "img");
+    this.canvas.setAttribute("aria-label", title);
+    this.canvas.tabIndex = 0;
+    box.append(head, this.canvas);
+    parent.append(box);
+    this.title = title;
+    this.canvas.addEventListener("pointermove", (event) => this.hover(event));
+    this.canvas.addEventListener("pointerleave", () => { this.at = null; this.draw(); });
+    this.canvas.addEventListener("pointerdown", (event) => { this.from = this.valueAt(event.offsetX); });
+    this.canvas.addEventListener("pointerup", (event) => this.zoomTo(event));
+    this.canvas.addEventListener("dblclick", () => { this.zoom = null; this.draw(); });
+    this.canvas.addEventListener("keydown", (event) => { if (event.key === "Escape") { this.zoom = null; this.draw(); } });
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+  }
+
+  set(series) { this.series = series; this.draw(); }
+  show(view) { this.view = view; this.zoom = null; this.draw(); }
+
+  points(one) {
+    const start = one.at.length ? one.at[0] : 0;
+    const xs = this.view.axis === "time" ? one.at.map((at) => (at - start) / 60) : one.steps;
+    let mean = null;
+    const ys = one.values.map((value) => {
+      mean = mean === null ? value : this.view.smooth * mean + (1 - this.view.smooth) * value;
+      return mean;
+    });
+    const shown = [];
+    for (let i = 0; i < xs.length; i++) {
+      if (this.view.log && ys[i] <= 0) continue;
+      if (this.zoom && (xs[i] < this.zoom[0] || xs[i] > this.zoom[1])) continue;
+      shown.push([xs[i], this.view.log ? Math.log10(ys[i]) : ys[i], one.values[i]]);
+    }
+    return shown;
+  }
+
+  draw() {
+    const width = this.canvas.clientWidth, height = this.canvas.clientHeight, scale = devicePixelRatio || 1;
+    if (!width) return;
+    this.canvas.width = width * scale;
+    this.canvas.height = height * scale;
+    const pen = this.canvas.getContext("2d");
+    pen.scale(scale, scale);
+    const style = getComputedStyle(document.body);
+    const soft = style.getPropertyValue("--soft"), line = style.getPropertyValue("--line"), ink = style.getPropertyValue("--ink");
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const all = this.series.map((one) => this.points(one));
+    const flat = all.flat();
+    pen.font = "11px system-ui, sans-serif";
+    if (!flat.length) { pen.fillStyle = soft; pen.fillText("No points yet", 12, 24); return; }
+    let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
+    for (const [x, y] of flat) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
+    if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
+    if (y0 === y1) { const pad = Math.abs(y0) * 0.1 || 1; y0 -= pad; y1 += pad; }
+    const left = 52, right = 8, top = 6, bottom = 20;
+    const px = (x) => left + (width - left - right) * (x - x0) / (x1 - x0);
+    const py = (y) => top + (height - top - bottom) * (y1 - y) / (y1 - y0);
+    this.frame = { left, right, width, x0, x1 };
+    pen.strokeStyle = line; pen.fillStyle = soft; pen.lineWidth = 1;
+    for (const y of ticks(y0, y1)) {
+      pen.beginPath(); pen.moveTo(left, py(y)); pen.lineTo(width - right, py(y)); pen.stroke();
+      pen.textAlign = "right"; pen.fillText(short(this.view.log ? 10 ** y : y), left - 6, py(y) + 4);
+    }
+    for (const x of ticks(x0, x1)) {
+      pen.textAlign = px(x) > width - 20 ? "right" : "center"; pen.fillText(short(x), px(x), height - 5);
+    }
+    all.forEach((points, index) => {
+      pen.strokeStyle = (dark ? LIGHT : COLORS)[index % COLORS.length];
+      pen.lineWidth = 1.6;
+      pen.beginPath();
+      points.forEach(([x, y], i) => (i ? pen.lineTo(px(x), py(y)) : pen.moveTo(px(x), py(y))));
+      pen.stroke();
+      if (points.length === 1) { pen.fillStyle = pen.strokeStyle; pen.beginPath(); pen.arc(px(points[0][0]), py(points[0][1]), 2.5, 0, 7); pen.fill(); }
+    });
+    const first = this.series[0];
+    this.last.textContent = this.series.length === 1 && first.values.length ? short(first.values[first.values.length - 1]) : "";
+    if (this.at === null || this.at === undefined) return;
+    const x = this.valueAt(this.at);
+    pen.strokeStyle = soft; pen.beginPath(); pen.moveTo(this.at, top); pen.lineTo(this.at, height - bottom); pen.stroke();
+    pen.textAlign = this.at > width / 2 ? "right" : "left";
+    let row = 0;
+    all.forEach((points, index) => {
+      let best = null;
+      for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
+      if (!best) return;
+      pen.fillStyle = (dark ? LIGHT : COLORS)[index % COLORS.length];
+      pen.beginPath(); pen.arc(px(best[0]), py(best[1]), 3, 0, 7); pen.fill();
+      pen.fillStyle = ink;
+      pen.fillText(`${short(best[2])} at ${short(best[0])}`, this.at + (this.at > width / 2 ? -8 : 8), top + 12 + 14 * row++);
+    });
+  }
+
+  valueAt(offset) {
+    const { left, right, width, x0, x1 } = this.frame || { left: 0, right: 0, width: 1, x0: 0, x1: 1 };
+    return x0 + (x1 - x0) * (offset - left) / (width - left - right);
+  }
+  hover(event) { this.at = event.offsetX; this.draw(); }
+  zoomTo(event) {
+    const to = this.valueAt(event.offsetX);
+    if (this.from !== undefined && Math.abs(event.offsetX - this.from) > 0 && this.from !== to) {
+      const range = [Math.min(this.from, to), Math.max(this.from, to)];
+      if (this.frame && range[1] - range[0] > (this.frame.x1 - this.frame.x0) * 0.02) { this.zoom = range; this.draw(); }
+    }
+    this.from = undefined;
+  }
+}
+
+// Four or so round numbers between two others.
+function ticks(low, high) {
+  const rough = (high - low) / 4, size = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((times) => times * size >= rough) * size;
+  const found = [];
+  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  return found;
+}
+
+function short(number) {
+  const size = Math.abs(number);
+  if (size !== 0 && (size < 0.001 || size >= 1e6)) return number.toExponential(1);
+  return size >= 100 ? String(Math.round(number)) : String(Number(number.toPrecision(3)));
+}
+
+// The three controls above the charts, the same on every page that has charts.
+function controls(change) {
+  const view = () => ({
+    smooth: Number(document.getElementById("smooth").value),
+    log: document.getElementById("log").checked,
+    axis: document.getElementById("axis").value,
+  });
+  for (const id of ["smooth", "log", "axis"]) document.getElementById(id).addEventListener("input", () => change(view()));
+  return view;
+}

@@ -1,0 +1,77 @@
+"""Who looks at a page: a cookie made at login, and a token against forged forms.
+
+The cookie holds a signed token of `Auth`, so it dies with its key. It is HttpOnly and goes to this
+site only; every change needs the form token besides, which a page of another site cannot read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from typing import Annotated
+
+from fastapi import Depends, Request, Response
+
+from tinkex.server.auth import Auth, credential_of
+from tinkex.server.problems import ApiError
+from tinkex.store import User
+
+COOKIE = "tinkex_console"
+_FORM_SECRET = secrets.token_bytes(32)
+
+
+def _cookie(request: Request) -> str | None:
+    return request.cookies.get(COOKIE) or credential_of(request)
+
+
+async def visitor(request: Request) -> User:
+    """FastAPI dependency: the user behind the cookie, or a 401 that the pages turn into a login."""
+    auth: Auth = request.app.state.auth
+    return await auth.user_of(_cookie(request))
+
+
+Visitor = Annotated[User, Depends(visitor)]
+
+
+def form_token(request: Request) -> str:
+    """What a form of this visitor must carry."""
+    who = (_cookie(request) or "open").encode()
+    return hmac.new(_FORM_SECRET, who, hashlib.blake2b).hexdigest()[:40]
+
+
+async def check_form(request: Request) -> None:
+    """Refuse a change that does not come from a page of ours.
+
+    Raises:
+        ApiError: 403.
+    """
+    given = request.headers.get("x-form-token", "")
+    if not given and request.headers.get("content-type", "").startswith(
+        "application/x-www-form-urlencoded"
+    ):
+        given = str((await request.form(max_fields=50)).get("form_token", ""))
+    if not hmac.compare_digest(given, form_token(request)):
+        raise ApiError(403, "This form is not of this page, or is too old. Load it again.")
+
+
+Changing = Annotated[None, Depends(check_form)]
+
+
+async def log_in(request: Request, response: Response, key: str) -> None:
+    """Take a key and leave a cookie.
+
+    Raises:
+        ApiError: 401, the key is not known.
+    """
+    auth: Auth = request.app.state.auth
+    token = await auth.issue_token(key)
+    response.set_cookie(
+        COOKIE,
+        token,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https",
+        max_age=3600,
+        path="/console",
+    )

@@ -1,0 +1,219 @@
+"""Curves of training runs: what the server measures by itself, and what clients log.
+
+A curve has at most `MAX_POINTS` points. When it is full, neighbours are joined by their mean and
+from then on one point stands for twice as many values, so a run of any length costs the same and
+every part of it stays visible. Curves of runs in use are in memory; what changed is written every
+few seconds, so a crash loses the last moments of a curve and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.errors import InvalidInputError
+from tinkex.store import Store, StoredCurve
+
+logger = logging.getLogger(__name__)
+MAX_POINTS = 2048
+MAX_CURVES = 200
+MAX_RUNS = 256
+"""Runs whose curves are kept in memory."""
+FLUSH_S = 3.0
+_POINT = np.dtype([("step", "<f8"), ("value", "<f4"), ("at", "<f8")])
+
+
+@dataclass(slots=True)
+class Curve:
+    """Points in the order they were made: step, value, moment."""
+
+    stride: int = 1
+    steps: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    moments: list[float] = field(default_factory=list)
+    num_made: int = 0
+    """Points ever made; a page asks for those after the last it has."""
+    _sum: float = 0.0
+    _count: int = 0
+
+    def add(self, step: float, value: float, at: float) -> None:
+        self._sum += value
+        self._count += 1
+        if self._count < self.stride:
+            return
+        self.steps.append(step)
+        self.values.append(self._sum / self._count)
+        self.moments.append(at)
+        self.num_made += 1
+        self._sum, self._count = 0.0, 0
+        if len(self.steps) >= MAX_POINTS:
+            self._thin()
+
+    def _thin(self) -> None:
+        pairs = zip(self.values[::2], self.values[1::2], strict=True)
+        self.values = [(one + other) / 2 for one, other in pairs]
+        self.steps, self.moments = self.steps[1::2], self.moments[1::2]
+        self.stride *= 2
+
+    def packed(self) -> bytes:
+        array = np.empty(len(self.steps), _POINT)
+        array["step"], array["value"], array["at"] = self.steps, self.values, self.moments
+        return array.tobytes()
+
+    @classmethod
+    def unpacked(cls, stored: StoredCurve) -> Curve:
+        array: NDArray[np.void] = np.frombuffer(stored.points, _POINT)
+        return cls(
+            stride=stored.stride,
+            steps=array["step"].tolist(),
+            values=array["value"].tolist(),
+            moments=array["at"].tolist(),
+            num_made=len(array),
+        )
+
+
+@dataclass(slots=True)
+class _Run:
+    curves: dict[str, Curve]
+    dirty: set[str] = field(default_factory=set)
+    num_steps: int = 0
+    loss: float = 0.0
+    tokens: float = 0.0
+    gap: list[tuple[str, float]] = field(default_factory=list)
+    stepped_at: float = 0.0
+
+
+class Curves:
+    """All curves of one server. On the event loop only; the store is asked off it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        self._opening: dict[str, asyncio.Task[_Run]] = {}
+
+    # ------------------------------------------------------------------------ what happens
+
+    async def passed(self, model_id: str, metrics: Mapping[str, float]) -> None:
+        """A forward_backward ran; its numbers belong to the step that follows."""
+        run = await self._open(model_id)
+        run.loss += metrics.get("loss:sum", 0.0)
+        run.tokens += metrics.get("num_active_tokens:sum", metrics.get("num_tokens:sum", 0.0))
+        run.gap = [
+            (name.partition(":")[0], value)
+            for name, value in metrics.items()
+            if name.startswith(("sampler_gap", "e_", "kl", "ratio"))
+        ]
+
+    async def stepped(
+        self, model_id: str, metrics: Mapping[str, float], learning_rate: float
+    ) -> None:
+        """An optim_step ran."""
+        run = await self._open(model_id)
+        now = time.time()
+        told = {"learning_rate": learning_rate, **dict(run.gap)}
+        if "grad_norm:mean" in metrics:
+            told["grad_norm"] = metrics["grad_norm:mean"]
+        if run.tokens:
+            told["loss_per_token"] = run.loss / run.tokens
+            told["tokens"] = run.tokens
+            if run.stepped_at and now > run.stepped_at:
+                told["tokens_per_s"] = run.tokens / (now - run.stepped_at)
+        if run.stepped_at:
+            told["step_time_s"] = now - run.stepped_at
+        run.stepped_at = now
+        run.loss = run.tokens = 0.0
+        run.gap = []
+        run.num_steps += 1
+        self._add(run, told, run.num_steps, now)
+
+    async def log(self, model_id: str, metrics: Mapping[str, float], step: int | None) -> None:
+        """What a client logs, under names of its own.
+
+        Raises:
+            InvalidInputError: Too many curves, or a name that cannot be one.
+        """
+        run = await self._open(model_id)
+        new = [name for name in metrics if name not in run.curves]
+        if len(run.curves) + len(new) > MAX_CURVES:
+            raise InvalidInputError(
+                f"a run has at most {MAX_CURVES} curves, this one {len(run.curves)}; log fewer "
+                "names",
+                path="metrics",
+            )
+        self._add(run, metrics, run.num_steps if step is None else step, time.time())
+
+    def _add(self, run: _Run, metrics: Mapping[str, float], step: float, at: float) -> None:
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                run.curves.setdefault(name, Curve()).add(step, float(value), at)
+                run.dirty.add(name)
+
+    # ------------------------------------------------------------------------ who looks
+
+    async def of_run(self, model_id: str) -> dict[str, Curve]:
+        return (await self._open(model_id)).curves
+
+    async def of_runs(
+        self, model_ids: Sequence[str], names: Sequence[str]
+    ) -> dict[tuple[str, str], Curve]:
+        """Some curves of many runs: those in memory as they are, the others from the store."""
+        found: dict[tuple[str, str], Curve] = {}
+        elsewhere = [model_id for model_id in model_ids if model_id not in self._runs]
+        if elsewhere:
+            stored = await self._store.call(self._store.curves.of_runs, elsewhere, names)
+            found = {(one.model_id, one.name): Curve.unpacked(one) for one in stored}
+        for model_id in model_ids:
+            run = self._runs.get(model_id)
+            for name in names:
+                if run is not None and name in run.curves:
+                    found[model_id, name] = run.curves[name]
+        return found
+
+    # ------------------------------------------------------------------------ keeping
+
+    async def drop(self, model_id: str) -> None:
+        self._runs.pop(model_id, None)
+        await self._store.call(self._store.curves.drop, model_id)
+
+    async def flush(self) -> None:
+        """Write what changed, and let go of runs nobody used lately."""
+        changed = [
+            StoredCurve(model_id=model_id, name=name, stride=c.stride, points=c.packed())
+            for model_id, run in self._runs.items()
+            for name in run.dirty
+            for c in (run.curves[name],)
+        ]
+        for run in self._runs.values():
+            run.dirty.clear()
+        if changed:
+            await self._store.call(self._store.curves.save, changed)
+        while len(self._runs) > MAX_RUNS:
+            self._runs.popitem(last=False)
+
+    async def _open(self, model_id: str) -> _Run:
+        run = self._runs.get(model_id)
+        if run is not None:
+            self._runs.move_to_end(model_id)
+            return run
+        task = self._opening.get(model_id)
+        if task is None:
+            task = self._opening[model_id] = asyncio.create_task(self._load(model_id))
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._opening.pop(model_id, None)
+
+    async def _load(self, model_id: str) -> _Run:
+        stored = await self._store.call(self._store.curves.of_run, model_id)
+        run = _Run({one.name: Curve.unpacked(one) for one in stored})
+        if (rate := run.curves.get("learning_rate")) is not None and rate.steps:
+            run.num_steps = int(rate.steps[-1])
+        return self._runs.setdefault(model_id, run)

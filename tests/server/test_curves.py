@@ -1,0 +1,71 @@
+"""Curves cost the same however long a run is, keep their shape, and survive a restart."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tinkex.errors import InvalidInputError
+from tinkex.server.work.curves import MAX_CURVES, MAX_POINTS, Curve, Curves
+from tinkex.store import Store
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_shape():
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(step, step / 1000, 0.0)
+    assert MAX_POINTS // 2 <= len(curve.steps) <= MAX_POINTS
+    assert all(
+        abs(value - step / 1000) < 0.1
+        for step, value in zip(curve.steps, curve.values, strict=True)
+    )
+
+
+async def test_what_was_logged_is_there_after_a_restart(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = Curves(store)
+    for step in range(10):
+        await curves.log("m", {"reward": step}, step)
+    await curves.flush()
+    store.close()
+    store = Store.in_folder(tmp_path)
+    found = await Curves(store).of_run("m")
+    assert found["reward"].values == list(range(10))
+    await Curves(store).drop("m")
+    assert await Curves(store).of_run("m") == {}
+    store.close()
+
+
+async def test_steps_are_counted_on_after_a_restart(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = Curves(store)
+    await curves.stepped("m", {"grad_norm:mean": 1.0}, 0.1)
+    await curves.flush()
+    again = Curves(store)
+    await again.stepped("m", {"grad_norm:mean": 2.0}, 0.1)
+    assert (await again.of_run("m"))["grad_norm"].steps == [1, 2]
+    store.close()
+
+
+async def test_a_million_points_cost_little(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = Curves(store)
+    began = time.process_time()
+    for step in range(50_000):
+        await curves.log("m", dict.fromkeys("abcdefghijklmnopqrst", 1.0), step)
+    assert time.process_time() - began < 60
+    await curves.flush()
+    store.close()
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    assert size < 64 * 1024 * 1024
+
+
+async def test_too_many_names_are_refused(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = Curves(store)
+    await curves.log("m", {f"n{i}": 1.0 for i in range(MAX_CURVES)}, 0)
+    with pytest.raises(InvalidInputError, match="at most 200 curves"):
+        await curves.log("m", {"one more": 1.0}, 1)
+    store.close()
