@@ -165,7 +165,8 @@ def test_every_extra_brings_something_that_is_used():
         for path in ROOT.rglob("*.py")
         for name, _ in imports(path, top_level_only=False)
     }
-    runtime = {"httptools", "psycopg"}  # named as settings of uvicorn and SQLAlchemy
+    # Named as settings of uvicorn and SQLAlchemy, or imported by FastAPI to read forms.
+    runtime = {"httptools", "psycopg", "python_multipart"}
     modules_of = {"pyjwt": "jwt", "prometheus-client": "prometheus_client"}
     for extra, needs in project["optional-dependencies"].items():
         names = {re.split(r"[\[>=; ]", need)[0].lower() for need in needs} - {"tinkex"}
