@@ -53,15 +53,17 @@ def world(
     keys = ("--api-key", f"{KEY}=ann", "--api-key", f"{OTHER_KEY}=ben")
     with start_server(folder, *flags, *keys) as base_url:
         service = tinkex.ServiceClient(base_url=base_url, api_key=KEY)
-        training = service.create_lora_training_client(base_model=str(talking_model), rank=4)
+        training = service.create_lora_training_client(
+            base_model=str(talking_model), rank=4, seed=0
+        )
         tokens = list(b"abcdefgh" * 4)
         datum = tinkex.Datum(
             model_input=tinkex.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
         )
-        for _ in range(3):
+        for _ in range(8):
             training.forward_backward([datum], "cross_entropy").result()
-            training.optim_step(tinkex.AdamParams(learning_rate=0.05)).result()
+            training.optim_step(tinkex.AdamParams(learning_rate=0.02)).result()
         path = training.save_weights_for_sampler("trained").result().path
         yield SimpleNamespace(
             base_url=base_url, model=str(talking_model), path=path, service=service
