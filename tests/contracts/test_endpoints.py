@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from pathlib import Path
+
 from fastapi.routing import APIRoute
 
+import tinkex
 from tinkex.server.app import _OURS
 from tinkex.server.operations.table import OPERATIONS
 from tinkex.server.rest.install import MODULES
 from tinkex.wire.endpoints import ENDPOINTS
 
+SOURCE = Path(tinkex.__file__).parent
+SERVED = r'@serve\((router|api), "{}"'
 OPERATORS = {"/healthz", "/readyz", "/metrics"}
 """What is for those who run the server, and no part of the protocol."""
 
@@ -35,3 +42,19 @@ def test_operations_behave_as_their_rows_say() -> None:
         assert row.is_barrier == operation.is_barrier, operation.name
     ordered = {row.name for row in ENDPOINTS.values() if row.is_ordered}
     assert ordered == {operation.name for operation in OPERATIONS} - {"create_model"}
+
+
+def test_an_endpoint_is_its_messages_its_row_and_its_function() -> None:
+    """The row of CONTRIBUTING: three places in the source, a method of the SDK not counted."""
+    routes = {path: path.read_text() for path in (SOURCE / "server").rglob("*.py")}
+    operations = {operation.name for operation in OPERATIONS}
+    for row in ENDPOINTS.values():
+        if row.name in operations | {"health"}:
+            continue  # a class of server/operations; an operator's route under a second address
+        functions = [
+            path for path, text in routes.items() if re.search(SERVED.format(row.name), text)
+        ]
+        assert len(functions) == 1, row.name
+        homes = {inspect.getfile(kind) for kind in (row.request, row.result) if kind is not None}
+        assert all(Path(home).is_relative_to(SOURCE / "types") for home in homes), row.name
+        assert len(homes) <= 2, row.name

@@ -4,11 +4,13 @@ Both sides meet here, so that they cannot disagree:
 
     client: body = requests.encode("optim_step", request, generation)
             value = results.decode(OptimStepResponse, content, content_type)
-    server: request = requests.decode("forward_backward", content, content_type)
+    server: opened = requests.open_body("optim_step", content, content_type)
+            address, request = opened.address(), opened.read()
             body = results.encode(value, accept)
 
-`metrics` and `chunking` hold the two computations that client and server must agree on. Every
-decoding error is a `WireError` that names the path. Nothing here opens a connection.
+`endpoints` lists every call; `metrics` and `chunking` hold the two computations that client and
+server must agree on. Bytes that are no message are a `WireError`, a wrong field is an
+`InvalidInputError` that names its path. Nothing here opens a connection.
 """
 
 from __future__ import annotations
