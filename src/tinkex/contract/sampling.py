@@ -130,7 +130,7 @@ def check_vocabulary(draw: DrawSettings, vocab_size: int, path: str = "") -> Non
     """Refuse settings for tokens that the model does not have."""
     for setting in settings_of(DrawSettings):
         if isinstance(setting.rule, TokenNumbers) and (given := getattr(draw, setting.name)):
-            if (last := max(given)) >= vocab_size:
+            if (last := max(map(int, given))) >= vocab_size:
                 raise InvalidInputError(
                     f"token {last} is outside the vocabulary 0..{vocab_size - 1}",
                     path=f"{path}.{setting.name}" if path else setting.name,
