@@ -189,6 +189,8 @@ class SampleJob(SampleOptions, DrawSettings):
     """[T-1, K] token ids to score at prompt positions 1..T-1; -1 skips a cell."""
     stream: bool = False
     """Emit `Tokens` events while generating."""
+    tenant: str = ""
+    """Whose it is: places are shared between tenants, cached prompts are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

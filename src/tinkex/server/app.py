@@ -34,6 +34,7 @@ from tinkex.server.routes import service as routes_service
 from tinkex.server.routes import training as routes_training
 from tinkex.server.service import Service
 from tinkex.server.work.presence import Presence
+from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.worker import Worker
 from tinkex.store import Store, User
 
@@ -49,6 +50,8 @@ _SUBMITS = frozenset(
     f"/api/v1/{name}" for name in ("asample", "asample_batch", "forward", "forward_backward")
 )
 MAX_SUBMITTING = 32
+SUBMIT_COST = 4096
+"""What a request costs beside the bytes of its body, in bytes."""
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 
@@ -115,7 +118,7 @@ class FrontDoor:
         self._metrics: Metrics = root.state.metrics
         self._presence: Presence = root.state.presence
         self._hot = _hot_routes()
-        self._turns = asyncio.Semaphore(MAX_SUBMITTING)
+        self._turns = FairGate(MAX_SUBMITTING)
         self._max_body_bytes: int = root.state.config.max_body_bytes
         self._bodies: BodyBudget = root.state.bodies
 
@@ -170,8 +173,8 @@ class FrontDoor:
             self._check_local(scope)
             user = await current_user(request)
             if scope["path"] in _SUBMITS:
-                await receive_body(request)  # a slow sender must not hold a turn
-                async with self._turns:
+                size = len(await receive_body(request))  # a slow sender must not hold a turn
+                async with self._turns.place(user.user_id, size + SUBMIT_COST):
                     response = await hot(request, user)
             else:
                 response = await hot(request, user)

@@ -113,6 +113,12 @@ class ServerConfig:
 
     max_queued_samples: int = 20_000
     """Samples that may wait; more are answered with 429."""
+    max_kept_result_bytes: int = 256 * 1024 * 1024
+    """Unfetched sample results in memory, a quarter of it for one user; more go to disk."""
+    max_user_result_bytes: int = 1024 * 1024 * 1024
+    """Unfetched sample results of one user; beyond it new samples are answered with 429."""
+    max_sample_bytes: int = 64 * 1024 * 1024
+    """Largest result one sample request may ask for: num_samples x max_tokens x topk."""
     max_running_samples: int = 512
     """Sample requests one worker holds at a time."""
     max_running_training: int = 16

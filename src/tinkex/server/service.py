@@ -26,6 +26,7 @@ from tinkex.server.operations.table import make_operations
 from tinkex.server.problems import ApiError
 from tinkex.server.work.curves import Curves
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
+from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.lane import Lane, Means
 from tinkex.server.work.live_sessions import LiveSessions
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
@@ -73,6 +74,12 @@ class Service:
             promises=self.promises,
             ledger=SampleLedger(config.data_dir / "samples.log"),
             max_queued=config.max_queued_samples,
+            max_sample_bytes=config.max_sample_bytes,
+            kept=KeptResults(
+                config.data_dir / "results",
+                memory_bytes=config.max_kept_result_bytes,
+                user_bytes=config.max_user_result_bytes,
+            ),
             on_use=self.sessions.touch,
         )
         self.ends = WriteBehind()

@@ -25,6 +25,8 @@ from tinkex.types import LoraConfig, OptimizerConfigBase, OptimStepRequest, Samp
 DEFAULT_RANK, DEFAULT_ALPHA = 32, 32.0
 _DRAW = [field.name for field in fields(DrawSettings)]
 _OPTIONS: dict[str, Any] = {field.name: field.default for field in fields(SampleOptions)}
+TOKEN_BYTES, PAIR_BYTES = 8, 8
+"""What a token with its logprob, and each alternative to it, take in a result."""
 
 
 # ------------------------------------------------------------------------------------ training
@@ -178,6 +180,21 @@ def _check_room(job: SampleJob, info: ModelInfo | None) -> None:
             f"{info.max_context_length}, asked for {wanted}; "
             + ("lower max_tokens." if room > 0 else "shorten the prompt."),
             path="sampling_params.max_tokens",
+        )
+
+
+def check_result_size(job: SampleJob, info: ModelInfo | None, max_bytes: int) -> None:
+    """Refuse a request whose result, at its longest, would be larger than the server keeps."""
+    room = max((info.max_context_length if info else 0) - len(job.prompt), 0)
+    max_tokens = room if job.max_tokens is None else job.max_tokens
+    sampled = job.num_samples * max_tokens * (TOKEN_BYTES + PAIR_BYTES * job.topk_sample_logprobs)
+    prompted = len(job.prompt) * (TOKEN_BYTES + PAIR_BYTES * job.topk_prompt_logprobs)
+    if sampled + prompted > max_bytes:
+        raise InvalidInputError(
+            f"num_samples {job.num_samples} x max_tokens {max_tokens} with "
+            f"{job.topk_sample_logprobs} alternatives each may take {sampled + prompted} bytes, "
+            f"the server keeps {max_bytes} per request. Lower one of them, or ask in parts.",
+            path="num_samples",
         )
 
 

@@ -243,6 +243,7 @@ class Sampler:
                     version=version,
                     tokens=list(prompt),
                     num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
+                    tenant=job.tenant,
                     request=request,
                     index=index,
                     key=sample_key(seed, index),

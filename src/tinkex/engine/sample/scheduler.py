@@ -12,7 +12,7 @@ again; the oldest always makes progress.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +46,8 @@ class Seq:
     """Prompt, then what was sampled so far."""
     num_reusable: int
     """How many of the first tokens may come from the prefix cache; the rest must be computed."""
+    tenant: str = ""
+    """Whose it is. Prefixes are shared within a tenant: a hit would tell what others prompted."""
     followers: list[Seq] = field(default_factory=list)
     """Samples of the same prompt, which fork from this one when its prompt is done."""
     num_prompt: int = field(init=False)
@@ -65,7 +67,7 @@ class Seq:
     def keys(self, num_blocks: int, block_size: int) -> list[Key]:
         """The keys of the first `num_blocks` full blocks."""
         while len(self._keys) < num_blocks:
-            parent = self._keys[-1] if self._keys else root_key(self.version)
+            parent = self._keys[-1] if self._keys else root_key(f"{self.tenant}\0{self.version}")
             start = len(self._keys) * block_size
             self._keys.append(chain_key(parent, self.tokens[start : start + block_size]))
         return self._keys[:num_blocks]
@@ -107,12 +109,16 @@ class Scheduler:
         self._saves: list[Copy] = []
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []
+        self._tenants: set[str] = set()  # of all that came since the last time nobody was here
         self.num_preempted = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.running)
 
     def add(self, seq: Seq) -> None:
+        if not self:
+            self._tenants.clear()
+        self._tenants.add(seq.tenant)
         self.waiting.append(seq)
 
     def remove(self, seq: Seq) -> None:
@@ -282,12 +288,19 @@ class Scheduler:
         return Fork(seq, copy, (leader.state, seq.state))
 
     def _admit(self) -> None:
-        """Move waiting sequences to running while there is room, strictly in order.
+        """Move waiting sequences to running while there is room: tenants in turn, each in order.
 
         One that does not fit is not overtaken by smaller ones: under load it would wait for ever.
         """
-        while self.waiting and len(self.running) < self.config.max_running:
-            seq = self.waiting[0]
+        while self.waiting:
+            is_full = len(self.running) >= self.config.max_running
+            if is_full and len(self._tenants) == 1:
+                return
+            seq = self._next()
+            if is_full:
+                if not self._make_way(seq):
+                    return
+                continue
             size = self.pool.block_size
             # The last token is always computed: its hidden state gives the next token.
             num_reusable = min(seq.num_reusable, len(seq.tokens) - 1) // size
@@ -303,8 +316,10 @@ class Scheduler:
             # Leave one block to each running sequence, or the newcomer is preempted at once.
             spare = len(self.running)
             if self.pool.num_available - idle < needed + spare:
-                return
-            self.waiting.popleft()
+                if not self._make_way(seq):
+                    return
+                continue
+            self.waiting.remove(seq)
             blocks = self.pool.match(keys)
             fresh = self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - found)
             assert fresh is not None
@@ -318,6 +333,29 @@ class Scheduler:
                 seq.num_hit, seq._admitted_before = seq.num_cached, True
             self.running.append(seq)
 
+    def _next(self) -> Seq:
+        """The first sequence of the tenant who has the fewest running."""
+        if len(self._tenants) == 1:
+            return self.waiting[0]
+        held = Counter(seq.tenant for seq in self.running)
+        return min(self.waiting, key=lambda seq: held[seq.tenant])
+
+    def _make_way(self, seq: Seq) -> bool:
+        """Take the place of a tenant who has most of them, for one who has next to none.
+
+        A tenant alone has everything; a small request of another still starts at once, because
+        the youngest sequence of the first one goes back to the queue.
+        """
+        if len(self._tenants) == 1:
+            return False
+        held = Counter(running.tenant for running in self.running)
+        few = max(self.config.max_running // 16, 1)
+        most = max(held.values(), default=0)
+        if held[seq.tenant] >= few or most <= len(self.running) // 2 or held[seq.tenant] == most:
+            return False
+        self._preempt()
+        return True
+
     def _grow(self) -> None:
         """Give each sequence the block its next token needs; preempt the youngest if need be."""
         for seq in list(self.running):
@@ -329,7 +367,11 @@ class Scheduler:
                     self._preempt()
 
     def _preempt(self) -> None:
-        seq = self.running.pop()
+        """The youngest of the tenant who has the most goes back to the front of the queue."""
+        held = Counter(seq.tenant for seq in self.running)
+        most = max(held.values())
+        seq = next(seq for seq in reversed(self.running) if held[seq.tenant] == most)
+        self.running.remove(seq)
         self._free(seq)
         self.waiting.appendleft(seq)
         self.num_preempted += 1

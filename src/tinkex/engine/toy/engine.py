@@ -355,7 +355,9 @@ class ToyEngine:
             sequences=sequences,
             num_prompt_tokens=len(job.prompt),
             num_sampled_tokens=sum(len(s.tokens) for s in sequences),
-            prompt_cache_hit_tokens=self._prefixes.hits(job.adapter_folder or "", job.prompt),
+            prompt_cache_hit_tokens=self._prefixes.hits(
+                f"{job.tenant}\0{job.adapter_folder or ''}", job.prompt
+            ),
             **prompt_scores(job, adapter, seed),
         )
 

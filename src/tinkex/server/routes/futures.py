@@ -7,6 +7,7 @@ older; large ones announce their size first when the client asked to be told.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ async def retrieve_future(request: Request, user: CurrentUser) -> Response:
     outcome = await promise.wait(service.config.hold_s, service.stopping)
     if outcome is None:
         return _pending(promise)
-    size = len(outcome.payload)
+    size = outcome.size_bytes
     if asked.allow_metadata_only and size > service.config.metadata_only_bytes:
         return answer(types.CompleteMetadataResponse(response_payload_size=size))
     response = await _result(promise, outcome, request.headers.get("accept", ""))
@@ -62,13 +63,18 @@ async def _result(promise: Promise, outcome: Outcome, accept: str) -> Response:
     if not outcome.ok:
         category = outcome.category if outcome.category in ("user", "server") else "user"
         return answer({"error": outcome.error, "category": category})
+    content = await _content(outcome)
     if outcome.kind == "json":
-        return Response(outcome.payload, media_type=encode.JSON)
+        return Response(content, media_type=encode.JSON)
     if encode.PROTOBUF in accept:
-        return Response(outcome.payload, media_type=encode.PROTOBUF)
+        return Response(content, media_type=encode.PROTOBUF)
     translate = encode.train_json if outcome.kind == "train" else encode.sample_json
-    payload = await off_loop(len(outcome.payload), translate, outcome.payload)
+    payload = await off_loop(len(content), translate, content)
     return Response(payload, media_type=encode.JSON)
+
+
+async def _content(outcome: Outcome) -> bytes:
+    return outcome.payload if outcome.file is None else await asyncio.to_thread(outcome.content)
 
 
 @serve(router, "cancel_future")
@@ -107,7 +113,7 @@ async def retrieve_futures(request: Request, user: CurrentUser) -> Response:
         found = await log.wait_after(cursor, min(hold_s, service.config.hold_s))
     if asked.inline_results:
         waiting = service.samples.waiting(session.sampling_session_id, clone, MAX_REASONS)
-        return _frames(service, found, cursor, waiting)
+        return await _frames(service, found, cursor, waiting)
     return answer(
         {
             "completions": [_completion(entry) for entry in found],
@@ -130,7 +136,7 @@ def _completion(entry: FinishedSample) -> dict[str, Any]:
     return body
 
 
-def _frames(
+async def _frames(
     service: Service, found: list[FinishedSample], cursor: int, waiting: list[Promise]
 ) -> Response:
     """Our own SDK's form: the results themselves, joined behind one header.
@@ -144,7 +150,7 @@ def _frames(
         if outcome is not None and not outcome.ok:
             category = "user" if outcome.category in ("user", "cancelled") else "server"
             made.add_failure(entry.request_id, outcome.error, category)
-        elif not made.add(entry.request_id, outcome.payload if outcome is not None else b""):
+        elif not made.add(entry.request_id, await _content(outcome) if outcome else b""):
             break
         cursor = entry.cursor
     reasons = [] if found else [{"request_id": p.request_id, **_queue_state(p)} for p in waiting]

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 PayloadKind = Literal["json", "train", "sample"]
@@ -30,6 +31,17 @@ class Outcome:
     error: str = ""
     category: str = ""
     """Empty for a success, else `user`, `server`, `cancelled` or `lost`."""
+    file: Path | None = None
+    """Where the payload lies when it has left the memory."""
+    file_bytes: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self.file_bytes if self.file is not None else len(self.payload)
+
+    def content(self) -> bytes:
+        """The payload, wherever it is. Blocks when it is in a file."""
+        return self.payload if self.file is None else self.file.read_bytes()
 
     @property
     def ok(self) -> bool:
@@ -48,6 +60,8 @@ class Promise:
     is_fetched: bool = False
     expires_at: float = math.inf
     on_settle: Callable[[Promise], None] | None = None
+    on_drop: Callable[[Promise], None] | None = None
+    """Told when nobody can fetch the result any more."""
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     def settle(self, outcome: Outcome) -> bool:
@@ -132,6 +146,8 @@ class PromiseTable:
             promise = self._promises.get(request_id)
             if promise is not None and promise.outcome is not None:
                 del self._promises[request_id]
+                if promise.on_drop is not None:
+                    promise.on_drop(promise)
 
     def forget_expired(self) -> int:
         """Drop what was fetched long enough ago or waited too long; returns how many."""

@@ -2,15 +2,16 @@
 
 A worker holds a bounded number of requests. Those who want in wait here, one line per user, and a
 free place goes to the user who has had the least so far (start-time fair queueing over a cost,
-such as tokens). A user alone gets everything; a user with ten thousand requests waiting delays a
-newcomer by one request. The queue sees costs and users, never requests, models or HTTP.
+such as tokens). A user with ten thousand requests waiting delays a newcomer by one request. The
+last eighth of the places is for users who hold few, so that a newcomer need not even wait for a
+long request of another to end. The queue sees costs and users, never requests, models or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -32,6 +33,9 @@ class FairGate:
     def __init__(self, places: int) -> None:
         self.num_places = places
         self._free = places
+        self._kept_free = places // 8
+        self._few = max(places // 16, 1)
+        self._held: Counter[str] = Counter()
         self._lines: dict[str, deque[Ticket]] = {}
         self._used: dict[str, float] = {}
         self._order: list[tuple[float, str]] = []  # a heap with one entry per user in line
@@ -44,26 +48,36 @@ class FairGate:
         try:
             yield
         finally:
-            self.release()
+            self.release(user)
 
     async def acquire(self, user: str, cost: float = 1.0) -> None:
-        if self._free > 0 and not self.num_waiting:
-            self._free -= 1
-            self._charge(user, cost)
+        if self._may_take(user) and (not self.num_waiting or self._free <= self._kept_free):
+            self._take(user, cost)
             return
         ticket = self._join(user, cost)
         try:
             await ticket.granted
         except asyncio.CancelledError:
             if ticket.granted.done() and not ticket.granted.cancelled():
-                self.release()  # granted and cancelled at once: the place goes to the next
+                self.release(user)  # granted and cancelled at once: the place goes to the next
             else:
                 self._leave(ticket)
             raise
 
-    def release(self) -> None:
+    def release(self, user: str) -> None:
         self._free += 1
+        self._held[user] -= 1
+        if self._held[user] <= 0:
+            del self._held[user]
         self._grant()
+
+    def _may_take(self, user: str) -> bool:
+        return self._free > (0 if self._held[user] < self._few else self._kept_free)
+
+    def _take(self, user: str, cost: float) -> None:
+        self._free -= 1
+        self._held[user] += 1
+        self._charge(user, cost)
 
     def ahead_of(self, user: str) -> int:
         """About how many requests are served before the last one of `user` in line."""
@@ -90,21 +104,28 @@ class FairGate:
                 del self._lines[ticket.user]
 
     def _grant(self) -> None:
+        full: list[tuple[float, str]] = []  # users who hold many, while only kept places are left
         while self._free > 0 and self._order:
-            _, user = heapq.heappop(self._order)
+            used, user = heapq.heappop(self._order)
             line = self._lines.get(user)
             if not line:
                 continue
+            if not self._may_take(user):
+                full.append((used, user))
+                continue
             ticket = line.popleft()
             self.num_waiting -= 1
-            self._charge(user, ticket.cost)
+            if ticket.granted.done():
+                self._charge(user, ticket.cost)
+            else:
+                self._take(user, ticket.cost)
+                ticket.granted.set_result(None)
             if line:
                 heapq.heappush(self._order, (self._used[user], user))
             else:
                 del self._lines[user]
-            if not ticket.granted.done():
-                self._free -= 1
-                ticket.granted.set_result(None)
+        for entry in full:
+            heapq.heappush(self._order, entry)
 
     def _charge(self, user: str, cost: float) -> None:
         start = max(self._used.get(user, 0.0), self._now)

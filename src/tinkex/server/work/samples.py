@@ -13,7 +13,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +27,7 @@ from tinkex.server.catalog import Catalog
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.workers.placement import Place, Placement
 from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
 from tinkex.types import SampleRequest
@@ -59,6 +60,8 @@ class Samples:
         promises: PromiseTable,
         ledger: SampleLedger,
         max_queued: int,
+        max_sample_bytes: int,
+        kept: KeptResults,
         on_use: Callable[[str], None],
     ) -> None:
         self._store = store
@@ -68,6 +71,9 @@ class Samples:
         self._promises = promises
         self._ledger = ledger
         self._max_queued = max_queued
+        self._max_sample_bytes = max_sample_bytes
+        self._kept = kept
+        self._num_open: Counter[str] = Counter()  # samples of each user that wait or run
         self._on_use = on_use  # a session shows a sign of life
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
         self._logs: dict[tuple[str, int], FinishedLog] = {}
@@ -188,16 +194,28 @@ class Samples:
                 )
             return Accepted(known, _sequence_ids(request_id, asked.num_samples))
         job = await self._job(session, asked)
-        self._check_room()
+        self._check_room(user.user_id)
+        self._kept.require_room(user.user_id)
         return self._start(user, session, request_id, job, digest)
 
-    def _check_room(self) -> None:
-        if len(self._tasks) >= self._max_queued + self._placement.num_sample_places:
-            raise ApiError(
-                429,
-                f"{self._max_queued} samples wait already; try again in a moment.",
-                headers={"Retry-After": "1"},
-            )
+    def _check_room(self, user_id: str) -> None:
+        """Refuse a sample when too many wait, in all or of this user.
+
+        When the queue is full, a user with less than an equal share of it is still let in.
+
+        Raises:
+            ApiError: 429.
+        """
+        limit = self._max_queued + self._placement.num_sample_places
+        mine, num_users = self._num_open[user_id], len(self._num_open.keys() | {user_id})
+        if mine < limit // (num_users + 1) or (len(self._tasks) < limit and mine < limit * 3 // 4):
+            return
+        raise ApiError(
+            429,
+            f"{mine} of your samples wait already, {len(self._tasks)} in all; try again in a "
+            "moment.",
+            headers={"Retry-After": "1"},
+        )
 
     async def stream(
         self, user: User, asked: SampleRequest, on_event: Callable[[Event], None] | None
@@ -208,7 +226,7 @@ class Samples:
         """
         session = await self._session_of(user, asked)
         job = replace(await self._job(session, asked), stream=on_event is not None)
-        self._check_room()
+        self._check_room(user.user_id)
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
         promise = Promise(request_id, user.user_id, "Sample")
         task = self._launch(promise, user, session, job, on_event)
@@ -246,12 +264,14 @@ class Samples:
     async def _job(self, session: SamplingSession, asked: SampleRequest) -> SampleJob:
         info: ModelInfo | None = await self._catalog.info(session.base_model)
         name = session.folder
-        return validation.sample_job(
+        job = validation.sample_job(
             asked,
             base_model=self._catalog.resolve(session.base_model),
             folder=None if name is None else str(self._shelf.folders.path(name)),
             info=info,
         )
+        validation.check_result_size(job, info, self._max_sample_bytes)
+        return replace(job, tenant=session.user_id)
 
     def _start(
         self,
@@ -264,7 +284,7 @@ class Samples:
         self._ledger.promised(request_id)
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
-        promise.on_settle = self._settled
+        promise.on_settle, promise.on_drop = self._settled, self._kept.drop
         if (key := _poller_of(request_id)) is not None:
             self._pending.setdefault(key, {})[request_id] = promise
         task = self._launch(promise, user, session, job, None)
@@ -273,6 +293,7 @@ class Samples:
 
     def _settled(self, promise: Promise) -> None:
         self._promises.settled(promise)
+        self._kept.keep(promise)
         key = _poller_of(promise.request_id)
         if key is None:
             return
@@ -280,7 +301,7 @@ class Samples:
         waiting.pop(promise.request_id, None)
         if not waiting:
             self._pending.pop(key, None)
-        size = len(promise.outcome.payload) if promise.outcome else 0
+        size = promise.outcome.size_bytes if promise.outcome else 0
         self.log(*key).add(promise.request_id, size)
 
     def waiting(self, sampling_session_id: str, clone: int, limit: int) -> list[Promise]:
@@ -303,8 +324,15 @@ class Samples:
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._num_open[user.user_id] += 1
+        task.add_done_callback(lambda done: self._ended(done, user.user_id))
         return task
+
+    def _ended(self, task: asyncio.Task[None], user_id: str) -> None:
+        self._tasks.discard(task)
+        self._num_open[user_id] -= 1
+        if self._num_open[user_id] <= 0:
+            del self._num_open[user_id]
 
     async def _run(self, run: _Run, session: SamplingSession) -> None:
         try:

@@ -1,0 +1,115 @@
+"""Sample results that wait to be fetched: so many bytes in memory, more on disk, and an end.
+
+Samples of one user may fill a share of the memory; what comes after is written to a file and read
+again when it is asked for. A user whose results reach the limit is asked to fetch some before new
+samples are taken. Files are scratch: promises do not survive a restart, so the folder is emptied at
+the start. Knows bytes and users, not tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from tinkex.server.problems import ApiError
+from tinkex.server.work.futures import Promise
+
+logger = logging.getLogger(__name__)
+SMALL_BYTES = 4096
+"""Results below this stay in memory: a file costs more."""
+
+
+class KeptResults:
+    def __init__(self, folder: Path, *, memory_bytes: int, user_bytes: int) -> None:
+        self._folder = folder
+        self._memory_limit = memory_bytes
+        self._user_limit = user_bytes
+        self._in_memory: Counter[str] = Counter()
+        self._kept: Counter[str] = Counter()
+        self._sizes: dict[str, int] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._in_memory.total()
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept.total()
+
+    def require_room(self, user_id: str) -> None:
+        """Refuse a new sample of a user who does not fetch.
+
+        Raises:
+            ApiError: 429.
+        """
+        if self._kept[user_id] >= self._user_limit:
+            raise ApiError(
+                429,
+                f"{self._kept[user_id]} bytes of your results wait to be fetched, the limit is "
+                f"{self._user_limit}. Fetch them before you ask for more samples.",
+                headers={"Retry-After": "5"},
+            )
+
+    def keep(self, promise: Promise) -> None:
+        """A promise was settled. Must be given back with `drop`."""
+        size = promise.outcome.size_bytes if promise.outcome else 0
+        if not size or promise.request_id in self._sizes:
+            return
+        user_id = promise.user_id
+        self._sizes[promise.request_id] = size
+        self._kept[user_id] += size
+        self._in_memory[user_id] += size
+        share = self._memory_limit // 4
+        if size >= SMALL_BYTES and (
+            self._in_memory[user_id] > share or self.memory_bytes > self._memory_limit
+        ):
+            task = asyncio.create_task(self._spill(promise))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+
+    def drop(self, promise: Promise) -> None:
+        """Its result was fetched, or its time is over."""
+        size = self._sizes.pop(promise.request_id, 0)
+        _take(self._kept, promise.user_id, size)
+        outcome = promise.outcome
+        if outcome is not None and outcome.file is not None:
+            asyncio.get_running_loop().run_in_executor(None, _unlink, outcome.file)
+        else:
+            _take(self._in_memory, promise.user_id, size)
+
+    async def _spill(self, promise: Promise) -> None:
+        outcome = promise.outcome
+        assert outcome is not None
+        file = self._folder / secrets.token_hex(16)
+        try:
+            await asyncio.to_thread(_write, file, outcome.payload)
+        except OSError as exc:
+            logger.warning("a result stays in memory: %s", exc.strerror)
+            return
+        if promise.request_id not in self._sizes:  # fetched meanwhile
+            await asyncio.to_thread(_unlink, file)
+            return
+        promise.outcome = replace(outcome, payload=b"", file=file, file_bytes=len(outcome.payload))
+        _take(self._in_memory, promise.user_id, len(outcome.payload))
+
+
+def _take(counter: Counter[str], user_id: str, size: int) -> None:
+    counter[user_id] -= size
+    if counter[user_id] <= 0:
+        del counter[user_id]
+
+
+def _write(file: Path, payload: bytes) -> None:
+    file.parent.mkdir(mode=0o700, exist_ok=True)
+    file.write_bytes(payload)
+
+
+def _unlink(file: Path) -> None:
+    file.unlink(missing_ok=True)

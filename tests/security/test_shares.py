@@ -1,0 +1,193 @@
+"""One key cannot starve the others: of places, of the queue, of memory for results."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from app_world import AppWorld, open_app
+
+from tinkex.engine.sample.kv_cache import BlockPool
+from tinkex.engine.sample.scheduler import Scheduler, SchedulerConfig, Seq
+from tinkex.server.work.futures import Outcome, Promise
+from tinkex.server.work.kept_results import KeptResults
+from tinkex.server.work.queue import FairGate
+
+KEYS = ("tml-ann=ann", "tml-bob=bob")
+HOG, POLITE = "tml-ann", "tml-bob"
+
+
+def _seq(num_tokens: int, tenant: str, first: int = 0) -> Seq:
+    tokens = list(range(first, first + num_tokens))
+    return Seq(version="", tokens=tokens, num_reusable=num_tokens, tenant=tenant)
+
+
+def _step(scheduler: Scheduler) -> list[Seq]:
+    plan = scheduler.plan()
+    for chunk in plan:
+        is_complete = chunk.completes
+        scheduler.done(chunk)
+        if is_complete:
+            chunk.seq.tokens.append(0)
+    return [chunk.seq for chunk in plan]
+
+
+async def _sampler(world: AppWorld, key: str) -> str:
+    asked = {
+        "session_id": await world.session(key=key),
+        "sampling_session_seq_id": 0,
+        "base_model": "toy",
+    }
+    made = await world.ok("create_sampling_session", asked, key=key)
+    return str(made["sampling_session_id"])
+
+
+def _sample(session: str, seq_id: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "sampling_session_id": session,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"tokens": [1, 2, 3], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": changes.pop("max_tokens", 8), "stop": []},
+        "num_samples": 1,
+        **changes,
+    }
+
+
+# ------------------------------------------------------------------------------------ places
+
+
+async def test_a_newcomer_finds_a_place_while_another_holds_all_it_may() -> None:
+    gate = FairGate(16)
+    hog = [asyncio.create_task(gate.acquire("hog", 1000)) for _ in range(40)]
+    await asyncio.sleep(0)
+    assert sum(task.done() for task in hog) == 14
+    await asyncio.wait_for(gate.acquire("polite", 1), 1)
+    for task in hog:
+        task.cancel()
+    await asyncio.gather(*hog, return_exceptions=True)
+
+
+def test_a_newcomer_runs_in_the_next_pass_while_another_fills_the_sampler() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_running=16), BlockPool(4096, 4))
+    for n in range(100):
+        scheduler.add(_seq(6, "hog", first=100 * n))
+    _step(scheduler)
+    assert len(scheduler.running) == 16, "a tenant alone has everything"
+    late = _seq(3, "polite", first=50_000)
+    scheduler.add(late)
+    assert late in _step(scheduler)
+    assert len(scheduler.running) == 16
+
+
+def test_a_newcomer_gets_memory_while_another_holds_it_all() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_running=64), BlockPool(32, 4))
+    for n in range(20):
+        scheduler.add(_seq(6, "hog", first=100 * n))
+    for _ in range(20):
+        _step(scheduler)
+    late = _seq(3, "polite", first=50_000)
+    scheduler.add(late)
+    assert late in _step(scheduler)
+    for _ in range(20):
+        assert late in _step(scheduler), "nor is it the one that gives way"
+
+
+def test_a_cached_prompt_says_nothing_to_another_tenant() -> None:
+    scheduler = Scheduler(SchedulerConfig(), BlockPool(64, 4))
+    scheduler.add(_seq(12, "ann"))
+    _step(scheduler)
+    own, other = _seq(12, "ann"), _seq(12, "bob")
+    scheduler.add(own)
+    scheduler.add(other)
+    _step(scheduler)
+    assert (own.num_hit, other.num_hit) == (8, 0)
+
+
+async def test_the_toy_says_nothing_either(two_keys: AppWorld) -> None:
+    from tinkex.wire import tinker_public_pb2 as pb
+
+    hits = []
+    for key in (HOG, HOG, POLITE):
+        session = await _sampler(two_keys, key)
+        prompt = {"chunks": [{"tokens": [5] * 200, "type": "encoded_text"}]}
+        promise = await two_keys.ok("asample", _sample(session, 1, prompt=prompt), key=key)
+        raw = await two_keys.result(promise, key=key)
+        hits.append(pb.SampleResponse.FromString(raw).prompt_cache_hit_tokens)
+    assert hits[1] > 0
+    assert (hits[0], hits[2]) == (0, 0)
+
+
+# ------------------------------------------------------------------------------------ the queue
+
+
+async def test_a_full_queue_lets_a_small_user_in(tmp_path: Path) -> None:
+    settings = {"max_queued_samples": 40, "max_running_samples": 8, "engine": "toy:latency_s=0.2"}
+    async with open_app(tmp_path, api_keys=KEYS, **settings) as world:
+        hog, polite = await _sampler(world, HOG), await _sampler(world, POLITE)
+        flood = [world.post("asample", _sample(hog, n), key=HOG) for n in range(1, 80)]
+        statuses = [answer.status_code for answer in await asyncio.gather(*flood)]
+        assert 429 in statuses
+        started = time.monotonic()
+        promise = await world.ok("asample", _sample(polite, 1), key=POLITE)
+        assert isinstance(await world.result(promise, key=POLITE), bytes)
+        assert time.monotonic() - started < 5
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+async def test_a_result_that_would_be_huge_is_refused_in_its_own_terms(two_keys: AppWorld) -> None:
+    await two_keys.facts()
+    session = await _sampler(two_keys, HOG)
+    huge = _sample(session, 1, num_samples=1000, max_tokens=200, topk_sample_logprobs=20)
+    assert (await two_keys.post("asample", huge, key=HOG)).status_code == 200
+    two_keys.service.samples._max_sample_bytes = 1_000_000
+    answer = await two_keys.post("asample", huge | {"seq_id": 2}, key=HOG)
+    assert answer.status_code == 400
+    assert "num_samples 1000 x max_tokens 200" in answer.json()["detail"]
+
+
+def _promise(kept: KeptResults, user: str, number: int, size: int) -> Promise:
+    promise = Promise(f"{user}:{number}", user, "Sample", on_settle=kept.keep, on_drop=kept.drop)
+    promise.settle(Outcome(kind="sample", payload=bytes([number % 256]) * size))
+    return promise
+
+
+async def test_results_beyond_the_memory_go_to_disk_and_come_back(tmp_path: Path) -> None:
+    kept = KeptResults(tmp_path / "results", memory_bytes=400_000, user_bytes=10**9)
+    promises = [_promise(kept, "ann", n, 10_000) for n in range(100)]
+    while kept._writing:
+        await asyncio.gather(*kept._writing)
+    assert kept.memory_bytes <= 110_000
+    assert kept.kept_bytes == 1_000_000
+    for n, promise in enumerate(promises):
+        assert promise.outcome is not None
+        assert promise.outcome.size_bytes == 10_000
+        assert promise.outcome.content() == bytes([n]) * 10_000
+        kept.drop(promise)
+    await asyncio.sleep(0.2)
+    assert (kept.memory_bytes, kept.kept_bytes) == (0, 0)
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+async def test_who_does_not_fetch_is_not_given_more(tmp_path: Path) -> None:
+    settings = {"max_kept_result_bytes": 40_000, "max_user_result_bytes": 100_000}
+    async with open_app(tmp_path, api_keys=KEYS, **settings) as world:
+        hog, polite = await _sampler(world, HOG), await _sampler(world, POLITE)
+        promises, status = [], 200
+        for number in range(1, 60):
+            body = _sample(hog, number, num_samples=8, max_tokens=100)
+            answer = await world.post("asample", body, key=HOG)
+            if (status := answer.status_code) != 200:
+                break
+            promises.append(answer.json())
+            while world.service.samples._tasks:
+                await asyncio.sleep(0.01)
+        assert status == 429
+        assert "Fetch them" in answer.json()["detail"]
+        promise = await world.ok("asample", _sample(polite, 1), key=POLITE)
+        assert isinstance(await world.result(promise, key=POLITE), bytes)
+        for promise in promises:
+            assert isinstance(await world.result(promise, key=HOG), bytes)
