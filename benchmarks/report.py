@@ -24,7 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
-_LOWER_IS_BETTER = frozenset({"nats", "s", "ms", "us", "ns", "MiB", "GiB", "bytes", "MB", "GB"})
+_LOWER_IS_BETTER = frozenset(
+    {"nats", "s", "ms", "us", "ns", "MiB", "GiB", "bytes", "MB", "GB", "errors", "times"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

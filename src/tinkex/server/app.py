@@ -27,6 +27,7 @@ from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.guard.origin import check_local
+from tinkex.server.guard.quotas import Quotas, Strangers
 from tinkex.server.metrics import Metrics
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
@@ -49,6 +50,19 @@ _OURS = (
 _SUBMITS = frozenset(
     f"/api/v1/{name}" for name in ("asample", "asample_batch", "forward", "forward_backward")
 )
+# What takes room on the disk; polls, heartbeats and deletions go on when it is nearly full.
+_STORES = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "create_session",
+        "create_sampling_session",
+        "create_custom_loss",
+        "asample",
+        "asample_batch",
+        "checkpoints/import",
+        "copy_weights",
+    )
+)
 MAX_SUBMITTING = 32
 SUBMIT_COST = 4096
 """What a request costs beside the bytes of its body, in bytes."""
@@ -65,17 +79,20 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
         await service.start()
         work = Sweeper(store, app.state.shelf, quarantine_ttl_s=config.quarantine_ttl_s)
         sweeper = asyncio.create_task(work.run())
+        lag = asyncio.create_task(app.state.metrics.watch_loop())
         try:
             yield
         finally:
             sweeper.cancel()
-            await asyncio.gather(sweeper, return_exceptions=True)
+            lag.cancel()
+            await asyncio.gather(sweeper, lag, return_exceptions=True)
             await service.stop()
 
     app = FastAPI(title="Tinkex", version=tinkex.__version__, lifespan=lifespan)
     app.state.config = config
     app.state.metrics = Metrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)
+    app.state.quotas = Quotas(store, config)
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
     # Routes are matched in this order: what is called most stands first.
     for router in _OURS:
@@ -121,6 +138,7 @@ class FrontDoor:
         self._turns = FairGate(MAX_SUBMITTING)
         self._max_body_bytes: int = root.state.config.max_body_bytes
         self._bodies: BodyBudget = root.state.bodies
+        self._strangers = Strangers()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,15 +171,34 @@ class FrontDoor:
         if self._root.state.auth.is_open:
             check_local(scope["headers"])
 
+    async def _admit(self, user: User, scope: Scope) -> None:
+        """Refuse what the user has enough of, and new things while the disk is nearly full."""
+        quotas: Quotas = self._root.state.quotas
+        quotas.spend(user.user_id)
+        if scope["method"] == "POST":
+            if scope["path"] in _STORES:
+                self._root.state.service.room.require()
+            await quotas.require(user.user_id, scope["path"])
+
+    def _put_off(self, exc: Exception, scope: Scope) -> Exception:
+        """A caller whose key is unknown, again and again, is asked to wait."""
+        if not (isinstance(exc, problems.ApiError) and exc.status == 401):
+            return exc
+        address = scope["client"][0] if scope.get("client") else ""
+        if not self._strangers.failed(address):
+            return exc
+        text = f"Too many attempts without a valid key. {exc} Wait a minute."
+        return problems.ApiError(429, text, headers={"Retry-After": "60"})
+
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The long way, which reads bodies before it asks who is there; so we ask first."""
         try:
             self._check_local(scope)
             if _needs_key(scope["path"]):
-                await current_user(Request(scope))
+                await self._admit(await current_user(Request(scope)), scope)
             receive = _limited(scope, receive, self._max_body_bytes)
         except Exception as exc:
-            response = problems.response_for(exc)
+            response = problems.response_for(self._put_off(exc, scope))
             response.headers["Connection"] = "close"  # what it goes on sending is not read
             await response(scope, receive, send)
             return
@@ -172,6 +209,7 @@ class FrontDoor:
         try:
             self._check_local(scope)
             user = await current_user(request)
+            await self._admit(user, scope)
             if scope["path"] in _SUBMITS:
                 size = len(await receive_body(request))  # a slow sender must not hold a turn
                 async with self._turns.place(user.user_id, size + SUBMIT_COST):
@@ -179,7 +217,7 @@ class FrontDoor:
             else:
                 response = await hot(request, user)
         except Exception as exc:
-            response = problems.response_for(exc)
+            response = problems.response_for(self._put_off(exc, scope))
             if response.status_code in (401, 413):
                 response.headers["Connection"] = "close"  # what it goes on sending is not read
         await response(scope, receive, send)

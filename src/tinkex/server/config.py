@@ -27,6 +27,10 @@ _MAY_BE_ZERO = frozenset(
         "port",
         "parent_pid",
         "min_free_bytes",
+        "max_user_disk_bytes",
+        "max_user_sessions",
+        "max_user_models",
+        "max_user_requests_per_s",
         "until_idle_s",
         "result_grace_s",
     }
@@ -135,6 +139,14 @@ class ServerConfig:
     """How long the sender of a body may pause."""
     min_free_bytes: int = 64 * 1024 * 1024
     """New work is refused (507) while `data_dir` has less room, so that accepted work can end."""
+    max_user_disk_bytes: int = 0
+    """Bytes of checkpoints one user may keep; 0 means no limit."""
+    max_user_sessions: int = 10_000
+    """Sessions of one user that are alive; 0 means no limit."""
+    max_user_models: int = 10_000
+    """Models of one user whose state is kept; 0 means no limit."""
+    max_user_requests_per_s: float = 0.0
+    """Requests one user may make a second, ten times that in a burst; 0 means no limit."""
     worker_start_timeout_s: float = 300.0
     """How long a worker may take to start before it is called broken."""
     stuck_after_s: float = 300.0

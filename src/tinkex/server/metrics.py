@@ -6,8 +6,11 @@ names a user, a session or a model, so the cardinality stays small and no secret
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,6 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 if TYPE_CHECKING:
     from tinkex.server.service import Service
 
+LAG_EVERY_S = 0.25
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
@@ -49,9 +53,18 @@ class Metrics:
                 ("workers_ready", "Workers that take jobs"),
                 ("worker_starts", "Worker processes started since the server started"),
                 ("uptime_seconds", "Seconds since the server started"),
+                ("memory_bytes", "Memory of the API process"),
+                ("held_body_bytes", "Request bodies under way"),
+                ("kept_result_memory_bytes", "Sample results in memory that nobody fetched yet"),
+                ("kept_result_bytes", "The same with those on disk"),
+                ("disk_free_bytes", "Room left for the data folder"),
+                ("loop_lag_seconds", "Longest time the event loop was held up since last asked"),
+                ("connections", "Open connections"),
+                ("connections_refused", "Connections refused since the server started"),
             )
         }
         self._started = time.monotonic()
+        self._worst_lag_s = 0.0
         self._children: dict[tuple[str, int], Any] = {}
 
     def observe(self, route: str, status: int, seconds: float) -> None:
@@ -69,9 +82,24 @@ class Metrics:
         for severity in severities:
             self._telemetry.labels(severity if severity in known else "unknown").inc()
 
-    def render(self, service: Service) -> bytes:
+    async def watch_loop(self) -> None:
+        """Measure, until cancelled, how long others hold the event loop up."""
+        while True:
+            started = time.monotonic()
+            await asyncio.sleep(LAG_EVERY_S)
+            late_s = time.monotonic() - started - LAG_EVERY_S
+            self._worst_lag_s = max(self._worst_lag_s, late_s)
+
+    def render(self, service: Service, **others: float) -> bytes:
         places = service.placement.places
+        worst_lag_s, self._worst_lag_s = self._worst_lag_s, 0.0
         values = {
+            "memory_bytes": _memory_bytes(),
+            "kept_result_memory_bytes": service.samples.kept.memory_bytes,
+            "kept_result_bytes": service.samples.kept.kept_bytes,
+            "disk_free_bytes": shutil.disk_usage(service.config.data_dir).free,
+            "loop_lag_seconds": worst_lag_s,
+            **others,
             "promises": len(service.promises),
             "lanes": service.num_lanes,
             "queued_samples": sum(place.sampling.num_waiting for place in places),
@@ -83,3 +111,10 @@ class Metrics:
         for name, value in values.items():
             self._gauges[name].set(value)
         return generate_latest(self._registry)
+
+
+def _memory_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except (OSError, IndexError, ValueError):  # no /proc here
+        return 0

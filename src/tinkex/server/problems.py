@@ -108,6 +108,8 @@ def response_for(exc: Exception) -> Response:
         return _validation_problem(exc)
     if isinstance(exc, HTTPException):
         return problem(exc.status_code, str(exc.detail), headers=exc.headers)
+    if isinstance(exc, SQLAlchemyError) and "NUL" in str(exc.__cause__ or exc):
+        return problem(400, "Text must not contain NUL characters.")
     if (text := disk.trouble(exc)) is not None:
         logger.warning("refused for lack of room: %s", text)
         return problem(507, text, headers={"Retry-After": str(RETRY_FULL_S)})

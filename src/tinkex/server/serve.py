@@ -142,9 +142,11 @@ def _run_loop(main: Any) -> None:
 
 async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) -> None:
     store = await asyncio.to_thread(open_store, config)
+    store.on_fenced(_end_server)
     try:
         workers = make_workers(config)
         app = await asyncio.to_thread(create_app, config, store, workers)
+        app.state.connections = _connection_limits(config)
         host, port = sock.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
         base_url = f"{scheme}://{_url_host(host)}:{port}"
@@ -153,7 +155,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
             announce = greeting(config, base_url, needs_key=not app.state.auth.is_open)
         options = uvicorn.Config(
             app,
-            http=guarded(_connection_limits(config)),
+            http=guarded(app.state.connections),
             ws="none",
             access_log=False,
             server_header=False,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import ConfigError
 
@@ -94,6 +95,7 @@ class Claim:
         if self._folder_lock is not None:
             self._folder_lock.release()
         if self._connection is not None:
+            self._connection.invalidate()  # a pool would keep it open, and the lock with it
             self._connection.close()
             self._connection = None
 
@@ -112,5 +114,11 @@ class Claim:
             self._connection = self._engine.connect().execution_options(
                 isolation_level="AUTOCOMMIT"
             )
-        found = self._connection.execute(text("SELECT pg_try_advisory_lock(:k)"), {"k": _PG_KEY})
-        return bool(found.scalar_one())
+        query = text("SELECT pg_try_advisory_lock(:k)")
+        try:
+            return bool(self._connection.execute(query, {"k": _PG_KEY}).scalar_one())
+        except OperationalError:  # the connection died while we waited; the next try has another
+            self._connection.invalidate()
+            self._connection.close()
+            self._connection = None
+            return False

@@ -15,8 +15,9 @@ from typing import Any
 import orjson
 from alembic import command
 from alembic.config import Config
+from alembic.util import CommandError
 from sqlalchemy import Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tinkex.errors import ConfigError
 
@@ -59,8 +60,30 @@ def open_database(url: str, *, full_sync: bool = True) -> Database:
         _prepare_sqlite(reader, "BEGIN", full_sync)
         _prepare_sqlite(writer, "BEGIN IMMEDIATE", full_sync)
         database = Database(reader, writer)
-    migrate(database.writer)
+    try:
+        migrate(database.writer)
+    except (CommandError, DBAPIError) as exc:
+        database.dispose()
+        raise _unusable(database.writer, exc) from exc
     return database
+
+
+def _unusable(engine: Engine, exc: Exception) -> Exception:
+    """Why a database cannot be used, in words; other failures stay as they are."""
+    shown, cause = engine.url.render_as_string(), str(getattr(exc, "orig", None) or exc)
+    if isinstance(exc, CommandError):
+        return ConfigError(
+            f"The database {shown} was written by a newer Tinkex than this one ({cause}). Update "
+            "Tinkex, or give this server a --data-dir of its own."
+        )
+    if any(sign in cause for sign in ("not a database", "malformed", "disk image")):
+        return ConfigError(
+            f"The database {shown} is damaged ({cause}). Restore it from a backup "
+            "(`tinkex admin restore`); the checkpoints beside it are untouched."
+        )
+    if "unable to open" in cause or "readonly" in cause:
+        return ConfigError(f"The database {shown} cannot be opened ({cause}). Check its folder.")
+    return exc
 
 
 def migrate(engine: Engine) -> None:

@@ -36,6 +36,13 @@ class Models:
         row = {name: getattr(model, name) for name in Model.__slots__}
         self._writer.run(lambda c: c.execute(insert_or_ignore(c, _table), row))
 
+    def count_loaded(self, user_id: str) -> int:
+        """Models of a user whose state is kept."""
+        query = select(func.count()).select_from(_table)
+        query = query.where(_table.c.user_id == user_id, _table.c.unloaded.is_(False))
+        with self._reader.connect() as connection:
+            return int(connection.execute(query).scalar_one())
+
     def get(self, model_id: str) -> Model | None:
         with self._reader.connect() as connection:
             query = select(_table).where(_table.c.model_id == model_id)

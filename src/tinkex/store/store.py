@@ -22,6 +22,7 @@ from tinkex.store.checkpoints import Audit, Checkpoints
 from tinkex.store.claim import Claim
 from tinkex.store.curves import Curves
 from tinkex.store.database import open_database, sqlite_url
+from tinkex.store.fence import Fence
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, Journal
 from tinkex.store.ledger import Ledger
@@ -84,6 +85,11 @@ class Store:
         self._claim.take(timeout_s, data_dir)
         if data_dir is not None:
             bind(self._database.writer, data_dir)
+        self._writer.fence = Fence(self._database.writer)
+
+    def on_fenced(self, told: Callable[[], None]) -> None:
+        """Be told, on another thread, when another server took this database over."""
+        self._writer.on_fenced = told
 
     async def call(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a blocking method of a noun on the store's own threads."""

@@ -29,6 +29,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import TinkerError
+from tinkex.store.fence import Fence, FencedError
 
 T = TypeVar("T")
 log = logging.getLogger("tinkex.store")
@@ -62,6 +63,9 @@ class GroupWriter:
         self._deferred: list[Callable[[], Callable[[Connection], None] | None]] = []
         self._deferred_at = time.monotonic()
         self._kept: deque[_Write] = deque()  # deferred writes that found no room
+        self.fence: Fence | None = None
+        self.on_fenced: Callable[[], None] | None = None
+        """Told once, on the writer's thread, when another server took the database over."""
         self._thread = threading.Thread(target=self._loop, name="tinkex-store-writer", daemon=True)
         self._thread.start()
 
@@ -92,6 +96,8 @@ class GroupWriter:
             self.flush()
         except OperationalError as exc:
             log.error("the last heartbeats and token counts are lost: %s", exc.orig)
+        except FencedError:
+            pass  # logged before; they are not ours to write
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -136,6 +142,14 @@ class GroupWriter:
     def _commit(self, group: list[_Write]) -> None:
         try:
             results = self._transact(group)
+        except FencedError as exc:
+            log.error("%s", exc)
+            for write in group:
+                write.future.set_exception(exc)
+            told, self.on_fenced = self.on_fenced, None
+            if told is not None:
+                told()
+            return
         except BaseException as exc:
             if len(group) == 1:
                 log.warning("a write to the store failed: %s", exc)
@@ -159,6 +173,8 @@ class GroupWriter:
                 by_handler.setdefault(write.handler, []).append(write)
         results: dict[int, Any] = {}
         with self._engine.begin() as connection:
+            if self.fence is not None:
+                self.fence.check(connection)
             for handler, writes in by_handler.items():
                 answers = handler(connection, [write.row for write in writes])
                 results.update((id(w), a) for w, a in zip(writes, answers, strict=True))

@@ -68,6 +68,8 @@ class ToyEngine:
         self._agenda: list[_Due] = []
         self._order = itertools.count()
         self._lane_free_at: dict[str, float] = {}
+        self._spent: dict[str, float] = {}  # tokens of each tenant, as a start time (fair queueing)
+        self._floor = 0.0
         self._cancelled: set[str] = set()
         self._live: dict[str, Emit] = {}
         self._wake = threading.Condition()
@@ -119,7 +121,7 @@ class ToyEngine:
                     self._agenda = [due for due in self._agenda if due.job.job_id not in dropped]
                     heapq.heapify(self._agenda)
                 ready = self._agenda and self._agenda[0].at <= time.monotonic()
-                due = heapq.heappop(self._agenda) if ready else None
+                due = self._next_due() if ready else None
                 closed = self._closed
             for job_id, emit in dropped.items():
                 message = f"job {job_id} was cancelled"
@@ -129,6 +131,31 @@ class ToyEngine:
                 return
             if due is not None:
                 self._attend(due)
+
+    def _next_due(self) -> _Due:
+        """What is due first; of several samples, one of the tenant who had the least so far."""
+        first = heapq.heappop(self._agenda)
+        if first.event is not None or not isinstance(first.job, jobs.SampleJob):
+            return first
+        now = time.monotonic()
+        samples, others = [first], list[_Due]()
+        while self._agenda and self._agenda[0].at <= now:
+            due = heapq.heappop(self._agenda)
+            is_sample = due.event is None and isinstance(due.job, jobs.SampleJob)
+            (samples if is_sample else others).append(due)
+        chosen = min(samples, key=lambda due: (self._had(due), due.at, due.order))
+        for due in (*samples, *others):
+            if due is not chosen:
+                heapq.heappush(self._agenda, due)
+        assert isinstance(chosen.job, jobs.SampleJob)
+        job, self._floor = chosen.job, self._had(chosen)
+        cost = len(job.prompt) + job.num_samples * (job.max_tokens or 256)
+        self._spent[job.tenant] = self._floor + cost
+        return chosen
+
+    def _had(self, due: _Due) -> float:
+        assert isinstance(due.job, jobs.SampleJob)
+        return max(self._spent.get(due.job.tenant, 0.0), self._floor)
 
     def _something_to_do(self) -> bool:
         ready = self._agenda and self._agenda[0].at <= time.monotonic()

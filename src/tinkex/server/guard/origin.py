@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 from tinkex.server.problems import ApiError
 
-_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
+_FORWARDED = frozenset(
+    {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}
+)
 _WAY_OUT = "Make a key with `tinkex keys add --user NAME` and send it."
 
 

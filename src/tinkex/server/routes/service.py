@@ -10,6 +10,7 @@ from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import answer, read, serve, service_of
+from tinkex.server.guard.connections import ConnectionLimits
 from tinkex.server.problems import problem
 from tinkex.types import (
     CreateSessionResponse,
@@ -68,8 +69,18 @@ async def readyz(request: Request) -> Response:
 @router.get("/metrics", tags=["operators"])
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    text: bytes = request.app.state.metrics.render(service_of(request))
+    text: bytes = request.app.state.metrics.render(
+        service_of(request), **_of_this_process(request.app.state)
+    )
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _of_this_process(state: Any) -> dict[str, float]:
+    values = {"held_body_bytes": float(state.bodies.held_bytes)}
+    limits: ConnectionLimits | None = getattr(state, "connections", None)
+    if limits is not None:  # absent where no socket is
+        values |= {"connections": limits.num_open, "connections_refused": limits.num_refused}
+    return values
 
 
 @serve(router, "attach", tags=["local"])

@@ -72,7 +72,7 @@ class Samples:
         self._ledger = ledger
         self._max_queued = max_queued
         self._max_sample_bytes = max_sample_bytes
-        self._kept = kept
+        self.kept = kept
         self._num_open: Counter[str] = Counter()  # samples of each user that wait or run
         self._on_use = on_use  # a session shows a sign of life
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
@@ -195,7 +195,7 @@ class Samples:
             return Accepted(known, _sequence_ids(request_id, asked.num_samples))
         job = await self._job(session, asked)
         self._check_room(user.user_id)
-        self._kept.require_room(user.user_id)
+        self.kept.require_room(user.user_id)
         return self._start(user, session, request_id, job, digest)
 
     def _check_room(self, user_id: str) -> None:
@@ -284,7 +284,7 @@ class Samples:
         self._ledger.promised(request_id)
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
-        promise.on_settle, promise.on_drop = self._settled, self._kept.drop
+        promise.on_settle, promise.on_drop = self._settled, self.kept.drop
         if (key := _poller_of(request_id)) is not None:
             self._pending.setdefault(key, {})[request_id] = promise
         task = self._launch(promise, user, session, job, None)
@@ -293,7 +293,7 @@ class Samples:
 
     def _settled(self, promise: Promise) -> None:
         self._promises.settled(promise)
-        self._kept.keep(promise)
+        self.kept.keep(promise)
         key = _poller_of(promise.request_id)
         if key is None:
             return

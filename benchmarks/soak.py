@@ -1,0 +1,175 @@
+"""A long run of random tenants while worker and server are killed and the data folder is renamed.
+
+Each round a few tenants train a step, save a checkpoint, sample, delete an old checkpoint; then one
+of: nothing, `kill -9` of the worker, `kill -9` of the server, a stop. A server that starts again is
+given another spelling of its data folder. At the end every checkpoint that was saved and not
+deleted is loaded. Files, memory and sockets of the API process are compared between a third of the
+time and the end.
+
+    python benchmarks/soak.py [--no-bar] [--minutes 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import report
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "server"))
+from server_process import ServerProcess  # noqa: E402
+from wire_client import Failed, WireClient  # noqa: E402
+
+NUM_TENANTS = 6
+KEEP = 4
+"""Checkpoints a tenant keeps; older ones are deleted."""
+MIB = 1024**2
+
+
+class Tenant:
+    """One key with one run after another, and what it must find again."""
+
+    def __init__(self, server: ServerProcess, number: int) -> None:
+        self.client = WireClient(server.base_url, key=f"tml-{number}")
+        self.saved: list[str] = []
+        self.model = ""
+        self.seq_id = 0
+        self.num_runs = 0
+        self.failures = 0
+
+    def act(self, rng: random.Random) -> None:
+        if not self.model or rng.random() < 0.05:
+            self.model = self.client.model(self.client.session())
+            self.seq_id, self.num_runs = 0, self.num_runs + 1
+        self.client.result(self.client.train(self.model, self._next(), [1, 2, rng.randrange(60)]))
+        self.client.result(self.client.step(self.model, self._next()))
+        if rng.random() < 0.3:
+            self._save()
+        while len(self.saved) > KEEP:
+            self._delete(self.saved.pop(0))
+
+    def _next(self) -> int:
+        self.seq_id += 1
+        return self.seq_id
+
+    def _save(self) -> None:
+        body = {"model_id": self.model, "path": f"c{self.seq_id}", "seq_id": self._next()}
+        made = self.client.result(self.client.ok("save_weights", body))
+        self.saved.append(str(made["path"]))
+
+    def _delete(self, path: str) -> None:
+        run, kind, name = path.removeprefix("tinker://").split("/")
+        url = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
+        answer = self.client.http.delete(url)
+        assert answer.status_code in (200, 204, 404), answer.text
+
+    def lost(self) -> int:
+        """How many of the saved checkpoints do not load any more."""
+        num_lost = 0
+        for path in self.saved:
+            model = self.client.model(self.client.session())
+            body = {"model_id": model, "path": path, "seq_id": 1, "optimizer": True}
+            try:
+                self.client.result(self.client.ok("load_weights", body))
+            except (Failed, AssertionError) as exc:
+                print(f"{path} does not load: {exc}", file=sys.stderr)
+                num_lost += 1
+        return num_lost
+
+
+def weigh(pid: int) -> dict[str, float]:
+    """Open files, sockets among them, and memory of a process."""
+    links = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except OSError:
+            continue
+    status = Path(f"/proc/{pid}/status").read_text()
+    memory = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return {
+        "files": len(links),
+        "sockets": sum(link.startswith("socket:") for link in links),
+        "memory": int(memory.split()[1]) / 1024,
+    }
+
+
+def disturb(server: ServerProcess, spellings: list[Path], rng: random.Random) -> str:
+    """One of the things that happen to servers."""
+    what = rng.choice(["nothing", "nothing", "worker", "kill", "stop"])
+    if what == "worker":
+        server.kill_worker()
+    elif what in ("kill", "stop"):
+        server.kill() if what == "kill" else server.stop()
+        server.folder = rng.choice(spellings)
+        server.start()
+    return what
+
+
+def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
+    rng = random.Random(seed)
+    home = folder / "home"
+    home.mkdir()
+    (folder / "link").symlink_to(home)
+    spellings = [home, folder / "link", home / ".." / "home", folder / "." / "home"]
+    keys = [flag for n in range(NUM_TENANTS) for flag in ("--api-key", f"tml-{n}=user{n}")]
+    counts = dict.fromkeys(("nothing", "worker", "kill", "stop"), 0)
+    with ServerProcess(home, "--engine", "toy", *keys) as server:
+        tenants = [Tenant(server, n) for n in range(NUM_TENANTS)]
+        started, early = time.monotonic(), None
+        while (spent := time.monotonic() - started) < minutes * 60:
+            for tenant in rng.sample(tenants, 3):
+                try:
+                    tenant.act(rng)
+                except (Failed, AssertionError) as exc:
+                    print(f"a call failed: {exc}", file=sys.stderr)
+                    tenant.failures, tenant.model = tenant.failures + 1, ""
+            if rng.random() < 0.2:
+                counts[disturb(server, spellings, rng)] += 1
+            if early is None and spent > minutes * 20:
+                early = weigh(server.pid)
+        server.stop()
+        server.start()  # both weights are of a server that ran for a while, not of a fresh one
+        for tenant in tenants:
+            tenant.act(rng)
+        late = weigh(server.pid)
+        num_lost = sum(tenant.lost() for tenant in tenants)
+        num_kept = sum(len(tenant.saved) for tenant in tenants)
+        for tenant in tenants:
+            tenant.client.close()
+    early = early or late
+    note = ", ".join(f"{count} x {what}" for what, count in counts.items())
+    figures = [
+        report.Figure(name="lost_checkpoints", ours=num_lost, unit="errors", bar=0, note=note),
+        report.Figure(name="checkpoints_kept", ours=num_kept, unit="count"),
+        report.Figure(
+            name="failed_calls", ours=sum(t.failures for t in tenants), unit="errors", bar=0
+        ),
+    ]
+    for what in ("files", "sockets", "memory"):
+        grown = late[what] / max(early[what], 1)
+        text = f"{early[what]:.0f} then {late[what]:.0f}"
+        figures.append(
+            report.Figure(name=f"{what}_grown", ours=grown, unit="times", bar=1.1, note=text)
+        )
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+    flags, rest = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = soak(Path(folder), flags.minutes, flags.seed)
+    return report.finish("soak", figures, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Copy a server's data folder while it runs, bring a copy back, and check what is in one.
+
+A backup is one tar: the database as of one moment, then every folder that it lists, the id and the
+secrets. Folders are never changed once they are listed, so the copy is consistent without stopping
+anything; one that was deleted in between is named as missing. Only SQLite is copied here, as
+PostgreSQL has `pg_dump`. Blocks; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tinkex.errors import ConfigError
+from tinkex.store.binding import ID_FILE
+from tinkex.store.database import sqlite_file
+
+_LISTED = (
+    "SELECT folder FROM checkpoints UNION SELECT folder FROM snapshots "
+    "UNION SELECT folder FROM sampling_sessions WHERE ephemeral AND folder IS NOT NULL"
+)
+_MARK = "tinkex-backup.txt"
+
+
+@dataclass(slots=True)
+class Found:
+    """What lies in a data folder, held against its database."""
+
+    num_listed: int = 0
+    missing: list[str] = field(default_factory=list)
+    """Listed folders that are not there."""
+    strays: list[str] = field(default_factory=list)
+    """Folders that no row lists; the server moves them to `quarantine/` when it starts."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with the database itself, or with the id."""
+
+    @property
+    def ok(self) -> bool:
+        return not (self.missing or self.problems)
+
+
+def backup(data_dir: Path, target: Path) -> Found:
+    """Write a tar of the data folder to `target`, which must not exist."""
+    database = _database(data_dir)
+    if target.exists():
+        raise ConfigError(f"{target} exists; name a file that does not.")
+    aside = target.with_name(f".{target.name}.part")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as scratch:
+            copy = Path(scratch) / database.name
+            _copy_database(database, copy)
+            names = _listed(copy)
+            found = Found(num_listed=len(names))
+            with tarfile.open(aside, "w") as archive:
+                _add_text(archive, _MARK, f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+                archive.add(copy, database.name)
+                for name in (ID_FILE, "secrets", *names):
+                    if (data_dir / name).exists():
+                        archive.add(data_dir / name, name)
+                    elif name in names:
+                        found.missing.append(name)
+        aside.chmod(0o600)
+        aside.rename(target)
+    finally:
+        aside.unlink(missing_ok=True)
+    return found
+
+
+def restore(source: Path, data_dir: Path) -> Found:
+    """Unpack a backup into `data_dir`, which must be empty or absent, and check it."""
+    if data_dir.exists() and any(data_dir.iterdir()):
+        raise ConfigError(f"{data_dir} is not empty; restore into a new folder and use that.")
+    data_dir.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=data_dir.parent, prefix=f".{data_dir.name}-"))
+    try:
+        with tarfile.open(source, "r:") as archive:
+            if archive.next() is None or archive.getmembers()[0].name != _MARK:
+                raise ConfigError(f"{source} is no backup made by `tinkex admin backup`.")
+            archive.extractall(aside, filter="data")
+        (aside / _MARK).unlink()
+        if data_dir.exists():
+            data_dir.rmdir()
+        aside.rename(data_dir)
+    except tarfile.TarError as exc:
+        raise ConfigError(f"{source} is no whole backup: {exc}.") from exc
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return check(data_dir)
+
+
+def check(data_dir: Path) -> Found:
+    """Hold the folder against its database, and the database against itself. Changes nothing."""
+    database = _database(data_dir)
+    found = Found()
+    try:
+        with _connect(database) as connection:
+            state = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(10)")]
+            found.problems += [] if state == ["ok"] else state
+            known = connection.execute("SELECT value FROM meta WHERE name = 'store_id'").fetchone()
+        names = set(_listed(database))
+    except sqlite3.DatabaseError as exc:
+        found.problems.append(f"{database.name} cannot be read: {exc}")
+        return found
+    file = data_dir / ID_FILE
+    in_folder = file.read_text(encoding="utf-8").strip() if file.exists() else None
+    if in_folder != (known[0] if known else None):
+        found.problems.append(f"{ID_FILE} says {in_folder}, the database {known and known[0]}")
+    there = {path.relative_to(data_dir).as_posix() for path in _folders(data_dir)}
+    found.num_listed = len(names)
+    found.missing = sorted(name for name in names if not (data_dir / name).is_dir())
+    found.strays = sorted(there - names)
+    return found
+
+
+def vacuum(data_dir: Path) -> tuple[int, int]:
+    """Give unused room of the database back; (bytes before, after). No server may run on it."""
+    database = _database(data_dir)
+    before = database.stat().st_size
+    try:
+        with _connect(database, writable=True) as connection:
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    except sqlite3.OperationalError as exc:
+        raise ConfigError(f"{database} is in use ({exc}). Stop its server first.") from exc
+    return before, database.stat().st_size
+
+
+def _database(data_dir: Path) -> Path:
+    file = sqlite_file(data_dir)
+    if not file.exists():
+        raise ConfigError(
+            f"{data_dir} holds no {file.name}. Name the server's --data-dir; a database in "
+            "PostgreSQL is copied with pg_dump, and the folder with cp -a."
+        )
+    return file
+
+
+def _connect(database: Path, *, writable: bool = False) -> sqlite3.Connection:
+    mode = "rw" if writable else "ro"
+    return sqlite3.connect(f"{database.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    reader, writer = _connect(source), sqlite3.connect(target)
+    try:
+        reader.backup(writer)
+        writer.execute("PRAGMA journal_mode=DELETE")
+    finally:
+        writer.close()
+        reader.close()
+
+
+def _listed(database: Path) -> list[str]:
+    connection = _connect(database)
+    try:
+        return sorted(str(row[0]) for row in connection.execute(_LISTED))
+    finally:
+        connection.close()
+
+
+def _folders(data_dir: Path) -> list[Path]:
+    patterns = ("checkpoints/*/*/*", "ephemeral/*", "state/*/*")
+    return [path for p in patterns for path in data_dir.glob(p) if path.is_dir()]
+
+
+def _add_text(archive: tarfile.TarFile, name: str, text: str) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(text)
+    archive.addfile(info, io.BytesIO(text.encode()))

@@ -1,0 +1,77 @@
+"""What one user may hold, and how often a stranger may knock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app_world import open_app
+
+from tinkex.server.config import ServerConfig
+from tinkex.server.guard.quotas import Quotas, Strangers
+from tinkex.server.problems import ApiError
+
+KEYS = ("tml-ann=ann", "tml-bob=bob")
+BODY = {"tags": [], "sdk_version": "test"}
+
+
+async def test_sessions_models_and_disk_of_a_user_have_limits(tmp_path: Path) -> None:
+    limits = {"max_user_sessions": 3, "max_user_models": 1, "max_user_disk_bytes": 1}
+    async with open_app(tmp_path, api_keys=KEYS, **limits) as world:
+        model = await world.model(key="tml-ann")
+        create = {"session_id": model.split(":")[0], "model_seq_id": 1, "base_model": "toy"}
+        answer = await world.post("create_model", create, key="tml-ann")
+        assert (answer.status_code, answer.json()["code"]) == (429, "quota")
+        assert "Unload models" in answer.json()["detail"]
+        save = {"model_id": model, "path": "one", "seq_id": 1}
+        await world.result(await world.ok("save_weights", save, key="tml-ann"), key="tml-ann")
+        quotas: Quotas = world.app.state.quotas
+        quotas._counts.clear()  # as some seconds later
+        more = save | {"path": "two", "seq_id": 2}
+        answer = await world.post("save_weights", more, key="tml-ann")
+        assert "Delete checkpoints" in answer.json()["detail"]
+        statuses = [
+            (await world.post("create_session", BODY, key="tml-ann")).status_code for _ in range(4)
+        ]
+        assert statuses == [200, 200, 429, 429]
+        assert (await world.post("create_session", BODY, key="tml-bob")).status_code == 200
+
+
+def test_requests_a_second_have_a_limit_and_a_burst() -> None:
+    now = 100.0
+    config = ServerConfig(max_user_requests_per_s=2.0)
+    quotas = Quotas(None, config, clock=lambda: now)  # type: ignore[arg-type]
+
+    def refused(count: int, user: str = "ann") -> int:
+        failed = 0
+        for _ in range(count):
+            try:
+                quotas.spend(user)
+            except ApiError as exc:
+                failed += exc.status == 429
+        return failed
+
+    assert refused(25) == 5
+    assert refused(1, "bob") == 0
+    now += 2.0
+    assert refused(5) == 1
+
+
+async def test_nothing_new_is_stored_when_the_disk_is_nearly_full(tmp_path: Path) -> None:
+    async with open_app(tmp_path) as world:
+        session = await world.session()
+        world.service.room._free_bytes = lambda folder: 0
+        world.service.room._looked_at = -10.0
+        for path in ("create_session", "create_custom_loss", "checkpoints/import", "asample"):
+            assert (await world.post(path, BODY)).status_code == 507, path
+        beat = await world.post("session_heartbeat", {"session_id": session})
+        assert beat.status_code == 200
+
+
+async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        statuses = {
+            (await world.post("create_session", BODY, key=f"tml-{n}")).status_code
+            for n in range(Strangers.MAX_A_MINUTE + 5)
+        }
+        assert statuses == {401, 429}
+        assert (await world.post("create_session", BODY, key="tml-ann")).status_code == 200
