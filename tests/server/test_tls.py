@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import ssl
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -101,3 +105,22 @@ def test_a_certificate_may_stand_in_the_file_or_the_environment(tmp_path: Path) 
     env = {"TINKEX_SERVER_TLS_CERT": "/e.pem", "TINKEX_TLS_KEY": "/f.pem"}
     assert load_config(env=env).tls_cert == "/e.pem"
     assert load_config(env=env).tls_key == "/f.pem"
+
+
+def test_a_renewed_certificate_is_used_after_a_sighup(tmp_path: Path) -> None:
+    cert, key = make_cert(tmp_path, "live")
+    flags = ("--engine", "toy", "--tls-cert", str(cert), "--tls-key", str(key))
+    with ServerProcess(tmp_path, *flags) as server:
+        address = ("127.0.0.1", server.port)
+        before = ssl.get_server_certificate(address)
+        new_cert, new_key = make_cert(tmp_path, "renewed")
+        new_key.replace(key)
+        os.kill(server.pid, signal.SIGHUP)  # half renewed: the old one stays
+        time.sleep(0.5)
+        assert ssl.get_server_certificate(address) == before
+        new_cert.replace(cert)
+        os.kill(server.pid, signal.SIGHUP)
+        deadline = time.monotonic() + 10
+        while ssl.get_server_certificate(address) == before:
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.1)

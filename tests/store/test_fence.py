@@ -11,7 +11,7 @@ from store_rows import op
 
 from tinkex.errors import ConfigError
 from tinkex.store import Store
-from tinkex.store.fence import FencedError
+from tinkex.store.claim import FencedError
 
 
 def test_a_claim_ends_the_writes_of_the_one_before(url: str) -> None:

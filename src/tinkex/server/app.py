@@ -8,10 +8,13 @@ with a store in a temporary folder and a worker of their choice. Routers find ev
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -21,6 +24,8 @@ import tinkex
 from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import current_user
 from tinkex.server.compat import install as compat
+from tinkex.server.compat.callers import foreign_user
+from tinkex.server.compat.install import PREFIXES
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import pages as console
 from tinkex.server.exchange import let_go, receive_body
@@ -39,6 +44,7 @@ from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.worker import Worker
 from tinkex.store import Store, User
 
+access_logger = logging.getLogger("tinkex.access")
 _OURS = (
     routes_futures.router,
     routes_sampling.router,
@@ -66,6 +72,7 @@ _STORES = frozenset(
 MAX_SUBMITTING = 32
 SUBMIT_COST = 4096
 """What a request costs beside the bytes of its body, in bytes."""
+_FOREIGN = tuple(f"{prefix}/" for prefix in PREFIXES)
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 
@@ -139,6 +146,7 @@ class FrontDoor:
         self._max_body_bytes: int = root.state.config.max_body_bytes
         self._bodies: BodyBudget = root.state.bodies
         self._strangers = Strangers()
+        self._log_access: bool = root.state.config.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -146,11 +154,13 @@ class FrontDoor:
             return
         started = time.perf_counter()
         status = 500
+        request_id = _request_id(scope)
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
         hot = self._hot.get(scope["path"]) if scope["method"] == "POST" else None
@@ -165,7 +175,10 @@ class FrontDoor:
             let_go(scope, self._bodies)
             self._presence.request_ended()
             name = scope["path"] if hot else getattr(scope.get("route"), "path", "unknown")
-            self._metrics.observe(name, status, time.perf_counter() - started)
+            spent_s = time.perf_counter() - started
+            self._metrics.observe(name, status, spent_s)
+            if self._log_access:
+                _log(scope, name, request_id, status, spent_s)
 
     def _check_local(self, scope: Scope) -> None:
         if self._root.state.auth.is_open:
@@ -173,12 +186,21 @@ class FrontDoor:
 
     async def _admit(self, user: User, scope: Scope) -> None:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
+        scope["tinkex.user"] = user.user_id
         quotas: Quotas = self._root.state.quotas
         quotas.spend(user.user_id)
         if scope["method"] == "POST":
             if scope["path"] in _STORES:
                 self._root.state.service.room.require()
             await quotas.require(user.user_id, scope["path"])
+
+    async def _admit_foreign(self, scope: Scope) -> None:
+        """A caller of another API, whom its routes refuse in their own words, body unread."""
+        try:
+            user = await foreign_user(Request(scope))
+        except problems.ApiError:
+            return
+        await self._admit(user, scope)
 
     def _put_off(self, exc: Exception, scope: Scope) -> Exception:
         """A caller whose key is unknown, again and again, is asked to wait."""
@@ -194,7 +216,9 @@ class FrontDoor:
         """The long way, which reads bodies before it asks who is there; so we ask first."""
         try:
             self._check_local(scope)
-            if _needs_key(scope["path"]):
+            if scope["path"].startswith(_FOREIGN):
+                await self._admit_foreign(scope)
+            elif _needs_key(scope["path"]):
                 await self._admit(await current_user(Request(scope)), scope)
             receive = _limited(scope, receive, self._max_body_bytes)
         except Exception as exc:
@@ -221,6 +245,29 @@ class FrontDoor:
             if response.status_code in (401, 413):
                 response.headers["Connection"] = "close"  # what it goes on sending is not read
         await response(scope, receive, send)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The caller's, when it is plain and short; else a new one."""
+    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
+    if 0 < len(given) <= 64 and given.replace(b"-", b"").isalnum():
+        return given
+    return secrets.token_hex(8).encode()
+
+
+def _log(scope: Scope, route: str, request_id: bytes, status: int, spent_s: float) -> None:
+    """One line of JSON a request, without queries and bodies: they may hold what is private."""
+    line = {
+        "at": round(time.time(), 3),
+        "request_id": request_id.decode(),
+        "address": scope["client"][0] if scope.get("client") else None,
+        "user": scope.get("tinkex.user"),
+        "method": scope["method"],
+        "route": route,
+        "status": status,
+        "seconds": round(spent_s, 6),
+    }
+    access_logger.info("%s", orjson.dumps(line).decode())
 
 
 def _needs_key(path: str) -> bool:

@@ -86,6 +86,8 @@ class ServerConfig:
     """Same requests, same bits, replay after a crash included; slower."""
     devices: tuple[str, ...] = ("auto",)
     """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
+    access_log: bool = False
+    """Log every request as a line of JSON: id, user, route, status and seconds."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`; the log goes to stderr."""
 

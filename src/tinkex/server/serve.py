@@ -75,13 +75,28 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Our own handlers: uvicorn would raise the signal again before the store is closed."""
         loop = asyncio.get_running_loop()
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(sig, self.stop)
+        handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop}
+        if self.config.ssl_certfile:
+            handlers[signal.SIGHUP] = self.reload_tls
+        for sig, handler in handlers.items():
+            loop.add_signal_handler(sig, handler)
         try:
             yield
         finally:
-            for sig in (signal.SIGINT, signal.SIGTERM):
+            for sig in handlers:
                 loop.remove_signal_handler(sig)
+
+    def reload_tls(self) -> None:
+        """Use the certificate as it is now, from the next connection on (SIGHUP)."""
+        cert, key = str(self.config.ssl_certfile), str(self.config.ssl_keyfile)
+        try:
+            check_tls(cert, key)
+            assert self.config.ssl is not None
+            self.config.ssl.load_cert_chain(cert, key)
+        except ConfigError as exc:
+            logger.error("the old certificate stays in use: %s", exc)
+        else:
+            logger.info("the certificate was read again")
 
     def stop(self) -> None:
         """Answer waiting polls and end. A second call does not wait for running requests."""
@@ -320,6 +335,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 )
 @click.option("--parent-pid", type=int, help="A process that counts as a client while it lives.")
 @click.option("--snapshot-every", "snapshot_every_ops", type=int, help="Requests per snapshot.")
+@click.option("--access-log", is_flag=True, default=None, help="Log requests as lines of JSON.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the address as JSON on a terminal too."

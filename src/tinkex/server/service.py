@@ -32,6 +32,7 @@ from tinkex.server.work.live_sessions import LiveSessions
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
 from tinkex.server.work.results import Results
 from tinkex.server.work.samples import Samples
+from tinkex.server.work.steady_clock import SteadyClock
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.placement import Placement
 from tinkex.server.workers.worker import Worker
@@ -113,6 +114,7 @@ class Service:
         self._lanes: dict[str, Lane] = {}
         self._opening: dict[str, asyncio.Lock] = {}
         self._housekeeping: asyncio.Task[None] | None = None
+        self._clock = SteadyClock()
 
     # ------------------------------------------------------------------------ life
 
@@ -159,7 +161,7 @@ class Service:
             try:
                 if time.monotonic() - looked_at >= LOOK_FOR_SILENT_S:
                     looked_at = time.monotonic()
-                    await self.drop_silent(time.time())
+                    await self.drop_silent(self._clock.now())
                 await self.curves.flush()
                 self.promises.forget_expired()
                 self.samples.forget()

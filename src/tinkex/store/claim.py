@@ -4,6 +4,11 @@ each other's state.
 A claim is a lock that the system drops with the process, however it ends: an advisory lock of
 PostgreSQL, a locked file beside the SQLite file, a locked file in the data folder. Readers need no
 claim.
+
+The lock of PostgreSQL ends with its connection, and a second server may take it while the first one
+still runs. So each claim also raises an epoch in the database (`Fence`), and every transaction of
+the writer first looks whether the epoch is still its own; on PostgreSQL the row stays shared until
+the commit, so no claim comes in between. A writer without a claim (`tinkex keys`) has no fence.
 """
 
 from __future__ import annotations
@@ -13,14 +18,18 @@ import time
 from pathlib import Path
 from typing import IO
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Connection, Engine, select, text, update
 from sqlalchemy.exc import OperationalError
 
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, TinkerError
+from tinkex.store import schema
+from tinkex.store.upsert import insert_or_ignore
 
 POLL_S = 0.1
 LOCK_FILE = "store.lock"
 _PG_KEY = 0x74696E6B6578  # "tinkex"
+_EPOCH = "epoch"
+_epoch_row = schema.meta.c.name == _EPOCH
 
 
 class InUseError(ConfigError):
@@ -122,3 +131,38 @@ class Claim:
             self._connection.close()
             self._connection = None
             return False
+
+
+class FencedError(TinkerError, RuntimeError):
+    """Another server took over this database; nothing of this one is written any more."""
+
+    code = "fenced"
+
+
+class Fence:
+    def __init__(self, engine: Engine) -> None:
+        """Raise the epoch: every fence before this one is down."""
+        with engine.begin() as connection:
+            connection.execute(insert_or_ignore(connection, schema.meta), _first())
+            query = select(schema.meta.c.value).where(_epoch_row).with_for_update()
+            self.epoch = int(connection.execute(query).scalar_one()) + 1
+            raised = update(schema.meta).where(_epoch_row).values(value=str(self.epoch))
+            connection.execute(raised)
+
+    def check(self, connection: Connection) -> None:
+        """To be called first in a transaction.
+
+        Raises:
+            FencedError: The epoch is another's.
+        """
+        query = select(schema.meta.c.value).where(_epoch_row).with_for_update(read=True)
+        found = connection.execute(query).scalar()
+        if found != str(self.epoch):
+            raise FencedError(
+                f"Another server took over this database (epoch {found}, this one has "
+                f"{self.epoch}). This one stops; what it accepted is the other's now."
+            )
+
+
+def _first() -> dict[str, str]:
+    return {"name": _EPOCH, "value": "0"}

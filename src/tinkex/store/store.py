@@ -19,10 +19,9 @@ from typing import Any, TypeVar
 from tinkex.store.accounts import Accounts
 from tinkex.store.binding import bind
 from tinkex.store.checkpoints import Audit, Checkpoints
-from tinkex.store.claim import Claim
+from tinkex.store.claim import Claim, Fence
 from tinkex.store.curves import Curves
 from tinkex.store.database import open_database, sqlite_url
-from tinkex.store.fence import Fence
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, Journal
 from tinkex.store.ledger import Ledger

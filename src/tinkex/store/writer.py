@@ -29,7 +29,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import TinkerError
-from tinkex.store.fence import Fence, FencedError
+from tinkex.store.claim import Fence, FencedError
 
 T = TypeVar("T")
 log = logging.getLogger("tinkex.store")

@@ -58,6 +58,7 @@ def add(state: State, /, user: str, name: str, **where: Any) -> None:
         is_first = not store.accounts.active_keys()
         store.accounts.ensure_user(user)
         made = store.accounts.add_key(key, user, name=name)
+        store.audit.record(user, "key_added", {"key_id": made.key_id, "name": made.name})
     if is_first:
         state.note("This is the first key: callers without one are refused from now on.")
     state.show(
@@ -109,6 +110,7 @@ def revoke(state: State, /, key_id: int, **where: Any) -> None:
                 "restart. Remove it there and restart."
             )
         store.accounts.revoke_key(key_id)
+        store.audit.record(found.user_id, "key_revoked", {"key_id": key_id, "name": found.name})
         after = store.accounts.get_key(key_id)
         assert after is not None
         is_last = not store.accounts.active_keys()

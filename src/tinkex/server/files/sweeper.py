@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.work.steady_clock import SteadyClock
 from tinkex.store import Store, UsageCount
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Sweeper:
         self._shelf = shelf
         self._round_s = round_s
         self._quarantine_ttl_s = quarantine_ttl_s
+        self._clock = SteadyClock()
         self._last_count: float | None = None
 
     async def run(self) -> None:
@@ -47,7 +48,7 @@ class Sweeper:
 
     async def sweep(self, now: float | None = None) -> None:
         """One round."""
-        now = time.time() if now is None else now
+        now = self._clock.now() if now is None else now
         await self._shelf.expire(now)
         await self._store.call(self._store.journal.sweep, now)
         await self._store.call(self._store.checkpoints.forget_keys, now - 86_400)

@@ -51,6 +51,7 @@ async def revoke_key(request: Request, user: CurrentUser) -> Response:
             "Remove it there.",
         )
     await store.call(store.accounts.revoke_key, record.key_id)
+    store.audit.record(user.user_id, "key_revoked", {"key_id": record.key_id, "name": record.name})
     auth.forget()
     return Response(status_code=204)
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -172,7 +172,8 @@ class FinishedLog:
     """The finished samples of one (sampling session, clone), in the order they finished.
 
     Cursors start at the server's start time in microseconds, so that a cursor a client kept from
-    before a restart is always behind every new entry.
+    before a restart is behind every new entry. Where the clock went back in between it is not, and
+    the entries are numbered again behind it.
     """
 
     def __init__(self, *, start: int | None = None) -> None:
@@ -193,10 +194,16 @@ class FinishedLog:
 
     def after(self, cursor: int, limit: int = 1000) -> list[FinishedSample]:
         """Entries later than `cursor`; those at or before it are forgotten."""
+        if cursor > self._cursor:
+            self._continue_after(cursor)
         while self._entries and self._entries[0].cursor <= cursor:
             self._entries.popleft()
         self.used_at = time.monotonic()
         return [entry for entry, _ in zip(self._entries, range(limit), strict=False)]
+
+    def _continue_after(self, cursor: int) -> None:
+        entries = [replace(e, cursor=cursor + n + 1) for n, e in enumerate(self._entries)]
+        self._entries, self._cursor = deque(entries), cursor + len(entries)
 
     async def wait_after(self, cursor: int, timeout_s: float) -> list[FinishedSample]:
         if found := self.after(cursor):
