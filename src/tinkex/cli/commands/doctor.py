@@ -70,24 +70,33 @@ class Gap:
 
 
 @click.command(cls=Leaf)
-@click.option("-m", "--model", "models", multiple=True, help="Only this model; repeatable.")
+@click.option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    help="Only this model; repeatable. A folder or .gguf file is looked at, not served.",
+)
+@click.option(
+    "--length",
+    type=click.IntRange(min=1),
+    default=2048,
+    help="Tokens of a sequence, for the memory that a folder will need.",
+)
 @click.option("--no-models", is_flag=True, help="Skip the sampler/trainer comparison.")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, help="Tokens to compare.")
 @pass_state
-def doctor(state: State, models: tuple[str, ...], no_models: bool, tokens: int) -> None:
+def doctor(
+    state: State, models: tuple[str, ...], length: int, no_models: bool, tokens: int
+) -> None:
     """Check this machine, the server, and that sampler and trainer agree."""
     findings = list(machine())
-    try:
-        began = time.monotonic()
-        with state.service(patient=False) as service:
-            served = service.get_server_capabilities().supported_models
-            names = [m.model_name for m in served if m.model_name]
-            findings.append(_reached(names, time.monotonic() - began))
-            for name in () if no_models else models or _comparable(service):
-                with waiting(f"Comparing sampler and trainer of {name}"):
-                    findings.append(_compare(service, name, tokens))
-    except TinkerError as exc:
-        findings.append(Finding(check="server", verdict="fail", detail=str(exc)))
+    folders = [name for name in models if Path(name).expanduser().exists()]
+    for folder in folders:
+        findings += _survey(folder, length)
+    models = tuple(name for name in models if name not in folders)
+    if not folders or models:
+        findings += _served(state, models, no_models, tokens)
     healthy = all(finding.verdict != "fail" for finding in findings)
     state.show(
         Table(
@@ -99,6 +108,40 @@ def doctor(state: State, models: tuple[str, ...], no_models: bool, tokens: int) 
     )
     if not healthy:
         raise click.exceptions.Exit(1)
+
+
+def _survey(folder: str, length: int) -> Iterator[Finding]:
+    """What a server would make of a folder, without loading it."""
+    try:
+        from tinkex.engine.model.base_model import resolve
+        from tinkex.engine.model.survey import survey
+    except ImportError:
+        yield Finding(check=folder, verdict="warn", detail="unknown without torch")
+        return
+    try:
+        source = resolve(folder, allow_fetch=False)
+    except TinkerError as exc:
+        yield Finding(check=folder, verdict="fail", detail=str(exc))
+        return
+    for remark in survey(source, length=length):
+        verdict: Verdict = "ok" if remark.ok else "fail"
+        yield Finding(check=f"{remark.what} {folder}", verdict=verdict, detail=remark.says)
+
+
+def _served(state: State, models: tuple[str, ...], no_models: bool, tokens: int) -> list[Finding]:
+    findings: list[Finding] = []
+    try:
+        began = time.monotonic()
+        with state.service(patient=False) as service:
+            served = service.get_server_capabilities().supported_models
+            names = [m.model_name for m in served if m.model_name]
+            findings.append(_reached(names, time.monotonic() - began))
+            for name in () if no_models else models or _comparable(service):
+                with waiting(f"Comparing sampler and trainer of {name}"):
+                    findings.append(_compare(service, name, tokens))
+    except TinkerError as exc:
+        findings.append(Finding(check="server", verdict="fail", detail=str(exc)))
+    return findings
 
 
 # ------------------------------------------------------------------------------ the machine

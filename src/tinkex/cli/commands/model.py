@@ -1,4 +1,4 @@
-"""`tinkex model list`: what the server can train and sample."""
+"""`tinkex model`: what the server can train and sample, and what a server of ours could."""
 
 from __future__ import annotations
 
@@ -31,4 +31,25 @@ def list_(state: State, substring: str) -> None:
             rows=[(m.model_name, m.max_context_length, m.trainable, m.sampleable) for m in found],
         ),
         {"models": found},
+    )
+
+
+_OTHERS = (
+    ("other causal models", "Gemma 3, Phi 3, OLMo 2, Granite, GPT-2, Qwen2-MoE", "transformers"),
+    ("capped attention or logits", "Gemma 2", "refused: the cap is out of our sight"),
+    ("other linear attention, state space", "Qwen3-Next, Mamba", "refused: no keys and values"),
+)
+
+
+@model.command("families")
+@pass_state
+def families(state: State) -> None:
+    """List the kinds of models that a server of ours runs, and how."""
+    from tinkex.engine.model.families import FAMILIES
+
+    rows = [(family.arch, family.says, "natively") for family in FAMILIES.values()]
+    rows += _OTHERS
+    state.show(
+        Table(title="Model families", columns=("Type", "Such as", "Runs"), rows=rows),
+        {"families": [{"type": a, "such_as": b, "runs": c} for a, b, c in rows]},
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ _LEFT_OUT = (
 )
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ROUTERS = ("block_sparse_moe.gate.", "mlp.router.")
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.(experts\.(?:gate_up|down)_proj(?:_bias)?)")
 
 
@@ -59,8 +61,8 @@ class PublishedWeights:
             return self._experts(match[1], match[2], self._config.experts)
         if name in self._stored:
             return self._plain(name)
-        for ours, theirs in (("mlp.gate.", "block_sparse_moe.gate."), ("mlp.gate.", "mlp.router.")):
-            if (other := name.replace(ours, theirs)) in self._stored:
+        for router in _ROUTERS:
+            if (other := name.replace("mlp.gate.", router)) in self._stored:
                 return self._plain(other)
         raise InvalidInputError(f"{self._name} holds no tensor {name!r}; are the shards complete?")
 
@@ -104,20 +106,15 @@ class PublishedWeights:
         return self._one_by_one(layer, leaf, experts)
 
     def _one_by_one(self, layer: str, leaf: str, experts: ExpertsConfig) -> Tensor:
-        parts = ("gate_proj", "up_proj") if "gate_up" in leaf else ("down_proj",)
-        mixtral = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-        styles = (
-            [f"{layer}mlp.experts.{{}}.{part}.weight" for part in parts],
-            [f"{layer}block_sparse_moe.experts.{{}}.{mixtral[part]}.weight" for part in parts],
-        )
+        styles = _styles(layer, leaf)
         style = next((s for s in styles if s[0].format(0) in self._stored), None)
         if style is None:
             near = next((n for n in self._stored if n.startswith(layer) and "expert" in n), None)
             raise NotSupportedError(
                 f"{self._name}: the experts of {layer.rstrip('.')!r} are stored in no way that is "
                 f"known here ({f'it holds {near!r}' if near else 'there are none'}); known: fused "
-                f"{f'{layer}mlp.{leaf}'!r}, one by one {styles[0][0].format(0)!r} or "
-                f"{styles[1][0].format(0)!r}"
+                f"{f'{layer}mlp.{leaf}'!r}, one by one {styles[1][0].format(0)!r} or "
+                f"{styles[0][0].format(0)!r}"
             )
         whole: Tensor | None = None
         for expert in range(experts.count):
@@ -141,6 +138,15 @@ class PublishedWeights:
         return self._plain(name)
 
 
+def _styles(layer: str, leaf: str) -> tuple[list[str], list[str]]:
+    """How experts are named one by one, {} being the number of one."""
+    parts = ("gate_proj", "up_proj") if "gate_up" in leaf else ("down_proj",)
+    return (
+        [f"{layer}block_sparse_moe.experts.{{}}.{_MIXTRAL[part]}.weight" for part in parts],
+        [f"{layer}mlp.experts.{{}}.{part}.weight" for part in parts],
+    )
+
+
 def text_names(names: Iterator[str]) -> dict[str, str]:
     """Our spelling of every name of the text model, and the file's."""
     found: dict[str, str] = {}
@@ -151,6 +157,45 @@ def text_names(names: Iterator[str]) -> dict[str, str]:
         ours = f"model.{name.removeprefix(prefix)}" if prefix else name
         found[ours.replace("language_model.lm_head.", "lm_head.")] = name
     return found
+
+
+def misfits(
+    expected: Iterable[tuple[str, tuple[int, ...]]],
+    stored: Mapping[str, str],
+    shape_of: Callable[[str], tuple[int, ...]],
+    config: ModelConfig,
+) -> Iterator[str]:
+    """What `PublishedWeights` would refuse, from headers alone."""
+    for name, shape in expected:
+        for spelling, wanted in _spellings(name, shape, stored, config):
+            if spelling not in stored:
+                yield f"{spelling!r} is missing"
+            elif (found := shape_of(stored[spelling])) != wanted:
+                yield f"{spelling!r} has shape {found} instead of {wanted}"
+
+
+def _spellings(
+    name: str, shape: tuple[int, ...], stored: Mapping[str, str], config: ModelConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The stored tensors that one of ours is made of, and their shapes."""
+    match = _STACKED.fullmatch(name)
+    if match is None or config.experts is None:
+        others = [name.replace("mlp.gate.", other) for other in _ROUTERS]
+        yield next((n for n in (name, *others) if n in stored), name), shape
+        return
+    if f"{name}_blocks" in stored:
+        yield f"{name}_blocks", (*shape[:2], shape[2] // 32, 16)
+        yield f"{name}_scales", (*shape[:2], shape[2] // 32)
+    elif name in stored or config.experts.biased:
+        turned = config.experts.biased and len(shape) == 3
+        yield name, (shape[0], shape[2], shape[1]) if turned else shape
+    else:
+        for style in _styles(match[1], match[2]):
+            if style[0].format(0) in stored or style is _styles(match[1], match[2])[-1]:
+                rows = shape[1] // len(style)
+                for expert in range(shape[0]):
+                    yield from ((part.format(expert), (rows, shape[2])) for part in style)
+                return
 
 
 def _gate_then_up(rows_EX: Tensor) -> Tensor:
@@ -190,7 +235,3 @@ def quantization_of(raw: Any) -> str | None:
     packing = (raw or {}).get("quantization_config") or {}
     method = packing.get("quant_method")
     return None if method is None else str(method)
-
-
-EXPANDED = ("fp8", "mxfp4")
-"""Ways of packing that are read; the numbers are expanded while they are loaded."""

@@ -57,6 +57,10 @@ class SafetensorsWeights:
     def names(self) -> Iterator[str]:
         return iter(self._files)
 
+    def missing_files(self) -> list[str]:
+        """Shards that the index names and the folder lacks."""
+        return sorted({path.name for path in self._files.values() if not path.is_file()})
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Read from the header alone."""
         return tuple(self._handle(name).get_slice(name).get_shape())

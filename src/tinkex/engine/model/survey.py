@@ -1,0 +1,112 @@
+"""Look at a base model before it is served: its files, its tensors' shapes, the memory it needs.
+
+Reads headers only, never a weight, so it takes seconds for a model of any size. What it reports is
+what loading would refuse, under the same names. Knows folders and configs, not servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.loading import weight_bytes
+from tinkex.engine.model.published import misfits, text_names
+from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
+from tinkex.errors import TinkerError
+
+_SHOWN = 3
+"""Bad tensors that are named; the others are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    what: Literal["runs", "files", "tensors", "memory"]
+    ok: bool
+    says: str
+
+
+def how_it_runs(config: ModelConfig) -> str:
+    """Natively, or through transformers."""
+    if not config.native:
+        return f"{config.arch}: through transformers, every feature, slower"
+    kinds = ["attention"] if config.attention_layers else []
+    kinds += ["delta layers"] if config.delta is not None else []
+    kinds += [f"{config.experts.count} experts"] if config.experts is not None else ["dense MLPs"]
+    return f"{config.arch}: natively ({', '.join(kinds)})"
+
+
+def survey(source: ModelSource, *, length: int = 2048, rank: int = 32) -> Iterator[Remark]:
+    """What a server would find; training and sampling are sized for one sequence of `length`."""
+    try:
+        config = source.config()
+    except (TinkerError, OSError, ValueError) as exc:
+        yield Remark(what="runs", ok=False, says=str(exc))
+        return
+    yield Remark(what="runs", ok=True, says=how_it_runs(config))
+    if source.is_gguf:
+        yield Remark(what="files", ok=True, says=str(source.path))
+    else:
+        yield from _files(source, config)
+    if config.native:
+        yield _memory(config, length, rank)
+
+
+def _files(source: ModelSource, config: ModelConfig) -> Iterator[Remark]:
+    try:
+        files = SafetensorsWeights(source.path)
+        missing = files.missing_files()
+    except (TinkerError, OSError, ValueError) as exc:
+        yield Remark(what="files", ok=False, says=str(exc))
+        return
+    size = sum(file.stat().st_size for file in source.path.glob("*.safetensors"))
+    says = f"{size / 1e9:.2f} GB in safetensors"
+    if missing:
+        says = f"{len(missing)} files of the index are missing, such as {missing[0]!r}"
+    yield Remark(what="files", ok=not missing, says=says)
+    if missing or not config.native:
+        return
+    stored = text_names(files.names())
+    bad = list(misfits(expected_shapes(config), stored, files.shape, config))
+    left_out = sum(1 for _ in files.names()) - len(stored)
+    says = f"all {sum(1 for _ in expected_shapes(config))} there, in the shapes of config.json"
+    if left_out:
+        says += f"; {left_out} of other towers stay on disk"
+    if bad:
+        more = f" (and {len(bad) - _SHOWN} more)" if len(bad) > _SHOWN else ""
+        says = "; ".join(bad[:_SHOWN]) + more
+    yield Remark(what="tensors", ok=not bad, says=says)
+
+
+def _memory(config: ModelConfig, length: int, rank: int) -> Remark:
+    """In bf16 on a GPU and in fp32 on a CPU; adapters with their optimizer, 16 bytes a number."""
+    per_rank = sum(_adapter_rows(config)) * rank * 16
+    kept = length * sum(config.kept_values(i) for i in range(config.num_layers))
+    remade = length * 2 * config.num_layers * config.hidden_size
+    kv = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size
+    parts = []
+    for name, dtype in (("GPU", torch.bfloat16), ("CPU", torch.float32)):
+        size = dtype.itemsize
+        parts.append(
+            f"{name}: weights {weight_bytes(config, dtype) / 1e9:.2f} GB, training at {length} "
+            f"tokens {kept * size / 1e9:.2f} GB more ({remade * size / 1e9:.2f} recomputed), "
+            f"{kv * size * length / 1e9:.3f} GB of keys and values a sample"
+        )
+    adapter = f"adapter of rank {rank} on every linear with its optimizer {per_rank / 1e9:.2f} GB"
+    return Remark(what="memory", ok=True, says="; ".join([*parts, adapter]))
+
+
+def _adapter_rows(config: ModelConfig) -> Iterator[int]:
+    """Inputs plus outputs of every linear."""
+    for name, shape in expected_shapes(config):
+        if name.endswith("norm.weight") or len(shape) == 1 or "conv1d" in name:
+            continue
+        if "experts." in name and len(shape) == 3:
+            parts = 2 if "gate_up" in name else 1
+            yield shape[0] * (parts * shape[2] + shape[1])
+        elif len(shape) == 2 and "embed_tokens" not in name and not name.endswith("gate.weight"):
+            yield sum(shape)

@@ -1,0 +1,176 @@
+"""Published checkpoints: other layouts are read, bad ones refused by name, towers left on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_arithmetic import packed, sequences_of
+
+from tinkex.engine.model.base_model import resolve
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.survey import survey
+from tinkex.engine.model.weights import SafetensorsWeights
+from tinkex.errors import InvalidInputError, NotSupportedError
+
+
+def altered(model, folder, change):
+    """A copy of a model's folder with its tensors changed by name."""
+    shutil.copytree(model.folder, folder, dirs_exist_ok=True)
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def logits(folder):
+    with torch.no_grad():
+        return packed(load_decoder(str(folder)), sequences_of([9, 5]))
+
+
+def unhealthy(folder) -> str:
+    return " ".join(r.says for r in survey(resolve(str(folder))) if not r.ok)
+
+
+def test_a_tower_and_its_prefix_are_left_on_disk(family_model, tmp_path, monkeypatch):
+    model = family_model("qwen3_5")
+
+    def with_tower(tensors):
+        named = {
+            name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()
+        }
+        return named | {
+            "model.visual.blocks.0.attn.qkv.weight": torch.ones(3, 3),
+            "mtp.layers.0.fc.weight": torch.ones(2, 2),
+        }
+
+    folder = altered(model, tmp_path / "vl", with_tower)
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "text_config": config, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(whole))
+    read, plain = [], SafetensorsWeights.read
+    monkeypatch.setattr(
+        SafetensorsWeights, "read", lambda self, name: (read.append(name), plain(self, name))[1]
+    )
+    torch.testing.assert_close(logits(folder), logits(model.folder))
+    assert read
+    assert not [name for name in read if "visual" in name or "mtp" in name]
+    assert not unhealthy(folder)
+
+
+def test_fused_experts_and_single_ones_are_the_same_model(family_model, tmp_path):
+    def fuse(tensors):
+        made = {n: t for n, t in tensors.items() if ".experts." not in n}
+        for layer in range(4):
+            block = f"model.layers.{layer}.mlp.experts"
+            parts = {
+                part: [tensors[f"{block}.{e}.{part}_proj.weight"] for e in range(6)]
+                for part in ("gate", "up", "down")
+            }
+            both = zip(parts["gate"], parts["up"], strict=True)
+            made[f"{block}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+            made[f"{block}.down_proj"] = torch.stack(parts["down"])
+        return made
+
+    model = family_model("qwen3_5_moe")
+    folder = altered(model, tmp_path / "fused", fuse)
+    assert torch.equal(logits(folder), logits(model.folder))
+    assert not unhealthy(folder)
+
+
+def test_mxfp4_experts_are_expanded_with_a_word_in_the_log(tmp_path, caplog):
+    """Against transformers' own expansion."""
+    import transformers
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = transformers.GptOssConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2,
+        num_experts_per_tok=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    stored = dict(plain)
+    for leaf, rows in (("gate_up_proj", 64), ("down_proj", 32)):
+        name = f"model.layers.0.mlp.experts.{leaf}"
+        blocks = torch.randint(0, 256, (2, rows, 1, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, (2, rows, 1), dtype=torch.uint8)
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    for folder, tensors in (("plain", plain), ("packed", stored)):
+        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.WARNING):
+        ours = logits(tmp_path / "packed")
+    assert "MXFP4" in caplog.text
+    torch.testing.assert_close(ours, logits(tmp_path / "plain"))
+    assert not unhealthy(tmp_path / "packed")
+
+
+def test_fp8_blocks_are_expanded(family_model, tmp_path):
+    name = "model.layers.0.self_attn.q_proj.weight"
+
+    def pack(tensors):
+        weight = tensors[name]
+        scale = torch.full((1, 1), float(weight.abs().max()) / 448)
+        packed_weight = (weight / scale).to(torch.float8_e4m3fn)
+        return tensors | {name: packed_weight, f"{name}_scale_inv": scale}
+
+    def unpack(tensors):
+        weight = pack(tensors)
+        return tensors | {
+            name: (weight[name].float() * weight[f"{name}_scale_inv"]).bfloat16().float()
+        }
+
+    model = family_model("qwen3_moe")
+    packed_folder = altered(model, tmp_path / "fp8", pack)
+    torch.testing.assert_close(
+        logits(packed_folder), logits(altered(model, tmp_path / "plain", unpack))
+    )
+
+
+EXPERT = "model.layers.0.mlp.experts.1.down_proj.weight"
+
+
+def test_missing_and_misshapen_tensors_are_refused_by_name(family_model, tmp_path):
+    model = family_model("qwen3_moe")
+    lost = altered(model, tmp_path / "lost", lambda t: {n: v for n, v in t.items() if n != EXPERT})
+    with pytest.raises(InvalidInputError, match="experts.1.down_proj"):
+        load_decoder(str(lost))
+    assert EXPERT in unhealthy(lost)
+    norm = "model.layers.1.self_attn.q_norm.weight"
+    bent = altered(model, tmp_path / "bent", lambda t: t | {norm: torch.ones(7)})
+    with pytest.raises(InvalidInputError, match=r"q_norm.*\(7,\).*\(16,\)"):
+        load_decoder(str(bent))
+    assert "(7,)" in unhealthy(bent)
+
+
+def test_an_unknown_layout_of_experts_is_refused_with_what_was_found(family_model, tmp_path):
+    def rename(tensors):
+        return {name.replace("mlp.experts.", "mlp.expert_list."): t for name, t in tensors.items()}
+
+    folder = altered(family_model("olmoe"), tmp_path / "odd", rename)
+    with pytest.raises(NotSupportedError, match="expert_list"):
+        load_decoder(str(folder))
+
+
+def test_a_model_larger_than_the_device_is_refused_with_both_sizes(family_model, monkeypatch):
+    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: 10_000)
+    with pytest.raises(NotSupportedError, match=r"GB for its weights in float32; cpu has"):
+        load_decoder(str(family_model("mixtral").folder))
+
+
+def test_a_missing_shard_is_named_before_anything_is_read(family_model, tmp_path):
+    model = family_model("mixtral")
+    shutil.copytree(model.folder, tmp_path / "m")
+    names = load_file(tmp_path / "m" / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00002.safetensors" in unhealthy(tmp_path / "m")
+    with pytest.raises(InvalidInputError, match="model-00001-of-00002"):
+        load_decoder(str(tmp_path / "m"))
