@@ -35,6 +35,7 @@ from tinkex.engine.lora.adapter import (
     Target,
     build_adapter,
 )
+from tinkex.engine.lora.names import our_modules
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.train.optim import OptimizerState
 from tinkex.engine.train.updates import UPDATES
@@ -329,7 +330,7 @@ def _read_modules(path: Path, config: Mapping[str, Any]) -> dict[str, ModuleInit
         raise InvalidInputError(f"{_WEIGHTS} holds no LoRA matrix")
     modules: dict[str, ModuleInit] = {}
     alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
-    for module, pair in sides.items():
+    for module, pair in our_modules(sides).items():
         if set(pair) != {"A", "B"}:
             raise InvalidInputError(f"{_WEIGHTS} holds only half of {module[:120]!r}")
         rank = pair["A"].shape[0] if pair["A"].ndim == 2 else 0

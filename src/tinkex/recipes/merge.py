@@ -84,10 +84,12 @@ class _Deltas:
     def __init__(self, folder: Path, config: Mapping[str, Any], model_type: str) -> None:
         from safetensors.torch import load_file
 
+        from tinkex.engine.lora.names import our_modules
+
         self._config, self._model_type = config, model_type
         self._ranks = ModulePatterns(config.get("rank_pattern"), field="rank_pattern")
         self._alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
-        self._pairs: dict[str, dict[str, torch.Tensor]] = {}
+        pairs: dict[str, dict[str, torch.Tensor]] = {}
         self._used: set[str] = set()
         for name, tensor in load_file(folder / "adapter_model.safetensors").items():
             module, _, rest = name.removeprefix(_PREFIX).partition(".lora_")
@@ -95,7 +97,8 @@ class _Deltas:
                 raise NotSupportedError(
                     f"The adapter holds {name}; only linear LoRA can be merged."
                 )
-            self._pairs.setdefault(f"{module}.weight", {})[rest[0]] = tensor.float()
+            pairs.setdefault(module, {})[rest[0]] = tensor.float()
+        self._pairs = {f"{module}.weight": pair for module, pair in our_modules(pairs).items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._pairs

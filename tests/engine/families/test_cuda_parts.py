@@ -55,7 +55,9 @@ def gradient(self, a, b):
 @pytest.fixture
 def cuda_decoder(monkeypatch):
     """`cuda_decoder(model)`: the decoder for CUDA, wherever this runs."""
-    if not ON_CUDA:
+    if ON_CUDA:
+        pytest.skip("on a card bf16 runs: `python benchmarks/gpu_families.py check` compares it")
+    else:
         monkeypatch.setattr(delta_rule, "CHUNK", 16)
         forward = PackedFlash.forward
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +23,9 @@ from tinkex.engine.jobs import (
     TrainResult,
 )
 from tinkex.engine.lora.adapter import LoraBatch, Span
+from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.mixture import Routing
 from tinkex.recipes.merge import merge_adapter
 
 
@@ -119,3 +123,65 @@ def test_a_result_tells_how_the_router_spread_the_tokens(family_model, family):
     assert -1 <= metrics["e_min_violation:mean"] < 0
     experts = trainer.decoder.config.experts.count
     assert 0 < metrics["e_entropy:mean"] < np.log(experts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_stacked_with_a_shared_side_come_in_and_merge(family_model, family, tmp_path):
+    """w1, w2 and w3 in 3-D tensors: one A for gate and up of all experts, one B for down."""
+    from safetensors.torch import save_file
+
+    model = family_model(family)
+    decoder = model.decoder()
+    config = decoder.config
+    count, hidden, size = config.experts.count, config.hidden_size, config.experts.size
+    rng = torch.Generator().manual_seed(0)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=rng) * 0.1
+
+    shapes = {
+        "w1": (noise(1, 2, hidden), noise(count, size, 2)),
+        "w3": (noise(1, 2, hidden), noise(count, size, 2)),
+        "w2": (noise(count, 2, size), noise(1, hidden, 2)),
+    }
+    stored = {}
+    for name, (a, b) in shapes.items():
+        prefix = f"base_model.model.model.layers.0.mlp.experts.{name}"
+        stored |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    (tmp_path / "ad").mkdir()
+    save_file(stored, tmp_path / "ad" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "m"}
+    (tmp_path / "ad" / "adapter_config.json").write_text(json.dumps(settings))
+    adapter = read_adapter(str(tmp_path / "ad"), decoder.targets, "cpu")
+    named = {part.target.module: (a, b) for part, a, b in adapter.modules()}
+    block = "model.layers.0.mlp.experts"
+    assert len(named) == 3 * count
+    assert torch.equal(named[f"{block}.1.up_proj"][0], shapes["w3"][0][0])
+    assert torch.equal(named[f"{block}.1.down_proj"][0], shapes["w2"][0][1])
+    merge_adapter(tmp_path / "ad", tmp_path / "merged", base=model.folder)
+    texts = sequences_of([9, 14])
+    with torch.no_grad():
+        ours = packed(decoder, texts, LoraBatch([Span(0, 23, adapter)]))
+        theirs = packed(load_decoder(str(tmp_path / "merged")), texts)
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_prescribed_routing_is_followed(family_model, family):
+    """What one pass chose, given to another, gives its numbers; another choice gives others."""
+    decoder = family_model(family).decoder()
+    (text,) = sequences_of([13])
+    attend = PackedCausal([0, 13], decoder.config.windows)
+    free, again, other = Routing(), Routing(), Routing()
+
+    def run(routing):
+        with torch.no_grad():
+            return decoder.forward(text, torch.arange(13), attend, routing=routing)
+
+    expected = run(free)
+    again.given = dict(free.chosen)
+    assert torch.equal(run(again), expected)
+    count = decoder.config.experts.count
+    other.given = {layer: (chosen + 1) % count for layer, chosen in free.chosen.items()}
+    assert not torch.allclose(run(other), expected)
+    assert all(torch.equal(other.chosen[layer], other.given[layer]) for layer in other.given)

@@ -81,6 +81,13 @@ class FamilyDecoder(CudaDecoder):
         return config.delta is None and self._is_fast
 
     @property
+    def records_steps(self) -> bool:  # type: ignore[override]
+        """Grouped products read their rows' bounds on the card from Hopper on; before, on the
+        host."""
+        capability = torch.cuda.get_device_capability(self.device)
+        return self.config.experts is None or capability[0] >= 9
+
+    @property
     def _is_fast(self) -> bool:
         """Whether the fused kernel prepares queries and keys."""
         config = self.config

@@ -78,6 +78,8 @@ class CudaDecoder(Decoder):
     """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
 
     batch_invariant = True
+    records_steps = True
+    """Whether a decode step can be recorded: none of its products waits for the host."""
 
     @cached_property
     def _small(self) -> SmallPasses:

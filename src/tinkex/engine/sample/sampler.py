@@ -565,7 +565,7 @@ def _attention(
         if isinstance(decoder, CudaDecoder):
             context = decoder.config.max_context_length
             graphs = DecodeGraphs(decoder, cache, states, max_context=context)
-            return CudaPagedAttend(cache, states), graphs
+            return CudaPagedAttend(cache, states), graphs if decoder.records_steps else None
     return PagedAttend(cache, states, exact=exact and decoder.device.type == "cpu"), None
 
 
