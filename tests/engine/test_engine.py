@@ -349,7 +349,7 @@ BAD = {
         "data[0].loss_fn_inputs.weights",
     ),
     "context overflow": (lambda c: c.train(data=(random_datum(300),)), "256"),
-    "no folder": (lambda c: c.sample(Path("/nowhere/at/all")), "/nowhere/at/all"),
+    "no folder": (lambda c: c.sample(Path("/nowhere/at/all")), "all is no checkpoint"),
     "sample token": (lambda c: c.sample(prompt=np.array([VOCAB])), "outside the vocabulary"),
     "kv too small": (lambda c: c.sample(max_tokens=200), "KV memory"),
     "no such model": (
