@@ -70,7 +70,8 @@ def write_gguf(
 
 
 def _check(config: ModelConfig) -> None:
-    stretched = config.rope.kind != "default" and _ARCH.get(config.arch) != "llama"
+    kind = config.rope.kind
+    stretched = kind == "yarn" or (kind != "default" and _ARCH.get(config.arch) != "llama")
     reasons = {
         f"the family {config.arch!r}": config.arch not in _ARCH or not config.native,
         f"rope scaling {config.rope.kind!r} of {config.arch}": stretched,

@@ -19,7 +19,6 @@ from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
 __all__ = [
-    "NATIVE_ARCHS",
     "ModelConfig",
     "ModelSource",
     "RopeConfig",
@@ -28,8 +27,6 @@ __all__ = [
     "resolve",
 ]
 
-NATIVE_ARCHS = frozenset(FAMILIES)
-"""Model types that our packed decoder computes itself; SmolLM2 is a `llama`."""
 _GGUF_ARCHS = sorted(arch for arch, family in FAMILIES.items() if family.in_gguf)
 
 
