@@ -119,3 +119,29 @@ def test_company_and_saved_states_change_no_token(family_model, family):
             result.sequences[0].logprobs, alone[number % 5].logprobs, atol=1e-5
         )
     assert hits > 100
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="sums are another library's")
+@pytest.mark.parametrize("family", ["qwen3-yarn", "qwen3_moe", "mixtral", "olmoe"])
+def test_with_deterministic_a_mixtures_sampler_gives_the_trainers_bits(family_model, family):
+    """Which other rows an expert computes changes no bit of any."""
+    model = family_model(family)
+    trainer = model.trainer(deterministic=True)
+    lora = jobs.LoraSpec(rank=4, seed=1)
+    trainer.create(jobs.CreateAdapterJob(job_id="", adapter_id="a", base_model="m", lora=lora))
+    adapter = trainer.find("a").adapter
+    generator = torch.Generator().manual_seed(0)
+    for _, _, b_Or in adapter.modules():
+        b_Or.data.copy_(torch.randn(b_Or.shape, generator=generator) * 0.1)
+    sampler = sampler_of(trainer.decoder, max_pass_tokens=23, exact=True)
+    result = run(sampler, adapter, num_samples=3, max_tokens=9, seed=1, stop_tokens=())
+    data = []
+    for sequence in result.sequences:
+        tokens = np.concatenate([PROMPT, sequence.tokens]).astype(np.int64)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+        data.append(jobs.TrainDatum(tokens=tokens[:-1], inputs=inputs))
+    (scored_job,) = trainer.train(
+        [jobs.TrainJob(job_id="", adapter_id="a", data=tuple(data), loss_fn="cross_entropy")]
+    )
+    for output, sequence in zip(scored_job.outputs, result.sequences, strict=True):
+        assert output["logprobs"][len(PROMPT) - 1 :].tolist() == sequence.logprobs.tolist()

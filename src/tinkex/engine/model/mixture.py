@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.lora.adapter import LoraBatch, Target, TargetPart
+from tinkex.engine.lora.adapter import NO_SLOTS, LoraBatch, Target, TargetPart
 from tinkex.engine.model.layers import linear, wide
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
 
@@ -83,7 +83,7 @@ def route(
     config: ExpertsConfig, weights: MixtureWeights, y_TD: Tensor, given_Tk: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(experts of each row, best first; their weights; log-probabilities of all), in fp32."""
-    logits_TE = wide(F.linear(y_TD, weights.router_ED, weights.router_bias_E))
+    logits_TE = wide(linear(y_TD, weights.router_ED, weights.router_bias_E, NO_SLOTS))
     logp_TE = logits_TE.log_softmax(-1)
     chosen_Tk = logits_TE.topk(config.per_token, dim=-1).indices
     if given_Tk is not None:
@@ -170,4 +170,4 @@ def _shared(
     act = combine(config, linear(y_TD, weights.shared_gate_up, None, slots))
     slots = lora.slots(f"{layer_index}.shared.down")
     out_TD = linear(act, weights.shared_down, None, slots)
-    return out_TD * torch.sigmoid(F.linear(y_TD, weights.shared_gate_1D))
+    return out_TD * torch.sigmoid(linear(y_TD, weights.shared_gate_1D, None, NO_SLOTS))
