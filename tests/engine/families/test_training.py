@@ -27,6 +27,7 @@ from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.mixture import Routing
 from tinkex.recipes.merge import merge_adapter
+from tinkex.recipes.stack import stack_experts
 
 
 def create(trainer, **lora):
@@ -185,3 +186,16 @@ def test_a_prescribed_routing_is_followed(family_model, family):
     other.given = {layer: (chosen + 1) % count for layer, chosen in free.chosen.items()}
     assert not torch.allclose(run(other), expected)
     assert all(torch.equal(other.chosen[layer], other.given[layer]) for layer in other.given)
+
+
+def test_an_adapter_with_stacked_experts_is_the_same_adapter(family_model, tmp_path):
+    model = family_model("qwen3_5_moe")
+    trainer = model.trainer()
+    create(trainer)
+    steps(trainer, [0])
+    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "ad")))
+    targets = trainer.decoder.targets
+    before = read_adapter(str(tmp_path / "ad"), targets, "cpu")
+    assert stack_experts(tmp_path / "ad") == 3 * 4
+    assert torch.equal(read_adapter(str(tmp_path / "ad"), targets, "cpu").flat, before.flat)
+    assert stack_experts(tmp_path / "ad") == 3 * 4  # stacked already: nothing changes

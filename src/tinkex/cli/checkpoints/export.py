@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 @click.option(
     "--to",
     "form",
-    type=click.Choice(["peft", "merged", "gguf"]),
+    type=click.Choice(["peft", "stacked", "merged", "gguf"]),
     default="peft",
     show_default=True,
-    help="Adapter alone, a whole Hugging Face model, or one file for llama.cpp.",
+    help="Adapter alone, the same with experts in 3-D tensors (w1, w2, w3), a whole Hugging Face "
+    "model, or one file for llama.cpp.",
 )
 @click.option(
     "--type",
@@ -60,6 +61,19 @@ def export(
         fetch_folder(state, path, output, force=force)
         _show(state, path, output, keep_adapter_only(output), {"format": form})
         return
+    if form == "stacked":
+        from tinkex.cli.checkpoints.fetch import put
+        from tinkex.recipes.stack import stack_experts
+
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as scratch:
+            adapter = Path(scratch) / "adapter"
+            fetch_folder(state, path, adapter)
+            extra = {"num_stacks": stack_experts(adapter)}
+            num_bytes = keep_adapter_only(adapter)
+            put(adapter, output)
+        _show(state, path, output, num_bytes, {"format": form, **extra})
+        return
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as scratch:
         adapter = Path(scratch) / "adapter"
@@ -74,7 +88,7 @@ def export(
 
 
 def _check_usage(output: Path, form: str, number_type: str | None, base: str | None) -> None:
-    if base and form == "peft":
+    if base and form in ("peft", "stacked"):
         raise click.UsageError("--base goes with --to merged or --to gguf.")
     if number_type and form != "gguf":
         raise click.UsageError("--type goes with --to gguf.")

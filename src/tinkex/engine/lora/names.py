@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from tinkex.errors import InvalidInputError
@@ -20,6 +21,8 @@ from tinkex.errors import InvalidInputError
 Pair = Mapping[str, Tensor]
 """The sides `A` and `B` of a module."""
 _LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_STACKED_LEAVES = {ours: theirs for theirs, ours in _LEAVES.items()}
+_SINGLE = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj)")
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(w[123]|(?:gate|up|down)_proj)")
 _MIXTRAL = re.compile(r"(.+)\.block_sparse_moe\.experts\.(\d+)\.(w[123])")
 _RENAMED = (
@@ -65,3 +68,30 @@ def _taken_apart(module: str, pair: Pair) -> Iterator[tuple[str, Pair]]:
     for expert in range(count):
         a_rI, b_Or = (side[min(expert, len(side) - 1)] for side in (a_ErI, b_EOr))
         yield f"{match[1]}.{expert}.{leaf}", {"A": a_rI, "B": b_Or}
+
+
+def stacked(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """The inverse for mixtures: the experts of a block in 3-D tensors, no side shared.
+
+    Raises:
+        InvalidInputError: The experts of a block differ in rank, or some have no adapter.
+    """
+    found: dict[str, Pair] = {}
+    blocks: dict[str, dict[int, Pair]] = {}
+    for module, pair in pairs.items():
+        if (match := _SINGLE.fullmatch(module)) is None:
+            found[module] = pair
+        else:
+            name = f"{match[1]}.{_STACKED_LEAVES[match[3]]}"
+            blocks.setdefault(name, {})[int(match[2])] = pair
+    for name, experts in blocks.items():
+        shapes = {(pair["A"].shape, pair["B"].shape) for pair in experts.values()}
+        if sorted(experts) != list(range(len(experts))) or len(shapes) != 1:
+            raise InvalidInputError(
+                f"the experts of {name[:120]!r} cannot be stacked: their adapters differ in rank, "
+                "or some have none. Export them one by one."
+            )
+        found[name] = {
+            side: torch.stack([experts[e][side] for e in range(len(experts))]) for side in "AB"
+        }
+    return found
