@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from app_world import open_app
@@ -75,3 +76,23 @@ async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -
         }
         assert statuses == {401, 429}
         assert (await world.post("create_session", BODY, key="tml-ann")).status_code == 200
+
+
+async def test_what_operators_look_at_asks_for_a_key_too(tmp_path: Path) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        for path in ("/metrics", "/docs", "/openapi.json"):
+            assert (await world.http.get(path)).status_code == 401
+            bearer = {"authorization": "Bearer tml-ann"}
+            assert (await world.http.get(path, headers=bearer)).status_code == 200
+        assert (await world.http.get("/healthz")).status_code == 200
+
+
+async def test_the_audit_log_has_an_end(tmp_path: Path) -> None:
+    async with open_app(tmp_path) as world:
+        audit = world.service.store.audit
+        audit.record("ann", "key_added", {})
+        world.service.store.flush()
+        await world.service.store.call(audit.forget, time.time() - 100)
+        assert len(audit.entries("ann", prefixes=None, start=0, end=time.time() + 1)) == 1
+        await world.service.store.call(audit.forget, time.time() + 100)
+        assert audit.entries("ann", prefixes=None, start=0, end=time.time() + 1) == []

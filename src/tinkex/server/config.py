@@ -96,6 +96,8 @@ class ServerConfig:
     parent_pid: int = 0
     """A process that counts as a client of this server while it lives; 0 means none."""
 
+    stop_grace_s: float = 5.0
+    """How long requests that are being answered may take when the server is told to stop."""
     hold_s: float = 30.0
     """How long a poll for a result is held before it is answered with 408."""
     metadata_only_bytes: int = 1_000_000
@@ -110,6 +112,8 @@ class ServerConfig:
     """A session without a heartbeat for this long gives its memory back; its state stays."""
     state_ttl_s: float = 14 * 86_400.0
     """How long a model's state outlives the last sign of life of its session; checkpoints stay."""
+    audit_ttl_s: float = 365 * 86_400.0
+    """How long entries of the audit log are kept."""
     quarantine_ttl_s: float = 30 * 86_400.0
     """How long a folder of `data_dir` that no row knows is kept in `quarantine/`."""
     snapshot_every_ops: int = 256

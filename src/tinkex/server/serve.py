@@ -12,6 +12,7 @@ import asyncio
 import gc
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -48,7 +49,6 @@ from tinkex.store.claim import InUseError
 from tinkex.store.database import sqlite_file
 
 logger = logging.getLogger("tinkex.server")
-GRACE_S = 5
 CLAIM_QUICK_S = 1.0
 CLAIM_S = 10.0
 """How long to wait for a server that is just ending to let go of its data."""
@@ -177,7 +177,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
             log_config=None,
             backlog=4096,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
             ssl_certfile=config.tls_cert or None,
             ssl_keyfile=config.tls_key or None,
         )

@@ -167,6 +167,11 @@ class Audit:
         row = {"user_id": user_id, "timestamp": time.time(), "event": event, "details": details}
         self._writer.submit(lambda connection: connection.execute(insert(_audit), row))
 
+    def forget(self, before: float) -> None:
+        """Drop entries written before a moment."""
+        statement = _audit.delete().where(_audit.c.timestamp < before)
+        self._writer.run(lambda connection: connection.execute(statement))
+
     def entries(
         self, user_id: str, *, prefixes: Sequence[str] | None, start: float, end: float
     ) -> list[AuditEntry]:
