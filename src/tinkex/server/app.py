@@ -43,6 +43,7 @@ from tinkex.server.work.presence import Presence
 from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.worker import Worker
 from tinkex.store import Store, User
+from tinkex.wire.endpoints import ENDPOINTS
 
 access_logger = logging.getLogger("tinkex.access")
 _OURS = (
@@ -54,7 +55,7 @@ _OURS = (
 )
 # A burst of thousands of these must not stand between a heartbeat and its answer.
 _SUBMITS = frozenset(
-    f"/api/v1/{name}" for name in ("asample", "asample_batch", "forward", "forward_backward")
+    row.path for row in ENDPOINTS.values() if row.size == "large" or row.name == "asample"
 )
 # What takes room on the disk; polls, heartbeats and deletions go on when it is nearly full.
 _STORES = frozenset(

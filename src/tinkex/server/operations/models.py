@@ -42,7 +42,6 @@ class CreateModel(Operation[Shape]):
     """Start a training run with a fresh adapter."""
 
     name = "create_model"
-    changes_state = True
 
     def peek(self, opened: Opened) -> Address:
         return Address(None, CREATION)
@@ -97,7 +96,6 @@ class LoadWeights(Operation[Loading]):
     """Load a checkpoint into a model, or into one made for it (0.24 and later)."""
 
     name = "load_weights"
-    changes_state = True
     is_snapshot_forced = True  # its owner may delete the checkpoint as soon as the result is out
 
     def peek(self, opened: Opened) -> Address:

@@ -23,6 +23,7 @@ from tinkex.engine.jobs import Job, Result
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, UsageCount, User
 from tinkex.wire import requests
+from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.requests import Opened
 
 if TYPE_CHECKING:
@@ -76,11 +77,7 @@ class Conclusion:
 
 class Operation(ABC, Generic[Asked]):
     name: ClassVar[str]
-    """On the wire and in the journal."""
-    changes_state: ClassVar[bool] = False
-    """It is replayed after a crash, and a failure may leave the model half changed."""
-    is_barrier: ClassVar[bool] = True
-    """It runs alone, and its end is recorded before the next one is sent."""
+    """Of its row in `wire.endpoints`, and in the journal."""
     clears_gradients: ClassVar[bool] = False
     """It leaves no gathered gradients behind: a good moment for a snapshot."""
     is_snapshot_forced: ClassVar[bool] = False
@@ -88,6 +85,9 @@ class Operation(ABC, Generic[Asked]):
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
+        row = ENDPOINTS[self.name]
+        self.changes_state = row.changes_state
+        self.is_barrier = row.is_barrier
 
     # ------------------------------------------------------------------------ on arrival
 

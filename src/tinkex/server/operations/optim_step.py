@@ -19,8 +19,6 @@ class OptimStep(Operation[OptimizerParams]):
     """Apply the gathered gradients, then clear them."""
 
     name = "optim_step"
-    changes_state = True
-    is_barrier = False
     clears_gradients = True
 
     def identity(self, opened: Opened) -> bytes:

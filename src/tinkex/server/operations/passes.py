@@ -20,7 +20,6 @@ class Forward(Operation[TrainRequest]):
     """Loss and outputs only. Clients up to 0.24 ask here; newer ones flag a forward_backward."""
 
     name = "forward"
-    is_barrier = False
     usage_kind: UsageKind = "sampling_prefill"
 
     def identity(self, opened: Opened) -> bytes:
@@ -94,7 +93,6 @@ class ForwardBackward(Forward):
     """Loss, outputs, and gradients that are gathered for the next step."""
 
     name = "forward_backward"
-    changes_state = True
     usage_kind: UsageKind = "training"
 
     def kind_of(self, opened: Opened) -> str:

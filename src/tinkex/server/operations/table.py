@@ -1,27 +1,31 @@
-"""Every operation there is. To add one, write its class and name it here; its route follows."""
+"""Every operation there is: the classes of this folder, each with a row in `wire.endpoints`."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
-from tinkex.server.operations.models import CreateModel, LoadWeights
+from tinkex.server import operations
 from tinkex.server.operations.operation import Operation, Tools
-from tinkex.server.operations.optim_step import OptimStep
-from tinkex.server.operations.passes import Forward, ForwardBackward
-from tinkex.server.operations.saves import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 
-OPERATIONS: tuple[type[Operation[Any]], ...] = (
-    ForwardBackward,
-    Forward,
-    OptimStep,
-    CreateModel,
-    LoadWeights,
-    SaveWeights,
-    SaveWeightsForSampler,
-    SaveWeightsExternal,
-)
+
+def _all(base: type[Operation[Any]]) -> Iterator[type[Operation[Any]]]:
+    for found in base.__subclasses__():
+        yield found
+        yield from _all(found)
+
+
+for _module in pkgutil.iter_modules(operations.__path__, f"{operations.__name__}."):
+    importlib.import_module(_module.name)
+
+OPERATIONS: dict[str, type[Operation[Any]]] = {
+    found.name: found
+    for found in _all(Operation)  # type: ignore[type-abstract]
+}
 
 
 def make_operations(tools: Tools) -> dict[str, Operation[Any]]:
     """The operations by name."""
-    return {operation.name: operation(tools) for operation in OPERATIONS}
+    return {name: operation(tools) for name, operation in OPERATIONS.items()}

@@ -30,8 +30,8 @@ def _add_route(name: str, description: str | None) -> None:
         return answer(types.UntypedAPIFuture(request_id=promise.request_id, model_id=model_id))
 
 
-for _operation in OPERATIONS:
-    _add_route(_operation.name, _operation.__doc__)
+for _name, _operation in OPERATIONS.items():
+    _add_route(_name, _operation.__doc__)
 
 
 @serve(router, "get_info")
