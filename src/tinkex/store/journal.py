@@ -145,6 +145,7 @@ class Journal:
         """
         now = time.time() if now is None else now
         gone = {"result": None, "drop_result_at": None}
+        # Results first: a row without one is small, and is kept for days so that repeats find it.
         ripe = _some(_table.c.drop_result_at < now)
         self._repeat(update(_table).where(_table.c.request_id.in_(ripe)).values(gone))
         old = _some(_table.c.finished_at < now - ROW_TTL_S, _table.c.body.is_(None))
@@ -195,6 +196,7 @@ def body_hash(kind: str, body: bytes) -> bytes:
 
 def _append_all(connection: Connection, ops: Sequence[NewRow]) -> list[Appended | Exception]:
     rows = [_row(op) for op in ops]
+    # Nearly always all are new, and one statement says so; only else is each looked up.
     new = _insert(connection, rows)
     return [
         Appended(request_id=op.request_id, created=True)
@@ -285,6 +287,7 @@ def _end_all(connection: Connection, ends: Sequence[_End]) -> list[None]:
         for end in ends
     ]
     connection.execute(_END, rows)
+    # In the same transaction: what is billed is what ended, whatever crashes in between.
     counts = [count for end in ends for count in end.usage]
     if counts:
         Ledger.write(connection, counts)

@@ -85,10 +85,12 @@ class Promise:
             return self.outcome
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
+        # A timer that resolves the waiter, not `wait_for`: a time-out is an answer here, and the
+        # hundreds of polls that are held must not each cost a task and an exception.
         handle = asyncio.get_running_loop().call_later(timeout_s, _wake, waiter)
         try:
             await waiter
-        finally:
+        finally:  # a client that hung up cancels this, and must leave nothing behind
             handle.cancel()
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -144,6 +146,7 @@ class PromiseTable:
     def drop(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             promise = self._promises.get(request_id)
+            # One that is not settled belongs to its lane, which will settle this very object.
             if promise is not None and promise.outcome is not None:
                 del self._promises[request_id]
                 if promise.on_drop is not None:
@@ -196,6 +199,7 @@ class FinishedLog:
         """Entries later than `cursor`; those at or before it are forgotten."""
         if cursor > self._cursor:
             self._continue_after(cursor)
+        # A client names the cursor it was given: it has what came before, and will not ask again.
         while self._entries and self._entries[0].cursor <= cursor:
             self._entries.popleft()
         self.used_at = time.monotonic()

@@ -92,7 +92,7 @@ class Inbox:
             asked = await operation.check(opened, lane.model, user, seq_id)
             body = operation.pack(opened, asked)
         except InvalidInputError as exc:
-            refused = exc
+            refused = exc  # journaled too: the number is used up, and a repeat is refused alike
         row = NewRow(
             model_id=lane.model.model_id,
             seq_id=seq_id,
@@ -113,6 +113,7 @@ class Inbox:
         """The number is known: the same request gets the same answer, another one is refused."""
         if taken.digest != digest:
             raise _conflict(seq_id)
+        # Shielded: a repeat whose client hangs up must not take the first one's answer with it.
         answer = await asyncio.shield(taken.accepted)
         if isinstance(answer, Exception):
             raise answer
@@ -157,7 +158,7 @@ class Inbox:
         while len(self._taken) > MAX_KNOWN:
             oldest = next(iter(self._taken))
             if not self._taken[oldest].accepted.done():
-                return
+                return  # the journal does not know it yet, so a repeat must find it here
             del self._taken[oldest]
 
 

@@ -314,6 +314,7 @@ class Lane:
             request = self._requests.get(last.through_seq + 1 if last else self._next_seq)
             if request is None:
                 return
+            # What runs alone, or is answered without running, waits for the end of all before it.
             alone = request.mode == "skip" or self._broken is not None or request.is_barrier
             if last is not None and (alone or last.is_barrier):
                 return
@@ -430,6 +431,7 @@ class Lane:
             return
         self._flights.popleft()
         self.model = concluded.model or self.model
+        # Only what ended well is counted: a replay runs nothing else.
         if concluded.outcome.ok:
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             self._snapshot_due |= operation.is_snapshot_forced
