@@ -10,6 +10,7 @@ useless, and its state is in the journal.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import pickle
 import signal
@@ -17,17 +18,14 @@ import socket
 import struct
 import sys
 import threading
-import time
 from dataclasses import dataclass
-from threading import Thread
 from typing import Any
 
 from tinkex.engine.jobs import Engine, Event, Failed
-from tinkex.engine.pulse import Pulse
+from tinkex.engine.pulse import SIZE_BYTES
 from tinkex.errors import ConfigError
 
 HEADER = struct.Struct("<Q")
-BEAT_S = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -106,7 +104,7 @@ def build_engine(spec: WorkerSpec) -> Engine:
     return TorchEngine(EngineConfig(device=spec.device, deterministic=spec.deterministic))
 
 
-def serve(frames: FrameSocket) -> None:
+def serve(frames: FrameSocket, pulse_fd: int) -> None:
     """Host the engine until the server's end of the socket closes."""
     spec: WorkerSpec = frames.receive()
     logging.basicConfig(
@@ -118,8 +116,7 @@ def serve(frames: FrameSocket) -> None:
         frames.send(Refused(str(exc)))
         return
     frames.send(Ready(os.getpid()))
-    engine.pulse.on_begin = frames.send
-    Thread(target=_beat, args=(frames, engine.pulse), name="beat", daemon=True).start()
+    engine.pulse.share(memoryview(mmap.mmap(pulse_fd, SIZE_BYTES)))
 
     def emit(event: Event) -> None:
         try:
@@ -139,21 +136,11 @@ def serve(frames: FrameSocket) -> None:
             emit(Failed(job_id=message.job_id, message=str(exc), category="server"))
 
 
-def _beat(frames: FrameSocket, pulse: Pulse) -> None:
-    """Say once a second what the engine is doing. Silence says something too."""
-    while True:
-        time.sleep(BEAT_S)
-        try:
-            frames.send(pulse.now)
-        except OSError:
-            return  # the server is gone; the main thread ends the process
-
-
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server decides
     sock = socket.socket(fileno=int(sys.argv[1]))
     try:
-        serve(FrameSocket(sock))
+        serve(FrameSocket(sock), int(sys.argv[2]))
     except (EOFError, ConnectionError):
         os._exit(0)  # compute may be under way in another thread; nobody waits for it any more
 

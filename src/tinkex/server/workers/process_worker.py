@@ -11,17 +11,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import mmap
 import os
 import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
+from tinkex.engine import pulse
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
-from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.workers.child import HEADER, Cancel, Ready, Refused, WorkerSpec
 from tinkex.server.workers.watchdog import Budget, Watchdog
@@ -60,6 +63,7 @@ class ProcessWorker:
         self._supervisor: asyncio.Task[None] | None = None
         self._broken: str = ""
         self._watchdog = Watchdog(budget or Budget())
+        self._pulse = memoryview(b"")
 
     @property
     def pid(self) -> int:
@@ -128,7 +132,9 @@ class ProcessWorker:
         while not self._closing:
             started = time.monotonic()
             reader, self._writer = await self._spawn()
-            watch = asyncio.create_task(self._watchdog.bark(), name=f"{self.name}-watchdog")
+            watch = asyncio.create_task(
+                self._watchdog.bark(partial(pulse.look, self._pulse)), name=f"{self.name}-watchdog"
+            )
             watch.add_done_callback(self._end_stuck)
             try:
                 await self._read_events(reader)
@@ -159,13 +165,17 @@ class ProcessWorker:
         # Spinning on made decoding five times slower beside another busy process; sleeping at
         # once (which other OpenMP libraries than GNU's are told) costs a tenth when alone.
         env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **os.environ}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tinkex.server.workers.child", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=env,
-        )
+        with _memory_file() as shared:  # both map it, so it may be closed
+            shared.truncate(pulse.SIZE_BYTES)
+            self._pulse = memoryview(mmap.mmap(shared.fileno(), pulse.SIZE_BYTES))
+            fds = [theirs.fileno(), shared.fileno()]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tinkex.server.workers.child", *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=env,
+            )
         theirs.close()
         self.generation += 1
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
@@ -181,8 +191,6 @@ class ProcessWorker:
             if isinstance(message, Ready):
                 self._broken = ""
                 self._ready.set()
-            elif isinstance(message, Beat):
-                self._watchdog.beat(message)
             elif isinstance(message, Refused):
                 self.refusal = message.text
             else:
@@ -255,6 +263,13 @@ def _fail(future: asyncio.Future[Result], event: Failed) -> None:
         future.set_exception(InvalidInputError(event.message))
     else:
         future.set_exception(EngineError(event.message))
+
+
+def _memory_file() -> IO[bytes]:
+    """In memory where the system can: a full disk must not keep a worker from starting."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("tinkex-pulse"), "r+b")
+    return tempfile.TemporaryFile()
 
 
 def _frame(value: Any) -> bytes:

@@ -1,9 +1,9 @@
 """Tell an engine that hangs from one that works.
 
 Every job gets a budget by its size, counted anew whenever the engine gets on: a turn of its thread
-(a training pass, a decode step), an answer, a word about its progress. A child says once a second
-what it does; one that is silent with work in hand (stopped, or stuck where no other thread can run)
-uses up the same budget. Loading a base model has a budget of its own.
+(a training pass, a decode step), an answer, a word about its progress. The watchdog looks once a
+second at what the engine says of itself (`engine.pulse`). Loading a base model has a budget of its
+own.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Watchdog:
         self._moved_at = self._clock()
 
     def beat(self, beat: Beat) -> None:
-        if beat.num_turns != self._beat.num_turns or not beat.is_busy:
+        before = self._beat
+        idles = not beat.is_busy and beat.num_breaths != before.num_breaths
+        if beat.num_turns != before.num_turns or idles:
             self.heard()
         self._beat = beat
 
@@ -82,8 +84,8 @@ class Watchdog:
         working_on = [self._num_tokens.get(job_id, 0) for job_id in self._beat.job_ids]
         return self._budget.turn_s + self._budget.token_s * sum(working_on)
 
-    async def bark(self) -> str:
-        """Wait until the engine hangs; says how it shows."""
+    async def bark(self, look: Callable[[], Beat]) -> str:
+        """Look once a second until the engine hangs; says how it shows."""
         self._beat = Beat()
         self.heard()
         tick_s = min(1.0, self._budget.turn_s / 4)
@@ -93,6 +95,7 @@ class Watchdog:
             late_s = self._clock() - slept_at - tick_s
             if late_s > tick_s:  # it is this process that hung: events wait unread
                 self._moved_at += late_s
+            self.beat(look())
             quiet_s = self._clock() - self._moved_at
             if self._num_tokens and quiet_s > self.limit_s():
                 return f"no progress in {quiet_s:.0f} s"
