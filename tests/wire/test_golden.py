@@ -37,7 +37,8 @@ BUILDERS = {
     for case, endpoint, build in request_cases.requests(sdk)
 }
 # Bodies of calls without a builder in request_cases.py: only the public clients make them.
-OURS = {"asample_batch", "sample_stream", "attach", "detach"}  # no official SDK sends them
+# No official SDK sends them.
+OURS = {"asample_batch", "sample_stream", "attach", "detach", "log_metrics"}
 PUBLIC = {
     "assign_session_project": types.AssignSessionProjectRequest(project_id="p"),
     "finish_session/detail": types.FinishSessionRequest(reason={"type": "errored"}, detail="why"),

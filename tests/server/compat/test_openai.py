@@ -112,7 +112,9 @@ def test_a_stop_string_ends_the_text_and_is_not_in_it(world, api):
     whole = chat(api, world.model, max_tokens=64).json()
     text = whole["choices"][0]["message"]["content"]
     stop = next(c for c in text[2:] if c.isprintable() and c != "\ufffd")
-    choice = chat(api, world.model, max_tokens=64, stop=stop).json()["choices"][0]
+    answer = chat(api, world.model, max_tokens=64, stop=stop)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
     assert choice["message"]["content"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
 

@@ -13,20 +13,22 @@ from tinkex.types.data.tensor_data import TensorData
 StopText: TypeAlias = Annotated[str, text(sampling.MAX_STOP_CHARACTERS, 1)]
 StopTexts: TypeAlias = Annotated[list[StopText], *listing(sampling.MAX_STOP_TEXTS)]
 StopTokens: TypeAlias = Annotated[list[Count], *listing(sampling.MAX_STOP_TOKENS)]
+StopBoth: TypeAlias = Annotated[list[StopText | Count], *listing(sampling.MAX_STOP_TEXTS)]
+"""Texts and token ids in one list: Tinkex servers only."""
 _DRAW, _OPTIONS = sampling.DrawSettings(), sampling.SampleOptions()
 
 
 class SamplingParams(Request):
     """How tokens are drawn.
 
-    `stop` is a string, a list of strings or a list of token ids. None means the model's own end
-    tokens; an empty list means that nothing but `max_tokens` ends a sequence. What the others mean,
+    `stop` is a string, or a list of strings, of token ids, or of both. None means the model's own
+    end tokens; an empty list means that nothing but `max_tokens` ends a sequence. What the others mean,
     and their ranges, `contract.sampling` declares.
     """
 
     max_tokens: sampling.MaxTokens | None = _DRAW.max_tokens
     seed: sampling.Seed | None = _DRAW.seed
-    stop: StopText | StopTexts | StopTokens | None = None
+    stop: StopText | StopTexts | StopTokens | StopBoth | None = None
     temperature: sampling.Temperature = _DRAW.temperature
     top_k: sampling.TopK = _DRAW.top_k
     top_p: sampling.TopP = _DRAW.top_p
