@@ -276,6 +276,26 @@ def test_logprobs_equal_the_trainers_with_chunks_prefix_reuse_and_preemption(
     assert sampler.scheduler.pool.num_available == sampler.scheduler.pool.num_blocks
 
 
+def test_a_tenant_that_gives_way_to_another_still_gets_the_same_tokens(model):
+    """The small request starts at once, ends first, and the large one is not changed by it."""
+    sampler = model.sampler(max_running=4)
+    run = Run(model, sampler)
+    long = [run.add(prompt_of(9, n), tenant="ann", max_tokens=40, seed=n) for n in range(6)]
+    for _ in range(5):
+        sampler.step()
+    short = run.add(prompt_of(7, 50), tenant="bob", max_tokens=4, seed=9)
+    for _ in range(8):
+        sampler.step()
+    assert run.tokens(short) == [
+        sample(model, prompt_of(7, 50), max_tokens=4, seed=9).sequences[0].tokens.tolist()
+    ]
+    assert sampler.scheduler.num_preempted > 0
+    run.finish()
+    for n, job_id in enumerate(long):
+        alone = sample(model, prompt_of(9, n), max_tokens=40, seed=n).sequences[0]
+        assert run.tokens(job_id) == [alone.tokens.tolist()]
+
+
 def test_mixed_adapters_in_one_pass_do_not_touch_each_other(model):
     run = Run(model, model.sampler())
     prompt = prompt_of(12)

@@ -94,6 +94,16 @@ def test_a_newcomer_gets_memory_while_another_holds_it_all() -> None:
         assert late in _step(scheduler), "nor is it the one that gives way"
 
 
+def test_tenants_do_not_take_each_others_place_for_ever() -> None:
+    for max_running, num_blocks in ((1, 64), (2, 64), (64, 8)):
+        scheduler = Scheduler(SchedulerConfig(max_running=max_running), BlockPool(num_blocks, 4))
+        for n in range(12):
+            scheduler.add(_seq(6, f"tenant{n % 3}", first=100 * n))
+        for _ in range(20):
+            assert _step(scheduler)
+        assert scheduler.num_preempted < 60
+
+
 def test_a_cached_prompt_says_nothing_to_another_tenant() -> None:
     scheduler = Scheduler(SchedulerConfig(), BlockPool(64, 4))
     scheduler.add(_seq(12, "ann"))

@@ -153,7 +153,8 @@ class Scheduler:
         Empty when it cannot be planned without knowing what was drawn: a sequence that waits could
         be admitted, or there is no block for each that needs one.
         """
-        if self.waiting and len(self.running) < self.config.max_running:
+        is_full = len(self.running) >= self.config.max_running
+        if self.waiting and (not is_full or self._may_displace(self._next())):
             return []
         full = [seq for seq in decoding if seq.num_cached == len(seq.blocks) * self.pool.block_size]
         if (more := self.pool.allocate(len(full))) is None:
@@ -346,15 +347,20 @@ class Scheduler:
         A tenant alone has everything; a small request of another still starts at once, because
         the youngest sequence of the first one goes back to the queue.
         """
+        if not self._may_displace(seq):
+            return False
+        self._preempt()
+        return True
+
+    def _may_displace(self, seq: Seq) -> bool:
         if len(self._tenants) == 1:
             return False
         held = Counter(running.tenant for running in self.running)
         few = max(self.config.max_running // 16, 1)
         most = max(held.values(), default=0)
-        if held[seq.tenant] >= few or most <= len(self.running) // 2 or held[seq.tenant] == most:
-            return False
-        self._preempt()
-        return True
+        mine = held[seq.tenant]
+        # The other keeps more than it gives, or the two would take each other's place for ever.
+        return mine < few and most > max(len(self.running) // 2, mine + 1)
 
     def _grow(self) -> None:
         """Give each sequence the block its next token needs; preempt the youngest if need be."""
