@@ -44,8 +44,11 @@ test: $(STAMP)
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
 # Triton's interpreter and a training step of the real engine.
-QUICK := tests/contracts tests/types tests/wire tests/cli tests/client tests/server tests/store tests/security \
-  tests/engine/test_trainer.py tests/engine/test_kernels.py
+QUICK := tests/contracts tests/types tests/wire tests/chat tests/cli/test_app.py \
+  tests/cli/test_listings.py tests/client/test_clients.py tests/client/test_calling_styles.py \
+  tests/client/test_sampling.py tests/server/test_sessions.py tests/server/test_bad_input.py \
+  tests/server/test_samples.py tests/server/console tests/engine/test_trainer.py \
+  tests/engine/test_kernels.py
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(QUICK)
 

@@ -107,6 +107,20 @@ class FastTokenizer:
         return self._special("bos_token")
 
     @property
+    def unk_token(self) -> str | None:
+        return self._special("unk_token")
+
+    @property
+    def pad_token(self) -> str | None:
+        return self._special("pad_token")
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Tokens that steer the model and are no text."""
+        added = self.backend_tokenizer.get_added_tokens_decoder()
+        return [token.content for token in added.values() if token.special]
+
+    @property
     def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.convert_tokens_to_ids(self.eos_token)
 
