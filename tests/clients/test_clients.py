@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from venvs import PACKAGES, client_python
+from client_venvs import PACKAGES, client_python
 
 KEY = "tml-client"
 IN_EVERY_RUN = ("openai", "anthropic")
