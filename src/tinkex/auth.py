@@ -33,6 +33,7 @@ def raise_if_tinker_not_accessible() -> None:
     Raises:
         TinkerError: There is no credential, it was refused, or the service cannot be reached.
     """
+    from tinkex.client.futures import spawn
     from tinkex.client.http.transport import Call
     from tinkex.client.session.holder import Holder
 
@@ -50,4 +51,4 @@ def raise_if_tinker_not_accessible() -> None:
         finally:
             await holder.close()
 
-    holder.spawn(ask).result()
+    spawn(ask).result()  # not one of the holder's own calls: those end when it is closed
