@@ -44,11 +44,12 @@ def raise_if_tinker_not_accessible() -> None:
         )
     holder = Holder(config, with_session=False)
 
-    async def ask(waiting: object) -> None:
-        call = Call(method="GET", path="get_server_capabilities", window=False)
-        try:
-            await holder.transport.call(call)
-        finally:
-            await holder.close()
+    call = Call(method="GET", path="get_server_capabilities", window=False)
 
-    spawn(ask).result()  # not one of the holder's own calls: those end when it is closed
+    async def ask(waiting: object) -> None:
+        await holder.transport.call(call)
+
+    try:
+        holder.spawn(ask).result()
+    finally:
+        spawn(lambda waiting: holder.close()).result()
