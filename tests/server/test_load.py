@@ -38,7 +38,9 @@ def beat(port: int, session_id: str, started: Any, stop: Any, answers: Any) -> N
 
 async def train(port: int, num_steps: int) -> list[float]:
     connection = Connection(port)
-    session = (await connection.ok("create_session", {"sdk_version": "load"}))["session_id"]
+    session = (await connection.ok("create_session", {"sdk_version": "load", "tags": []}))[
+        "session_id"
+    ]
     await connection.settled(await connection.ok("create_model", model_body(session)))
     model, losses = f"{session}:train:0", []
     for step in range(num_steps):
@@ -95,7 +97,9 @@ async def collect(port: int, sampler: str, num_samples: int) -> dict[str, bytes]
 
 async def load(port: int, num_samples: int, num_trainers: int, num_steps: int) -> list[float]:
     connection = Connection(port)
-    session = (await connection.ok("create_session", {"sdk_version": "load"}))["session_id"]
+    session = (await connection.ok("create_session", {"sdk_version": "load", "tags": []}))[
+        "session_id"
+    ]
     opened = await connection.ok(
         "create_sampling_session",
         {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"},

@@ -11,10 +11,10 @@ from tinkex.server.auth import Auth
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
-from tinkex.server.rest import accounts, admin, checkpoints, curves, files, imports, runs, sessions
+from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
 from tinkex.store import Store
 
-MODULES = (accounts, runs, curves, checkpoints, imports, sessions, admin, files)
+MODULES = (accounts, runs, checkpoints, imports, sessions, admin, files)
 
 
 def install(

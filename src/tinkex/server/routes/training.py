@@ -8,6 +8,7 @@ from tinkex import types
 from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import answer, open_body, read, serve, service_of
 from tinkex.server.operations.table import OPERATIONS
+from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
 
@@ -56,6 +57,16 @@ async def get_info(request: Request, user: CurrentUser) -> Response:
             type="get_info",
         )
     )
+
+
+@serve(router, "log_metrics")
+async def log_metrics(request: Request, user: CurrentUser) -> Response:
+    """Numbers that a client measures itself, drawn beside those of the server."""
+    service = service_of(request)
+    asked: LogMetricsRequest = await read(request, "log_metrics")
+    model = await service.model(user, asked.model_id)
+    await service.curves.log(model.model_id, asked.metrics, asked.step)
+    return answer(LogMetricsResponse())
 
 
 @serve(router, "unload_model")
