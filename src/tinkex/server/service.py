@@ -187,6 +187,7 @@ class Service:
                 if model_id not in self._lanes:
                     await self.store.call(self.store.models.mark, model_id, unloaded=True)
                     await self._snapshots.forget(model_id)
+                    await self.curves.drop(model_id)
                     logger.info("%s was silent for too long; its state is dropped", model_id)
             self._opening.pop(model_id, None)
 

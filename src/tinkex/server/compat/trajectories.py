@@ -29,7 +29,6 @@ from tinkex.types import SampleResponse
 if TYPE_CHECKING:
     from tinkex.server.compat.dialogue import Answer, Asked
 
-KEEP_S = 7 * 24 * 3600.0
 MAX_ID = 200
 
 

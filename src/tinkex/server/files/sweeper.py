@@ -21,6 +21,8 @@ EPHEMERAL_GRACE_S = 3600.0
 """How long an unnamed sampler snapshot outlives a session that was finished."""
 EPHEMERAL_SILENT_S = 14 * 24 * 3600.0
 """How long it outlives the last sign of life of a session that nobody finished."""
+TRAJECTORY_TTL_S = 7 * 24 * 3600.0
+"""How long a recorded conversation is kept."""
 
 
 class Sweeper:
@@ -55,6 +57,7 @@ class Sweeper:
         await self._store.call(self._store.journal.sweep, now)
         await self._store.call(self._store.checkpoints.forget_keys, now - 86_400)
         await self._store.call(self._store.audit.forget, now - self._audit_ttl_s)
+        await self._store.call(self._store.trajectories.forget_before, now - TRAJECTORY_TTL_S)
         await self._store.call(self._count_storage, now)
         await self._drop_ephemeral(now)
         await self._shelf.remove_deleted()
