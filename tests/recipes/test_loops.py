@@ -7,12 +7,13 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tinkex import ServiceClient
+from tinkex import APIFuture, ServiceClient
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes import dpo, rl, sft
-from tinkex.recipes.loop import batch_at, learning_rate_at
+from tinkex.recipes.loop import ServerTracker, batch_at, learning_rate_at
 from tinkex.recipes.run_log import RunLog
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -274,3 +275,45 @@ def test_the_linear_schedule_ends_at_a_tenth():
     assert learning_rate_at(0, 10, 1.0, "linear") == 1.0
     assert learning_rate_at(9, 10, 1.0, "linear") == pytest.approx(0.1)
     assert learning_rate_at(9, 10, 1.0, "constant") == 1.0
+
+
+def test_the_console_draws_what_a_recipe_measures(service, sft_config, toy_server):
+    """Without a word from the user; what the server measures itself is not drawn twice."""
+    result = sft.train(sft_config, service, quiet, quiet)
+    run_id = result.state_path.removeprefix("tinker://").split("/")[0]
+    curves = httpx.get(f"{toy_server}/console/api/runs/{run_id}").json()["curves"]
+    logged = [record for record in curve(sft_config.log_dir) if "loss" in record]
+    assert curves["loss"]["values"] == pytest.approx([record["loss"] for record in logged])
+    assert curves["held_out_loss"]["steps"][0] == 0
+    assert [name for name in curves if name.startswith("learning_rate")] == ["learning_rate"]
+
+
+def test_a_server_that_draws_nothing_does_not_stop_a_run():
+    class Hosted:
+        num_asked = 0
+
+        def log_metrics(self, metrics, step):
+            self.num_asked += 1
+            future = APIFuture()
+            future.set_exception(ConfigError("404"))
+            return future
+
+    hosted = Hosted()
+    tracker = ServerTracker(hosted)
+    for step in range(5):
+        tracker.log(step, {"loss": 1.0})
+    tracker.close()
+    assert hosted.num_asked == 1
+
+
+def test_rl_writes_down_what_was_said_and_what_it_earned(service, tmp_path):
+    config = rl_config(tmp_path / "log")
+    rl.train(config, service, parity, PROMPTS, quiet, quiet)
+    lines = [json.loads(x) for x in (tmp_path / "log" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(lines) == config.steps * config.prompts_per_step * config.group_size
+    for line in lines:
+        assert "".join(line["pieces"]).strip().startswith(line["text"])
+        assert len(line["pieces"]) == len(line["tokens"]) == len(line["logprobs"])
+        assert line["reward"] == parity(line["text"], {})
+    group = [line["advantage"] for line in lines if (line["step"], line["group"]) == (0, 0)]
+    assert sum(group) == pytest.approx(0)

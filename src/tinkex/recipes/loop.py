@@ -7,6 +7,7 @@ undisturbed one would have seen. The loops themselves stay in their own files, i
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import signal
 import threading
@@ -19,9 +20,10 @@ from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, Reques
 from tinkex.recipes.run_log import RunLog, Saved
 
 if TYPE_CHECKING:
-    from tinkex import ServiceClient, TrainingClient
+    from tinkex import APIFuture, ServiceClient, TrainingClient
     from tinkex.recipes.data import Loaded
 
+logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,7 +50,18 @@ class Result:
 def open_training(
     service: ServiceClient, log: RunLog, *, model: str, rank: int, seed: int
 ) -> tuple[TrainingClient, int]:
-    """A fresh LoRA on `model`, or the run's last saved state with its optimizer; and the step."""
+    """A fresh LoRA on `model`, or the run's last saved state with its optimizer; and the step.
+
+    From here on the console of the server draws the metrics of the log, too.
+    """
+    training, step = _opened(service, log, model=model, rank=rank, seed=seed)
+    log.follow(ServerTracker(training))
+    return training, step
+
+
+def _opened(
+    service: ServiceClient, log: RunLog, *, model: str, rank: int, seed: int
+) -> tuple[TrainingClient, int]:
     if log.last is None:
         return service.create_lora_training_client(base_model=model, rank=rank, seed=seed), 0
     try:
@@ -59,6 +72,41 @@ def open_training(
             "server it ran on, or start over in another log folder (quickstart: --fresh)."
         ) from exc
     return training, log.last.step
+
+
+class ServerTracker:
+    """Draws the metrics of a run in the console of the server that trains it.
+
+    Nothing waits for it, and a server that does not take metrics, such as the hosted one, is asked
+    once. What the server measures by itself is left out.
+    """
+
+    MEASURED = frozenset({"learning_rate", "tokens_per_s", "num_tokens"})
+
+    def __init__(self, training: TrainingClient) -> None:
+        self._training = training
+        self._sent: APIFuture[None] | None = None
+        self._is_refused = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        told = {name: value for name, value in metrics.items() if name not in self.MEASURED}
+        if self._sent is not None and self._sent.done():
+            self._look(timeout_s=None)
+        if told and not self._is_refused:
+            self._sent = self._training.log_metrics(told, step=step)
+
+    def close(self) -> None:
+        if self._sent is not None:
+            self._look(timeout_s=5.0)
+
+    def _look(self, timeout_s: float | None) -> None:
+        assert self._sent is not None
+        try:
+            self._sent.result(timeout_s)
+        except Exception as exc:  # A picture is not worth a run.
+            if not self._is_refused:
+                logger.info("the server does not draw this run's metrics: %s", exc)
+            self._is_refused = True
 
 
 def save(training: TrainingClient, log: RunLog, step: int, *, for_sampler: bool = False) -> Saved:

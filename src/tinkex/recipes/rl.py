@@ -13,7 +13,7 @@ import inspect
 import math
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from tinkex.recipes.loop import (
     usable,
 )
 from tinkex.recipes.render import Renderer
+from tinkex.recipes.rollouts import Rollout, RolloutLog, pieces_of
 from tinkex.recipes.run_log import RunLog, make_trackers, plot
 
 Reward = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
@@ -116,6 +117,7 @@ def train(
     on_note(loaded.report())
     questions, held_out = split_off(questions, config.eval_share, at_most=32)
     note_if_finished(on_note, log, start, config.steps)
+    rollouts = RolloutLog(config.log_dir, start_step=start)
 
     metrics: dict[str, float] = {}
     with stop_between_steps(on_note) as stop:
@@ -127,6 +129,7 @@ def train(
                 metrics["held_out_reward"] = evaluate(sampler, held_out, renderer, reward, config)
             batch = batch_at(questions, config.prompts_per_step, step, config.seed)
             groups = sample_groups(sampler, batch, renderer, reward, config, step)
+            rollouts.write(to_look_at(groups, renderer, step))
 
             data = [datum for group in groups for datum in group_data(group)]
             rate = learning_rate_at(step, config.steps, config.learning_rate, config.schedule)
@@ -256,6 +259,27 @@ def group_data(group: Sequence[Answer]) -> list[Datum]:
         return []
     mean = statistics.fmean(rewards)
     return [_datum(answer, answer.reward - mean) for answer in group if answer.tokens]
+
+
+def to_look_at(
+    groups: Sequence[Sequence[Answer]], renderer: Renderer, step: int
+) -> Iterator[Rollout]:
+    """The answers of a step as the console shows them."""
+    for number, group in enumerate(groups):
+        mean = statistics.fmean(_rewards(group))
+        for answer in group:
+            yield Rollout(
+                step=step,
+                group=number,
+                prompt=str(renderer.tokenizer.decode(answer.question.tokens)),
+                text=renderer.text(answer.tokens),
+                tokens=answer.tokens,
+                pieces=pieces_of(renderer.tokenizer, answer.tokens),
+                logprobs=answer.logprobs,
+                reward=answer.reward,
+                advantage=answer.reward - mean,
+                snapshot=f"step-{step:06d}",
+            )
 
 
 def _datum(answer: Answer, advantage: float) -> Datum:

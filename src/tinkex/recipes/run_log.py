@@ -72,6 +72,10 @@ class RunLog:
         for tracker in self._trackers:
             tracker.log(step, values)
 
+    def follow(self, tracker: Tracker) -> None:
+        """Send metrics there too, from now on."""
+        self._trackers = (*self._trackers, tracker)
+
     def saved(self, saved: Saved) -> None:
         _append(
             self.checkpoints_file,

@@ -27,7 +27,10 @@ MAX_POINTS = 2048
 MAX_CURVES = 200
 MAX_RUNS = 256
 """Runs whose curves are kept in memory."""
-FLUSH_S = 3.0
+MEASURED = frozenset(
+    {"learning_rate", "grad_norm", "loss_per_token", "tokens", "tokens_per_s", "step_time_s"}
+)
+"""Names of the server's own curves. A client's number of such a name has a curve of its own."""
 _POINT = np.dtype([("step", "<f8"), ("value", "<f4"), ("at", "<f8")])
 
 
@@ -141,6 +144,7 @@ class Curves:
             InvalidInputError: Too many curves, or a name that cannot be one.
         """
         run = await self._open(model_id)
+        metrics = {f"{k} (logged)" if k in MEASURED else k: v for k, v in metrics.items()}
         new = [name for name in metrics if name not in run.curves]
         if len(run.curves) + len(new) > MAX_CURVES:
             raise InvalidInputError(

@@ -1,0 +1,106 @@
+"""`rollouts.jsonl` of a run folder: what the model said at each step, and what it earned.
+
+One JSON object a line, one answer each:
+
+    {"step": 3, "group": 0, "prompt": "...", "text": "...", "tokens": [..], "pieces": ["..", ..],
+     "logprobs": [..], "reward": 1.0, "advantage": 0.5, "snapshot": "tinker://..."}
+
+Answers of one prompt share `step` and `group`. `pieces` is the text of each token: joined it is the
+text, and a token in the middle of a character has none. The console draws them (`tinkex console
+--log-dir`). Knows files and tokenizers; nothing of models or loops.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tinkex.chat.detokenizer import Detokenizer
+
+__all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog", "pieces_of"]
+
+logger = logging.getLogger(__name__)
+FILE_NAME = "rollouts.jsonl"
+MAX_BYTES = 256 * 1024 * 1024
+"""Most bytes of one run's file. Later answers are not written, and a warning says so."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One answer."""
+
+    step: int
+    group: int
+    """Answers to the same prompt at the same step have the same number."""
+    prompt: str
+    text: str
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    reward: float | None = None
+    advantage: float | None = None
+    snapshot: str = ""
+    """The weights that said it."""
+    pieces: Sequence[str] = ()
+
+
+def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token; joined it is the whole."""
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed([token]) for token in tokens]
+    if pieces:
+        pieces[-1] += detokenizer.end()
+    return pieces
+
+
+class RolloutLog:
+    """Writes the file. A resumed run says from which step on the old lines no longer count."""
+
+    def __init__(
+        self, folder: str | Path, *, start_step: int = 0, max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.file = Path(folder) / FILE_NAME
+        self._max_bytes = max_bytes
+        self._is_full = False
+        self._drop_from(start_step)
+
+    def write(self, rollouts: Iterable[Rollout]) -> None:
+        """Append answers, all of them or, when the file would grow too large, none."""
+        lines = "".join(json.dumps(_plain(one)) + "\n" for one in rollouts)
+        size = self.file.stat().st_size if self.file.exists() else 0
+        if size + len(lines) > self._max_bytes:
+            if not self._is_full:
+                logger.warning(
+                    "%s is full (%d MB): later answers are not written", self.file, size >> 20
+                )
+            self._is_full = True
+            return
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(lines)
+
+    def _drop_from(self, step: int) -> None:
+        if not self.file.exists():
+            return
+        aside = self.file.with_name(f".{FILE_NAME}.{os.getpid()}")
+        with aside.open("w", encoding="utf-8") as out:
+            for line in _whole_lines(self.file):
+                if json.loads(line).get("step", 0) < step:
+                    out.write(line)
+        aside.replace(self.file)
+
+
+def _whole_lines(file: Path) -> Iterator[str]:
+    """A last line cut short by a crash is left out."""
+    with file.open(encoding="utf-8") as lines:
+        yield from (line for line in lines if line.endswith("\n"))
+
+
+def _plain(one: Rollout) -> dict[str, Any]:
+    told = asdict(one)
+    told["tokens"] = [int(token) for token in one.tokens]
+    told["logprobs"] = [round(float(value), 5) for value in one.logprobs]
+    return told
