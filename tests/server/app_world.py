@@ -42,9 +42,9 @@ async def open_app(folder: Path, **settings: Any) -> AsyncIterator[AppWorld]:
     """Start an app over `folder`; leaving the block stops it, so that it can be opened again."""
     config = ServerConfig(**({"engine": "toy", "data_dir": folder, "hold_s": 5.0} | settings))
     store = await asyncio.to_thread(open_store, config)
-    app = await asyncio.to_thread(create_app, config, store, make_workers(config))
-    transport = httpx.ASGITransport(app=app)
     try:
+        app = await asyncio.to_thread(create_app, config, store, make_workers(config))
+        transport = httpx.ASGITransport(app=app)
         async with (
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,

@@ -29,6 +29,7 @@ from tinkex.server.compat.install import PREFIXES
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import pages as console
 from tinkex.server.exchange import let_go, receive_body
+from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.guard.origin import check_local
@@ -102,6 +103,8 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
             lag.cancel()
             await asyncio.gather(sweeper, lag, return_exceptions=True)
             await service.stop()
+            if app.state.shelf.depot is not None:
+                app.state.shelf.depot.close()
 
     app = FastAPI(title="Tinkex", version=tinkex.__version__, lifespan=lifespan)
     app.state.config = config
@@ -119,6 +122,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
         config.api_keys,
         _finish_session(app),
         key_required=config.key_required,
+        depot=_open_depot(config),
     )
     app.state.service = Service(config, store, app.state.shelf, workers, app.state.auth.user_of)
     compat.install(app, app.state.service)
@@ -127,6 +131,13 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
     openapi.install(app)
     app.add_middleware(FrontDoor, root=app)
     return app
+
+
+def _open_depot(config: ServerConfig) -> Depot | None:
+    if config.storage:
+        return Depot.open(config.storage, config.data_dir, config.storage_cache_bytes)
+    refuse_without(config.data_dir)
+    return None
 
 
 def _finish_session(app: FastAPI) -> Callable[[str], Awaitable[None]]:

@@ -78,6 +78,10 @@ class ServerConfig:
     """PEM file with the certificate's private key, unencrypted."""
     database: str = ""
     """SQLAlchemy URL; empty means SQLite in `data_dir`."""
+    storage: str = ""
+    """`s3://BUCKET/PREFIX` keeps checkpoints in an object store; empty: in `data_dir`."""
+    storage_cache_bytes: int = 50 * 1024**3
+    """Copies of checkpoints in `data_dir` when `storage` is set; those not used lately go first."""
     power_safe: bool = True
     """Promises survive a power cut, for an fsync each. Off: they survive every crash but that."""
     engine: str = "torch"

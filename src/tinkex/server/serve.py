@@ -326,6 +326,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--tls-cert", help="PEM certificate; with --tls-key, serve HTTPS.")
 @click.option("--tls-key", help="PEM private key of the certificate, unencrypted.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
+@click.option("--storage", help="s3://BUCKET/PREFIX for checkpoints; default in data-dir.")
 @click.option("--power-safe/--no-power-safe", default=None, help="One fsync per promise, or none.")
 @click.option("--engine", help="torch computes; toy, or toy:latency_s=0.1, is for tests.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")

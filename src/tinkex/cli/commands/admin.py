@@ -80,10 +80,13 @@ def _data_dir(given: Path | None) -> Path:
 
 def _show(state: State, found: Found, facts: dict[str, Any]) -> None:
     facts |= {"Listed folders": found.num_listed, "Missing": len(found.missing)}
+    if found.num_stored:
+        facts["In the object store"] = found.num_stored
     facts |= {"Not listed": len(found.strays), "Problems": "; ".join(found.problems) or "none"}
     body = {
         "num_listed": found.num_listed,
         "missing": found.missing,
+        "num_stored": found.num_stored,
         "strays": found.strays,
         "problems": found.problems,
         "ok": found.ok,

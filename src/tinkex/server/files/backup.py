@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkex.errors import ConfigError
+from tinkex.server.files.depot import URL_FILE, is_stored, storage_of
 from tinkex.store.binding import ID_FILE
 from tinkex.store.database import sqlite_file
 
@@ -37,6 +38,8 @@ class Found:
     """Listed folders that are not there."""
     strays: list[str] = field(default_factory=list)
     """Folders that no row lists; the server moves them to `quarantine/` when it starts."""
+    num_stored: int = 0
+    """Listed checkpoints whose home is an object store, which is not looked at here."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the database itself, or with the id."""
 
@@ -60,11 +63,12 @@ def backup(data_dir: Path, target: Path) -> Found:
             with tarfile.open(aside, "w") as archive:
                 _add_text(archive, _MARK, f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
                 archive.add(copy, database.name)
-                for name in (ID_FILE, "secrets", *names):
+                for name in (ID_FILE, URL_FILE, "secrets", *names):
                     if (data_dir / name).exists():
                         archive.add(data_dir / name, name)
                     elif name in names:
                         found.missing.append(name)
+                _set_stored_apart(found, data_dir)
         aside.chmod(0o600)
         aside.rename(target)
     finally:
@@ -115,7 +119,16 @@ def check(data_dir: Path) -> Found:
     found.num_listed = len(names)
     found.missing = sorted(name for name in names if not (data_dir / name).is_dir())
     found.strays = sorted(there - names)
+    _set_stored_apart(found, data_dir)
     return found
+
+
+def _set_stored_apart(found: Found, data_dir: Path) -> None:
+    if storage_of(data_dir) is None:
+        return
+    stored = [name for name in found.missing if is_stored(name)]
+    found.num_stored = len(stored)
+    found.missing = [name for name in found.missing if not is_stored(name)]
 
 
 def vacuum(data_dir: Path) -> tuple[int, int]:

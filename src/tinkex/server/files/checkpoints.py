@@ -1,6 +1,7 @@
 """Checkpoints as the server sees them: names, paths, folders, owners and lifetimes.
 
-A checkpoint is a row in the store that names a complete folder under `data_dir/checkpoints`.
+A checkpoint is a row in the store that names a complete folder under `data_dir/checkpoints`, or in
+an object store of which that folder holds copies (`depot.py`).
 Folders have names of their own that never repeat, so no client-given name becomes a file path, an
 overwrite never touches a folder in use, and a crash leaves at worst a folder without a row, which
 `Shelf.set_strays_aside` moves to the quarantine. Weights themselves are written by the engine.
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.files.depot import Depot, is_stored
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.problems import ApiError
 from tinkex.store import Checkpoint, CheckpointKind, Store, UsageCount, User
@@ -95,17 +97,33 @@ def expiry_of(ttl_s: int | None, now: float | None = None) -> float | None:
 class Shelf:
     """All checkpoints of one server. Methods are coroutines; folder work runs off the loop."""
 
-    def __init__(self, store: Store, data_dir: Path) -> None:
+    def __init__(self, store: Store, data_dir: Path, depot: Depot | None = None) -> None:
         self._store = store
         self.folders = DataFolder(data_dir)
+        self.depot = depot
         self.root = self.folders.root / "checkpoints"
         self.ephemeral_root = self.folders.root / "ephemeral"
         self._in_progress: set[str] = set()
         self._clearing: set[asyncio.Task[None]] = set()
 
-    def folder_of(self, checkpoint: Checkpoint) -> Path:
-        """Where its files lie."""
-        return self.folders.path(checkpoint.folder)
+    async def folder_of(self, checkpoint: Checkpoint) -> Path:
+        """Where its files lie, fetched from the object store when they are only there."""
+        return await self.at_hand(checkpoint.folder)
+
+    async def at_hand(self, name: str) -> Path:
+        """The folder of a row, to be read soon.
+
+        Raises:
+            EngineError: It cannot be fetched from the object store.
+        """
+        folder = self.folders.path(name)
+        if self.depot is not None and is_stored(name):
+            self._in_progress.add(str(folder))  # what is being fetched is no stray
+            try:
+                await self.depot.fetch(name)
+            finally:
+                self.abandon(folder)
+        return folder
 
     def new_folder(self, path: TinkerPath) -> Path:
         """A folder for the engine to write into; it does not exist yet, its parent does."""
@@ -146,9 +164,15 @@ class Shelf:
         return None
 
     async def register(self, checkpoint: Checkpoint) -> None:
-        """List a checkpoint whose folder is complete; the folder it replaces goes."""
+        """List a checkpoint whose folder is complete; the folder it replaces goes.
+
+        Raises:
+            EngineError: The object store did not take it; nothing is listed.
+        """
+        if self.depot is not None:
+            await self.depot.put(checkpoint.folder)
         replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
-        self.abandon(self.folder_of(checkpoint))
+        self.abandon(self.folders.path(checkpoint.folder))
         self._store.usage.add([_saved(checkpoint)])
         action = "checkpoint_saved" if replaced is None else "checkpoint_overwritten"
         self.log(checkpoint.user_id, action, checkpoint.path, size_bytes=checkpoint.size_bytes)
@@ -162,9 +186,20 @@ class Shelf:
     def discard(self, folder: Path) -> None:
         """A save failed: clear what it left, because a full disk may be the reason."""
         self.abandon(folder)
-        task = asyncio.create_task(asyncio.to_thread(_remove_traces, folder))
+        task = asyncio.create_task(self._clear(folder))
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
+
+    async def _clear(self, folder: Path) -> None:
+        name = self.folders.name(folder)
+        try:
+            if name in await self._store.call(self._store.folders.known):
+                return  # it failed after it was listed
+            await asyncio.to_thread(_remove_traces, folder)
+            if self.depot is not None and is_stored(name):
+                await self.depot.remove(name)
+        except Exception:
+            log.warning("%s is left of a save that failed", name, exc_info=True)
 
     async def readable(
         self, path: str, user: User, *, token_user: User | None = None
@@ -200,7 +235,7 @@ class Shelf:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
         folder = self.new_folder(target)
         try:
-            await asyncio.to_thread(_copy_folder, self.folder_of(source), folder)
+            await asyncio.to_thread(_copy_folder, await self.folder_of(source), folder)
         except BaseException:
             self.discard(folder)
             raise
@@ -229,6 +264,8 @@ class Shelf:
     async def remove_deleted(self) -> None:
         """Remove the folders that the database says were deleted, those a crash left included."""
         for name in await self._store.call(self._store.folders.deleted):
+            if self.depot is not None and is_stored(name) and not await self.depot.remove(name):
+                continue
             if await asyncio.to_thread(self.folders.remove, name):
                 await self._store.call(self._store.folders.removed, name)
 
@@ -236,7 +273,8 @@ class Shelf:
         """Move folders that no row knows to the quarantine; gives how many.
 
         They are what crashes and failed saves left behind, or the checkpoints of a database that
-        was replaced by another or an older one. Rows whose folder is missing are logged.
+        was replaced by another or an older one. Rows whose folder is missing are logged, and so is
+        what no row knows in an object store: it stays where it is.
         """
         # In this order, a folder that is finished meanwhile is either still busy or already listed.
         found = await asyncio.to_thread(self._found)
@@ -248,6 +286,9 @@ class Shelf:
         for folder in strays:
             await asyncio.to_thread(self.folders.quarantine, folder)
         await asyncio.to_thread(self._warn_of_missing, known)
+        if self.depot is not None:
+            self._warn_of_unknown(self.depot, known | noted)
+            await self.depot.move_in(known)
         return len(strays)
 
     def _found(self) -> list[Path]:
@@ -256,9 +297,16 @@ class Shelf:
 
     def _warn_of_missing(self, known: set[str]) -> None:
         missing = sorted(name for name in known if not (self.folders.root / name).is_dir())
+        if self.depot is not None:
+            missing = [name for name in missing if not self.depot.has(name)]
         if missing:
             text = "%d listed folders are not in %s and cannot be loaded, the first is %s"
             log.warning(text, len(missing), self.folders.root, missing[0])
+
+    def _warn_of_unknown(self, depot: Depot, known: set[str]) -> None:
+        if unknown := depot.unknown(known):
+            text = "%d folders in %s are in no listing and stay there, the first is %s"
+            log.warning(text, len(unknown), depot.url, unknown[0])
 
     def log(self, user_id: str, event: str, path: str, **details: object) -> None:
         self._store.audit.record(user_id, event, {"tinker_path": path, **details})

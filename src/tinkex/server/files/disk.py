@@ -17,7 +17,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from tinkex.errors import TinkerError
+from tinkex.errors import EngineError, TinkerError
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
@@ -110,6 +110,8 @@ def may_pass(exc: BaseException) -> bool:
 
 def describe(exc: BaseException) -> str:
     """An unforeseen failure as a client may read it. SQL, parameters and paths stay in the log."""
+    if isinstance(exc, EngineError):
+        return str(exc)
     return trouble(exc) or f"The server failed ({type(exc).__name__}); its log says more."
 
 

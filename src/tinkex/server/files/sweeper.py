@@ -61,6 +61,8 @@ class Sweeper:
         await self._store.call(self._count_storage, now)
         await self._drop_ephemeral(now)
         await self._shelf.remove_deleted()
+        if self._shelf.depot is not None:
+            await self._shelf.depot.trim()
         purge = self._shelf.folders.purge_quarantine
         await asyncio.to_thread(purge, now - self._quarantine_ttl_s)
 

@@ -112,7 +112,7 @@ async def file_urls(
     """A signed link for each file. Works for every kind, not only for external weights."""
     shelf: Shelf = request.app.state.shelf
     found = await shelf.readable(str(checked_path(run_id, kind, name)), user)
-    files = await asyncio.to_thread(_relative_files, shelf.folder_of(found))
+    files = await asyncio.to_thread(_relative_files, await shelf.folder_of(found))
     urls: dict[str, str] = {}
     expires = 0.0
     for file in files:

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from tinkex.server.auth import Auth
 from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.files.depot import Depot
 from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
 from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
@@ -25,6 +26,7 @@ def install(
     on_session_finished: Callable[[str], Awaitable[None]] | None = None,
     *,
     key_required: bool = False,
+    depot: Depot | None = None,
 ) -> None:
     """Mount the routes; sets `store`, `auth`, `shelf` and `signer` on `app.state`. Blocks shortly.
 
@@ -33,7 +35,7 @@ def install(
     app.state.store = store
     token_secret = secret(store, data_dir, "jwt")
     app.state.auth = Auth.open(store, api_keys, secret=token_secret, key_required=key_required)
-    app.state.shelf = Shelf(store, data_dir)
+    app.state.shelf = Shelf(store, data_dir, depot)
     app.state.signer = Signer(secret(store, data_dir, "links"))
     app.state.on_session_finished = on_session_finished
     app.state.copy_locks = {}

@@ -166,6 +166,12 @@ class Samples:
             self._judged.clear()
         self._judged[name] = now
 
+    async def _prepare(self, session: SamplingSession) -> None:
+        """Right before a sample is sent: may it still be, and are its weights here?"""
+        await self._check_access(session)
+        if session.folder is not None:
+            await self._shelf.at_hand(session.folder)
+
     async def _run_owner(self, session: SamplingSession) -> str | None:
         run_id = parse_path(session.model_path or "").run_id
         run = await self._store.call(self._store.models.get, run_id)
@@ -320,7 +326,7 @@ class Samples:
         on_event: Callable[[Event], None] | None,
     ) -> asyncio.Task[None]:
         place = self._placement.of_sample(_model_of(session))
-        run = _Run(promise, place, user.user_id, job, on_event, lambda: self._check_access(session))
+        run = _Run(promise, place, user.user_id, job, on_event, lambda: self._prepare(session))
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
         self._tasks.add(task)
@@ -409,11 +415,11 @@ class _Run:
 
     __slots__ = (
         "attempts",
-        "check_access",
         "job",
         "num_sent",
         "on_event",
         "place",
+        "prepare",
         "progress",
         "promise",
         "sent",
@@ -427,10 +433,10 @@ class _Run:
         user_id: str,
         job: SampleJob,
         on_event: Callable[[Event], None] | None,
-        check_access: Callable[[], Awaitable[None]],
+        prepare: Callable[[], Awaitable[None]],
     ) -> None:
         self.promise = promise
-        self.check_access = check_access
+        self.prepare = prepare
         self.place = place
         self.user_id = user_id
         self.job = job
@@ -446,7 +452,7 @@ class _Run:
             try:
                 async with self.place.sampling.place(self.user_id, cost):
                     await self.place.worker.wait_ready()
-                    await self.check_access()
+                    await self.prepare()
                     self.num_sent += 1
                     job = replace(self.job, job_id=f"{self.promise.request_id}#{self.num_sent}")
                     self.sent = True
