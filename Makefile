@@ -14,7 +14,7 @@ VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart proto clean
+.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
 
 venv: $(STAMP)
 
@@ -83,6 +83,10 @@ bench: $(STAMP)
 	  $(BIN)/python benchmarks/gpu.py --write || status=1; \
 	  $(BIN)/python benchmarks/gpu_server.py --write || status=1; \
 	else echo "no CUDA device: gpu.py and gpu_server.py were not run" >&2; fi; exit $$status
+
+# Wheel and sdist in dist/, each tried in an empty environment. Needs no .venv.
+dist:
+	bash dev/dist.sh $(INTERPRETER)
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache

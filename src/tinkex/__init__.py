@@ -97,7 +97,8 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
     from tinkex.types import TensorDtype as TensorDtype
     from tinkex.types import TrainingRun as TrainingRun
 
-__version__ = "0.1.0"
+    __version__: str
+
 __title__ = "tinkex"
 
 # Public name -> module that owns it.
@@ -192,12 +193,25 @@ __all__ = sorted([*_EXPORTS, *_SUBMODULES, "__title__", "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value = globals()[name] = _version()
+        return value
     if (module := _SUBMODULES.get(name)) is not None:
         return import_module(module)
     if (module := _EXPORTS.get(name)) is not None:
         value = globals()[name] = getattr(import_module(module), name)
         return value
     raise AttributeError(f"module 'tinkex' has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The installed version. It comes from the git tag, when the package is built or installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tinkex")
+    except PackageNotFoundError:  # run from a source folder that was never installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:
