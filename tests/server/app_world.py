@@ -15,7 +15,7 @@ from wire_client import Caller
 
 from tinkex.server.app import create_app
 from tinkex.server.config import ServerConfig
-from tinkex.server.serve import make_workers, open_store
+from tinkex.server.serve import make_pool, open_store
 from tinkex.server.service import Service
 
 
@@ -43,7 +43,7 @@ async def open_app(folder: Path, **settings: Any) -> AsyncIterator[AppWorld]:
     config = ServerConfig(**({"engine": "toy", "data_dir": folder, "hold_s": 5.0} | settings))
     store = await asyncio.to_thread(open_store, config)
     try:
-        app = await asyncio.to_thread(create_app, config, store, make_workers(config))
+        app = await asyncio.to_thread(create_app, config, store, make_pool(config))
         transport = httpx.ASGITransport(app=app)
         async with (
             app.router.lifespan_context(app),

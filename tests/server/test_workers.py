@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-from app_world import open_app
-from wire_client import loss_of
 
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
@@ -89,23 +86,3 @@ async def test_a_child_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EngineError, match="right after its start"):
         await run(worker, describe())
     await worker.close()
-
-
-async def test_two_device_groups_serve_side_by_side(tmp_path: Path) -> None:
-    """The death of one worker is no business of the models on the other."""
-    async with open_app(tmp_path, devices=("cpu", "cpu")) as world:
-        session = await world.session()
-        models = [await world.model(session, number) for number in range(6)]
-        lanes = [world.service._lanes[model] for model in models]
-        assert len({id(lane.place) for lane in lanes}) == 2
-        losses = [
-            loss_of(await world.result((await world.train(model, 1, [1, 2, 3])).json()))
-            for model in models
-        ]
-        assert len(set(losses)) == 1
-        victim, other = world.service.workers
-        os.kill(victim.pid, 9)
-        steps = [(await world.step(model, 2)).json() for model in models]
-        for step in steps:
-            assert (await world.result(step))["metrics"]["step:max"] == 1.0
-        assert (victim.generation, other.generation) == (2, 1)

@@ -64,7 +64,8 @@ LaneJob = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     device: str = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: the GPU when there is one."""
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: the GPU when there is one. `auto:N` is the GPU of the
+    worker with that number when there are GPUs."""
     deterministic: bool = False
     """Equal jobs in equal order give equal bits; training jobs never share a pass."""
     threads: int | None = None
@@ -93,8 +94,16 @@ class EngineConfig:
             )
 
     def torch_device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        kind, _, number = self.device.partition(":")
+        if kind == "auto":
+            if not torch.cuda.is_available():
+                return torch.device("cpu")
+            if number and int(number) >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"worker {number} has no GPU: there are {torch.cuda.device_count()}. Start "
+                    "with --workers of at most that many, or with --device cpu."
+                )
+            return torch.device(f"cuda:{number}" if number else "cuda")
         device = torch.device(self.device)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU")

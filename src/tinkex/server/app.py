@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import orjson
@@ -42,7 +42,7 @@ from tinkex.server.routes import training as routes_training
 from tinkex.server.service import Service
 from tinkex.server.work.presence import Presence
 from tinkex.server.work.queue import FairGate
-from tinkex.server.workers.worker import Worker
+from tinkex.server.workers.pool import Pool
 from tinkex.store import Store, User
 from tinkex.wire.endpoints import ENDPOINTS
 
@@ -81,8 +81,8 @@ _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 
 
-def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) -> FastAPI:
-    """The ASGI application. Its lifespan runs the workers; the caller owns the store. Blocks."""
+def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
+    """The ASGI application. Its lifespan runs the pool; the caller owns the store. Blocks."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -124,7 +124,7 @@ def create_app(config: ServerConfig, store: Store, workers: Sequence[Worker]) ->
         key_required=config.key_required,
         depot=_open_depot(config),
     )
-    app.state.service = Service(config, store, app.state.shelf, workers, app.state.auth.user_of)
+    app.state.service = Service(config, store, app.state.shelf, pool, app.state.auth.user_of)
     compat.install(app, app.state.service)
     app.include_router(console.router)
     problems.install(app)

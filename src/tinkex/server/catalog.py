@@ -15,8 +15,7 @@ import time
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.server.config import ServerConfig
-from tinkex.server.workers.placement import Placement
-from tinkex.server.workers.worker import run
+from tinkex.server.workers.worker import Worker, run
 
 logger = logging.getLogger(__name__)
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -24,12 +23,12 @@ QUICK_S = 5.0
 
 
 class Catalog:
-    def __init__(self, config: ServerConfig, placement: Placement) -> None:
+    def __init__(self, config: ServerConfig, worker: Worker) -> None:
         self._names = config.models or (DEFAULT_MODEL,)
         self._aliases = dict(config.aliases)
         self._is_private = bool(config.parent_pid)
         self._takes_any = config.is_toy and not config.models
-        self._placement = placement
+        self._worker = worker
         self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
         self._asked_at: dict[str, float] = {}
 
@@ -77,9 +76,8 @@ class Catalog:
             return None
 
     async def _ask(self, model: str) -> ModelInfo:
-        worker = self._placement.places[0].worker
         job = DescribeModelJob(job_id=f"describe-{secrets.token_hex(8)}", base_model=model)
-        info = await run(worker, job)
+        info = await run(self._worker, job)
         assert isinstance(info, ModelInfo)
         return info
 

@@ -20,11 +20,13 @@ from tinkex.errors import ConfigError
 
 ENV_PREFIX = "TINKEX_"
 ENGINES = ("torch", "toy")
+MAX_WORKERS = 256
 _SECRET_FIELDS = frozenset({"api_keys", "database"})
 
 _MAY_BE_ZERO = frozenset(
     {
         "port",
+        "num_workers",
         "parent_pid",
         "min_free_bytes",
         "max_user_disk_bytes",
@@ -90,6 +92,8 @@ class ServerConfig:
     """Same requests, same bits, replay after a crash included; slower."""
     devices: tuple[str, ...] = ("auto",)
     """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
+    num_workers: int = 0
+    """Worker processes that share the work; 0 means one a device. `auto` is a GPU for each."""
     access_log: bool = False
     """Log every request as a line of JSON: id, user, route, status and seconds."""
     log_level: str = "info"
@@ -166,6 +170,14 @@ class ServerConfig:
     def is_toy(self) -> bool:
         return self.engine.startswith("toy")
 
+    @property
+    def worker_devices(self) -> list[str]:
+        """The device of each worker."""
+        if self.num_workers in (0, len(self.devices)):
+            return list(self.devices)
+        device = self.devices[0]
+        return [f"auto:{i}" if device == "auto" else device for i in range(self.num_workers)]
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "data_dir", Path(self.data_dir).expanduser())
         if self.engine.partition(":")[0] not in ENGINES or self.engine.startswith("torch:"):
@@ -207,6 +219,16 @@ class ServerConfig:
             )
         if not self.devices:
             raise ConfigError("devices is empty; use ('auto',) for one worker.")
+        named = tuple(device.strip() for entry in self.devices for device in entry.split(","))
+        object.__setattr__(self, "devices", named)
+        if self.num_workers > MAX_WORKERS:
+            raise ConfigError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers}.")
+        shares = len(named) == 1 and named[0] in ("auto", "cpu")
+        if self.num_workers not in (0, len(named)) and not shares:
+            raise ConfigError(
+                f"num_workers is {self.num_workers}, but devices names {len(named)}: "
+                f"{', '.join(named)}. Name one device a worker, or leave num_workers out."
+            )
         for name, target in self.aliases.items():
             if not name or not target:
                 raise ConfigError(f"alias {name!r}={target!r} needs a name and a model.")

@@ -91,7 +91,7 @@ class Metrics:
             self._worst_lag_s = max(self._worst_lag_s, late_s)
 
     def render(self, service: Service, **others: float) -> bytes:
-        places = service.placement.places
+        place = service.place
         worst_lag_s, self._worst_lag_s = self._worst_lag_s, 0.0
         values = {
             "memory_bytes": _memory_bytes(),
@@ -102,10 +102,10 @@ class Metrics:
             **others,
             "promises": len(service.promises),
             "lanes": service.num_lanes,
-            "queued_samples": sum(place.sampling.num_waiting for place in places),
-            "queued_training": sum(place.training.num_waiting for place in places),
-            "workers_ready": sum(worker.is_ready for worker in service.workers),
-            "worker_starts": sum(worker.generation for worker in service.workers),
+            "queued_samples": place.sampling.num_waiting,
+            "queued_training": place.training.num_waiting,
+            "workers_ready": place.pool.num_ready,
+            "worker_starts": place.pool.generation,
             "uptime_seconds": time.monotonic() - self._started,
         }
         for name, value in values.items():

@@ -41,6 +41,7 @@ from tinkex.server.guard.connections import (
 )
 from tinkex.server.tls import check_tls
 from tinkex.server.workers.child import WorkerSpec
+from tinkex.server.workers.pool import Pool
 from tinkex.server.workers.process_worker import ProcessWorker
 from tinkex.server.workers.watchdog import Budget
 from tinkex.store import Store
@@ -159,8 +160,8 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
     store = await asyncio.to_thread(open_store, config)
     store.on_fenced(_end_server)
     try:
-        workers = make_workers(config)
-        app = await asyncio.to_thread(create_app, config, store, workers)
+        pool = make_pool(config)
+        app = await asyncio.to_thread(create_app, config, store, pool)
         app.state.connections = _connection_limits(config)
         host, port = sock.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
@@ -183,9 +184,8 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
         )
         server = _Server(options, app, announce)
         await _until_deserted(config, app, server, sock)
-        for worker in workers:
-            if worker.refusal:
-                raise ConfigError(worker.refusal)
+        if pool.refusal:
+            raise ConfigError(pool.refusal)
     finally:
         await asyncio.to_thread(store.close)
 
@@ -257,25 +257,42 @@ def _claim(store: Store, data_dir: Path) -> None:
         store.claim(CLAIM_S, data_dir=data_dir)
 
 
-def make_workers(config: ServerConfig) -> list[ProcessWorker]:
-    """One worker per device group, not started yet."""
-    return [
-        ProcessWorker(
-            WorkerSpec(
-                engine=config.engine,
-                device=device,
-                deterministic=config.deterministic,
-                models=config.models,
-                data_dir=str(config.data_dir),
-                log_level=config.log_level,
-            ),
-            name=f"worker-{index}",
-            start_timeout_s=config.worker_start_timeout_s,
-            budget=Budget(turn_s=config.stuck_after_s),
-            on_refusal=_end_server,
-        )
-        for index, device in enumerate(config.devices)
-    ]
+def make_pool(config: ServerConfig) -> Pool:
+    """All workers of a server, not started yet."""
+    devices = config.worker_devices
+    threads = max(1, cores() // len(devices)) if len(devices) > 1 else None
+    return Pool(
+        [make_worker(config, index, device, threads) for index, device in enumerate(devices)]
+    )
+
+
+def make_worker(
+    config: ServerConfig, index: int, device: str, threads: int | None = None
+) -> ProcessWorker:
+    spec = WorkerSpec(
+        engine=config.engine,
+        device=device,
+        deterministic=config.deterministic,
+        models=config.models,
+        data_dir=str(config.data_dir),
+        log_level=config.log_level,
+        threads=threads,
+    )
+    return ProcessWorker(
+        spec,
+        name=f"worker-{index}",
+        start_timeout_s=config.worker_start_timeout_s,
+        budget=Budget(turn_s=config.stuck_after_s),
+        on_refusal=_end_server,
+    )
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
 
 
 def _end_server() -> None:
@@ -331,6 +348,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--engine", help="torch computes; toy, or toy:latency_s=0.1, is for tests.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
+@click.option("--workers", "num_workers", type=int, help="Worker processes; default one a device.")
 @click.option(
     "--until-idle", "until_idle_s", type=float, help="End after SECONDS without a client."
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
@@ -34,8 +34,8 @@ from tinkex.server.work.results import Results
 from tinkex.server.work.samples import Samples
 from tinkex.server.work.steady_clock import SteadyClock
 from tinkex.server.work.write_behind import WriteBehind
-from tinkex.server.workers.placement import Placement
-from tinkex.server.workers.worker import Worker
+from tinkex.server.workers.place import Place
+from tinkex.server.workers.pool import Pool
 from tinkex.store import CustomLoss, Model, SampleLedger, SeqConflictError, Store, User
 from tinkex.types import CreateCustomLossRequest
 from tinkex.wire.requests import Opened
@@ -51,27 +51,26 @@ class Service:
         config: ServerConfig,
         store: Store,
         shelf: Shelf,
-        workers: Sequence[Worker],
+        pool: Pool,
         user_of: Callable[[str], Awaitable[User]],
     ) -> None:
         self.config = config
         self.store = store
         self.shelf = shelf
-        self.workers = list(workers)
         self.stopping = asyncio.Event()
-        self.placement = Placement(
-            workers,
+        self.place = Place.before(
+            pool,
             max_training=config.max_running_training,
             max_sampling=config.max_running_samples,
         )
-        self.catalog = Catalog(config, self.placement)
+        self.catalog = Catalog(config, pool)
         self.sessions = LiveSessions(store)
         self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
         self.samples = Samples(
             store=store,
             shelf=shelf,
             catalog=self.catalog,
-            placement=self.placement,
+            place=self.place,
             promises=self.promises,
             ledger=SampleLedger(config.data_dir / "samples.log"),
             max_queued=config.max_queued_samples,
@@ -119,8 +118,7 @@ class Service:
     # ------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        for worker in self.workers:
-            await worker.start()
+        await self.place.pool.start()
         for model_id in await self.store.call(self.store.journal.unfinished_models):
             try:
                 await self._resume(model_id)
@@ -151,8 +149,7 @@ class Service:
         await self.curves.flush()
         await self.catalog.close()
         await self.samples.close()
-        for worker in self.workers:
-            await worker.close()
+        await self.place.pool.close()
 
     async def _keep_house(self) -> None:
         looked_at = -LOOK_FOR_SILENT_S
@@ -299,10 +296,10 @@ class Service:
         if model.unloaded:
             raise _unloaded(model_id)
         session = await self.store.call(self.store.sessions.get, model.session_id)
-        place = self.placement.of_model(model_id)
         base_model = self.catalog.resolve(model.base_model)
-        state = ModelState(model_id, base_model, place.worker, self._snapshots)
-        return Lane(model, session.project_id if session else None, place, state, self._means)
+        state = ModelState(model_id, base_model, self.place.pool, self._snapshots)
+        project_id = session.project_id if session else None
+        return Lane(model, project_id, self.place, state, self._means)
 
     # ------------------------------------------------------------------------ promises
 

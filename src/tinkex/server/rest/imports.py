@@ -144,7 +144,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 async def _try_to_load(service: Service, folder: Path, base_model: str) -> None:
-    worker = service.placement.places[0].worker
+    worker = service.place.pool
     adapter_id = f"import-{secrets.token_hex(8)}"
     job = LoadAdapterJob(
         job_id=f"{adapter_id}-load",

@@ -58,9 +58,9 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", tags=["operators"])
 async def readyz(request: Request) -> Response:
-    """Every worker takes jobs, and gets on with those it has."""
+    """There is a worker that takes jobs and gets on with those it has."""
     service = service_of(request)
-    trouble = "the server is stopping" if service.stopping.is_set() else service.placement.trouble()
+    trouble = "the server is stopping" if service.stopping.is_set() else service.place.trouble()
     if not trouble:
         return answer({"status": "ready"})
     return problem(503, f"Not ready: {trouble}. Try again in a moment.")

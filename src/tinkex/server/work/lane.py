@@ -32,7 +32,7 @@ from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.model_state import ModelState
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.work.results import Results
-from tinkex.server.workers.placement import Place
+from tinkex.server.workers.place import Place
 from tinkex.store import JournalRow, Model, Store, UsageCount
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Lane:
 
     def _reason(self, request: QueuedRequest) -> str:
         """Why `request` is not done, for a person."""
-        if not self.place.worker.is_ready:
+        if not self.place.pool.is_ready:
             return "the worker is starting"
         if self._state.obstacle:
             return self._state.obstacle
@@ -377,7 +377,7 @@ class Lane:
             if after is not None:  # gates are fair between users, but never within one lane
                 await asyncio.shield(after)
             async with self.place.training.place(self.model.user_id, max(1, request.size_bytes)):
-                answer = self.place.worker.post(
+                answer = self.place.pool.post(
                     job, partial(_note, request), generation=self._state.generation
                 )
                 sent.set_result(None)

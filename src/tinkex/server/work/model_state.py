@@ -113,7 +113,8 @@ class ModelState:
 
     @property
     def is_here(self) -> bool:
-        return self.generation == self._worker.generation and self._worker.is_ready
+        here = self._worker.generation_of(self._model_id)
+        return self.generation == here and self._worker.is_ready
 
     def distrust(self) -> None:
         """Something failed in the middle: what the worker holds must not be used again."""
@@ -139,7 +140,7 @@ class ModelState:
             await self.snapshot_ended()
             await self._ends_written()
             start, rows = await self.journaled()
-            generation = self._worker.generation
+            generation = self._worker.generation_of(self._model_id)
             await self._load(generation)
             self.generation = generation
             self._since = _Since()

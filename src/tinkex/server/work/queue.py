@@ -31,16 +31,22 @@ class FairGate:
     """`async with gate.place(user, cost):` waits for a place and gives it back."""
 
     def __init__(self, places: int) -> None:
-        self.num_places = places
-        self._free = places
-        self._kept_free = places // 8
-        self._few = max(places // 16, 1)
+        self.num_places = self._free = self._kept_free = self._few = 0
         self._held: Counter[str] = Counter()
         self._lines: dict[str, deque[Ticket]] = {}
         self._used: dict[str, float] = {}
         self._order: list[tuple[float, str]] = []  # a heap with one entry per user in line
         self._now = 0.0  # the virtual time of the last user served
         self.num_waiting = 0
+        self.resize(places)
+
+    def resize(self, places: int) -> None:
+        """Have so many places; when they become fewer, those held stay held."""
+        self._free += places - self.num_places
+        self.num_places = places
+        self._kept_free = places // 8
+        self._few = max(places // 16, 1)
+        self._grant()
 
     @asynccontextmanager
     async def place(self, user: str, cost: float = 1.0) -> AsyncIterator[None]:

@@ -28,7 +28,7 @@ from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.server.work.kept_results import KeptResults
-from tinkex.server.workers.placement import Place, Placement
+from tinkex.server.workers.place import Place
 from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
 from tinkex.types import SampleRequest
 
@@ -56,7 +56,7 @@ class Samples:
         store: Store,
         shelf: Shelf,
         catalog: Catalog,
-        placement: Placement,
+        place: Place,
         promises: PromiseTable,
         ledger: SampleLedger,
         max_queued: int,
@@ -67,7 +67,7 @@ class Samples:
         self._store = store
         self._shelf = shelf
         self._catalog = catalog
-        self._placement = placement
+        self._place = place
         self._promises = promises
         self._ledger = ledger
         self._max_queued = max_queued
@@ -212,7 +212,7 @@ class Samples:
         Raises:
             ApiError: 429.
         """
-        limit = self._max_queued + self._placement.num_sample_places
+        limit = self._max_queued + self._place.sampling.num_places
         mine, num_users = self._num_open[user_id], len(self._num_open.keys() | {user_id})
         if mine < limit // (num_users + 1) or (len(self._tasks) < limit and mine < limit * 3 // 4):
             return
@@ -325,8 +325,9 @@ class Samples:
         job: SampleJob,
         on_event: Callable[[Event], None] | None,
     ) -> asyncio.Task[None]:
-        place = self._placement.of_sample(_model_of(session))
-        run = _Run(promise, place, user.user_id, job, on_event, lambda: self._prepare(session))
+        run = _Run(
+            promise, self._place, user.user_id, job, on_event, lambda: self._prepare(session)
+        )
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
         self._tasks.add(task)
@@ -451,12 +452,12 @@ class _Run:
         while True:
             try:
                 async with self.place.sampling.place(self.user_id, cost):
-                    await self.place.worker.wait_ready()
+                    await self.place.pool.wait_ready()
                     await self.prepare()
                     self.num_sent += 1
                     job = replace(self.job, job_id=f"{self.promise.request_id}#{self.num_sent}")
                     self.sent = True
-                    result = await self.place.worker.post(job, self._note)
+                    result = await self.place.pool.post(job, self._note)
                     assert isinstance(result, SampleResult)
                     return result
             except WorkerLostError as exc:
@@ -468,7 +469,7 @@ class _Run:
                     ) from exc
 
     def reason(self) -> str:
-        if not self.place.worker.is_ready:
+        if not self.place.pool.is_ready:
             return "the worker is starting"
         if self.sent:
             return self.progress or "sampling"

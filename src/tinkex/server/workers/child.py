@@ -40,6 +40,8 @@ class WorkerSpec:
     models: tuple[str, ...] = ()
     data_dir: str = ""
     log_level: str = "info"
+    threads: int | None = None
+    """CPU threads of the engine; None: all. Workers that share a machine share its cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,10 @@ def build_engine(spec: WorkerSpec) -> Engine:
         )
     from tinkex.engine.engine import EngineConfig, TorchEngine
 
-    return TorchEngine(EngineConfig(device=spec.device, deterministic=spec.deterministic))
+    config = EngineConfig(
+        device=spec.device, deterministic=spec.deterministic, threads=spec.threads
+    )
+    return TorchEngine(config)
 
 
 def serve(frames: FrameSocket, pulse_fd: int) -> None:

@@ -73,6 +73,9 @@ class ProcessWorker:
     def is_ready(self) -> bool:
         return self._ready.is_set()
 
+    def generation_of(self, adapter_id: str) -> int:
+        return self.generation
+
     async def start(self) -> None:
         """Begin starting the child. Jobs wait until it is ready."""
         if self._supervisor is None:

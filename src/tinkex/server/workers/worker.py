@@ -1,8 +1,22 @@
 """How the server reaches an engine, wherever it runs.
 
-Behind a `Worker` may stand a child process, a pool of them, or actors on other machines: lanes,
+Behind a `Worker` stands a child process, an actor on another machine, or a pool of either: lanes,
 samples and the catalog know this protocol and nothing more. A worker may lose all it holds at any
 moment and rebuild itself; it restores nothing, because what its adapters were is in the journal.
+
+A member of a pool is a `Worker`. What makes a member on another machine:
+
+- It starts itself again when it dies or hangs, and counts that in `generation`. Jobs that it held
+  fail with `WorkerLostError`; nothing is posted twice by itself.
+- It is told jobs in an order and gives those of one adapter to its engine in that order. Jobs of
+  several adapters, and samples, need no order between them.
+- What a job names by path (a checkpoint's folder, a file with gradients) lies on the disk of the
+  server. A member elsewhere brings what a job reads before it hands the job to its engine, and
+  brings back what the engine wrote before it says that the job is done. Folders and files never
+  change under their name, so each travels once; `weights_sha256` of a folder's manifest names what
+  is in it.
+- It waits for no other member, ever: the pool asks each one and waits with the patience of each
+  one's own watchdog, so that a member that hangs is ended and the others go on.
 """
 
 from __future__ import annotations
@@ -23,10 +37,11 @@ class Worker(Protocol):
 
     @property
     def generation(self) -> int:
-        """Counts how often the memory was lost, so that the owner of an adapter can tell.
+        """Counts how often the memory was lost."""
 
-        Of several processes that share an adapter's work, the loss of one is the loss of all.
-        """
+    @property
+    def refusal(self) -> str:
+        """Why it cannot run with its settings at all; empty while it can."""
 
     @property
     def is_ready(self) -> bool:
@@ -35,6 +50,12 @@ class Worker(Protocol):
     @property
     def is_moving(self) -> bool:
         """It did something lately, or has nothing to do."""
+
+    def generation_of(self, adapter_id: str) -> int:
+        """Changes whenever the memory of this adapter was lost, so that its owner can tell.
+
+        Of several processes that share an adapter's work, the loss of one is the loss of all.
+        """
 
     async def start(self) -> None:
         """Begin to start. Returns before it is ready."""
@@ -55,10 +76,11 @@ class Worker(Protocol):
         `Tokens`. The future may raise:
             InvalidInputError: The caller can fix it; no state has changed.
             EngineError: The job failed; the state of its adapter is not to be trusted.
-            WorkerLostError: All adapters are gone and must be restored.
+            WorkerLostError: The adapter is gone and must be restored.
 
         Args:
-            generation: The one the job is meant for; another one would not know its adapter.
+            generation: The `generation_of` its adapter that the job is meant for; another one would
+                not know the adapter.
         """
 
     def cancel(self, job_id: str) -> None:

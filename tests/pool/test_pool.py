@@ -1,0 +1,148 @@
+"""A pool is one worker made of several: models have homes, samples go anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from app_world import open_app
+from wire_client import loss_of
+
+from tinkex.engine.jobs import SampleJob, SampleResult
+from tinkex.errors import ConfigError, WorkerLostError
+from tinkex.server.config import ServerConfig
+from tinkex.server.serve import make_worker
+from tinkex.server.workers.child import WorkerSpec
+from tinkex.server.workers.pool import Pool
+from tinkex.server.workers.process_worker import ProcessWorker
+
+
+@asynccontextmanager
+async def open_pool(size: int, engine: str = "toy", **spec: Any) -> AsyncIterator[Pool]:
+    spec_ = WorkerSpec(engine=engine, **spec)
+    pool = Pool([ProcessWorker(spec_, name=f"worker-{i}") for i in range(size)])
+    await pool.start()
+    await asyncio.gather(*(member.wait_ready() for member in pool.members))
+    yield pool
+    await pool.close()
+
+
+def sample(prompt: Sequence[int], number: int = 0, **options: Any) -> SampleJob:
+    given = {"max_tokens": 8, "seed": 5, "stop_tokens": ()} | options
+    return SampleJob(
+        job_id=f"s{number}",
+        base_model="toy",
+        adapter_folder=None,
+        prompt=np.array(prompt, dtype=np.int64),
+        **given,  # type: ignore[arg-type]
+    )
+
+
+async def test_the_death_of_one_worker_is_no_business_of_the_models_on_the_other(
+    tmp_path: Path,
+) -> None:
+    async with open_app(tmp_path, num_workers=2) as world:
+        pool = world.service.place.pool
+        await asyncio.gather(*(member.wait_ready() for member in pool.members))
+        session = await world.session()
+        models = [await world.model(session, number) for number in range(6)]
+        homes = [pool._homes[model].member for model in models]
+        assert [homes.count(member) for member in pool.members] == [3, 3]
+        losses = [
+            loss_of(await world.result((await world.train(model, 1, [1, 2, 3])).json()))
+            for model in models
+        ]
+        assert len(set(losses)) == 1
+        victim, other = pool.members
+        before = {model: pool.generation_of(model) for model in models}
+        os.kill(victim.pid, 9)  # type: ignore[attr-defined]
+        steps = [(await world.step(model, 2)).json() for model in models]
+        for step in steps:
+            assert (await world.result(step))["metrics"]["step:max"] == 1.0
+        for model, home in zip(models, homes, strict=True):
+            assert (pool.generation_of(model) == before[model]) == (home is other)
+
+
+async def test_samples_wait_for_the_shortest_line_and_go_on_without_a_dead_member() -> None:
+    async with open_pool(2, "toy:token_latency_s=0.05") as pool:
+        jobs = [pool.post(sample([number], number)) for number in range(4)]
+        lines = [pool._router.line(member) for member in pool.members]
+        assert lines[0] == lines[1] > 0
+        os.kill(pool.members[0].pid, 9)  # type: ignore[attr-defined]
+        ends = await asyncio.gather(*jobs, return_exceptions=True)
+        assert sum(isinstance(end, SampleResult) for end in ends) == 2
+        assert sum(isinstance(end, WorkerLostError) for end in ends) == 2
+        assert isinstance(await pool.post(sample([7], 9)), SampleResult)
+        assert [pool._router.line(member) for member in pool.members] == [0, 0]
+
+
+async def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_line_is_much_longer() -> None:
+    async with open_pool(2, "toy:token_latency_s=0.02") as pool:
+        prefix = list(range(3, 3 + 256))
+        first = pool.post(sample([*prefix, 1], 1, max_tokens=4))
+        holder = max(pool.members, key=pool._router.line)
+        await first
+        other = next(member for member in pool.members if member is not holder)
+        await pool.post(sample([500], 2, max_tokens=1))  # whoever took it, both lines are empty now
+        second = pool.post(sample([*prefix, 2], 3, max_tokens=4))
+        assert pool._router.line(holder) > pool._router.line(other) == 0
+        result = await second
+        assert isinstance(result, SampleResult)
+        assert result.prompt_cache_hit_tokens == 256
+        long = [pool.post(sample([*prefix, 2], n, max_tokens=512)) for n in range(4, 8)]
+        assert pool._router.line(other) > 0, "nobody stands behind a line that long"
+        for job in long:
+            job.cancel()
+
+
+async def test_a_pool_grows_while_it_works_and_its_gates_with_it(tmp_path: Path) -> None:
+    async with open_app(tmp_path, engine="toy:token_latency_s=0.01") as world:
+        place, config = world.service.place, world.service.config
+        before = place.sampling.num_places
+        running = [asyncio.ensure_future(place.pool.wait_ready())]
+        await asyncio.gather(*running)
+        jobs = [place.pool.post(sample([n], n, max_tokens=20)) for n in range(4)]
+        added = make_worker(config, 1, "cpu")
+        await place.pool.add(added)
+        await added.wait_ready()
+        assert place.sampling.num_places == 2 * before
+        assert len(await asyncio.gather(*jobs)) == 4
+        jobs = [place.pool.post(sample([n], n)) for n in range(2)]
+        assert place.pool._router.line(added) > 0
+        await asyncio.gather(*jobs)
+        await place.pool.remove(added)
+        assert place.sampling.num_places == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices"),
+    [
+        ({}, ["auto"]),
+        ({"num_workers": 2}, ["auto:0", "auto:1"]),
+        ({"num_workers": 2, "devices": ("cpu",)}, ["cpu", "cpu"]),
+        ({"devices": ("cuda:0,cuda:1",)}, ["cuda:0", "cuda:1"]),
+        ({"devices": ("cuda:0", "cuda:1"), "num_workers": 2}, ["cuda:0", "cuda:1"]),
+    ],
+)
+def test_every_worker_has_its_device(settings: dict[str, Any], devices: list[str]) -> None:
+    assert ServerConfig(**settings).worker_devices == devices
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_workers": -1},
+        {"num_workers": 100_000},
+        {"num_workers": 3, "devices": ("cuda:0", "cuda:1")},
+        {"num_workers": 2, "devices": ("cuda:0",)},
+    ],
+)
+def test_more_workers_than_devices_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="num_workers"):
+        ServerConfig(**settings)
