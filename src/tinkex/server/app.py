@@ -18,7 +18,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import tinkex
 from tinkex.server import openapi, problems, rest
@@ -106,7 +106,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
             if app.state.shelf.depot is not None:
                 app.state.shelf.depot.close()
 
-    app = FastAPI(title="Tinkex", version=tinkex.__version__, lifespan=lifespan)
+    app = Application(title="Tinkex", version=tinkex.__version__, lifespan=lifespan)
     app.state.config = config
     app.state.metrics = Metrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)
@@ -129,7 +129,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     app.include_router(console.router)
     problems.install(app)
     openapi.install(app)
-    app.add_middleware(FrontDoor, root=app)
+    app.door = FrontDoor(app)
     return app
 
 
@@ -148,6 +148,18 @@ def _finish_session(app: FastAPI) -> Callable[[str], Awaitable[None]]:
     return finish
 
 
+class Application(FastAPI):
+    """FastAPI behind a door of ours, which sends to it what it does not answer itself."""
+
+    door: FrontDoor
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.door(scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+
+
 class FrontDoor:
     """Measure every request, note that somebody is there, and take the short way to hot routes.
 
@@ -155,8 +167,7 @@ class FrontDoor:
     of `_OURS` all take (request, user), so a table from path to function does the same for them.
     """
 
-    def __init__(self, app: ASGIApp, *, root: FastAPI) -> None:
-        self._app = app
+    def __init__(self, root: Application) -> None:
         self._root = root
         self._metrics: Metrics = root.state.metrics
         self._presence: Presence = root.state.presence
@@ -169,7 +180,7 @@ class FrontDoor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._root.answer(scope, receive, send)
             return
         started = time.perf_counter()
         status = 500
@@ -247,7 +258,7 @@ class FrontDoor:
             response.headers["Connection"] = "close"  # what it goes on sending is not read
             await response(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._root.answer(scope, receive, send)
 
     async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -270,10 +281,14 @@ class FrontDoor:
 
 def _request_id(scope: Scope) -> bytes:
     """The caller's, when it is plain and short; else a new one."""
-    given: bytes = dict(scope["headers"]).get(b"x-request-id", b"")
-    if 0 < len(given) <= 64 and given.replace(b"-", b"").isalnum():
-        return given
+    for name, given in scope["headers"]:
+        if name == b"x-request-id" and _is_plain(given):
+            return bytes(given)
     return secrets.token_hex(8).encode()
+
+
+def _is_plain(given: bytes) -> bool:
+    return 0 < len(given) <= 64 and given.replace(b"-", b"").isalnum()
 
 
 def _log(scope: Scope, route: str, request_id: bytes, status: int, spent_s: float) -> None:

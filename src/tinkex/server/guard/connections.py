@@ -4,13 +4,18 @@ A stranger can open connections, send headers that never end, send a body a byte
 read the answer. `Guarded` is uvicorn's protocol with a bound on each: bytes and seconds of the
 head, seconds between two pieces of a body and for all of it, seconds in which an answer is not read
 at all, and connections per address. It knows bytes and clocks, not routes or keys.
+
+A request costs no timer: a connection notes until when it may be silent, and one look at all of
+them, a few times within the shortest of these bounds, ends those that were silent for longer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +27,7 @@ MAX_HEADERS = 128
 SPARE_FILES = 256
 """Files that are never given to connections: the database, checkpoints, pipes to workers."""
 WANTED_FILES = 65_536
+LOOK_EVERY_S = 1.0
 _REFUSED = (
     "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
     "connection: close\r\n\r\n{body}"
@@ -58,24 +64,44 @@ class ConnectionLimits:
     write_pause_s: float = 120.0
     """In which nothing of an answer is taken."""
     open: Counter[str] = field(default_factory=Counter)
-    num_open: int = 0
     num_refused: int = 0
+    _watched: set[Guarded] = field(default_factory=set)
+    _is_looking: bool = False
 
-    def admit(self, address: str) -> bool:
+    @property
+    def num_open(self) -> int:
+        return len(self._watched)
+
+    def admit(self, connection: Guarded, address: str) -> bool:
         if self.open[address] >= self.max_per_address or self.num_open >= self.max_connections:
             self.num_refused += 1
             if self.num_refused & (self.num_refused - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
                 logger.warning("%d connections refused, now from %s", self.num_refused, address)
             return False
         self.open[address] += 1
-        self.num_open += 1
+        self._watched.add(connection)
+        if not self._is_looking:
+            self._is_looking = True
+            self._look_later(connection.loop)
         return True
 
-    def release(self, address: str) -> None:
-        self.num_open -= 1
+    def release(self, connection: Guarded, address: str) -> None:
+        self._watched.discard(connection)
         self.open[address] -= 1
         if self.open[address] <= 0:
             del self.open[address]
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        shortest_s = min(self.head_timeout_s, self.body_pause_s, self.write_pause_s)
+        loop.call_later(min(LOOK_EVERY_S, shortest_s / 4), self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for connection in tuple(self._watched):
+            connection.end_if_silent(now)
+        self._is_looking = bool(self._watched)
+        if self._is_looking:
+            self._look_later(loop)
 
 
 def guarded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
@@ -96,9 +122,11 @@ class Guarded(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._address: str | None = None
         self._head_bytes = 0
+        self._read_bytes = 0
         self._in_head = True
-        self._timer: asyncio.TimerHandle | None = None
-        self._write_timer: asyncio.TimerHandle | None = None
+        self._silent_until = math.inf
+        self._unread_until = math.inf
+        self._when_silent: Callable[[], None] = self._late_head
         self._body_ends_at = 0.0
 
     # ------------------------------------------------------------------------ the connection
@@ -106,70 +134,79 @@ class Guarded(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
-        if not self.limits.admit(address):
+        if not self.limits.admit(self, address):
             transport.abort()
             return
         self._address = address
-        self._arm(self.limits.head_timeout_s, self._late_head)
+        self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._address is not None:
-            self.limits.release(self._address)
+            self.limits.release(self, self._address)
             self._address = None
-        self._disarm()
         self.resume_writing()
         super().connection_lost(exc)
 
+    def end_if_silent(self, now: float) -> None:
+        """Called now and then."""
+        if now >= self._unread_until:
+            self.transport.abort()
+        elif now >= self._silent_until:
+            self._silent_until = math.inf
+            self._when_silent()
+
     # ------------------------------------------------------------------------ the head
+
+    def _expect_head(self) -> None:
+        self._silent_until = self.loop.time() + self.limits.head_timeout_s
+        self._when_silent = self._late_head
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._read_bytes = len(data)
         if self._in_head:
             self._head_bytes += len(data)
-            if self._timer is None:  # the first byte of the next request
-                self._arm(self.limits.head_timeout_s, self._late_head)
+            if self._silent_until == math.inf:  # the first byte of the next request
+                self._expect_head()
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._check_head()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._check_head()
-
-    def _check_head(self) -> None:
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers[-1:])
-        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
 
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():
             return
+        # Only what came with more bytes than a head may have can have too large a head.
+        may_be_large = self._head_bytes > MAX_HEAD_BYTES or self._read_bytes > MAX_HEAD_BYTES
         self._in_head, self._head_bytes = False, 0
-        self._body_ends_at = self.loop.time() + self.limits.body_timeout_s
-        self._arm(self.limits.body_pause_s, self._late_body)
+        if len(self.headers) > MAX_HEADERS or (may_be_large and self._has_large_head()):
+            self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
+            return
+        now = self.loop.time()
+        self._body_ends_at = now + self.limits.body_timeout_s
+        self._silent_until = now + self.limits.body_pause_s
+        self._when_silent = self._late_body
         super().on_headers_complete()
+
+    def _has_large_head(self) -> bool:
+        size = sum(len(name) + len(value) for name, value in self.headers)
+        return len(self.url) + size > MAX_HEAD_BYTES
 
     # ------------------------------------------------------------------------ the body
 
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._arm(self.limits.body_pause_s, self._late_body)
+        self._silent_until = self.loop.time() + self.limits.body_pause_s
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_head = True
-        self._disarm()
+        self._silent_until = math.inf
         if not self.transport.is_closing():
             super().on_message_complete()
 
     def _late_head(self) -> None:
-        self._timer = None
         seconds = f"{self.limits.head_timeout_s:g}"
         text = f"The headers did not end within {seconds} s."
         # A connection on which nothing was ever said is closed without a word.
@@ -179,10 +216,9 @@ class Guarded(HttpToolsProtocol):
             self.transport.close()
 
     def _late_body(self) -> None:
-        self._timer = None
-        late = self.loop.time() >= self._body_ends_at
-        if self.flow.read_paused and not late:  # it is our turn, not the sender's
-            self._arm(self.limits.body_pause_s, self._late_body)
+        now = self.loop.time()
+        if self.flow.read_paused and now < self._body_ends_at:  # our turn, not the sender's
+            self._silent_until = now + self.limits.body_pause_s
             return
         self.transport.abort()
 
@@ -190,29 +226,14 @@ class Guarded(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write_timer is None:
-            self._write_timer = self.loop.call_later(self.limits.write_pause_s, self._late_read)
+        if self._unread_until == math.inf:
+            self._unread_until = self.loop.time() + self.limits.write_pause_s
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
-
-    def _late_read(self) -> None:
-        self._write_timer = None
-        self.transport.abort()
+        self._unread_until = math.inf
 
     # ------------------------------------------------------------------------ tools
-
-    def _arm(self, seconds: float, call: Any) -> None:
-        self._disarm()
-        self._timer = self.loop.call_later(seconds, call)
-
-    def _disarm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
     def _refuse(self, status: str, code: str, text: str) -> None:
         if self.transport.is_closing():

@@ -9,6 +9,7 @@ none of this matters, because a page does not know it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -39,7 +40,12 @@ def check_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 def is_loopback_name(host: str) -> bool:
     """Whether a Host header, with or without a port, names this machine."""
-    if len(host) > 300 or any(c in host for c in "/@?# "):
+    return len(host) <= 300 and _is_loopback(host)
+
+
+@lru_cache(maxsize=64)
+def _is_loopback(host: str) -> bool:
+    if any(c in host for c in "/@?# "):
         return False
     try:
         name = urlsplit(f"//{host}").hostname or ""
