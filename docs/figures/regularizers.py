@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import tinkex
 from tinkex.regularizers import L2, Consistency, Entropy, KLDivergence, RegularizerSpec
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 SENTENCES = [
     "The lighthouse keeper counted the waves and wrote each number down.",
     "A ship without a rudder goes wherever the wind wants it to go.",

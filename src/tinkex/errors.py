@@ -65,6 +65,12 @@ class NotSupportedError(InvalidInputError):
     code = "not_supported"
 
 
+class WrongBaseError(InvalidInputError):
+    """A checkpoint was trained on other base weights than those it is used on."""
+
+    code = "wrong_base"
+
+
 class ModelNotFoundError(TinkerError, LookupError):
     """No base model, adapter or checkpoint of that name is known here."""
 

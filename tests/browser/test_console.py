@@ -48,7 +48,7 @@ def world(
 
 def _trained(service: Any, rank: int, rate: float) -> Any:
     training = service.create_lora_training_client(
-        base_model="HuggingFaceTB/SmolLM2-135M-Instruct", rank=rank
+        base_model="tinkex/SmolLM2-135M-Instruct-Q4", rank=rank
     ).result()
     _train(training, rate, 4)
     training.save_weights_for_sampler("final").result()

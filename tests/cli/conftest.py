@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from datums import datum
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ def test_model_list(cli):
     table = cli("model", "list", "SMOL")
     assert table.code == 0
     assert "Max Context" in table.out
-    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in table.out
+    assert "tinkex/SmolLM2-135M-Instruct-Q4" in table.out
     models = cli("model", "list", "--json").json["models"]
-    assert models[0]["model_name"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert models[0]["model_name"] == "tinkex/SmolLM2-135M-Instruct-Q4"
     assert set(models[0]) >= {"max_context_length", "trainable", "sampleable"}
 
 
@@ -309,7 +309,7 @@ def test_auth_login_stores_a_key_the_server_accepts_and_logout_forgets_it(
 
 
 def test_checkpoint_save_of_a_fresh_adapter_and_of_another_checkpoint(cli, saved):
-    model = ("--base-model", "HuggingFaceTB/SmolLM2-135M-Instruct", "--rank", "2", "--seed", "1")
+    model = ("--base-model", "tinkex/SmolLM2-135M-Instruct-Q4", "--rank", "2", "--seed", "1")
     assert "/weights/start" in cli("checkpoint", "save", "start", *model).out
     shown = cli("checkpoint", "save", "copy", "--from", saved.state_path, "--sampler", "--json")
     path = shown.json["tinker_path"]

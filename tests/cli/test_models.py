@@ -277,7 +277,7 @@ def test_import_of_something_that_is_no_adapter_fails(cli, saved, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "holds no adapter_config.json" in cli("import", "empty").err
     (tmp_path / "empty" / "adapter_config.json").write_text('{"r": 4}')
-    ran = cli("import", "empty", "--base-model", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    ran = cli("import", "empty", "--base-model", "tinkex/SmolLM2-135M-Instruct-Q4")
     assert ran.code == 1
     assert ran.err.startswith("Error: ")
 
@@ -285,7 +285,7 @@ def test_import_of_something_that_is_no_adapter_fails(cli, saved, tmp_path):
 def test_doctor(cli):
     table = cli("doctor", "--tokens", "8")
     assert table.code == 0, table.out + table.err
-    assert "logprobs HuggingFaceTB/SmolLM2-135M-Instruct" in table.out
+    assert "logprobs tinkex/SmolLM2-135M-Instruct-Q4" in table.out
     shown = cli("doctor", "--no-models", "--json").json
     assert shown["ok"] is True
     assert {"python", "server", "disk", "gpu"} <= {f["check"] for f in shown["findings"]}
@@ -313,7 +313,7 @@ def test_the_gap_between_sampler_and_trainer_has_a_verdict():
 
 def test_sample_names_the_model_it_took_and_speaks_to_a_person(cli):
     ran = cli("sample", "hi", "--max-tokens", "2", "--json")
-    assert ran.json["model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert ran.json["model"] == "tinkex/SmolLM2-135M-Instruct-Q4"
     ran = cli("sample", "hi", "--max-tokens", "100000000")
     assert ran.code == 1
     assert ran.err.startswith("Error: sampling_params.max_tokens: a prompt of")

@@ -43,7 +43,7 @@ def _on_terminal(folder: Path, *flags: str, until: str) -> str:
 def test_a_terminal_is_told_where_what_and_how_to_connect_and_stop(tmp_path):
     shown = _on_terminal(tmp_path, "--engine", "toy", until="Ctrl-C")
     assert "listens on http://127.0.0.1:" in shown
-    assert "model     HuggingFaceTB/SmolLM2-135M-Instruct (toy engine" in shown
+    assert "model     tinkex/SmolLM2-135M-Instruct-Q4 (toy engine" in shown
     assert "TINKER_BASE_URL=http://127.0.0.1:" in shown
     assert str(tmp_path) in shown
     assert '{"port"' not in shown

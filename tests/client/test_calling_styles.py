@@ -15,7 +15,7 @@ from datums import datum
 import tinkex
 from tinkex import types
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 DATUM = datum([1, 2, 3])
 PROMPT = types.ModelInput.from_ints([11, 23, 35])
 PARAMS = types.SamplingParams(max_tokens=4, seed=3)

@@ -19,7 +19,7 @@ import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 IGNORED = types.Datum(
     types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, -100], "weights": [1.0, 1.0]}
 )

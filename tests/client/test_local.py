@@ -18,7 +18,7 @@ import tinkex
 from tinkex.client.session import local
 from tinkex.errors import LocalServerError
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tinkex.client.config import ClientConfig
 from tinkex.client.http.backends import HttpxBackend, PlainBackend, Reply
 from tinkex.client.session.holder import Holder
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 PARAMS = types.SamplingParams(max_tokens=4, seed=1)
 
 

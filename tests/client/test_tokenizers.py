@@ -158,7 +158,7 @@ def test_without_transformers_the_tokenizers_library_is_enough(folder):
 def light(default_model_dir, monkeypatch):
     monkeypatch.setenv("TINKEX_CACHE", str(default_model_dir.parents[1]))
     tokenizers.clear_cache()
-    yield load_tokenizer("HuggingFaceTB/SmolLM2-135M-Instruct")
+    yield load_tokenizer("tinkex/SmolLM2-135M-Instruct-Q4")
     tokenizers.clear_cache()
 
 
@@ -204,7 +204,7 @@ def test_the_default_model_s_tokenizer_takes_no_import_of_torch_or_transformers(
     code = (
         "import sys\n"
         "from tinkex.client.tokenizers import load_tokenizer\n"
-        "t = load_tokenizer('HuggingFaceTB/SmolLM2-135M-Instruct')\n"
+        "t = load_tokenizer('tinkex/SmolLM2-135M-Instruct-Q4')\n"
         "assert t.decode(t.encode('hello world')) == 'hello world'\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )

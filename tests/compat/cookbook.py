@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 VERSION = "0.5.8"
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 # The chat program takes its renderer from the model's name, so the server lends it a known one.
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
 _NEEDS = (

@@ -87,7 +87,7 @@ def test_an_unknown_model_says_what_was_tried(no_network):
 
 
 def test_the_default_model_resolves_to_its_folder(default_model_dir, no_network):
-    source = resolve(default_model.NAMES[0])
+    source = resolve(default_model.NAME)
     assert source.path == default_model_dir
     config = source.config()
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
@@ -144,7 +144,7 @@ def test_a_folder_with_a_tokenizer_alone_does_not_hide_the_model(
 ):
     """Programs put a tokenizer into `./org/name` so that no hub is asked for it."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / default_model.NAMES[0]
+    folder = tmp_path / default_model.NAME
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    assert resolve(default_model.NAMES[0]).path == default_model_dir
+    assert resolve(default_model.NAME).path == default_model_dir

@@ -149,7 +149,7 @@ def test_the_default_model_leaves_and_enters_with_the_same_logprobs(
     """On text, at a rate people use; the next test says what happens far off the data."""
     from transformers import AutoTokenizer
 
-    model = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    model = "tinkex/SmolLM2-135M-Instruct-Q4"
     text = "Arr, matey! The capital of France is Paris, or I am no captain."
     tokens = AutoTokenizer.from_pretrained(default_model_dir).encode(text)
     options = {"tokens": tokens, "rate": 1e-3}
@@ -190,7 +190,7 @@ def test_far_off_the_data_ours_and_pefts_float32_are_equally_far_from_float64(
         start_server(tmp_path / "data") as base_url,
         ServiceClient(base_url=base_url) as service,
     ):
-        training = train(service, "HuggingFaceTB/SmolLM2-135M-Instruct", TOKENS, 1e-2)
+        training = train(service, "tinkex/SmolLM2-135M-Instruct-Q4", TOKENS, 1e-2)
         path = training.save_weights_for_sampler("trained").result().path
         ours = our_scores(service, path).double()
         folder = str(tmp_path / "adapter")

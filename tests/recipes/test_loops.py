@@ -16,7 +16,7 @@ from tinkex.recipes import dpo, rl, sft
 from tinkex.recipes.loop import ServerTracker, batch_at, learning_rate_at
 from tinkex.recipes.run_log import RunLog
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 pytestmark = pytest.mark.usefixtures("default_model_dir")
 
 

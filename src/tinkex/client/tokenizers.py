@@ -17,6 +17,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import re
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +40,7 @@ LLAMA3_MIRRORS = (
     "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
     "baseten/Meta-Llama-3-tokenizer",
 )
+_QUANTIZED = re.compile(r"-Q\d+$")
 _PRIVATE = ("TML/", "thinkingmachines/")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -137,8 +139,9 @@ def _load(name: str, trust_remote_code: bool) -> Any:
 
 def _local_folder(name: str) -> Path | None:
     given = Path(name).expanduser()
-    # Converted models carry their quantisation and layout in the name: NAME-q4_1-v1.
-    cached = sorted(_model_cache().glob(f"{glob.escape(given.name)}-q[0-9]*-v[0-9]*"))
+    # Converted models carry their quantisation and layout in the name: NAME-q4_1-v1 is NAME-Q4.
+    stem = _QUANTIZED.sub("", given.name)
+    cached = sorted(_model_cache().glob(f"{glob.escape(stem)}-q[0-9]*-v[0-9]*"))
     for folder in (given, *reversed(cached)):
         if any((folder / file).is_file() for file in _FILES):
             return folder

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.optimizers import find_optimizer
+from tinkex.engine.fingerprint import Base
 from tinkex.engine.folders import write_whole
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import (
@@ -44,6 +45,10 @@ from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedErr
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTIMIZER, _GRADIENTS, _MANIFEST = "optimizer.safetensors", "gradients.safetensors", "tinkex.json"
 _PREFIX = "base_model.model."
+_FORCE = (
+    "Serve the base it was trained on, or start the server with --any-base (TINKEX_ANY_BASE=1) to "
+    "use it all the same."
+)
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
@@ -88,6 +93,7 @@ def capture(
     base_model: str,
     optimizer: OptimizerState,
     with_optimizer: bool,
+    base: Base | None = None,
     grad: Tensor | None = None,
     with_gradients: bool = False,
     dtype: torch.dtype | None = None,
@@ -111,6 +117,8 @@ def capture(
         "has_optimizer": with_optimizer,
         "has_gradients": with_gradients,
     }
+    if base is not None:
+        manifest |= {"base_fingerprint": base.fingerprint}
     texts = {_CONFIG: _peft_config(adapter, targets, base_model), _MANIFEST: manifest}
     copied = None
     if adapter.flat.device.type == "cuda":
@@ -254,10 +262,12 @@ def read(
     device: torch.device | str,
     *,
     with_optimizer: bool,
+    base: Base | None = None,
 ) -> Stored:
-    """Read a checkpoint folder, ours or one that `peft` wrote.
+    """Read a checkpoint folder, ours or one that `peft` wrote, to be used on `base`.
 
     Raises:
+        WrongBaseError: It was trained on other weights than those of `base`.
         ModelNotFoundError: There is no such folder, or it holds no adapter.
         InvalidInputError: The adapter does not fit the base model, or lacks what was asked for.
     """
@@ -268,6 +278,8 @@ def read(
         )
     config = _load_json(path / _CONFIG)
     manifest = _read_manifest(path)
+    if base is not None:
+        base.check(manifest, path.name, force=_FORCE)
     adapter = build_adapter(targets, _read_modules(path, config), device)
     kind: str | None = manifest.get("optimizer")
     if kind is not None:
@@ -287,10 +299,13 @@ def read(
 
 
 def read_adapter(
-    folder: str | Path, targets: Mapping[str, Target], device: torch.device | str
+    folder: str | Path,
+    targets: Mapping[str, Target],
+    device: torch.device | str,
+    base: Base | None = None,
 ) -> Adapter:
     """Only the weights, for sampling."""
-    return read(folder, targets, device, with_optimizer=False).adapter.frozen_copy()
+    return read(folder, targets, device, with_optimizer=False, base=base).adapter.frozen_copy()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

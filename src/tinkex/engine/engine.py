@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from tinkex.engine import checkpoint, folders, jobs
+from tinkex.engine.fingerprint import Base, fingerprint, witness_of
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike, load_decoder, runs_kernels
@@ -80,6 +81,8 @@ class EngineConfig:
     """Memory for sampling weights that no running job uses."""
     train_share: float = 0.5
     """Share of the device's time for training while both have work."""
+    any_base: bool = False
+    """Use checkpoints of other base weights too, with a warning."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_share < 1:
@@ -122,6 +125,7 @@ class _Base:
     source: ModelSource
     decoder: DecoderLike
     trainer: Trainer
+    identity: Base
     sampler: Sampler | None = None
 
 
@@ -338,17 +342,26 @@ class TorchEngine:
             self._make_room()
             with self.pulse.work(job_id, is_loading=True):
                 source = resolve(name)
+                if source.note:
+                    log.log(logging.WARNING if source.stands_in else logging.INFO, source.note)
                 warm_up = _warm_up(source, self.device)
-                decoder = load_decoder(source, device=self.device)
+                witness = witness_of(source)
+                decoder = load_decoder(source, device=self.device, weights=witness)
+                identity = Base(name, fingerprint(source, witness), self.config.any_base)
+                log.info("loaded %s, fingerprint %s", name, identity.fingerprint)
                 if warm_up is not None:
                     warm_up.wait()
             config = self.config.trainer or TrainerConfig.for_device(
                 self.device, deterministic=self.config.deterministic
             )
             trainer = Trainer(
-                decoder, base_model=name, config=config, after_pass=self._between_passes
+                decoder,
+                base_model=name,
+                config=config,
+                after_pass=self._between_passes,
+                base=identity,
             )
-            base = self._bases[name] = _Base(source, decoder, trainer)
+            base = self._bases[name] = _Base(source, decoder, trainer, identity)
         self._bases.move_to_end(name)
         return base
 
@@ -490,7 +503,9 @@ class TorchEngine:
         """The weights in a folder. A folder that was written anew is read anew."""
         found, version = self._snapshots.get((name, folder)), _version(folder)
         if found is None or (version is not None and version != found.version):
-            adapter = checkpoint.read_adapter(folder, base.decoder.targets, base.decoder.device)
+            adapter = checkpoint.read_adapter(
+                folder, base.decoder.targets, base.decoder.device, base.identity
+            )
             found = _Snapshot(adapter, version or folder)
         self._keep(name, folder, found)
         return found
@@ -551,6 +566,8 @@ def _describe(name: str) -> jobs.ModelInfo:
         max_context_length=config.max_context_length,
         tokenizer_id=str(source.path),
         eos_token_ids=config.eos_token_ids,
+        note=source.note,
+        stands_in=source.stands_in,
     )
 
 
@@ -589,4 +606,5 @@ def _failure(job_id: str, exc: Exception) -> jobs.Failed:
         message = str(exc)
     if category == "server":
         log.error("job %s failed", job_id, exc_info=exc)
-    return jobs.Failed(job_id=job_id, message=message, category=category)
+    code = getattr(exc, "code", "")
+    return jobs.Failed(job_id=job_id, message=message, category=category, code=code)

@@ -243,6 +243,10 @@ class ModelInfo:
     tokenizer_id: str
     """A name or local path that a tokenizer loader accepts."""
     eos_token_ids: tuple[int, ...]
+    note: str = ""
+    """What a user should know about these weights."""
+    stands_in: bool = False
+    """They are other weights than those the name means."""
 
 
 Job = (
@@ -292,6 +296,8 @@ class Failed:
     job_id: str
     message: str
     category: Literal["user", "server", "cancelled"]
+    code: str = ""
+    """`code` of the error, where it has one."""
 
 
 Event = Progress | Tokens | Done | Failed

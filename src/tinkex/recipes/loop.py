@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from tinkex.contract.models import DEFAULT_MODEL as DEFAULT_MODEL
 from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
 from tinkex.recipes.run_log import RunLog, Saved
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from tinkex.recipes.data import Loaded
 
 logger = logging.getLogger(__name__)
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 T = TypeVar("T")
 R = TypeVar("R")
 OnNote = Callable[[str], None]

@@ -33,6 +33,7 @@ _PREFIX = "base_model.model."
 _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _MIXTRAL = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])\b")
 _W = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_FORCE = "Name its own base (--base), or merge all the same with --any-base."
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
@@ -47,12 +48,21 @@ class Merged:
 
 
 def merge_adapter(
-    adapter: str | Path, output: str | Path, base: str | Path | None = None
+    adapter: str | Path,
+    output: str | Path,
+    base: str | Path | None = None,
+    *,
+    any_base: bool = False,
 ) -> Merged:
     """Write `base` + `adapter` to the folder `output`, which must be absent or empty.
 
-    `base` is a model name or folder; by default the one the adapter names.
+    `base` is a model name or folder; by default the one the adapter names. With `any_base` an
+    adapter that was trained on other weights is merged too, with a warning.
+
+    Raises:
+        WrongBaseError: The adapter says that it was trained on other weights than those of `base`.
     """
+    from tinkex.engine.fingerprint import Base, fingerprint
     from tinkex.engine.model.base_model import resolve
 
     adapter, output = Path(adapter), Path(output)
@@ -60,12 +70,17 @@ def merge_adapter(
         raise InvalidInputError(f"{output} exists and is not empty. Name another folder.")
     config = _read_json(adapter / "adapter_config.json")
     _check(config)
-    source = Path(resolve(str(base or config["base_model_name_or_path"])).path)
+    found = resolve(str(base or config["base_model_name_or_path"]))
+    source = Path(found.path)
     if not source.is_dir():
         raise NotSupportedError(
             f"{source} is not a folder with safetensors; merging needs the base as such a folder."
         )
     deltas = _Deltas(adapter, config, _model_type(source))
+    manifest = adapter / "tinkex.json"
+    if manifest.is_file():
+        of_base = Base(found.name, fingerprint(found), any_base)
+        of_base.check(_read_json(manifest), "The checkpoint", force=_FORCE)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".merging-") as scratch:
         aside = Path(scratch) / "model"

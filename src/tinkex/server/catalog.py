@@ -12,13 +12,13 @@ import logging
 import secrets
 import time
 
+from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo
 from tinkex.errors import InvalidInputError, TinkerError
 from tinkex.server.config import ServerConfig
 from tinkex.server.workers.worker import Worker, run
 
 logger = logging.getLogger(__name__)
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 QUICK_S = 5.0
 
 

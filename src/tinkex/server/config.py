@@ -88,6 +88,8 @@ class ServerConfig:
     """Promises survive a power cut, for an fsync each. Off: they survive every crash but that."""
     engine: str = "torch"
     """`torch` computes; `toy` is a stand-in for tests, its settings behind a colon."""
+    any_base: bool = False
+    """Use checkpoints on other base weights than they were trained on, with a warning."""
     deterministic: bool = False
     """Same requests, same bits, replay after a crash included; slower."""
     devices: tuple[str, ...] = ("auto",)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from tinkex import __version__
-from tinkex.server.catalog import DEFAULT_MODEL
+from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.server.config import ServerConfig
 
 __all__ = ["greeting"]

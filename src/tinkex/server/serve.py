@@ -273,6 +273,7 @@ def make_worker(
         engine=config.engine,
         device=device,
         deterministic=config.deterministic,
+        any_base=config.any_base,
         models=config.models,
         data_dir=str(config.data_dir),
         log_level=config.log_level,
@@ -346,6 +347,9 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--storage", help="s3://BUCKET/PREFIX for checkpoints; default in data-dir.")
 @click.option("--power-safe/--no-power-safe", default=None, help="One fsync per promise, or none.")
 @click.option("--engine", help="torch computes; toy, or toy:latency_s=0.1, is for tests.")
+@click.option(
+    "--any-base", is_flag=True, default=None, help="Use checkpoints of other weights too."
+)
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
 @click.option("--workers", "num_workers", type=int, help="Worker processes; default one a device.")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     help="How GGUF stores matrices.  [default: f16]",
 )
 @click.option("--base", help="Base model name or folder, when merging with another copy.")
+@click.option("--any-base", is_flag=True, help="Merge even if trained on other base weights.")
 @click.option("--force", is_flag=True, help="Replace what is there.")
 @pass_state
 def export(
@@ -50,12 +51,13 @@ def export(
     form: str,
     number_type: NumberType | None,
     base: str | None,
+    any_base: bool,
     force: bool,
 ) -> None:
     """Write checkpoint PATH as a PEFT folder, a merged Hugging Face model or a GGUF file."""
     from tinkex.cli.checkpoints.fetch import check_room, fetch_folder, keep_adapter_only
 
-    _check_usage(output, form, number_type, base)
+    _check_usage(output, form, number_type, base or ("--any-base" if any_base else None))
     check_room(output, force=force)
     if form == "peft":
         fetch_folder(state, path, output, force=force)
@@ -79,9 +81,9 @@ def export(
         adapter = Path(scratch) / "adapter"
         fetch_folder(state, path, adapter)
         if form == "merged":
-            extra = _merged(adapter, output, base)
+            extra = _merged(adapter, output, base, any_base)
         else:
-            extra = _gguf(adapter, output, base, number_type or "f16")
+            extra = _gguf(adapter, output, base, any_base, number_type or "f16")
     files = list(output.iterdir()) if output.is_dir() else [output]
     num_bytes = sum(file.stat().st_size for file in files)
     _show(state, path, output, num_bytes, {"format": form, **extra})
@@ -89,30 +91,32 @@ def export(
 
 def _check_usage(output: Path, form: str, number_type: str | None, base: str | None) -> None:
     if base and form in ("peft", "stacked"):
-        raise click.UsageError("--base goes with --to merged or --to gguf.")
+        raise click.UsageError("--base and --any-base go with --to merged or --to gguf.")
     if number_type and form != "gguf":
         raise click.UsageError("--type goes with --to gguf.")
     if (form == "gguf") != (output.suffix == ".gguf"):
         raise click.UsageError("--to gguf writes a file that ends in .gguf, and nothing else does.")
 
 
-def _merged(adapter: Path, output: Path, base: str | None) -> dict[str, Any]:
+def _merged(adapter: Path, output: Path, base: str | None, any_base: bool) -> dict[str, Any]:
     from tinkex.cli.checkpoints.fetch import put
     from tinkex.recipes.merge import merge_adapter
 
-    done = merge_adapter(adapter, adapter.with_name("model"), base)
+    done = merge_adapter(adapter, adapter.with_name("model"), base, any_base=any_base)
     put(done.folder, output)
     return {"num_merged": done.num_merged, "untied_head": done.untied}
 
 
-def _gguf(adapter: Path, output: Path, base: str | None, number_type: NumberType) -> dict[str, Any]:
+def _gguf(
+    adapter: Path, output: Path, base: str | None, any_base: bool, number_type: NumberType
+) -> dict[str, Any]:
     import gguf  # noqa: F401  # Missing it should be known before the merge, not after.
 
     from tinkex.cli.checkpoints.fetch import put
     from tinkex.recipes.gguf import write_gguf
     from tinkex.recipes.merge import merge_adapter
 
-    merged = merge_adapter(adapter, adapter.with_name("model"), base)
+    merged = merge_adapter(adapter, adapter.with_name("model"), base, any_base=any_base)
     name = output.stem
     done = write_gguf(
         merged.folder, adapter.with_name("model.gguf"), number_type=number_type, name=name

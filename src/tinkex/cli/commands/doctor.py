@@ -29,6 +29,7 @@ from tinkex.errors import TinkerError
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient
+    from tinkex.types import SupportedModel
 
 Verdict = Literal["ok", "warn", "fail"]
 _PACKAGES = ("torch", "transformers", "safetensors", "fastapi", "httpx", "pydantic", "protobuf")
@@ -136,6 +137,7 @@ def _served(state: State, models: tuple[str, ...], no_models: bool, tokens: int)
             served = service.get_server_capabilities().supported_models
             names = [m.model_name for m in served if m.model_name]
             findings.append(_reached(names, time.monotonic() - began))
+            findings += [_weights(m) for m in served if m.note]
             for name in () if no_models else models or _comparable(service):
                 with waiting(f"Comparing sampler and trainer of {name}"):
                     findings.append(_compare(service, name, tokens))
@@ -217,6 +219,11 @@ def _memory() -> str:
 def _reached(models: Sequence[str], seconds: float) -> Finding:
     detail = f"answers in {seconds:.1f} s; models: {', '.join(models) or 'none'}"
     return Finding(check="server", verdict="ok" if models else "fail", detail=detail)
+
+
+def _weights(model: SupportedModel) -> Finding:
+    verdict: Verdict = "warn" if model.stands_in else "ok"
+    return Finding(check=f"weights {model.model_name}", verdict=verdict, detail=str(model.note))
 
 
 def _comparable(service: ServiceClient) -> list[str]:

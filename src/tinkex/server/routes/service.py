@@ -123,10 +123,14 @@ async def get_server_capabilities(request: Request, user: CurrentUser) -> Respon
             info = await service.catalog.info(name, timeout_s=20)
         except InvalidInputError:
             continue
-        length = info.max_context_length if info else None
         models.append(
             SupportedModel(
-                model_name=name, max_context_length=length, trainable=True, sampleable=True
+                model_name=name,
+                max_context_length=info.max_context_length if info else None,
+                trainable=True,
+                sampleable=True,
+                note=(info.note or None) if info else None,
+                stands_in=(info.stands_in or None) if info else None,
             )
         )
     return answer(GetServerCapabilitiesResponse(supported_models=models))

@@ -32,7 +32,7 @@ from tinkex.engine.jobs import (
     Result,
     SaveAdapterJob,
 )
-from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
 from tinkex.server.files import disk
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.operations.operation import Operation
@@ -159,6 +159,8 @@ class ModelState:
         except (InvalidInputError, EngineError) as exc:
             logger.exception("cannot restore %s", self._model_id)
             self.loss = str(exc)
+            if isinstance(exc, WrongBaseError):
+                return  # nothing is lost: with its own base served again, the run goes on
             await self._store.call(self._store.models.mark, self._model_id, corrupted=True)
 
     async def _ends_written(self) -> None:

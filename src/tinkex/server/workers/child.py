@@ -37,6 +37,7 @@ class WorkerSpec:
     """`torch`, or `toy` with its own settings behind a colon."""
     device: str = "auto"
     deterministic: bool = False
+    any_base: bool = False
     models: tuple[str, ...] = ()
     data_dir: str = ""
     log_level: str = "info"
@@ -104,7 +105,10 @@ def build_engine(spec: WorkerSpec) -> Engine:
     from tinkex.engine.engine import EngineConfig, TorchEngine
 
     config = EngineConfig(
-        device=spec.device, deterministic=spec.deterministic, threads=spec.threads
+        device=spec.device,
+        deterministic=spec.deterministic,
+        threads=spec.threads,
+        any_base=spec.any_base,
     )
     return TorchEngine(config)
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from tinkex.engine import pulse
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
-from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
 from tinkex.server.workers.child import HEADER, Cancel, Ready, Refused, WorkerSpec
 from tinkex.server.workers.watchdog import Budget, Watchdog
 from tinkex.server.workers.worker import OnEvent
@@ -263,7 +263,8 @@ def _fail(future: asyncio.Future[Result], event: Failed) -> None:
     if event.category == "cancelled":
         future.cancel()
     elif event.category == "user":
-        future.set_exception(InvalidInputError(event.message))
+        kind = WrongBaseError if event.code == WrongBaseError.code else InvalidInputError
+        future.set_exception(kind(event.message))
     else:
         future.set_exception(EngineError(event.message))
 

@@ -21,6 +21,10 @@ class SupportedModel(Response):
     max_context_length: int | None = None
     trainable: bool | None = None
     sampleable: bool | None = None
+    note: str | None = None
+    """What one should know about the weights."""
+    stands_in: bool | None = None
+    """They are other weights than those the name means, which could not be had."""
 
 
 class GetServerCapabilitiesResponse(Response):
