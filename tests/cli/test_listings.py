@@ -22,7 +22,7 @@ def test_model_list(cli):
 def test_model_list_without_a_match_names_what_is_there(cli):
     ran = cli("model", "list", "gpt-99")
     assert (ran.code, ran.out) == (1, "")
-    assert "No model matches 'gpt-99'; this server has: HuggingFaceTB" in ran.err
+    assert "No model matches 'gpt-99'; this server has: tinkex/Smol" in ran.err
 
 
 def test_run_list(cli, saved):
