@@ -1,0 +1,230 @@
+"""What every worker does with its jobs and its engine's death, wherever the engine runs.
+
+Jobs go out, events come back. When the engine is gone every job it held fails with
+`WorkerLostError` and a new engine is started at once; `generation` counts them. When it hangs, the
+watchdog says which job is to blame: that one fails for good, the others are lost with the engine
+and run again. This module does not know what an adapter is and restores nothing; how an engine is
+started, reached and ended is for the classes below to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from tinkex.engine.jobs import Done, Event, Failed, Job, Result
+from tinkex.engine.pulse import Beat
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
+from tinkex.server.workers.child import Cancel, Ready, Refused
+from tinkex.server.workers.watchdog import Budget, Watchdog
+from tinkex.server.workers.worker import OnEvent
+
+logger = logging.getLogger(__name__)
+
+
+class SupervisedWorker(ABC):
+    """One engine, started again whenever it ends; see `Worker`."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        start_timeout_s: float,
+        budget: Budget | None,
+        on_refusal: Callable[[], None] | None,
+    ) -> None:
+        self.name = name
+        self.generation = 0
+        self.refusal = ""
+        """Why the engine cannot run with its settings at all; empty while it can."""
+        self._on_refusal = on_refusal
+        self._start_timeout_s = start_timeout_s
+        self._pending: dict[str, tuple[asyncio.Future[Result], OnEvent | None]] = {}
+        self._ready = asyncio.Event()
+        self._closing = False
+        self._supervisor: asyncio.Task[None] | None = None
+        self._broken: str = ""
+        self._watchdog = Watchdog(budget or Budget())
+
+    # ------------------------------------------------------------------------ for those below
+
+    @abstractmethod
+    async def _live(self) -> None:
+        """Start an engine, count it, and `_take` what it says, until it is gone.
+
+        May raise whatever its transport does; it is gone then as well.
+        """
+
+    @abstractmethod
+    async def _end(self) -> str:
+        """Make sure that the engine is gone; says how it ended."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End an engine that hangs. `_live` notices."""
+
+    @abstractmethod
+    def _send(self, message: Any) -> None:
+        """Give a job or a `Cancel` to the engine."""
+
+    @abstractmethod
+    def _look(self) -> Beat:
+        """What the engine's thread was doing when it last said so."""
+
+    # ------------------------------------------------------------------------ Worker
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    @property
+    def is_moving(self) -> bool:
+        return self._watchdog.is_moving
+
+    def generation_of(self, adapter_id: str) -> int:
+        return self.generation
+
+    async def start(self) -> None:
+        """Begin starting the engine. Jobs wait until it is ready."""
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(
+                self._supervise(), name=f"{self.name}-supervisor"
+            )
+
+    async def wait_ready(self) -> None:
+        if self._ready.is_set():
+            return
+        try:
+            await asyncio.wait_for(self._ready.wait(), self._start_timeout_s)
+        except TimeoutError as exc:
+            reason = self._broken or f"{self.name} did not start in {self._start_timeout_s:g} s"
+            raise EngineError(f"{reason}; see the server's log.") from exc
+
+    def post(
+        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
+    ) -> asyncio.Future[Result]:
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        if not self._ready.is_set() or generation not in (None, self.generation):
+            future.set_exception(WorkerLostError(f"{self.name} is not the one that was meant"))
+            return future
+        self._pending[job.job_id] = (future, on_event)
+        self._watchdog.posted(job)
+        future.add_done_callback(lambda done: self._forget(job.job_id, done))
+        self._send(job)
+        return future
+
+    def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
+        self._watchdog.ended(job_id)
+        if self._pending.pop(job_id, None) is not None and future.cancelled():
+            self.cancel(job_id)
+
+    def cancel(self, job_id: str) -> None:
+        if self._ready.is_set():
+            self._send(Cancel(job_id))
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._supervisor is not None:
+            await self._end()
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        self._fail_pending()
+
+    # ------------------------------------------------------------------------ the engine's life
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while not self._closing:
+            started = time.monotonic()
+            watch = asyncio.create_task(
+                self._watchdog.bark(self._look), name=f"{self.name}-watchdog"
+            )
+            watch.add_done_callback(self._end_stuck)
+            try:
+                await self._live()
+            except (EOFError, ConnectionError):
+                pass
+            except Exception:
+                logger.exception("%s sent something unreadable", self.name)
+            watch.cancel()
+            self._ready.clear()
+            end = await self._end()
+            self._fail_pending()
+            if self._closing:
+                return
+            if self.refusal:
+                self._broken = self.refusal
+                if self._on_refusal is not None:
+                    self._on_refusal()
+                return
+            failures = failures + 1 if time.monotonic() - started < 5 else 0
+            logger.warning("%s %s; starting it again", self.name, end)
+            if failures:
+                self._broken = f"{self.name} {end} right after its start"
+                await asyncio.sleep(min(2 ** (failures - 1) * 0.1, 10.0))
+
+    def _take(self, message: Any) -> None:
+        """Act on what the engine's process said."""
+        if isinstance(message, Ready):
+            self._broken = ""
+            self._ready.set()
+        elif isinstance(message, Refused):
+            self.refusal = message.text
+        else:
+            self._deliver(message)
+
+    def _end_stuck(self, watch: asyncio.Task[str]) -> None:
+        """The engine hangs: fail the jobs to blame and end it; the others run again."""
+        if watch.cancelled() or self._closing:
+            return
+        trouble = watch.result()
+        blamed = self._watchdog.suspects
+        logger.error("%s is stuck: %s; starting it again. To blame: %s", self.name, trouble, blamed)
+        for job_id in blamed:
+            future, _ = self._pending.get(job_id, (None, None))
+            if future is not None and not future.done():
+                future.set_exception(
+                    EngineError(
+                        f"The engine did not get on with this request: {trouble}. It was given up, "
+                        "and the engine was started again. Send less at a time, or tell whoever "
+                        "runs the server."
+                    )
+                )
+        self._fail_pending(self._watchdog.is_blameless)
+        self._kill()
+
+    # ------------------------------------------------------------------------ jobs
+
+    def _deliver(self, event: Event) -> None:
+        self._watchdog.heard()
+        future, on_event = self._pending.get(event.job_id, (None, None))
+        if isinstance(event, Done):
+            if future is not None and not future.done():
+                future.set_result(event.result)
+        elif isinstance(event, Failed):
+            if future is not None and not future.done():
+                _fail(future, event)
+        elif on_event is not None:
+            on_event(event)
+
+    def _fail_pending(self, is_blameless: Callable[[str], bool] = lambda _: False) -> None:
+        for job_id, (future, _) in list(self._pending.items()):
+            if not future.done():
+                error = WorkerLostError(f"{self.name} died while the job ran")
+                error.is_blameless = is_blameless(job_id)
+                future.set_exception(error)
+                future.exception()  # a job nobody waits for any more must not log a warning
+
+
+def _fail(future: asyncio.Future[Result], event: Failed) -> None:
+    if event.category == "cancelled":
+        future.cancel()
+    elif event.category == "user":
+        kind = WrongBaseError if event.code == WrongBaseError.code else InvalidInputError
+        future.set_exception(kind(event.message))
+    else:
+        future.set_exception(EngineError(event.message))
