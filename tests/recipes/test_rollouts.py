@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from tinkex.recipes.rollouts import Rollout, RolloutLog, pieces_of
+from tinkex.chat.detokenizer import pieces_of
+from tinkex.recipes.rollouts import Rollout, RolloutLog
 
 
 def said(step: int, group: int = 0, text: str = "aye") -> Rollout:

@@ -47,6 +47,23 @@ async def test_state_goes_after_its_time_and_checkpoints_stay(tmp_path: Path) ->
         assert (await world.result(await world.ok("load_weights", load)))["model_id"]
 
 
+async def test_curves_go_with_the_state_of_their_run(tmp_path: Path) -> None:
+    async with open_app(tmp_path) as world:
+        silent, _ = await trained(world)
+        ended, _ = await trained(world)
+        await world.ok("unload_model", {"model_id": ended})
+    async with open_app(tmp_path) as world:
+        store, service = world.app.state.store, world.service
+        assert "loss_per_token" in await service.curves.of_run(silent)
+        await service.drop_silent(time.time() + 13 * DAY_S)
+        assert store.curves.of_run(silent)
+        assert store.curves.of_run(ended)
+        await service.drop_silent(time.time() + 15 * DAY_S)
+        await service.curves.flush()
+        assert store.curves.of_run(silent) == store.curves.of_run(ended) == []
+        assert await service.curves.of_run(silent) == {}
+
+
 async def test_a_model_in_use_keeps_its_state_whatever_its_session_says(tmp_path: Path) -> None:
     async with open_app(tmp_path) as world:
         model, _ = await trained(world)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "pieces_of"]
 
 _HALF = "\ufffd"
 
@@ -40,3 +40,12 @@ class Detokenizer:
     def _new_text(self) -> str:
         known = str(self._tokenizer.decode(self._tokens[self._before : self._given]))
         return str(self._tokenizer.decode(self._tokens[self._before :]))[len(known) :]
+
+
+def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
+    """The text of each token; joined it is the whole. One amid a character has none."""
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed([token]) for token in tokens]
+    if pieces:
+        pieces[-1] += detokenizer.end()
+    return pieces

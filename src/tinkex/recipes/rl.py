@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tinkex import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
+from tinkex.chat.detokenizer import pieces_of
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes.data import load_prompts, split_off
 from tinkex.recipes.loop import (
@@ -39,7 +40,7 @@ from tinkex.recipes.loop import (
     usable,
 )
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.rollouts import Rollout, RolloutLog, pieces_of
+from tinkex.recipes.rollouts import Rollout, RolloutLog
 from tinkex.recipes.run_log import RunLog, make_trackers, plot
 
 Reward = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]

@@ -7,7 +7,7 @@ One JSON object a line, one answer each:
 
 Answers of one prompt share `step` and `group`. `pieces` is the text of each token: joined it is the
 text, and a token in the middle of a character has none. The console draws them (`tinkex console
---log-dir`). Knows files and tokenizers; nothing of models or loops.
+--log-dir`). Knows files; nothing of models or loops.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tinkex.chat.detokenizer import Detokenizer
-
-__all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog", "pieces_of"]
+__all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog"]
 
 logger = logging.getLogger(__name__)
 FILE_NAME = "rollouts.jsonl"
@@ -46,15 +44,6 @@ class Rollout:
     snapshot: str = ""
     """The weights that said it."""
     pieces: Sequence[str] = ()
-
-
-def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text of each token; joined it is the whole."""
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.feed([token]) for token in tokens]
-    if pieces:
-        pieces[-1] += detokenizer.end()
-    return pieces
 
 
 class RolloutLog:

@@ -27,7 +27,7 @@ from tinkex.server.compat import install as compat
 from tinkex.server.compat.callers import foreign_user
 from tinkex.server.compat.install import PREFIXES
 from tinkex.server.config import ServerConfig
-from tinkex.server.console import pages as console
+from tinkex.server.console import install as console
 from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.sweeper import Sweeper
@@ -126,7 +126,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     )
     app.state.service = Service(config, store, app.state.shelf, pool, app.state.auth.user_of)
     compat.install(app, app.state.service)
-    app.include_router(console.router)
+    console.install(app)
     problems.install(app)
     openapi.install(app)
     app.door = FrontDoor(app)

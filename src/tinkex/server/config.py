@@ -163,6 +163,12 @@ class ServerConfig:
     """Models of one user whose state is kept; 0 means no limit."""
     max_user_requests_per_s: float = 0.0
     """Requests one user may make a second, ten times that in a burst; 0 means no limit."""
+    keep_rollouts: bool = False
+    """Keep sampled answers in memory for the console, of users who agree to it there."""
+    rollout_ttl_s: float = 86_400.0
+    """How long such an answer is kept."""
+    max_rollout_bytes: int = 64 * 1024 * 1024
+    """Bytes of such answers; beyond it the oldest of who has most go first."""
     worker_start_timeout_s: float = 300.0
     """How long a worker may take to start before it is called broken."""
     stuck_after_s: float = 300.0

@@ -358,6 +358,9 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 )
 @click.option("--parent-pid", type=int, help="A process that counts as a client while it lives.")
 @click.option("--snapshot-every", "snapshot_every_ops", type=int, help="Requests per snapshot.")
+@click.option(
+    "--keep-rollouts", is_flag=True, default=None, help="Let users see sampled answers by step."
+)
 @click.option("--access-log", is_flag=True, default=None, help="Log requests as lines of JSON.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option(

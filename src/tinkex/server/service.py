@@ -15,11 +15,12 @@ from typing import Any
 
 import orjson
 
+from tinkex.engine.jobs import SampleJob, SampleResult
 from tinkex.errors import InvalidInputError
 from tinkex.server import validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.config import ServerConfig
-from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.files.disk import Room
 from tinkex.server.operations.operation import Operation, Tools
 from tinkex.server.operations.table import make_operations
@@ -31,12 +32,21 @@ from tinkex.server.work.lane import Lane, Means
 from tinkex.server.work.live_sessions import LiveSessions
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
 from tinkex.server.work.results import Results
+from tinkex.server.work.rollouts import Rollouts
 from tinkex.server.work.samples import Samples
 from tinkex.server.work.steady_clock import SteadyClock
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.place import Place
 from tinkex.server.workers.pool import Pool
-from tinkex.store import CustomLoss, Model, SampleLedger, SeqConflictError, Store, User
+from tinkex.store import (
+    CustomLoss,
+    Model,
+    SampleLedger,
+    SamplingSession,
+    SeqConflictError,
+    Store,
+    User,
+)
 from tinkex.types import CreateCustomLossRequest
 from tinkex.wire.requests import Opened
 
@@ -66,6 +76,12 @@ class Service:
         self.catalog = Catalog(config, pool)
         self.sessions = LiveSessions(store)
         self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
+        self.curves = Curves(store)
+        self.rollouts = Rollouts(
+            is_on=config.keep_rollouts,
+            ttl_s=config.rollout_ttl_s,
+            max_bytes=config.max_rollout_bytes,
+        )
         self.samples = Samples(
             store=store,
             shelf=shelf,
@@ -81,6 +97,7 @@ class Service:
                 user_bytes=config.max_user_result_bytes,
             ),
             on_use=self.sessions.touch,
+            on_sampled=self._keep_rollout,
         )
         self.ends = WriteBehind()
         self.results = Results(
@@ -91,9 +108,13 @@ class Service:
             resume=self._resume,
         )
         self.room = Room(config.data_dir, config.min_free_bytes)
-        self.curves = Curves(store)
         tools = Tools(
-            store=store, shelf=shelf, catalog=self.catalog, curves=self.curves, user_of=user_of
+            store=store,
+            shelf=shelf,
+            catalog=self.catalog,
+            curves=self.curves,
+            rollouts=self.rollouts,
+            user_of=user_of,
         )
         self.operations = make_operations(tools)
         self._means = Means(
@@ -102,6 +123,7 @@ class Service:
             results=self.results,
             operations=self.operations,
             gap_limit_s=config.gap_limit_s,
+            on_worked=self.curves.worked,
         )
         self._snapshots = SnapshotFiles(
             store=store,
@@ -160,6 +182,7 @@ class Service:
                     looked_at = time.monotonic()
                     await self.drop_silent(self._clock.now())
                 await self.curves.flush()
+                self.rollouts.forget()
                 self.promises.forget_expired()
                 self.samples.forget()
                 for session_id in self.sessions.fell_silent(self.config.park_after_s):
@@ -179,12 +202,14 @@ class Service:
     async def drop_silent(self, now: float) -> None:
         """Drop the state of models that nobody used for `state_ttl_s`; their checkpoints stay."""
         limit = now - self.config.state_ttl_s
+        await self.store.call(self.store.curves.drop_unloaded, limit)
         for model_id in await self.store.call(self.store.models.silent_since, limit):
             async with self._opening.setdefault(model_id, asyncio.Lock()):
                 if model_id not in self._lanes:
                     await self.store.call(self.store.models.mark, model_id, unloaded=True)
                     await self._snapshots.forget(model_id)
                     await self.curves.drop(model_id)
+                    self.rollouts.drop_run(model_id)
                     logger.info("%s was silent for too long; its state is dropped", model_id)
             self._opening.pop(model_id, None)
 
@@ -201,6 +226,28 @@ class Service:
         """What a model is doing right now, in words; empty when it has nothing to do."""
         lane = self._lanes.get(model_id)
         return lane.doing if lane is not None else ""
+
+    def busy_models(self) -> list[str]:
+        """The models that have something to do right now."""
+        return [model_id for model_id, lane in self._lanes.items() if lane.num_waiting]
+
+    def _keep_rollout(self, session: SamplingSession, job: SampleJob, result: SampleResult) -> None:
+        """An answer was sampled from the weights of a run."""
+        if not self.rollouts.agreement(session.user_id):
+            return
+        found = self.rollouts.source(session.sampling_session_id)
+        if found is None and session.model_path is not None:
+            run_id = parse_path(session.model_path).run_id
+            found = run_id, self.curves.num_steps(run_id)
+        if found is not None:
+            self.rollouts.sampled(
+                session.user_id,
+                *found,
+                job.prompt,
+                result,
+                base_model=session.base_model,
+                snapshot=session.model_path or session.sampling_session_id,
+            )
 
     # ------------------------------------------------------------------------ models
 

@@ -1,6 +1,7 @@
 """What survives a crash: accounts, sessions, runs, the journal, checkpoints and the ledger."""
 
 from tinkex.store.journal import SeqConflictError
+from tinkex.store.models import FilteredRuns, RunFilter
 from tinkex.store.records import (
     ApiKey,
     Appended,
@@ -36,10 +37,12 @@ __all__ = [
     "CheckpointKind",
     "CheckpointName",
     "CustomLoss",
+    "FilteredRuns",
     "Model",
     "NewRow",
     "JournalRow",
     "RowState",
+    "RunFilter",
     "SampleLedger",
     "SamplingSession",
     "SeqConflictError",

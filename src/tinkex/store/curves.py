@@ -52,6 +52,12 @@ class Curves:
         statement = delete(_table).where(_table.c.model_id == model_id)
         self._writer.run(lambda connection: connection.execute(statement))
 
+    def drop_unloaded(self, before: float) -> None:
+        """Remove the curves of runs that were unloaded and had no new point since."""
+        gone = select(schema.models.c.model_id).where(schema.models.c.unloaded.is_(True))
+        statement = delete(_table).where(_table.c.updated_at < before, _table.c.model_id.in_(gone))
+        self._writer.run(lambda connection: connection.execute(statement))
+
     def _read(self, query: object) -> list[StoredCurve]:
         with self._reader.connect() as connection:
             rows = connection.execute(query).mappings()  # type: ignore[call-overload]

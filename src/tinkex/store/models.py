@@ -8,19 +8,102 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, func, or_, select, update
+import orjson
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Engine,
+    String,
+    and_,
+    bindparam,
+    cast,
+    false,
+    func,
+    or_,
+    select,
+    update,
+)
 
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
-from tinkex.store.records import Model, Snapshot
+from tinkex.store.records import Model, Session, Snapshot
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
 
 _table = schema.models
 
 _SEARCHED = (_table.c.model_id, _table.c.base_model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFilter:
+    """Which runs, and in which order; what is empty does not matter."""
+
+    search: str = ""
+    """A part of a run's id, of its base model, or of the name its session has."""
+    tag: str = ""
+    base_model: str = ""
+    status: str = ""
+    """`running`, `idle`, `finished` or `lost`."""
+    busy: tuple[str, ...] = ()
+    """The runs that have something to do now."""
+    order: str = "newest"
+    """`newest`, `oldest` or `active`."""
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        found = []
+        sessions = schema.sessions
+        if self.search:
+            named = sessions.c.display_name.icontains(self.search, autoescape=True)
+            found.append(
+                or_(
+                    *(column.icontains(self.search, autoescape=True) for column in _SEARCHED),
+                    _of_sessions(named),
+                )
+            )
+        if self.tag:
+            # The list is stored as JSON text; quotes around make it the whole tag.
+            text = orjson.dumps(self.tag).decode()
+            found.append(
+                _of_sessions(cast(sessions.c.tags, String).contains(text, autoescape=True))
+            )
+        if self.base_model:
+            found.append(_table.c.base_model == self.base_model)
+        if self.status:
+            found.append(self._status())
+        return found
+
+    def _status(self) -> ColumnElement[bool]:
+        is_busy = _table.c.model_id.in_(self.busy)
+        is_over = or_(
+            _table.c.unloaded.is_(True), _of_sessions(schema.sessions.c.status_type != "active")
+        )
+        is_lost = _table.c.corrupted.is_(True)
+        return {
+            "running": and_(is_busy, ~is_lost),
+            "lost": is_lost,
+            "finished": and_(is_over, ~is_busy, ~is_lost),
+            "idle": and_(~is_over, ~is_busy, ~is_lost),
+        }.get(self.status, false())
+
+    def ordering(self) -> list[ColumnElement[Any]]:
+        if self.order == "oldest":
+            return [_table.c.created_at.asc(), _table.c.model_id.asc()]
+        moment = _table.c.last_request_time if self.order == "active" else _table.c.created_at
+        return [moment.desc(), _table.c.model_id.desc()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilteredRuns:
+    models: list[Model]
+    """One page of them."""
+    sessions: dict[str, Session]
+    total: int
+    base_models: list[str]
+    """What the user's runs, fitting or not, are trained on."""
 
 
 class Models:
@@ -78,12 +161,10 @@ class Models:
         *,
         project_id: str | None = None,
         with_public: bool = False,
-        search: str | None = None,
     ) -> tuple[list[Model], int]:
         """A user's runs, newest first, and how many there are in all.
 
-        `with_public` adds other users' runs that have a public checkpoint. `search` is a part of a
-        run's id, of its base model, or of the name its session has.
+        `with_public` adds other users' runs that have a public checkpoint.
         """
         mine = _table.c.user_id == user_id
         where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine]
@@ -91,18 +172,34 @@ class Models:
             sessions = schema.sessions
             inside = select(sessions.c.session_id).where(sessions.c.project_id == project_id)
             where.append(_table.c.session_id.in_(inside))
-        if search is not None:
-            sessions = schema.sessions
-            named = sessions.c.display_name.icontains(search, autoescape=True)
-            found = [column.icontains(search, autoescape=True) for column in _SEARCHED]
-            where.append(
-                or_(*found, _table.c.session_id.in_(select(sessions.c.session_id).where(named)))
-            )
         order = (_table.c.created_at.desc(), _table.c.model_id.desc())
         query = select(_table).where(*where).order_by(*order).limit(limit).offset(offset)
         with self._reader.connect() as connection:
             total = connection.execute(select(func.count()).select_from(_table).where(*where))
             return self._all(query), int(total.scalar_one())
+
+    def filtered(
+        self, user_id: str | None, wanted: RunFilter, limit: int, offset: int
+    ) -> FilteredRuns:
+        """The runs of a user that fit, with their sessions; of all users where it is None."""
+        owned = [_table.c.user_id == user_id] if user_id is not None else []
+        where = [*owned, *wanted.conditions()]
+        query = select(_table).where(*where).order_by(*wanted.ordering())
+        models = self._all(query.limit(limit).offset(offset))
+        total = select(func.count()).select_from(_table).where(*where)
+        names = select(_table.c.base_model).where(*owned).distinct().limit(200)
+        of_page = schema.sessions.c.session_id.in_({model.session_id for model in models})
+        with self._reader.connect() as connection:
+            rows = connection.execute(select(schema.sessions).where(of_page)).mappings()
+            sessions = [
+                Session(**{name: row[name] for name in Session.__slots__}) for row in rows.all()
+            ]
+            return FilteredRuns(
+                models=models,
+                sessions={session.session_id: session for session in sessions},
+                total=int(connection.execute(total).scalar_one()),
+                base_models=sorted(connection.execute(names).scalars()),
+            )
 
     def has_public(self, model_id: str) -> bool:
         """Whether a run has a public checkpoint that has not expired."""
@@ -175,6 +272,11 @@ class Models:
         )
         rows = [{"id": model_id, "at": at} for model_id, at in touched.items()]
         return lambda connection: (connection.execute(statement, rows), None)[1]
+
+
+def _of_sessions(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    sessions = schema.sessions
+    return _table.c.session_id.in_(select(sessions.c.session_id).where(condition))
 
 
 def _public_runs() -> Any:

@@ -79,6 +79,10 @@ class Sessions:
         )
         return self._writer.run(lambda connection: connection.execute(statement).rowcount > 0)
 
+    def set_tags(self, session_id: str, tags: list[str]) -> None:
+        statement = update(_table).where(_table.c.session_id == session_id).values(tags=tags)
+        self._writer.run(lambda connection: connection.execute(statement))
+
     def set_project(self, session_id: str, project_id: str) -> None:
         """Move a session, with the checkpoints of its runs, to a project."""
         runs = select(schema.models.c.model_id).where(schema.models.c.session_id == session_id)

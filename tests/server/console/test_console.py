@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
-
-HOSTILE = "<script>alert(1)</script>"
+from visits import HOSTILE, token_of, visitor
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +29,19 @@ def world(start_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
         for step in range(5):
             training.forward_backward([datum], "cross_entropy").result()
             training.optim_step(tinkex.AdamParams(learning_rate=0.01)).result()
-            training.log_metrics({"reward": step / 5, HOSTILE: 1.0}, step=step).result()
+            told = {"reward": step / 5, HOSTILE: 1.0, "learning_rate": 7.0}
+            training.log_metrics(told, step=step).result()
         path = training.save_state("end").result().path
         sampler = training.save_weights_for_sampler("final").result().path
-        yield SimpleNamespace(
+        made = SimpleNamespace(
             base_url=base_url, run_id=training.model_id, path=path, sampler=sampler, folder=folder
         )
+        with visitor(made, "tml-ann") as ann:
+            token = token_of(ann.get("/console").text)
+            form = {"run": made.run_id, "form_token": token, "tags": f'é "quoted", {HOSTILE}, a'}
+            assert ann.post("/console/tags", data=form).status_code == 200
+        yield made
         service.close()
-
-
-@contextmanager
-def visitor(world: SimpleNamespace, key: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=world.base_url, follow_redirects=True) as client:
-        assert client.post("/console/login", data={"key": key}).status_code == 200
-        yield client
-
-
-def token_of(page: str) -> str:
-    found = re.search(r'name="form-token" content="(\w+)"', page)
-    assert found is not None
-    return found[1]
 
 
 def test_a_stranger_is_sent_to_the_login(world):
@@ -113,7 +104,7 @@ def test_hostile_names_stay_text(world):
     with visitor(world, "tml-ann") as ann:
         for path in ("/console", f"/console/runs/{world.run_id}", "/console/playground"):
             page = ann.get(path)
-            assert HOSTILE not in page.text
+            assert HOSTILE not in page.text, path
             policy = page.headers["content-security-policy"]
             assert "script-src 'self'" in policy
             assert "unsafe" not in policy
@@ -131,6 +122,68 @@ def test_a_change_needs_a_form_of_this_page(world):
         assert "every user" in page.text
         back = {"path": world.path, "action": "unpublish", "form_token": token}
         assert "every user" not in ann.post("/console/checkpoints", data=back).text
+
+
+def test_a_checkpoint_is_kept_for_a_while(world):
+    with visitor(world, "tml-ann") as ann:
+        body = {
+            "path": world.path,
+            "action": "ttl",
+            "form_token": token_of(ann.get("/console").text),
+        }
+        assert (
+            "in 29 days"
+            in ann.post("/console/checkpoints", data={**body, "ttl_seconds": "2592000"}).text
+        )
+        refused = ann.post("/console/checkpoints", data={**body, "ttl_seconds": "5"})
+        assert (refused.status_code, "one hour" in refused.text) == (400, True)
+        assert "in 29 days" not in ann.post("/console/checkpoints", data=body).text
+
+
+def test_a_checkpoint_is_downloaded_by_its_owner_alone(world):
+    with visitor(world, "tml-ann") as ann, visitor(world, "tml-ben") as ben:
+        answer = ann.get("/console/download", params={"path": world.sampler})
+        assert b"adapter" in answer.content
+        assert "attachment" in answer.headers["content-disposition"]
+        assert ben.get("/console/download", params={"path": world.sampler}).status_code == 404
+
+
+def test_the_time_of_a_step_is_split_into_its_parts(world):
+    with visitor(world, "tml-ann") as ann:
+        curves = ann.get(f"/console/api/runs/{world.run_id}").json()["curves"]
+    parts = ("pass_time_s", "optim_time_s", "save_time_s", "other_time_s")
+    whole = curves["step_time_s"]["values"]
+    summed = [sum(values) for values in zip(*(curves[p]["values"] for p in parts), strict=True)]
+    assert summed == pytest.approx(whole, abs=0.005)
+
+
+def test_a_name_of_the_servers_own_does_not_mix_with_what_a_client_logs(world):
+    with visitor(world, "tml-ann") as ann:
+        curves = ann.get(f"/console/api/runs/{world.run_id}").json()["curves"]
+    assert curves["learning_rate"]["values"] == pytest.approx([0.01] * 5)
+    assert curves["learning_rate (logged)"]["values"] == [7.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "num"),
+    [
+        ({"q": "no such"}, 0),
+        ({"q": "alert"}, 1),
+        ({"tag": 'é "quoted"'}, 1),
+        ({"tag": "quoted"}, 0),
+        ({"tag": "%"}, 0),
+        ({"model": "toy"}, 1),
+        ({"model": "other"}, 0),
+        ({"status": "idle", "sort": "active"}, 1),
+        ({"status": "running"}, 0),
+        ({"status": "lost"}, 0),
+        ({"status": "finished", "sort": "oldest"}, 0),
+    ],
+)
+def test_runs_are_filtered(world, asked: dict, num: int):
+    with visitor(world, "tml-ann") as ann:
+        assert ann.get("/console/api/runs", params=asked).json()["total"] == num
+        assert ann.get("/console", params=asked).status_code == 200
 
 
 def test_another_user_cannot_change_a_checkpoint(world):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from pathlib import Path
 from urllib.parse import quote
 
 import click
@@ -13,15 +14,25 @@ from tinkex.cli.state import Leaf, State, pass_state
 
 
 @click.command(cls=Leaf)
+@click.option(
+    "--log-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Show the run folders under this one, and ask no server.",
+)
+@click.option("--port", type=int, default=0, help="Port for --log-dir; any free one by default.")
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 @pass_state
-def console(state: State, no_browser: bool) -> None:
+def console(state: State, log_dir: Path | None, port: int, no_browser: bool) -> None:
     """Show runs, curves and checkpoints in a browser.
 
     Without a server of your own, the private one of this machine is started; it stays until you
     press Ctrl-C here. The printed link logs in by itself and is good for an hour: keep it to
-    yourself.
+    yourself. With --log-dir no server is asked: every folder with a metrics.jsonl is a run, ours
+    or tinker-cookbook's, wherever it was trained.
     """
+    if log_dir is not None:
+        _show_folders(state, log_dir, port, no_browser)
+        return
     with resolve_address(state) as (base_url, key):
         click.echo(_link(base_url, key))
         if no_browser:
@@ -32,6 +43,22 @@ def console(state: State, no_browser: bool) -> None:
         state.note("Press Ctrl-C to end.")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
+
+
+def _show_folders(state: State, log_dir: Path, port: int, no_browser: bool) -> None:
+    from tinkex.server.console.local import LocalConsole
+
+    try:
+        local = LocalConsole(log_dir, port)
+    except (OSError, OverflowError) as exc:
+        raise click.ClickException(f"cannot listen on 127.0.0.1:{port}: {exc}") from exc
+    click.echo(local.link)
+    state.note("Press Ctrl-C to end.")
+    if not no_browser:
+        import webbrowser
+
+        webbrowser.open(local.link)
+    local.run()
 
 
 def _link(base_url: str, key: str) -> str:

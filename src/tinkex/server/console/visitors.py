@@ -13,16 +13,20 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 
-from tinkex.server.auth import Auth, credential_of
+from tinkex.server.auth import TOKEN_TTL_S, Auth, credential_of
 from tinkex.server.problems import ApiError
 from tinkex.store import User
 
-COOKIE = "tinkex_console"
 _FORM_SECRET = secrets.token_bytes(32)
 
 
+def cookie_name(request: Request) -> str:
+    """One for each port: browsers send a cookie to every port of a host."""
+    return f"tinkex_console_{request.url.port or 0}"
+
+
 def _cookie(request: Request) -> str | None:
-    return request.cookies.get(COOKIE) or credential_of(request)
+    return request.cookies.get(cookie_name(request)) or credential_of(request)
 
 
 async def visitor(request: Request) -> User:
@@ -58,8 +62,10 @@ async def check_form(request: Request) -> None:
 Changing = Annotated[None, Depends(check_form)]
 
 
-async def log_in(request: Request, response: Response, key: str) -> None:
-    """Take a key and leave a cookie.
+async def log_in(
+    request: Request, response: Response, key: str, *, max_age_s: int | None = TOKEN_TTL_S
+) -> None:
+    """Take a key and leave a cookie; with `max_age_s` None, for as long as the browser is open.
 
     Raises:
         ApiError: 401, the key is not known.
@@ -67,11 +73,11 @@ async def log_in(request: Request, response: Response, key: str) -> None:
     auth: Auth = request.app.state.auth
     token = await auth.issue_token(key)
     response.set_cookie(
-        COOKIE,
+        cookie_name(request),
         token,
         httponly=True,
         samesite="strict",
         secure=request.url.scheme == "https",
-        max_age=3600,
+        max_age=max_age_s,
         path="/console",
     )

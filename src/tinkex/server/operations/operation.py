@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tinkex.server.catalog import Catalog
     from tinkex.server.files.checkpoints import Shelf
     from tinkex.server.work.curves import Curves
+    from tinkex.server.work.rollouts import Rollouts
     from tinkex.store import Store
 
 Asked = TypeVar("Asked")
@@ -43,6 +44,7 @@ class Tools:
     shelf: Shelf
     catalog: Catalog
     curves: Curves
+    rollouts: Rollouts
     user_of: Callable[[str], Awaitable[User]]
     """The owner of a key, for requests that name another user's."""
 

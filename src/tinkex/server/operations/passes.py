@@ -85,6 +85,7 @@ class Forward(Operation[TrainRequest]):
         )
         if self.changes_state:
             await self.tools.curves.passed(model.model_id, result.metrics)
+            await self.tools.rollouts.trained(model.user_id, model.model_id, asked.data)
         outcome = Outcome(kind="train", payload=encode.train_payload(result))
         return Conclusion(outcome=outcome, usage=(used,))
 

@@ -193,6 +193,8 @@ class SaveWeightsForSampler(SaveWeights):
             created_at=time.time(),
         )
         made = await store.call(store.sampling.create, session)
+        step = self.tools.curves.num_steps(model.model_id)
+        self.tools.rollouts.saved(made.sampling_session_id, model.model_id, step)
         answer = {"sampling_session_id": made.sampling_session_id, "type": self.name}
         return Conclusion(outcome=json_outcome(answer))
 

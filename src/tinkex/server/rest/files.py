@@ -54,7 +54,7 @@ async def download(request: Request, token: Text, file_name: Text) -> Response:
         return await _trace(store, resource["trace"])
     folder = await shelf.folder_of(await _checkpoint(store, resource))
     if "archive" in resource:
-        return await asyncio.to_thread(_archive, request, folder, file_name)
+        return await asyncio.to_thread(archive, request, folder, file_name)
     return await asyncio.to_thread(_file, folder, resource["name"])
 
 
@@ -78,7 +78,8 @@ def _file(folder: Path, name: str) -> Response:
     return FileResponse(file, media_type="application/octet-stream", filename=file.name)
 
 
-def _archive(request: Request, folder: Path, file_name: str) -> Response:
+def archive(request: Request, folder: Path, file_name: str) -> Response:
+    """A folder as a tar, or the part of it that is asked for."""
     tar = FolderTar(folder)
     headers = {
         "Accept-Ranges": "bytes",

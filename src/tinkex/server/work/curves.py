@@ -27,8 +27,15 @@ MAX_POINTS = 2048
 MAX_CURVES = 200
 MAX_RUNS = 256
 """Runs whose curves are kept in memory."""
+PARTS = {
+    "forward_backward": "pass_time_s",
+    "forward": "pass_time_s",
+    "optim_step": "optim_time_s",
+}
+"""Which part of a step an operation is; what is not named is saving or loading."""
 MEASURED = frozenset(
-    {"learning_rate", "grad_norm", "loss_per_token", "tokens", "tokens_per_s", "step_time_s"}
+    {"learning_rate", "grad_norm", "loss_per_token", "tokens", "tokens_per_s"}
+    | {"step_time_s", "other_time_s", "save_time_s", *PARTS.values()}
 )
 """Names of the server's own curves. A client's number of such a name has a curve of its own."""
 _POINT = np.dtype([("step", "<f8"), ("value", "<f4"), ("at", "<f8")])
@@ -92,6 +99,9 @@ class _Run:
     tokens: float = 0.0
     gap: list[tuple[str, float]] = field(default_factory=list)
     stepped_at: float = 0.0
+    busy_until: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+    """Seconds of the worker since the last step, by part."""
 
 
 class Curves:
@@ -103,6 +113,15 @@ class Curves:
         self._opening: dict[str, asyncio.Task[_Run]] = {}
 
     # ------------------------------------------------------------------------ what happens
+
+    def worked(self, model_id: str, operation: str, started_at: float, ended_at: float) -> None:
+        """The worker had a request; requests sent ahead overlap, and time counts once."""
+        run = self._runs.get(model_id)
+        if run is not None:
+            part = PARTS.get(operation, "save_time_s")
+            seconds = max(0.0, ended_at - max(started_at, run.busy_until, run.stepped_at))
+            run.spent[part] = run.spent.get(part, 0.0) + seconds
+            run.busy_until = max(run.busy_until, ended_at)
 
     async def passed(self, model_id: str, metrics: Mapping[str, float]) -> None:
         """A forward_backward ran; its numbers belong to the step that follows."""
@@ -131,6 +150,9 @@ class Curves:
                 told["tokens_per_s"] = run.tokens / (now - run.stepped_at)
         if run.stepped_at:
             told["step_time_s"] = now - run.stepped_at
+            told |= {part: run.spent.get(part, 0.0) for part in (*PARTS.values(), "save_time_s")}
+            told["other_time_s"] = max(0.0, now - run.stepped_at - sum(run.spent.values()))
+        run.spent = {}
         run.stepped_at = now
         run.loss = run.tokens = 0.0
         run.gap = []
@@ -180,6 +202,11 @@ class Curves:
                 if run is not None and name in run.curves:
                     found[model_id, name] = run.curves[name]
         return found
+
+    def num_steps(self, model_id: str) -> int:
+        """Steps of a run that is in use; 0 for one that is not."""
+        run = self._runs.get(model_id)
+        return run.num_steps if run is not None else 0
 
     # ------------------------------------------------------------------------ keeping
 

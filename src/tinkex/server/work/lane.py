@@ -63,6 +63,8 @@ class Means:
     results: Results
     operations: dict[str, Operation[Any]]
     gap_limit_s: float
+    on_worked: Callable[[str, str, float, float], None]
+    """Told the model, the operation, and from when to when the worker had it."""
 
 
 class Lane:
@@ -415,12 +417,14 @@ class Lane:
         operation, job = request.operation, request.job
         assert operation is not None
         assert job is not None
-        compute_s = time.time() - request.started_at
+        ended_at = time.time()
+        compute_s = ended_at - request.started_at
         if request.mode == "replay":
             self._flights.popleft()
             self._retire(request)
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
+        self.means.on_worked(self.model.model_id, operation.name, request.started_at, ended_at)
         try:
             concluded = await operation.conclude(request.asked, self._turn(request), job, result)
         except InvalidInputError as exc:

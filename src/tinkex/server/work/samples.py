@@ -63,6 +63,7 @@ class Samples:
         max_sample_bytes: int,
         kept: KeptResults,
         on_use: Callable[[str], None],
+        on_sampled: Callable[[SamplingSession, SampleJob, SampleResult], None],
     ) -> None:
         self._store = store
         self._shelf = shelf
@@ -74,6 +75,7 @@ class Samples:
         self._max_sample_bytes = max_sample_bytes
         self.kept = kept
         self._num_open: Counter[str] = Counter()  # samples of each user that wait or run
+        self._on_sampled = on_sampled
         self._on_use = on_use  # a session shows a sign of life
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
         self._logs: dict[tuple[str, int], FinishedLog] = {}
@@ -358,6 +360,7 @@ class Samples:
             run.promise.settle(Outcome(error=f"The server failed: {exc}", category="server"))
             return
         self._count(session, run.user_id, result)
+        self._on_sampled(session, run.job, result)
         run.promise.settle(Outcome(kind="sample", payload=encode.sample_payload(result)))
 
     def _count(self, session: SamplingSession, user_id: str, result: SampleResult) -> None:

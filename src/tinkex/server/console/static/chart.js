@@ -36,7 +36,8 @@ class Chart {
 
   points(one) {
     const start = one.at.length ? one.at[0] : 0;
-    const xs = this.view.axis === "time" ? one.at.map((at) => (at - start) / 60) : one.steps;
+    const axis = this.view.axis;
+    const xs = axis === "time" ? one.at.map((at) => (at - start) / 60) : axis === "tokens" ? tokensAt(one) : one.steps;
     let mean = null;
     const ys = one.values.map((value) => {
       mean = mean === null ? value : this.view.smooth * mean + (1 - this.view.smooth) * value;
@@ -83,10 +84,12 @@ class Chart {
     }
     all.forEach((points, index) => {
       pen.strokeStyle = (dark ? LIGHT : COLORS)[index % COLORS.length];
-      pen.lineWidth = 1.6;
+      pen.lineWidth = this.series[index].isBaseline ? 3 : 1.6;
+      pen.setLineDash(this.series[index].isBaseline ? [6, 4] : []);
       pen.beginPath();
       points.forEach(([x, y], i) => (i ? pen.lineTo(px(x), py(y)) : pen.moveTo(px(x), py(y))));
       pen.stroke();
+      pen.setLineDash([]);
       if (points.length === 1) { pen.fillStyle = pen.strokeStyle; pen.beginPath(); pen.arc(px(points[0][0]), py(points[0][1]), 2.5, 0, 7); pen.fill(); }
     });
     const first = this.series[0];
@@ -122,6 +125,19 @@ class Chart {
   }
 }
 
+// Tokens trained on up to each point of a series; its run's curve of tokens says how many a step had.
+function tokensAt(one) {
+  const tokens = one.tokens;
+  if (!tokens) return one.steps;
+  const upTo = [];
+  let sum = 0, i = 0;
+  for (const step of one.steps) {
+    while (i < tokens.steps.length && tokens.steps[i] <= step) sum += tokens.values[i++] * (tokens.stride || 1);
+    upTo.push(sum);
+  }
+  return upTo;
+}
+
 // Four or so round numbers between two others.
 function ticks(low, high) {
   const rough = (high - low) / 4, size = 10 ** Math.floor(Math.log10(rough));
@@ -146,4 +162,11 @@ function controls(change) {
   });
   for (const id of ["smooth", "log", "axis"]) document.getElementById(id).addEventListener("input", () => change(view()));
   return view;
+}
+
+// What people look at first stands first.
+const FIRST = ["loss_per_token", "loss", "reward", "held_out_loss", "held_out_reward", "env/all/reward/total", "grad_norm", "tokens_per_s", "learning_rate"];
+function byInterest(one, other) {
+  const rank = (name) => (FIRST.indexOf(name) < 0 ? FIRST.length : FIRST.indexOf(name));
+  return rank(one) - rank(other) || one.localeCompare(other);
 }

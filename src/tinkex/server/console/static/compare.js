@@ -1,17 +1,22 @@
-// Several runs over each other, one chart a metric.
+// Several runs over each other, one chart a metric; the baseline's line is broken and thick.
 "use strict";
 
 const place = document.getElementById("charts");
 if (place) {
   const charts = [];
   const view = controls((now) => { for (const chart of charts) chart.show(now); });
-  fetch(`/console/api/compare?runs=${encodeURIComponent(place.dataset.runs)}`).then((answer) => answer.json()).then((told) => {
-    const names = [...new Set(told.runs.flatMap((run) => Object.keys(run.curves)))].sort();
+  const asked = new URLSearchParams({ runs: place.dataset.runs, baseline: place.dataset.baseline });
+  fetch(`/console/api/compare?${asked}`).then((answer) => answer.json()).then((told) => {
+    const names = [...new Set(told.runs.flatMap((run) => Object.keys(run.curves)))].sort(byInterest);
     const empty = { steps: [], values: [], at: [] };
     for (const name of names) {
       const chart = new Chart(place, name);
       chart.view = view();
-      chart.set(told.runs.map((run) => run.curves[name] || empty));
+      chart.set(told.runs.map((run) => ({
+        ...(run.curves[name] || empty),
+        tokens: run.curves.tokens || run.curves.num_tokens,
+        isBaseline: run.run_id === told.baseline,
+      })));
       charts.push(chart);
     }
   });

@@ -1,22 +1,57 @@
-// A run's page: curves that grow while it trains.
+// A run's page: curves that grow while it trains, and where the time of a step goes.
 "use strict";
 
 const place = document.getElementById("charts");
 const charts = new Map();
+const known = {};
 const view = controls((now) => { for (const chart of charts.values()) chart.show(now); });
-const FIRST = ["loss_per_token", "reward", "grad_norm", "tokens_per_s", "learning_rate"];
+const PARTS = [["pass_time_s", "forward and backward"], ["optim_time_s", "optimizer"], ["save_time_s", "saving"], ["other_time_s", "client, samples, waiting"]];
 
 function take(curves) {
-  const rank = (name) => (FIRST.indexOf(name) < 0 ? FIRST.length : FIRST.indexOf(name));
-  const names = Object.keys(curves).sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-  for (const name of names) {
+  Object.assign(known, curves);
+  for (const name of Object.keys(curves).sort(byInterest)) {
     if (!charts.has(name)) {
       const chart = new Chart(place, name);
       chart.view = view();
       charts.set(name, chart);
     }
-    charts.get(name).set([curves[name]]);
+    charts.get(name).set([{ ...curves[name], tokens: known.tokens || known.num_tokens }]);
   }
+  split();
+}
+
+// The mean of the last twenty steps, part by part.
+function split() {
+  const box = document.getElementById("split");
+  const mean = (name) => {
+    const last = known[name] ? known[name].values.slice(-20) : [];
+    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : 0;
+  };
+  const parts = PARTS.map(([name, says]) => [says, mean(name)]);
+  const whole = parts.reduce((sum, [, value]) => sum + value, 0);
+  box.hidden = !whole;
+  if (!whole) return;
+  const svg = (kind, facts) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
+    for (const [name, value] of Object.entries(facts)) made.setAttribute(name, value);
+    return made;
+  };
+  const bar = svg("svg", { viewBox: "0 0 1000 20", preserveAspectRatio: "none", role: "img", "aria-label": "Time of a step by part" });
+  const list = document.createElement("ul");
+  list.className = "legend";
+  let at = 0;
+  parts.forEach(([says, value], index) => {
+    bar.append(svg("rect", { x: at, y: 0, width: 1000 * value / whole, height: 20, class: `f${index}` }));
+    at += 1000 * value / whole;
+    const entry = document.createElement("li");
+    const dot = document.createElement("span");
+    dot.className = `dot c${index}`;
+    entry.append(dot, `${says} ${short(value)} s (${Math.round(100 * value / whole)} %)`);
+    list.append(entry);
+  });
+  const head = document.createElement("h3");
+  head.textContent = `A step takes ${short(whole)} s`;
+  box.replaceChildren(head, bar, list);
 }
 
 const live = new EventSource(place.dataset.live);

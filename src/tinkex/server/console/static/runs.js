@@ -1,9 +1,11 @@
-// The list: chosen runs are compared.
+// The list: two or more chosen runs can be compared; filters apply when they are changed.
 "use strict";
 
 const form = document.getElementById("chosen");
 if (form) {
-  const chosen = () => [...form.querySelectorAll("input[type=checkbox]:checked")].map((box) => box.value);
-  form.addEventListener("change", () => { document.getElementById("compare").disabled = chosen().length < 2; });
-  form.addEventListener("submit", () => { document.getElementById("ids").value = chosen().join(","); });
+  const show = () => { document.getElementById("compare").disabled = form.querySelectorAll("input:checked").length < 2; };
+  form.addEventListener("change", show);
+  show();
 }
+const filters = document.getElementById("filters");
+for (const choice of filters.querySelectorAll("select")) choice.addEventListener("change", () => filters.requestSubmit());

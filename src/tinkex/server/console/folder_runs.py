@@ -1,0 +1,337 @@
+"""Runs in folders of this disk: ours and those of tinker-cookbook.
+
+A folder with a `metrics.jsonl` is a run. Files are read from where the last look ended, so that a
+page of a long run costs what was added to it; a file that became shorter is read again. What was
+found is bounded, because a folder may be anybody's: depth, number of runs, curves, length of lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tinkex.server.console.source import PAGE, Query, age, age_of
+from tinkex.server.console.sparks import spark
+from tinkex.server.problems import ApiError
+from tinkex.server.work.curves import MAX_CURVES, Curve
+from tinkex.store import User
+
+METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+MAX_DEPTH = 4
+MAX_RUNS = 10_000
+MAX_LINE = 4_000_000
+MAX_STEPS = 100_000
+MAX_OPEN = 256
+"""Runs whose curves are kept in memory."""
+LOOK_S = 2.0
+FRESH_S = 60.0
+"""A run whose file grew this lately is called running."""
+# What stands for "the loss" in the list: ours, then the names of tinker-cookbook.
+_SHOWN = ("loss", "reward", "train_mean_nll", "env/all/reward/total", "test/nll")
+_TOKENS = ("num_tokens", "tokens", "num_loss_tokens")
+
+
+@dataclass(slots=True)
+class Lines:
+    """The lines of a file that grows."""
+
+    file: Path
+    offset: int = 0
+
+    def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Objects that were added since the last look, each with the place where it stands."""
+        with self.file.open("rb") as source:
+            source.seek(self.offset)
+            while line := source.readline(MAX_LINE):
+                if not line.endswith(b"\n"):
+                    if len(line) < MAX_LINE:
+                        return  # being written
+                    self.offset += len(line)
+                    continue  # far too long; its end is no object either
+                at, self.offset = self.offset, self.offset + len(line)
+                if (found := _object(line)) is not None:
+                    yield at, found
+
+    @property
+    def was_cut(self) -> bool:
+        return self.file.stat().st_size < self.offset
+
+
+@dataclass(slots=True)
+class Folder:
+    path: Path
+    metrics: Lines
+    rollouts: Lines
+    curves: dict[str, Curve] = field(default_factory=dict)
+    places: dict[int, list[int]] = field(default_factory=dict)
+    """Where in the rollouts each step's answers stand."""
+    num_lines: int = 0
+    last_step: float = 0
+    clock: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _shown: dict[str, Curve] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, path: Path) -> Folder:
+        return cls(path, Lines(path / METRICS), Lines(path / ROLLOUTS))
+
+    def look(self) -> dict[str, Curve]:
+        """Read what was added; gives curves that no later look changes. Blocks."""
+        with self.lock:
+            before = self.metrics.offset
+            if self.metrics.was_cut:
+                self.metrics.offset, self.num_lines, self.clock = 0, 0, 0.0
+                self.curves.clear()
+            for _, line in self.metrics.new():
+                self._take(line)
+            if self.metrics.offset != before:
+                self._shown = {name: copy(curve) for name, curve in self.curves.items()}
+            return self._shown
+
+    def _take(self, line: dict[str, Any]) -> None:
+        step = _number(line.get("step", line.get("progress/batch")))
+        self.last_step = step if step is not None else self.num_lines
+        self.num_lines += 1
+        at = _number(line.get("time"))
+        self.clock = at if at is not None else self.clock + (_number(line.get("time/total")) or 1.0)
+        for name, value in line.items():
+            number = None if name in ("step", "time") else _number(value)
+            if number is None or (name not in self.curves and len(self.curves) >= MAX_CURVES):
+                continue
+            self.curves.setdefault(name[:100], Curve()).add(self.last_step, number, self.clock)
+
+    def rollout_steps(self) -> list[int]:
+        """The steps of which there are answers. Blocks."""
+        if not self.rollouts.file.is_file():
+            return []
+        with self.lock:
+            if self.rollouts.was_cut:
+                self.rollouts.offset = 0
+                self.places.clear()
+            for at, line in self.rollouts.new():
+                step = _number(line.get("step"))
+                if step is not None and (step in self.places or len(self.places) < MAX_STEPS):
+                    self.places.setdefault(int(step), []).append(at)
+            return sorted(self.places)
+
+    def answers(self, step: int, limit: int = 1024) -> list[dict[str, Any]]:
+        if step not in self.rollout_steps():
+            return []
+        found = []
+        with self.rollouts.file.open("rb") as source:
+            for at in self.places[step][:limit]:
+                source.seek(at)
+                if (one := _object(source.readline(MAX_LINE))) is not None:
+                    found.append(one)
+        return found
+
+
+class FolderRuns:
+    """All runs under one folder, for the pages."""
+
+    is_local = True
+    is_ending = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._found: dict[str, Path] = {}
+        self._looked_at = -math.inf
+        self._open: OrderedDict[str, Folder] = OrderedDict()
+
+    async def page(self, user: User, query: Query) -> dict[str, Any]:
+        return await asyncio.to_thread(self._page, query)
+
+    def _page(self, query: Query) -> dict[str, Any]:
+        self._look()
+        wanted = query.search.lower()
+        chosen = [
+            (run_id, path, (path / METRICS).stat().st_mtime)
+            for run_id, path in self._found.items()
+            if wanted in str(path.relative_to(self._root)).lower()
+        ]
+        chosen.sort(key=lambda one: one[2], reverse=query.sort != "oldest")
+        total = len(chosen)
+        shown = chosen[query.page * PAGE : (query.page + 1) * PAGE]
+        return {
+            "runs": [self._row(run_id) for run_id, _, _ in shown],
+            "total": total,
+            "pages": (total + PAGE - 1) // PAGE,
+            "models": [],
+        }
+
+    def _row(self, run_id: str) -> dict[str, Any]:
+        folder = self._folder(run_id)
+        curves = folder.look()
+        name = next((name for name in _SHOWN if name in curves), None)
+        values = curves[name].values if name else []
+        tokens = next((curves[n] for n in _TOKENS if n in curves), None)
+        return {
+            **self._head(run_id, folder),
+            "steps": folder.num_lines,
+            "loss": values[-1] if values else None,
+            "tokens": int(sum(tokens.values) * tokens.stride) if tokens else 0,
+            "spark": spark(values),
+        }
+
+    def _head(self, run_id: str, folder: Folder) -> dict[str, Any]:
+        config = _json_file(folder.path / "config.json")
+        made = (folder.path / METRICS).stat().st_mtime
+        silent_s = time.time() - made
+        is_running = silent_s < FRESH_S
+        return {
+            "run_id": run_id,
+            "name": self._name(folder.path),
+            "tags": [],
+            "owner": "",
+            "base_model": _first(config, ("model", "model_name", "base_model")),
+            "rank": _first(config, ("rank", "lora_rank")),
+            "created_at": made,
+            "age": age(made),
+            "status": "running" if is_running else "finished",
+            "why": "its file grows" if is_running else f"last written {age_of(silent_s)}",
+        }
+
+    def _name(self, path: Path) -> str:
+        return path.name if path == self._root else str(path.relative_to(self._root))
+
+    async def run(self, user: User, run_id: str) -> dict[str, Any]:
+        return await asyncio.to_thread(self._run, run_id)
+
+    def _run(self, run_id: str) -> dict[str, Any]:
+        folder = self._folder(run_id)
+        saved = list(Lines(folder.path / "checkpoints.jsonl").new()) if _has_saved(folder) else []
+        paths = [line for _, line in saved if isinstance(line.get("state_path"), str)]
+        return {
+            **self._head(run_id, folder),
+            "settings": dict(_flat(_json_file(folder.path / "config.json"))),
+            "checkpoints": [
+                {"path": str(line[kind]), "kind": kind.removesuffix("_path"), "name": ""}
+                for line in paths[-50:]
+                for kind in ("state_path", "sampler_path")
+                if line.get(kind)
+            ],
+            "resume": _resume(paths[-1]["state_path"] if paths else None),
+            "folder": str(folder.path),
+        }
+
+    async def check(self, user: User, run_id: str) -> None:
+        await asyncio.to_thread(self._folder, run_id)
+
+    async def curves(self, run_id: str) -> dict[str, Curve]:
+        folder = await asyncio.to_thread(self._folder, run_id)
+        return await asyncio.to_thread(folder.look)
+
+    def doing(self, run_id: str) -> str:
+        return ""
+
+    async def rollout_steps(self, run_id: str) -> list[int]:
+        folder = await asyncio.to_thread(self._folder, run_id)
+        return await asyncio.to_thread(folder.rollout_steps)
+
+    async def rollouts(self, run_id: str, step: int) -> list[dict[str, Any]]:
+        folder = await asyncio.to_thread(self._folder, run_id)
+        return await asyncio.to_thread(folder.answers, step)
+
+    def agreement(self, user: User) -> bool | None:
+        return None
+
+    # ------------------------------------------------------------------------ finding
+
+    def _look(self) -> None:
+        """Find the runs again, if the last look is old. Blocks."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        found: dict[str, Path] = {}
+        for place, folders, files in os.walk(self._root):
+            path = Path(place)
+            if METRICS in files:
+                found[_id_of(path.relative_to(self._root))] = path
+            if len(path.relative_to(self._root).parts) >= MAX_DEPTH:
+                folders.clear()
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            if len(found) >= MAX_RUNS:
+                break
+        self._found = found
+
+    def _folder(self, run_id: str) -> Folder:
+        if run_id not in self._found:
+            self._look()
+        path = self._found.get(run_id)
+        if path is None or not (path / METRICS).is_file():
+            raise ApiError(404, f"No run {run_id[:80]!r} in {self._root}.")
+        folder = self._open.setdefault(run_id, Folder.at(path))
+        self._open.move_to_end(run_id)
+        while len(self._open) > MAX_OPEN:
+            self._open.popitem(last=False)
+        return folder
+
+
+def copy(curve: Curve) -> Curve:
+    lists = {name: list(getattr(curve, name)) for name in ("steps", "values", "moments")}
+    return replace(curve, **lists)  # type: ignore[arg-type]
+
+
+def _id_of(path: Path) -> str:
+    return hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+
+
+def _has_saved(folder: Folder) -> bool:
+    return (folder.path / "checkpoints.jsonl").is_file()
+
+
+def _resume(path: str | None) -> str:
+    if path is None:
+        return "# nothing of this run was saved"
+    return f"training = service.create_training_client_from_state_with_optimizer({path!r})"
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def _json_file(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_LINE:
+            return {}
+        return _object(file.read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings with dotted names."""
+    for name, inner in sorted(value.items()):
+        if isinstance(inner, dict) and inner and prefix.count(".") < 6:
+            yield from _flat(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """The first setting of such a name, wherever in the config it stands."""
+    flat = {key.rpartition(".")[2]: value for key, value in _flat(config)}
+    return next((flat[name] for name in names if flat.get(name) is not None), "")

@@ -1,0 +1,18 @@
+"""Put the console on an application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from tinkex.server.auth import OPEN_USER
+from tinkex.server.console import pages, run_pages, shell
+from tinkex.server.console.server_runs import ServerRuns
+
+
+def install(app: FastAPI) -> None:
+    """Mount the pages; sets `console` on `app.state`."""
+    app.state.console = ServerRuns(app.state.service, app.state.voices)
+    if app.state.auth.is_open:  # its only user set `keep_rollouts`
+        app.state.service.rollouts.agree(OPEN_USER, True)
+    for module in (shell, pages, run_pages):
+        app.include_router(module.router)

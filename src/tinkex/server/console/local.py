@@ -1,0 +1,89 @@
+"""The same pages over folders of this disk, without a server: `tinkex console --log-dir runs/`.
+
+Listens on loopback. Other users of the machine can reach that too, so the pages are seen only with
+the secret that stands in the printed link. They show; there is nothing to change.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from tinkex.server import problems
+from tinkex.server.console import run_pages, shell
+from tinkex.server.console.folder_runs import FolderRuns
+from tinkex.server.console.shell import PageRoute, page
+from tinkex.server.console.visitors import log_in
+from tinkex.server.problems import ApiError
+from tinkex.store import User
+
+router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
+
+
+class LinkAuth:
+    """Whoever has the link is the one who started this."""
+
+    is_open = False
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+
+    async def user_of(self, credential: str | None) -> User:
+        if not hmac.compare_digest((credential or "").encode(), self._secret.encode()):
+            raise ApiError(401, "Open the link that `tinkex console` printed.")
+        return User(user_id="", name="", email="", created_at=0.0)
+
+    async def issue_token(self, credential: str | None) -> str:
+        await self.user_of(credential)
+        return self._secret
+
+
+@router.get("/enter")
+async def enter(request: Request, token: Annotated[str, Query(max_length=200)]) -> Response:
+    response = RedirectResponse("/console", status_code=303)
+    await log_in(request, response, token, max_age_s=None)
+    return response
+
+
+@router.get("/login")
+async def login(request: Request) -> Response:
+    text = "Open the link that tinkex console printed: it lets you in."
+    return page(request, "failure.html", None, 401, message=text)
+
+
+def create_app(root: Path, secret: str) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.console = FolderRuns(root)
+    app.state.auth = LinkAuth(secret)
+    for module in (shell, run_pages):
+        app.include_router(module.router)
+    app.include_router(router)
+    problems.install(app)
+    return app
+
+
+class LocalConsole:
+    """A listening server. `run` blocks until Ctrl-C."""
+
+    def __init__(self, root: Path, port: int = 0) -> None:
+        self._socket = socket.create_server(("127.0.0.1", port))
+        self._secret = secrets.token_urlsafe(24)
+        self._app = create_app(root, self._secret)
+
+    @property
+    def link(self) -> str:
+        port = self._socket.getsockname()[1]
+        return f"http://127.0.0.1:{port}/console/enter?token={self._secret}"
+
+    def run(self) -> None:
+        config = uvicorn.Config(
+            self._app, access_log=False, log_level="warning", timeout_graceful_shutdown=1
+        )
+        uvicorn.Server(config).run(sockets=[self._socket])

@@ -1,0 +1,181 @@
+"""The runs of a server, for its pages: a user's own."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tinkex.server.compat.voices import Voices
+from tinkex.server.console.source import PAGE, Query, age, age_of
+from tinkex.server.console.sparks import spark
+from tinkex.server.problems import ApiError
+from tinkex.server.service import Service
+from tinkex.server.work.curves import Curve
+from tinkex.server.work.rollouts import told
+from tinkex.store import Checkpoint, Model, RunFilter, Session, User
+
+LISTED = ("loss_per_token", "learning_rate", "tokens")
+PARKED_S = 120.0
+
+
+class ServerRuns:
+    is_local = False
+
+    def __init__(self, service: Service, voices: Voices) -> None:
+        self._service = service
+        self._voices = voices
+
+    @property
+    def is_ending(self) -> bool:
+        return self._service.stopping.is_set()
+
+    async def page(self, user: User, query: Query) -> dict[str, Any]:
+        store = self._service.store
+        wanted = RunFilter(
+            search=query.search,
+            tag=query.tag,
+            base_model=query.model,
+            status=query.status,
+            busy=tuple(self._service.busy_models()),
+            order=query.sort,
+        )
+        found = await store.call(
+            store.models.filtered, user.user_id, wanted, PAGE, query.page * PAGE
+        )
+        curves = await self._service.curves.of_runs([m.model_id for m in found.models], LISTED)
+        return {
+            "runs": [
+                self._row(model, found.sessions.get(model.session_id), curves)
+                for model in found.models
+            ],
+            "total": found.total,
+            "pages": (found.total + PAGE - 1) // PAGE,
+            "models": found.base_models,
+        }
+
+    def _row(
+        self, model: Model, session: Session | None, curves: dict[tuple[str, str], Curve]
+    ) -> dict[str, Any]:
+        loss, rate, tokens = (curves.get((model.model_id, name)) for name in LISTED)
+        return {
+            **self._head(model, session),
+            "steps": int(rate.steps[-1]) if rate and rate.steps else 0,
+            "loss": loss.values[-1] if loss and loss.values else None,
+            "tokens": int(sum(tokens.values) * tokens.stride) if tokens else 0,
+            "spark": spark(loss.values) if loss else "",
+        }
+
+    def _head(self, model: Model, session: Session | None) -> dict[str, Any]:
+        status, why = self._status(model, session)
+        return {
+            "run_id": model.model_id,
+            "name": (session.display_name if session else None) or model.model_id,
+            "tags": list(session.tags) if session else [],
+            "owner": model.user_id,
+            "base_model": model.base_model,
+            "rank": model.lora.get("rank"),
+            "created_at": model.created_at,
+            "age": age(model.created_at),
+            "status": status,
+            "why": why,
+        }
+
+    def _status(self, model: Model, session: Session | None) -> tuple[str, str]:
+        doing = self._service.doing(model.model_id)
+        if model.corrupted:
+            return "lost", "its state could not be restored"
+        if doing:
+            is_waiting = doing.startswith(("waiting", "restoring", "the worker"))
+            return ("waiting" if is_waiting else "running"), doing
+        ended = session.status.get("type") if session else None
+        if ended not in (None, "active"):
+            return "finished", str(ended).replace("_", " ")
+        if model.unloaded:
+            return "finished", "unloaded"
+        seen = max(model.last_request_time, session.last_heartbeat if session else 0)
+        silent_s = time.time() - seen
+        if silent_s < PARKED_S:
+            return "idle", "waiting for its client"
+        return "parked", f"client last seen {age_of(silent_s)}"
+
+    async def _model(self, user: User, run_id: str) -> Model:
+        store = self._service.store
+        model = await store.call(store.models.get, run_id)
+        if model is None or model.user_id != user.user_id:
+            raise ApiError(404, f"No run {run_id[:200]!r} of yours.")
+        return model
+
+    async def check(self, user: User, run_id: str) -> None:
+        await self._model(user, run_id)
+
+    async def run(self, user: User, run_id: str) -> dict[str, Any]:
+        store = self._service.store
+        model = await self._model(user, run_id)
+        session = await store.call(store.sessions.get, model.session_id)
+        checkpoints = await store.call(store.checkpoints.of_run, model.model_id)
+        weights = [c for c in checkpoints if c.kind == "weights"]
+        return {
+            **self._head(model, session),
+            "settings": {
+                "base_model": model.base_model,
+                **{f"lora.{key}": value for key, value in model.lora.items()},
+                **{f"optimizer.{key}": value for key, value in model.optimizer_config.items()},
+                **{f"metadata.{k}": v for k, v in (model.user_metadata or {}).items()},
+                "sdk_version": session.sdk_version if session else "",
+            },
+            "checkpoints": [_checkpoint(one) for one in checkpoints],
+            "resume": _resume(weights[-1].path if weights else None),
+        }
+
+    async def curves(self, run_id: str) -> dict[str, Curve]:
+        return await self._service.curves.of_run(run_id)
+
+    def doing(self, run_id: str) -> str:
+        return self._service.doing(run_id)
+
+    async def rollout_steps(self, run_id: str) -> list[int]:
+        return self._service.rollouts.steps(run_id)
+
+    async def rollouts(self, run_id: str, step: int) -> list[dict[str, Any]]:
+        found = self._service.rollouts.at(run_id, step)
+        return await told(found, await self._tokenizer(found[0].base_model)) if found else []
+
+    async def _tokenizer(self, base_model: str) -> Any | None:
+        try:
+            return (await self._voices.of(base_model)).tokenizer
+        except ApiError:  # a model without one, such as the toy
+            return None
+
+    def agreement(self, user: User) -> bool | None:
+        return self._service.rollouts.agreement(user.user_id)
+
+
+def _resume(path: str | None) -> str:
+    """The line of code that goes on from here."""
+    if path is None:
+        return "training.save_state('name')  # save first; nothing of this run can be loaded yet"
+    return f"training = service.create_training_client_from_state_with_optimizer({path!r})"
+
+
+def _checkpoint(one: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": one.path,
+        "kind": one.kind,
+        "name": one.name,
+        "size_bytes": one.size_bytes,
+        "public": one.public,
+        "age": age(one.created_at),
+        "expires_at": one.expires_at,
+        "expires": until(one.expires_at),
+    }
+
+
+def until(moment: float | None) -> str:
+    if moment is None:
+        return "never"
+    left_s = moment - time.time()
+    for length, noun in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if left_s >= length:
+            number = int(left_s // length)
+            return f"in {number} {noun}{'' if number == 1 else 's'}"
+    return "soon"

@@ -1,0 +1,115 @@
+"""Where the pages get runs from: a server's own, or folders on this disk.
+
+The pages know this shape and nothing behind it, so `tinkex console --log-dir` shows the same
+pages as a server. Everything is plain data, the same for HTML and for JSON.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+from fastapi import Request
+
+from tinkex.server.work.curves import Curve
+from tinkex.store import User
+
+PAGE = 50
+SORTS = {"newest": "newest first", "active": "last used first", "oldest": "oldest first"}
+STATUSES = ("running", "idle", "finished", "lost")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Query:
+    """What of the runs a visitor wants to see."""
+
+    page: int = 0
+    search: str = ""
+    tag: str = ""
+    model: str = ""
+    status: str = ""
+    sort: str = "newest"
+
+    def address(self, **changes: Any) -> str:
+        """The page's address with some of it changed; what is default is left out."""
+        wanted = replace(self, **{"page": 0, **changes})
+        plain = Query()
+        names = {"search": "q"}
+        given = {
+            names.get(name, name): getattr(wanted, name)
+            for name in self.__slots__
+            if getattr(wanted, name) != getattr(plain, name)
+        }
+        return f"/console?{urlencode(given)}" if given else "/console"
+
+
+class Source(Protocol):
+    is_local: bool
+    """Folders of the visitor's own: there is nothing to change and nobody to ask."""
+
+    @property
+    def is_ending(self) -> bool: ...
+
+    async def page(self, user: User, query: Query) -> dict[str, Any]:
+        """`runs` of one page, their `total`, `pages`, and the `models` there are to choose from."""
+        ...
+
+    async def run(self, user: User, run_id: str) -> dict[str, Any]:
+        """Everything about one run but its curves.
+
+        Raises:
+            ApiError: 404, there is none, or it is not the visitor's to see.
+        """
+        ...
+
+    async def check(self, user: User, run_id: str) -> None:
+        """Raises ApiError 404 like `run`, for less."""
+        ...
+
+    async def curves(self, run_id: str) -> dict[str, Curve]: ...
+
+    def doing(self, run_id: str) -> str: ...
+
+    async def rollout_steps(self, run_id: str) -> list[int]: ...
+
+    async def rollouts(self, run_id: str, step: int) -> list[dict[str, Any]]:
+        """Answers of one step as `recipes.rollouts` writes them; `advantages` may be by token."""
+        ...
+
+    def agreement(self, user: User) -> bool | None:
+        """Whether the visitor's answers are kept; None: that is not for the visitor to say."""
+        ...
+
+
+def source_of(request: Request) -> Source:
+    found: Source = request.app.state.console
+    return found
+
+
+def told_curves(found: dict[str, Curve], after: dict[str, int] | None = None) -> dict[str, Any]:
+    """Curves as JSON; with `after`, only those that grew since that many points."""
+    told = {}
+    for name, curve in sorted(found.items()):
+        if after is None or after.get(name) != curve.num_made:
+            told[name] = {
+                "steps": curve.steps,
+                "values": curve.values,
+                "at": curve.moments,
+                "stride": curve.stride,
+                "made": curve.num_made,
+            }
+    return told
+
+
+def age(moment: float) -> str:
+    return age_of(time.time() - moment)
+
+
+def age_of(seconds: float) -> str:
+    for length, noun in ((86_400, "day"), (3600, "hour"), (60, "minute")):
+        if seconds >= length:
+            number = int(seconds // length)
+            return f"{number} {noun}{'' if number == 1 else 's'} ago"
+    return "just now"
