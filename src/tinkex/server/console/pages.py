@@ -96,7 +96,8 @@ async def download(
     """A checkpoint of the visitor's own as a tar."""
     shelf = service_of(request).shelf
     found = await shelf.owned(parse_path(path), user)
-    return await asyncio.to_thread(archive, request, shelf.folder_of(found), f"{found.name}.tar")
+    folder = await shelf.folder_of(found)
+    return await asyncio.to_thread(archive, request, folder, f"{found.name}.tar")
 
 
 @router.post("/agreement")
