@@ -20,6 +20,7 @@ class OptimStep(Operation[OptimizerParams]):
 
     name = "optim_step"
     clears_gradients = True
+    part_of_step = "optim_time_s"
 
     def identity(self, opened: Opened) -> bytes:
         names = ("adam_params", "optimizer_params", "optim_params")

@@ -21,6 +21,7 @@ class Forward(Operation[TrainRequest]):
 
     name = "forward"
     usage_kind: UsageKind = "sampling_prefill"
+    part_of_step = "pass_time_s"
 
     def identity(self, opened: Opened) -> bytes:
         """The body, the mark of its encoding in front."""

@@ -27,15 +27,11 @@ MAX_POINTS = 2048
 MAX_CURVES = 200
 MAX_RUNS = 256
 """Runs whose curves are kept in memory."""
-PARTS = {
-    "forward_backward": "pass_time_s",
-    "forward": "pass_time_s",
-    "optim_step": "optim_time_s",
-}
-"""Which part of a step an operation is; what is not named is saving or loading."""
+PARTS = ("pass_time_s", "optim_time_s", "save_time_s")
+"""What the time of a step goes to, `Operation.part_of_step`; the rest is `other_time_s`."""
 MEASURED = frozenset(
     {"learning_rate", "grad_norm", "loss_per_token", "tokens", "tokens_per_s"}
-    | {"step_time_s", "other_time_s", "save_time_s", *PARTS.values()}
+    | {"step_time_s", "other_time_s", *PARTS}
 )
 """Names of the server's own curves. A client's number of such a name has a curve of its own."""
 _POINT = np.dtype([("step", "<f8"), ("value", "<f4"), ("at", "<f8")])
@@ -114,11 +110,10 @@ class Curves:
 
     # ------------------------------------------------------------------------ what happens
 
-    def worked(self, model_id: str, operation: str, started_at: float, ended_at: float) -> None:
+    def worked(self, model_id: str, part: str, started_at: float, ended_at: float) -> None:
         """The worker had a request; requests sent ahead overlap, and time counts once."""
         run = self._runs.get(model_id)
         if run is not None:
-            part = PARTS.get(operation, "save_time_s")
             seconds = max(0.0, ended_at - max(started_at, run.busy_until, run.stepped_at))
             run.spent[part] = run.spent.get(part, 0.0) + seconds
             run.busy_until = max(run.busy_until, ended_at)
@@ -150,7 +145,7 @@ class Curves:
                 told["tokens_per_s"] = run.tokens / (now - run.stepped_at)
         if run.stepped_at:
             told["step_time_s"] = now - run.stepped_at
-            told |= {part: run.spent.get(part, 0.0) for part in (*PARTS.values(), "save_time_s")}
+            told |= {part: run.spent.get(part, 0.0) for part in PARTS}
             told["other_time_s"] = max(0.0, now - run.stepped_at - sum(run.spent.values()))
         run.spent = {}
         run.stepped_at = now

@@ -64,7 +64,7 @@ class Means:
     operations: dict[str, Operation[Any]]
     gap_limit_s: float
     on_worked: Callable[[str, str, float, float], None]
-    """Told the model, the operation, and from when to when the worker had it."""
+    """Told the model, the part of a step, and from when to when the worker had it."""
 
 
 class Lane:
@@ -424,7 +424,9 @@ class Lane:
             self._retire(request)
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
-        self.means.on_worked(self.model.model_id, operation.name, request.started_at, ended_at)
+        self.means.on_worked(
+            self.model.model_id, operation.part_of_step, request.started_at, ended_at
+        )
         try:
             concluded = await operation.conclude(request.asked, self._turn(request), job, result)
         except InvalidInputError as exc:
