@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -38,13 +38,12 @@ def toy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[str]:
+def serving(folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
     """Run `python -m tinkex.server` with `flags`; gives its base URL once it answers."""
     command = [sys.executable, "-m", "tinkex.server", "--port", "0", "--data-dir", str(folder)]
     with (folder / "server.log").open("wb") as log:
-        child = subprocess.Popen(
-            [*command, *flags], stdout=subprocess.PIPE, stderr=log, env=_clean_env()
-        )
+        clean = {**_clean_env(), "TINKEX_HOME": str(folder), **(env or {})}
+        child = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=log, env=clean)
     assert child.stdout is not None
     try:
         line = child.stdout.readline()

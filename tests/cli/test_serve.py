@@ -22,7 +22,8 @@ def _serve(folder: Path, *flags: str, **options: object) -> subprocess.Popen[byt
     command = [sys.executable, "-m", "tinkex.cli", "serve", "--port", "0"]
     command += ["--data-dir", str(folder), *flags]
     env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
-    return subprocess.Popen(command, env=env | {"OMP_NUM_THREADS": "1"}, **options)  # type: ignore[call-overload]
+    env |= {"OMP_NUM_THREADS": "1", "TINKEX_HOME": str(folder)}
+    return subprocess.Popen(command, env=env, **options)  # type: ignore[call-overload]
 
 
 def _on_terminal(folder: Path, *flags: str, until: str) -> str:
@@ -72,13 +73,17 @@ def test_a_pipe_gets_one_json_line_and_the_log_level_counts(tmp_path):
     [
         (["--device", "cuda:99"], "engine.device is 'cuda:99'"),
         (["--model", "/no/such/folder"], "there is no model at /no/such/folder"),
+        (["--model", "NoSuch/Model"], "No base model 'NoSuch/Model'"),
+        (["--device", "mps"], "device 'mps' cannot be used"),
+        (["--device", "xpu:0"], "device 'xpu:0' cannot be used"),
     ],
 )
 def test_what_cannot_work_ends_the_server_in_words(tmp_path, flags, says):
     server = _serve(tmp_path, *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, err = server.communicate(timeout=60)
+    out, err = server.communicate(timeout=60)
     text = err.decode()
     assert server.returncode == 1
+    assert out == b"" or "cuda" in says, "it announced an address that cannot work"
     assert f"Error: {says}" in text
     assert "Traceback" not in text
 

@@ -52,7 +52,7 @@ def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
             tinkex.SamplingParams(max_tokens=3, stop=[]),
         )
         assert len(sampler.sample(prompt, 1, params).result(30).sequences[0].tokens) == 3
-        started = [r for r in caplog.records if "Starting a Tinkex server" in r.getMessage()]
+        started = [r for r in caplog.records if "Starting a private server" in r.getMessage()]
         assert len(started) == 1
         record = json.loads((home / "local-toy.json").read_text())
         seen = subprocess.run(
@@ -64,13 +64,17 @@ def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
     assert _ended(record["pid"], within_s=20)
 
 
-def test_a_model_it_does_not_serve_is_refused_with_the_way_to_have_it(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINKEX_LOCAL_MODEL", MODEL)
-    with tinkex.ServiceClient() as service:
-        with pytest.raises(tinkex.BadRequestError, match="set TINKEX_LOCAL_MODEL=acme/other"):
-            service.create_lora_training_client("acme/other")
+def test_it_loads_whatever_model_is_asked_for(home: Path) -> None:
+    """Two programs with two models share one private server."""
+    with tinkex.ServiceClient(model="acme/first") as one, tinkex.ServiceClient() as two:
+        first = one.create_lora_training_client(rank=2)
+        second = two.create_lora_training_client("acme/second", rank=2)
+        assert first.get_info().model_data.model_name == "acme/first"
+        assert second.get_info().model_data.model_name == "acme/second"
+        assert one.create_sampling_client().get_base_model() == "acme/first"
+        assert one.holder.config.base_url == two.holder.config.base_url
+        names = [m.model_name for m in two.get_server_capabilities().supported_models]
+        assert {"acme/first", "acme/second"} <= set(names)
 
 
 def test_a_dead_record_is_replaced_and_a_broken_server_shows_its_last_words(
@@ -82,21 +86,46 @@ def test_a_dead_record_is_replaced_and_a_broken_server_shows_its_last_words(
         tinkex.ServiceClient().get_server_capabilities()
 
 
-def test_a_folder_that_another_server_uses_is_one_line_with_the_ways_out(
-    home: Path, monkeypatch: pytest.MonkeyPatch, start_server: Callable[..., Any]
-) -> None:
-    """A `tinkex serve` of one's own on the same folder, the commonest way to meet it."""
+@pytest.fixture
+def own_server(home: Path, start_server: Callable[..., Any]) -> Callable[..., Any]:
+    """A `tinkex serve` of the same user."""
     (home / "server").mkdir()
-    (home / "local-server.log").write_text("old news\n")
-    with start_server(home / "server", "--engine", "toy") as base_url:
-        assert base_url
-        with pytest.raises(LocalServerError) as caught, tinkex.ServiceClient() as service:
-            service.get_server_capabilities()
-    first, *rest = str(caught.value).splitlines()
-    assert first.startswith("The embedded server ended at once.")
-    assert len(rest) == 1
-    assert "Error: Another server uses" in rest[0]
-    assert "use it (TINKER_BASE_URL names its address)" in rest[0]
+    return lambda *flags: start_server(
+        home / "server", "--engine", "toy", *flags, env={"TINKEX_HOME": str(home)}
+    )
+
+
+def _address() -> str:
+    with tinkex.ServiceClient() as service:
+        service.get_server_capabilities()
+        return service._sessionless().config.base_url
+
+
+def test_ones_own_server_is_joined_where_it_has_the_model(
+    home: Path, own_server: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with own_server() as base_url:
+        assert _address() == base_url
+        assert f"Using your server at {base_url}" in caplog.text
+        assert not (home / "local-toy").exists()
+    assert not list((home / "serving").iterdir()), "a server that ended is not announced"
+
+
+@pytest.mark.parametrize("flags", [("--model", "acme/other"), ("--api-key", "tml-secret=alice")])
+def test_a_server_that_does_not_fit_runs_beside_the_private_one(
+    home: Path, own_server: Callable[..., Any], flags: tuple[str, ...]
+) -> None:
+    """Each has a folder of its own: neither waits for the other, and neither is refused."""
+    with own_server(*flags) as base_url:
+        assert _address() not in ("", base_url)
+        assert (home / "local-toy" / "tinkex.db").exists()
+
+
+def test_keys_of_ones_own_server_are_none_of_the_private_ones(home: Path) -> None:
+    added = [sys.executable, "-m", "tinkex.cli", "keys", "add", "--user", "alice"]
+    subprocess.run(added, check=True, capture_output=True, timeout=60)
+    assert (home / "server" / "tinkex.db").exists()
+    assert _address().startswith("http://127.0.0.1:")
 
 
 def test_the_server_does_not_inherit_the_clients_settings(

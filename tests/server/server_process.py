@@ -40,6 +40,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "tinkex.server", "--port", str(self.port)]
         command += ["--data-dir", str(self.folder / "data"), *self._flags]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
+        env["TINKEX_HOME"] = str(self.folder)
         with (self.folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, env=env | {"OMP_NUM_THREADS": "1"}

@@ -65,6 +65,8 @@ class ClientConfig:
     """Project of the session, and where `copy_weights` copies to."""
     display_name: str | None = None
     """Name of the session in listings."""
+    model: str | None = None
+    """The base model of calls that name none. The local server loads it."""
     tags: tuple[str, ...] = ()
     """Tags of the session."""
     telemetry: bool = True
@@ -126,6 +128,7 @@ class ClientConfig:
         settings = {name: value for name, value in settings.items() if value is not None}
         settings.setdefault("project_id", _named(env, "PROJECT_ID"))
         settings.setdefault("tags", _tags(env))
+        settings.setdefault("model", env.get("TINKEX_LOCAL_MODEL") or None)
         settings.setdefault("telemetry", _telemetry(env, default=not _is_local(url)))
         settings.setdefault("log_level", _named(env, "LOG"))
         headers = {**_access_headers(env), **settings.pop("headers", {})}

@@ -38,8 +38,9 @@ class ServiceClient:
     """A service to train and sample on.
 
     Without `base_url`: `TINKER_BASE_URL`, else the hosted service when a key is set, else a server
-    on this machine that starts by itself. Use it as a context manager to tell the server how the
-    program ended.
+    on this machine that starts by itself and loads any model it is asked for. `model` is the base
+    model of calls that name none: a name on the Hugging Face hub, a folder, or a GGUF file. Use it
+    as a context manager to tell the server how the program ended.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ServiceClient:
         project_id: str | None = None,
         *,
         display_name: str | None = None,
+        model: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
@@ -66,6 +68,7 @@ class ServiceClient:
             user_metadata=user_metadata,
             project_id=project_id,
             display_name=display_name,
+            model=model,
             headers=dict(default_headers_overrides or {}),
         )
         self.config.set_up_logging()
@@ -123,7 +126,7 @@ class ServiceClient:
 
     def create_lora_training_client(
         self,
-        base_model: str,
+        base_model: str | None = None,
         rank: int = 32,
         seed: int | None = None,
         train_mlp: bool = True,
@@ -132,9 +135,13 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: Any = None,
     ) -> TrainingClientFuture:
-        """A fresh LoRA adapter on a base model."""
+        """A fresh LoRA adapter on a base model, by default that of the ServiceClient."""
+        base_model = self.config.model if base_model is None else base_model
         if not base_model or not isinstance(base_model, str):
-            raise InvalidInputError(f"expected a model name, got {base_model!r}", path="base_model")
+            raise InvalidInputError(
+                f"expected a model name, got {base_model!r}; or give ServiceClient(model=...)",
+                path="base_model",
+            )
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise InvalidInputError(
                 f"must be a whole number of at least 1, got {rank!r}", path="rank"
@@ -218,7 +225,9 @@ class ServiceClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> SamplingClientFuture:
-        """Sample from a saved checkpoint or from a base model."""
+        """Sample from a saved checkpoint or from a base model, by default the ServiceClient's."""
+        if model_path is None and base_model is None:
+            base_model = self.config.model
         made = SamplingClient.create(
             self.holder,
             model_path=model_path,

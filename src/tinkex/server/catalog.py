@@ -2,7 +2,7 @@
 
 A name on the wire becomes the name the engine knows; facts come from the engine itself
 (`DescribeModelJob`) and are asked for once. With the toy engine and no `--model`, every name is a
-model.
+model; a private server, whose user is its owner, loads whatever it is asked for.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ class Catalog:
         self._names = config.models or (DEFAULT_MODEL,)
         self._aliases = dict(config.aliases)
         self._is_private = bool(config.parent_pid)
-        self._takes_any = config.is_toy and not config.models
+        self._takes_any = self._is_private or (config.is_toy and not config.models)
         self._worker = worker
         self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
         self._asked_at: dict[str, float] = {}
 
     @property
     def names(self) -> list[str]:
-        """Every name a client may ask for."""
-        return [*self._names, *self._aliases]
+        """Every name a client may ask for; of a private server, those that were asked for."""
+        asked = [name for name, task in self._asking.items() if _succeeded(task)]
+        asked = asked if self._is_private else []
+        return list(dict.fromkeys([*self._names, *self._aliases, *asked]))
 
     def resolve(self, name: str, *, path: str = "base_model") -> str:
         """The engine's name of a base model.
@@ -47,12 +49,9 @@ class Catalog:
             return self._aliases[name]
         if name in self._names or name in self._aliases.values() or self._takes_any:
             return name
-        if self._is_private:
-            fix = f"To have it served on this machine, set TINKEX_LOCAL_MODEL={name[:200]}"
-        else:
-            fix = "Start the server with --model, or --alias to give a served model this name"
         raise InvalidInputError(
-            f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. {fix}.",
+            f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. Start "
+            "the server with --model, or --alias to give a served model this name.",
             path=path,
         )
 
@@ -85,3 +84,7 @@ class Catalog:
         for task in self._asking.values():
             task.cancel()
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+
+def _succeeded(task: asyncio.Task[ModelInfo]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

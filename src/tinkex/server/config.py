@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ from tinkex.errors import ConfigError
 
 ENV_PREFIX = "TINKEX_"
 ENGINES = ("torch", "toy")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 MAX_WORKERS = 256
 _SECRET_FIELDS = frozenset({"api_keys", "database"})
 
@@ -52,8 +54,13 @@ _FOREIGN_ENV = frozenset(
 )
 
 
+def state_folder() -> Path:
+    """What Tinkex keeps for this user: `$TINKEX_HOME`, else `~/.tinkex`."""
+    return Path(os.environ.get("TINKEX_HOME") or Path.home() / ".tinkex")
+
+
 def default_data_dir() -> Path:
-    return Path(os.environ.get("TINKEX_HOME") or Path.home() / ".tinkex") / "server"
+    return state_folder() / "server"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,6 +236,12 @@ class ServerConfig:
             raise ConfigError("devices is empty; use ('auto',) for one worker.")
         named = tuple(device.strip() for entry in self.devices for device in entry.split(","))
         object.__setattr__(self, "devices", named)
+        for device in named if self.engine == "torch" else ():
+            if not _DEVICE.fullmatch(device):
+                raise ConfigError(
+                    f"device {device!r} cannot be used: only CUDA cards and CPUs are supported. "
+                    "Use auto, cpu (on an Apple machine too), cuda or cuda:N."
+                )
         if self.num_workers > MAX_WORKERS:
             raise ConfigError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers}.")
         shares = len(named) == 1 and named[0] in ("auto", "cpu")

@@ -26,11 +26,13 @@ import click
 import uvicorn
 from fastapi import FastAPI
 
-from tinkex.errors import ConfigError
+from tinkex.engine.model.base_model import require
+from tinkex.errors import ConfigError, ModelNotFoundError
 from tinkex.server.app import create_app
 from tinkex.server.auth import is_configured
 from tinkex.server.config import ServerConfig, load_config
 from tinkex.server.files import disk
+from tinkex.server.files.beacon import Beacon
 from tinkex.server.files.private import close_to_others, make_private
 from tinkex.server.greeting import greeting
 from tinkex.server.guard.connections import (
@@ -137,14 +139,19 @@ def run(config: ServerConfig, *, for_person: bool = False) -> None:
 
 
 def _check_models(config: ServerConfig) -> None:
-    """A path that is not there is told now, not to whoever first uses the model."""
-    for model in config.models if config.engine == "torch" else ():
+    """A model that is nowhere is told now, not to whoever first uses it."""
+    names = config.models if config.engine == "torch" else ()
+    for model in dict.fromkeys((*names, *(config.aliases.values() if names else ()))):
         is_path = model.startswith(("/", "./", "../", "~"))
         if is_path and not Path(model).expanduser().exists():
             raise ConfigError(
                 f"there is no model at {model}. --model takes a Hugging Face id, a folder with "
                 "safetensors, or a GGUF file."
             )
+        try:
+            require(model)
+        except ModelNotFoundError as exc:
+            raise ConfigError(str(exc)) from exc
 
 
 def _run_loop(main: Any) -> None:
@@ -183,7 +190,9 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
             ssl_keyfile=config.tls_key or None,
         )
         server = _Server(options, app, announce)
-        await _until_deserted(config, app, server, sock)
+        beacon = Beacon(config, base_url, needs_key=not app.state.auth.is_open)
+        with beacon.lit():
+            await _until_deserted(config, app, server, sock)
         if pool.refusal:
             raise ConfigError(pool.refusal)
     finally:
@@ -274,7 +283,7 @@ def make_worker(
         device=device,
         deterministic=config.deterministic,
         any_base=config.any_base,
-        models=config.models,
+        models=() if config.parent_pid else config.models,  # a private one loads any
         data_dir=str(config.data_dir),
         log_level=config.log_level,
         threads=threads,

@@ -147,7 +147,8 @@ class Holder:
         if self.config.base_url == LOCAL:
             from tinkex.client.session.local import join_local_server
 
-            self._revival = Revival(await asyncio.to_thread(join_local_server), self.session)
+            joined = await asyncio.to_thread(join_local_server, model=self.config.model)
+            self._revival = Revival(joined, self.session)
             server = self._revival.server
             self.config = self.config.replace(base_url=server.base_url, api_key=server.api_key)
         config = self.config

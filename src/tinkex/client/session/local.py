@@ -1,11 +1,13 @@
 """The embedded server: `tinkex.server` as a private child on a loopback port.
 
 The first client of a user starts it, the next ones join it, and it ends by itself when the last one
-is gone (the server watches the process ids of its clients). A file in the state folder says where
-it listens; a lock beside it keeps two clients from starting two. Whichever client first finds the
-server dead starts it again on the same port: its journal brings every session and run back, so all
-of them go on. The server code runs only in the child: this module knows a command line, a file and
-three URLs.
+is gone (the server watches the process ids of its clients). It loads whatever base model is asked
+for, and its data lies in a folder of its own, apart from that of `tinkex serve`. A file in the
+state folder says where it listens; a lock beside it keeps two clients from starting two. Whichever
+client first finds the server dead starts it again on the same port: its journal brings every
+session and run back, so all of them go on. Where the user runs `tinkex serve` with the wanted model
+and without keys, that one is joined instead. The server code runs only in the child: this module
+knows a command line, two kinds of files and three URLs.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.errors import LocalServerError
 
-__all__ = ["LocalServer", "join_local_server"]
+__all__ = ["LocalServer", "data_folder", "join_local_server", "state_folder"]
 
 logger = logging.getLogger("tinkex.local")
 
@@ -39,7 +42,9 @@ START_TIMEOUT_S = 120.0
 IDLE_S = 10.0
 KEY_FILE = "local.key"
 LOCAL_USER = "local"
-"""Who the key acts for: the user whom a server without keys knows, so that both see the same."""
+"""Who the key acts for."""
+SERVING = "serving"
+"""Folder of the state folder in which every `tinkex serve` says where it listens."""
 MAX_RESTARTS = 3
 """Times within `RESTART_WINDOW_S` that a server which died is started again."""
 RESTART_WINDOW_S = 600.0
@@ -67,6 +72,9 @@ class LocalServer:
     """The server's own key, which only this user of the machine can read."""
     env: Mapping[str, str] = field(repr=False)
     """What it was started with, and is started again with."""
+    model: str | None = None
+    is_private: bool = True
+    """Started by us and ended with its last client; False for a `tinkex serve` that we joined."""
 
     def revive(self) -> None:
         """Start the server again where it listened, on its data, unless it answers. Blocks.
@@ -75,12 +83,19 @@ class LocalServer:
             LocalServerError: It does not start, or died too often lately.
         """
         folder, record = _places(self.env)
+        if not self.is_private:
+            if _answers(self.base_url, self.api_key):
+                return
+            raise LocalServerError(
+                f"Your server at {self.base_url} is gone. Start it again with `tinkex serve`, and "
+                "what it accepted goes on; or make a new ServiceClient for a private server."
+            )
         with _locked(folder / "local.lock"):
             known = _running(record, self.api_key)
             if known is None:
                 _count_restart(record, folder)
                 port = urlsplit(self.base_url).port
-                known = _start(folder, record, self.env, port=port or 0, is_again=True)
+                known = _start(folder, record, self.env, self.model, port=port or 0, is_again=True)
             if known != self.base_url:
                 raise LocalServerError(
                     f"The embedded server at {self.base_url} is gone, and another one runs at "
@@ -102,10 +117,13 @@ class LocalServer:
                 await client.post(f"{self.base_url}/tinkex/v1/detach", json={"pid": os.getpid()})
 
 
-def join_local_server(env: Mapping[str, str] | None = None) -> LocalServer:
-    """Join the user's embedded server, starting it when none runs. Blocks.
+def join_local_server(
+    env: Mapping[str, str] | None = None, model: str | None = None
+) -> LocalServer:
+    """Join a server of the user on this machine, starting one when none fits. Blocks.
 
-    `TINKEX_LOCAL_ENGINE=toy` and `TINKEX_LOCAL_MODEL=NAME` choose what a new one runs.
+    A private one that runs already comes first, then a `tinkex serve` without keys that has `model`
+    (None: the default model). `TINKEX_LOCAL_ENGINE=toy` chooses what a new one computes with.
 
     Raises:
         LocalServerError: The server did not start; the message ends with its last words.
@@ -114,12 +132,57 @@ def join_local_server(env: Mapping[str, str] | None = None) -> LocalServer:
     folder, record = _places(env)
     with _locked(folder / "local.lock"):
         key = _own_key(folder)
-        base_url = _running(record, key)
+        base_url, is_private = _running(record, key), True
+        if base_url is None and (base_url := _serving(folder, env, model, key)) is not None:
+            is_private = False
         if base_url is None:
-            base_url = _start(folder, record, env, port=_last_port(record))
+            base_url = _start(folder, record, env, model, port=_last_port(record))
     with _users_lock:
         _users[base_url] += 1
-    return LocalServer(base_url, key, env)
+    return LocalServer(base_url, key, env, model, is_private)
+
+
+def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) -> str | None:
+    """The address of a `tinkex serve` of this user that would do; says so when it is used."""
+    wanted = model or DEFAULT_MODEL
+    for file in sorted((folder / SERVING).glob("*.json")):
+        found = _read_record(file)
+        fits = (
+            found.get("engine") == (env.get("TINKEX_LOCAL_ENGINE") or "torch")
+            and found.get("needs_key") is False
+            and wanted in found.get("models", ())
+        )
+        base_url = str(found.get("base_url", ""))
+        if not _is_alive(found.get("pid")):
+            file.unlink(missing_ok=True)  # it was killed before it could do so itself
+            continue
+        if fits and _answers(base_url, key):
+            logger.warning(
+                "Using your server at %s (`tinkex serve`, process %s), which has %s.",
+                base_url,
+                found.get("pid"),
+                wanted,
+            )
+            return base_url
+    return None
+
+
+def _is_alive(pid: Any) -> bool:
+    if os.name != "posix" or not isinstance(pid, int) or pid < 1:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def data_folder(env: Mapping[str, str] | None = None) -> Path:
+    """Where the private server keeps its database and checkpoints."""
+    env = os.environ if env is None else env
+    return state_folder(env) / _kind(env)
 
 
 def _places(env: Mapping[str, str]) -> tuple[Path, Path]:
@@ -148,10 +211,13 @@ def _own_key(folder: Path) -> str:
 
 
 def _record_name(env: Mapping[str, str]) -> str:
-    """One server per kind of server: the toy of a test is not the model of a notebook."""
-    kind = [env.get("TINKEX_LOCAL_ENGINE"), env.get("TINKEX_LOCAL_MODEL")]
-    text = "-".join("".join(c if c.isalnum() else "_" for c in part) for part in kind if part)
-    return f"local-{text}.json" if text else "local.json"
+    return f"{_kind(env)}.json"
+
+
+def _kind(env: Mapping[str, str]) -> str:
+    """One server per kind of engine: the toy of a test is not the model of a notebook."""
+    engine = env.get("TINKEX_LOCAL_ENGINE")
+    return f"local-{''.join(c if c.isalnum() else '_' for c in engine)}" if engine else "local"
 
 
 @contextlib.contextmanager
@@ -167,12 +233,18 @@ def _locked(path: Path) -> Iterator[None]:
 def _running(record: Path, key: str) -> str | None:
     """The base URL of the recorded server, if it lives and takes us in."""
     base_url = str(_read_record(record).get("base_url", ""))
+    if not _answers(base_url, key):
+        return None
+    logger.info("Using the private server of this machine: %s", base_url)
+    return base_url
+
+
+def _answers(base_url: str, key: str) -> bool:
     try:
         _attach(base_url, key)
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL):
-        return None
-    logger.info("Using the Tinkex server on this machine: %s", base_url)
-    return base_url
+        return False
+    return True
 
 
 def _read_record(record: Path) -> dict[str, Any]:
@@ -215,17 +287,23 @@ def _attach(base_url: str, key: str) -> None:
 
 
 def _start(
-    folder: Path, record: Path, env: Mapping[str, str], *, port: int, is_again: bool = False
+    folder: Path,
+    record: Path,
+    env: Mapping[str, str],
+    model: str | None,
+    *,
+    port: int,
+    is_again: bool = False,
 ) -> str:
     _check_installed()
     log_path = folder / "local-server.log"
-    command = _command(folder, env, port)
+    command = _command(folder, env, model, port)
     if is_again:
         logger.warning("The server on this machine died (log: %s); starting it again.", log_path)
     else:
         logger.warning(
-            "Starting a Tinkex server on this machine, since no other is named (log: %s). For the "
-            "hosted service set TINKER_API_KEY.",
+            "Starting a private server on this machine, since no other is named (log: %s). For "
+            "the hosted service set TINKER_API_KEY.",
             log_path,
         )
     started = time.monotonic()
@@ -243,19 +321,25 @@ def _start(
     _children[:] = [*(other for other in _children if other.poll() is None), child]
     base_url = str(announced["base_url"])
     _write_record(record, {**_read_record(record), "base_url": base_url, "pid": child.pid})
-    _attach(base_url, _own_key(folder))
+    try:
+        _attach(base_url, _own_key(folder))
+    except (OSError, httpx.HTTPError) as exc:
+        raise LocalServerError(
+            f"The private server started at {base_url} and does not take us in: {exc}. Its last "
+            f"words ({log_path}):\n{_tail(log_path, before)}"
+        ) from exc
     logger.info("The server listens on %s after %.1f s.", base_url, time.monotonic() - started)
     return base_url
 
 
-def _command(folder: Path, env: Mapping[str, str], port: int) -> list[str]:
+def _command(folder: Path, env: Mapping[str, str], model: str | None, port: int) -> list[str]:
     command = [sys.executable, "-m", "tinkex.server", "--port", str(port)]
     command += ["--until-idle", str(IDLE_S), "--api-key-file", str(folder / KEY_FILE)]
-    command += ["--parent-pid", str(os.getpid())]
+    command += ["--parent-pid", str(os.getpid()), "--data-dir", str(data_folder(env))]
     if env.get("TINKEX_LOCAL_ENGINE"):
         command += ["--engine", env["TINKEX_LOCAL_ENGINE"]]
-    if env.get("TINKEX_LOCAL_MODEL"):
-        command += ["--model", env["TINKEX_LOCAL_MODEL"]]
+    if model:
+        command += ["--model", model]
     return command
 
 

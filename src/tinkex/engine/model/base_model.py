@@ -150,6 +150,41 @@ def _hub_or_stand_in(name: str, *, allow_fetch: bool) -> ModelSource:
     return ModelSource(name, folder, note, stands_in=True)
 
 
+def require(name: str) -> None:
+    """Refuse a name that `resolve` will not find. Fetches nothing: the hub is asked if it has it.
+
+    Raises:
+        ModelNotFoundError: It is nowhere; the message lists what was tried.
+    """
+    if name == default_model.NAME or name in default_model.STANDS_FOR:
+        return
+    try:
+        resolve(name, allow_fetch=False)
+    except ModelNotFoundError:
+        if not _may_be_on_hub(name):
+            raise
+        from huggingface_hub import model_info
+
+        try:
+            model_info(name, timeout=10)
+        except Exception as exc:  # no route, no such repository, gated: it cannot be had
+            raise _not_had(name, exc) from exc
+
+
+def _may_be_on_hub(name: str) -> bool:
+    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+    return not offline and name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _not_had(name: str, exc: Exception) -> ModelNotFoundError:
+    """The hub fails in many ways; all mean that the model is not here."""
+    said = next((line for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
+    return ModelNotFoundError(
+        f"No base model {name!r}: it is not on this machine, and the Hugging Face hub cannot give "
+        f"it: {said[:300]}"
+    )
+
+
 def _hf_cache_dir() -> Path:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
@@ -167,16 +202,12 @@ def _in_hf_cache(name: str) -> Path | None:
 
 
 def _from_hub(name: str) -> Path | None:
-    offline = os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes")
-    if offline or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not _may_be_on_hub(name):
         return None
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as exc:
-        # The hub fails in many ways (no route, no such repository, gated); all mean "not here".
-        raise ModelNotFoundError(
-            f"No base model {name!r}: not on this machine, and the Hugging Face hub answered: {exc}"
-        ) from exc
+    except Exception as exc:  # no route, no such repository, gated
+        raise _not_had(name, exc) from exc

@@ -146,7 +146,8 @@ def serve(frames: FrameSocket, pulse_fd: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the server decides
+    for sig in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group
+        signal.signal(sig, signal.SIG_IGN)  # the server decides, and closes the socket
     sock = socket.socket(fileno=int(sys.argv[1]))
     try:
         serve(FrameSocket(sock), int(sys.argv[2]))
