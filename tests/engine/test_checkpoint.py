@@ -253,13 +253,25 @@ def test_a_save_that_fails_leaves_nothing_behind(tiny, tmp_path, monkeypatch):
     trainer = tiny().trainer()
     create(trainer)
 
-    def full_disk(path, value):
+    def full_disk(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_save_tensors", full_disk)
     with pytest.raises(OSError, match="No space"):
         save(trainer, tmp_path / "ck")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_named_by_its_content(tiny, tmp_path):
+    trainer = tiny().trainer()
+    for name, seed in (("a", 1), ("again", 1), ("b", 2)):
+        create(trainer, seed=seed)
+        save(trainer, tmp_path / name)
+    names = {name: checkpoint.content_of(tmp_path / name) for name in ("a", "again", "b")}
+    assert names["a"] == names["again"] != names["b"]
+    manifest = tmp_path / "a" / "tinkex.json"
+    manifest.unlink()  # as in a folder that peft wrote
+    assert checkpoint.content_of(tmp_path / "a") == names["a"]
 
 
 def test_a_missing_or_damaged_folder_is_refused(tiny, tmp_path):

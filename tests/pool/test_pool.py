@@ -14,8 +14,8 @@ import pytest
 from app_world import open_app
 from wire_client import loss_of
 
-from tinkex.engine.jobs import SampleJob, SampleResult
-from tinkex.errors import ConfigError, WorkerLostError
+from tinkex.engine.jobs import SampleJob, SampleResult, Tokens
+from tinkex.errors import ConfigError, InvalidInputError, WorkerLostError
 from tinkex.server.config import ServerConfig
 from tinkex.server.serve import make_worker
 from tinkex.server.workers.child import WorkerSpec
@@ -28,9 +28,11 @@ async def open_pool(size: int, engine: str = "toy", **spec: Any) -> AsyncIterato
     spec_ = WorkerSpec(engine=engine, **spec)
     pool = Pool([ProcessWorker(spec_, name=f"worker-{i}") for i in range(size)])
     await pool.start()
-    await asyncio.gather(*(member.wait_ready() for member in pool.members))
-    yield pool
-    await pool.close()
+    try:
+        await asyncio.gather(*(member.wait_ready() for member in pool.members))
+        yield pool
+    finally:
+        await pool.close()
 
 
 def sample(prompt: Sequence[int], number: int = 0, **options: Any) -> SampleJob:
@@ -146,3 +148,42 @@ def test_every_worker_has_its_device(settings: dict[str, Any], devices: list[str
 def test_more_workers_than_devices_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="num_workers"):
         ServerConfig(**settings)
+
+
+async def test_the_samples_of_one_prompt_split_and_have_the_same_bits() -> None:
+    seen: list[Tokens] = []
+    job = sample(
+        range(3, 20), 1, num_samples=10, prompt_logprobs=True, topk_prompt_logprobs=2, stream=True
+    )
+    async with open_pool(1) as one, open_pool(3) as three:
+        whole = await one.post(job)
+        deals = three._router.deal(job, [], three.members)
+        assert sorted(deal.count for deal in deals) == [2, 4, 4]
+        split = await three.post(job, lambda event: seen.append(event))  # type: ignore[arg-type]
+    assert isinstance(whole, SampleResult)
+    assert isinstance(split, SampleResult)
+    assert [s.tokens.tolist() for s in split.sequences] == [
+        s.tokens.tolist() for s in whole.sequences
+    ]
+    assert [s.logprobs.tobytes() for s in split.sequences] == [
+        s.logprobs.tobytes() for s in whole.sequences
+    ]
+    assert split.prompt_logprobs is not None
+    assert whole.prompt_logprobs is not None
+    assert split.prompt_logprobs.tobytes() == whole.prompt_logprobs.tobytes()
+    assert split.topk_prompt is not None
+    assert (split.num_prompt_tokens, split.num_sampled_tokens) == (17, whole.num_sampled_tokens)
+    assert {event.job_id for event in seen} == {"s1"}
+    assert {event.sample_index for event in seen} == set(range(10))
+
+
+async def test_a_long_prompt_is_read_once_and_a_refusal_ends_all_parts() -> None:
+    async with open_pool(2) as pool:
+        long = sample(range(3, 4003), 1, num_samples=8, max_tokens=16)
+        assert len(pool._router.deal(long, [], pool.members)) == 1
+        with pytest.raises(InvalidInputError, match="outside the vocabulary"):
+            await pool.post(sample([10**9], 2, num_samples=16))
+        cancelled = pool.post(sample([4], 3, num_samples=16))
+        cancelled.cancel()
+        assert isinstance(await pool.post(sample([4], 4)), SampleResult)
+        assert [pool._router.line(member) for member in pool.members] == [0, 0]

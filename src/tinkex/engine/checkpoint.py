@@ -3,7 +3,8 @@
     adapter_config.json, adapter_model.safetensors   what `peft` and vLLM load
     optimizer.safetensors                            moments, by module (when asked for)
     gradients.safetensors                            gathered gradients (recovery snapshots)
-    tinkex.json                                      manifest: what is in here, and the step count
+    tinkex.json                                      manifest: what is in here, the step count, and
+                                                     the hash that names the adapter's content
 
 A folder is written aside, synced and renamed: it is there whole or not at all, and never changes.
 Folders made by `peft` itself load too; what would change the arithmetic (DoRA, biases, whole
@@ -12,6 +13,7 @@ modules) is refused by name. Which adapter a folder belongs to, and who may read
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -129,8 +131,10 @@ def capture(
 
 def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
     """Write a checkpoint folder and return its size; see `write_whole`."""
+    texts = {name: dict(text) for name, text in image.texts.items()}
 
     def fill(aside: Path) -> None:
+        content = _content_hash(texts[_CONFIG])
         for name, buffers in image.buffers.items():
             prefix = _PREFIX if name == _WEIGHTS else ""
             tensors = {
@@ -138,9 +142,10 @@ def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
                 for ending, flat in buffers.items()
                 for module, tensor in _named(image.adapter, _on_host(flat, image.copied))
             }
-            _save_tensors(aside / name, tensors)
+            _save_tensors(aside / name, tensors, content if name == _WEIGHTS else None)
+        texts[_MANIFEST]["content_sha256"] = content.hexdigest()
 
-    return write_whole(Path(folder), fill, image.texts, sync=sync)
+    return write_whole(Path(folder), fill, texts, sync=sync)
 
 
 def _copied(flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -177,7 +182,14 @@ def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         at += 1 + len(group.parts)
 
 
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _content_hash(config: Mapping[str, Any]) -> hashlib._Hash:
+    """The name of an adapter's content, begun: what it does depends on its scales as well."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+
+
+def _save_tensors(
+    path: Path, tensors: Mapping[str, Tensor], content: hashlib._Hash | None = None
+) -> None:
     """A safetensors file, written from where the tensors lie: its own library copies them twice."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -195,7 +207,12 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     with path.open("wb", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            _write_all(file, tensor.contiguous().flatten().view(torch.uint8).numpy())
+            data: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+            _write_all(file, data)
+            if content is not None:
+                content.update(data)
+    if content is not None:
+        content.update(text)
     path.chmod(0o644)
 
 
@@ -306,6 +323,23 @@ def read_adapter(
 ) -> Adapter:
     """Only the weights, for sampling."""
     return read(folder, targets, device, with_optimizer=False, base=base).adapter.frozen_copy()
+
+
+def content_of(folder: str | Path) -> str:
+    """The hash that names what an adapter's folder holds, computed where its manifest has none."""
+    path = Path(folder)
+    if known := _read_manifest(path).get("content_sha256"):
+        return str(known)
+    content = _content_hash(_load_json(path / _CONFIG))
+    try:
+        with (path / _WEIGHTS).open("rb") as file:
+            head = file.read(int.from_bytes(file.read(8), "little"))
+            while data := file.read(1 << 20):
+                content.update(data)
+            content.update(head)
+    except OSError as exc:
+        raise InvalidInputError(f"{_WEIGHTS} cannot be read: {_cause(exc)}") from exc
+    return content.hexdigest()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

@@ -140,6 +140,9 @@ class _Waiting:
 class _Snapshot:
     adapter: Adapter
     version: str
+    """The hash of its content; of one that is being written, the job's id."""
+    written: str | None = None
+    """Tells its folder from another one of that name; None while it is being written."""
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -501,12 +504,12 @@ class TorchEngine:
 
     def _snapshot(self, base: _Base, name: str, folder: str) -> _Snapshot:
         """The weights in a folder. A folder that was written anew is read anew."""
-        found, version = self._snapshots.get((name, folder)), _version(folder)
-        if found is None or (version is not None and version != found.version):
+        found, written = self._snapshots.get((name, folder)), _written(folder)
+        if found is None or (written is not None and written != found.written):
             adapter = checkpoint.read_adapter(
                 folder, base.decoder.targets, base.decoder.device, base.identity
             )
-            found = _Snapshot(adapter, version or folder)
+            found = _Snapshot(adapter, checkpoint.content_of(folder), written)
         self._keep(name, folder, found)
         return found
 
@@ -527,7 +530,8 @@ def _write(
 ) -> jobs.AdapterResult:
     size_bytes = checkpoint.write(job.folder, image, sync=not job.ephemeral)
     if snapshot is not None:
-        snapshot.version = _version(job.folder) or snapshot.version
+        snapshot.version = checkpoint.content_of(job.folder)
+        snapshot.written = _written(job.folder)
     return jobs.AdapterResult(size_bytes=size_bytes)
 
 
@@ -571,13 +575,13 @@ def _describe(name: str) -> jobs.ModelInfo:
     )
 
 
-def _version(folder: str) -> str | None:
-    """Names the content of a checkpoint folder; None when it is not on this disk."""
+def _written(folder: str) -> str | None:
+    """Changes when a folder is written anew; None when it is not on this disk."""
     try:
         stat = (Path(folder) / "adapter_model.safetensors").stat()
     except OSError:
         return None
-    return f"{folder}:{stat.st_ino}:{stat.st_mtime_ns}"
+    return f"{stat.st_ino}:{stat.st_mtime_ns}"
 
 
 def _tell(emit: Emit, event: jobs.Event) -> None:

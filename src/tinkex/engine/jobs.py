@@ -191,6 +191,8 @@ class SampleJob(SampleOptions, DrawSettings):
     """Emit `Tokens` events while generating."""
     tenant: str = ""
     """Whose it is: places are shared between tenants, cached prompts are not."""
+    first_sample: int = 0
+    """Where its samples start among those of a larger job: sample i draws as number i + this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

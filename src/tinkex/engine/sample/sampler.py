@@ -246,7 +246,7 @@ class Sampler:
                     tenant=job.tenant,
                     request=request,
                     index=index,
-                    key=sample_key(seed, index),
+                    key=sample_key(seed, job.first_sample + index),
                     watch=self._stop_watch(job.stop_strings),
                 )
             )

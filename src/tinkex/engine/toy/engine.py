@@ -375,7 +375,7 @@ class ToyEngine:
         adapter = self._snapshot(job, emit)
         seed = job.seed if job.seed is not None else self._free_seed(job)
         sequences = tuple(
-            self._generate(job, adapter, sample_key(seed, i), max_tokens)
+            self._generate(job, adapter, sample_key(seed, job.first_sample + i), max_tokens)
             for i in range(job.num_samples)
         )
         return jobs.SampleResult(
