@@ -30,12 +30,20 @@ def test_a_key_is_shown_once_and_only_its_number_is_listed(keys):
     assert len(made.json["key"]) > 40
     table = keys("list")
     assert table.code == 0
-    assert table.out.split("\n")[2].split() == ["ID", "User", "Name", "Created", "State"]
-    assert table.out.split("\n")[4].split() == ["1", "ann", "laptop", "just", "now", "active"]
+    head, row = (table.out.split("\n")[n].split() for n in (2, 4))
+    assert head == ["ID", "User", "Name", "Admin", "Created", "State"]
+    assert row == ["1", "ann", "laptop", "no", "just", "now", "active"]
     (listed,) = keys("list", "--json").json["keys"]
     assert listed["state"] == "active"
     assert listed["revoked_at"] is None
     assert made.json["key"] not in table.out + str(listed)
+
+
+def test_a_key_may_be_an_administrators(keys):
+    assert keys("add", "--user", "ann", "--admin", "--json").json["is_admin"]
+    keys("add", "--user", "bob")
+    listed = keys("list", "--json").json["keys"]
+    assert [key["is_admin"] for key in listed] == [True, False]
 
 
 def test_adding_prints_a_table_for_people(keys):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from app_world import open_app
 
-from tinkex.server.config import ServerConfig
-from tinkex.server.guard.quotas import Quotas, Strangers
+from tinkex.errors import ConfigError
+from tinkex.server.config import ServerConfig, load_config
+from tinkex.server.guard.quotas import Quotas, Strangers, read_quotas
 from tinkex.server.problems import ApiError
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
@@ -39,7 +41,7 @@ async def test_sessions_models_and_disk_of_a_user_have_limits(tmp_path: Path) ->
 
 def test_requests_a_second_have_a_limit_and_a_burst() -> None:
     now = 100.0
-    config = ServerConfig(max_user_requests_per_s=2.0)
+    config = ServerConfig(max_user_requests_per_minute=120.0)
     quotas = Quotas(None, config, clock=lambda: now)  # type: ignore[arg-type]
 
     def refused(count: int, user: str = "ann") -> int:
@@ -55,6 +57,16 @@ def test_requests_a_second_have_a_limit_and_a_burst() -> None:
     assert refused(1, "bob") == 0
     now += 2.0
     assert refused(5) == 1
+
+
+def test_quotas_are_read_from_flags_and_nonsense_is_refused() -> None:
+    read = read_quotas(["disk_bytes=50G", "models=3", "requests_per_minute=0.5"])
+    config = load_config(env={}, flags=read)
+    assert config.max_user_disk_bytes == 50 * 10**9
+    assert (config.max_user_models, config.max_user_requests_per_minute) == (3, 0.5)
+    for entry in ("cats=1", "models", "models=", "models=x", "models=-1", "models=nan", "=1"):
+        with pytest.raises(ConfigError, match="disk_bytes"):
+            read_quotas([entry])
 
 
 async def test_nothing_new_is_stored_when_the_disk_is_nearly_full(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def _promise(kept: KeptResults, user: str, number: int, size: int) -> Promise:
 
 
 async def test_results_beyond_the_memory_go_to_disk_and_come_back(tmp_path: Path) -> None:
-    kept = KeptResults(tmp_path / "results", memory_bytes=400_000, user_bytes=10**9)
+    kept = KeptResults(tmp_path / "results", memory_bytes=400_000)
     promises = [_promise(kept, "ann", n, 10_000) for n in range(100)]
     while kept._writing:
         await asyncio.gather(*kept._writing)

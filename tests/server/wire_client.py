@@ -122,13 +122,15 @@ class Caller:
         return str((await self.result(promise, **kwargs))["model_id"])
 
     async def train(
-        self, model_id: str, seq_id: int, tokens: list[int], **fields: Any
+        self, model_id: str, seq_id: int, tokens: list[int], key: str = "tml-test", **fields: Any
     ) -> httpx.Response:
         body = train_body(model_id, seq_id, tokens, **fields)
-        return await self.post("forward_backward", body, headers=PROTO)
+        return await self.post("forward_backward", body, key=key, headers=PROTO)
 
-    async def step(self, model_id: str, seq_id: int, learning_rate: float = 0.1) -> httpx.Response:
-        return await self.post("optim_step", optim_body(model_id, seq_id, learning_rate))
+    async def step(
+        self, model_id: str, seq_id: int, learning_rate: float = 0.1, key: str = "tml-test"
+    ) -> httpx.Response:
+        return await self.post("optim_step", optim_body(model_id, seq_id, learning_rate), key=key)
 
 
 def check_error(answer: httpx.Response) -> None:

@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import tinkex
 from tinkex.server import openapi, problems, rest
-from tinkex.server.auth import current_user
+from tinkex.server.auth import Auth, current_user
 from tinkex.server.compat import install as compat
 from tinkex.server.compat.callers import foreign_user
 from tinkex.server.compat.install import PREFIXES
@@ -40,6 +40,7 @@ from tinkex.server.routes import sampling as routes_sampling
 from tinkex.server.routes import service as routes_service
 from tinkex.server.routes import training as routes_training
 from tinkex.server.service import Service
+from tinkex.server.work.oversight import Oversight
 from tinkex.server.work.presence import Presence
 from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.pool import Pool
@@ -124,7 +125,11 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
         key_required=config.key_required,
         depot=_open_depot(config),
     )
-    app.state.service = Service(config, store, app.state.shelf, pool, app.state.auth.user_of)
+    auth: Auth = app.state.auth
+    app.state.service = Service(
+        config, store, app.state.shelf, pool, auth.user_of, app.state.quotas
+    )
+    app.state.oversight = Oversight(app.state.service, auth, app.state.quotas)
     compat.install(app, app.state.service)
     console.install(app)
     problems.install(app)
@@ -218,6 +223,7 @@ class FrontDoor:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
         scope["tinkex.user"] = user.user_id
         quotas: Quotas = self._root.state.quotas
+        quotas.note(user)
         quotas.spend(user.user_id)
         if scope["method"] == "POST":
             if scope["path"] in _STORES:
@@ -237,8 +243,11 @@ class FrontDoor:
         if not (isinstance(exc, problems.ApiError) and exc.status == 401):
             return exc
         address = scope["client"][0] if scope.get("client") else ""
-        if not self._strangers.failed(address):
+        too_many = self._strangers.failed(address)
+        if not too_many:
             return exc
+        if too_many == 1:  # once a minute and address
+            self._root.state.oversight.note_knocking(address)
         text = f"Too many attempts without a valid key. {exc} Wait a minute."
         return problems.ApiError(429, text, headers={"Retry-After": "60"})
 

@@ -5,12 +5,14 @@ A credential travels in `X-API-Key`: a key (`tml-...`) that the store knows by i
 server without any key is open: whoever reaches it is the user `local`; it is refused on any address
 but loopback, and ends when a key is added, for as long as the process lives. Keys are read from the
 store, so that `tinkex keys` works on a running server. Routes ask for `current_user` and never see
-a credential. What a user may touch is decided where the thing lives.
+a credential. What a user may touch is decided where the thing lives; what an admin key may do
+besides, where it asks for `current_admin`. A user that an administrator disabled is refused.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -40,6 +42,7 @@ class _Identity:
     user: User
     key_id: int | None
     """None: nobody's key, because the server is open."""
+    is_admin: bool
     valid_s: float = CACHE_S
 
 
@@ -102,6 +105,25 @@ class Auth:
         """
         return (await self._identity(credential)).user
 
+    async def is_admin(self, credential: str | None) -> bool:
+        """Whether a valid credential is an admin key, or a token made for one."""
+        return (await self._identity(credential)).is_admin
+
+    async def admin_of(self, credential: str | None) -> User:
+        """The user behind an admin key.
+
+        Raises:
+            ApiError: 401 for no valid key, 403 for one of an ordinary user.
+        """
+        found = await self._identity(credential)
+        if not found.is_admin:
+            raise ApiError(
+                403,
+                "This needs an admin key. Whoever runs the server makes one with "
+                "`tinkex keys add --user NAME --admin`.",
+            )
+        return found.user
+
     async def _identity(self, credential: str | None) -> _Identity:
         credential = (credential or "").strip()
         if len(credential) > MAX_CREDENTIAL:
@@ -160,13 +182,13 @@ class Auth:
         if open_user is not None:
             if credential and not credential.startswith("tml-"):
                 raise _refused("A key starts with 'tml-'; this server also accepts none at all.")
-            return _Identity(open_user, None)
+            return _Identity(open_user, None, is_admin=True)
         if not credential:
             raise _refused("No API key was sent. Set TINKER_API_KEY, or pass api_key.")
         record = await self._store.call(self._store.accounts.find_key, credential)
         if record is None:
             raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
-        return _Identity(await self._user(record.user_id), record.key_id)
+        return _Identity(await self._user(record.user_id), record.key_id, record.is_admin)
 
     async def _from_token(self, token: str) -> _Identity:
         try:
@@ -182,22 +204,44 @@ class Auth:
         except jwt.InvalidTokenError as exc:
             raise _refused("The token was not signed by this server, or is damaged.") from exc
         user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
-        if not await self.may_act(key_id, user_id):
+        is_good, is_admin = await self._standing(key_id, user_id)
+        if not is_good:
             raise _refused("The key this token was made for is revoked. Use another key.")
-        return _Identity(await self._user(user_id), key_id, claims["exp"] - time.time())
+        left_s = claims["exp"] - time.time()
+        return _Identity(await self._user(user_id), key_id, is_admin, left_s)
 
     async def may_act(self, key_id: int | None, user_id: str) -> bool:
         """Whether what was given away in the name of a key is still good."""
+        user = await self._store.call(self._store.accounts.get_user, user_id)
+        if user is None or user.disabled_at is not None:
+            return False
+        return (await self._standing(key_id, user_id))[0]
+
+    async def _standing(self, key_id: int | None, user_id: str) -> tuple[bool, bool]:
+        """(good, admin) of the key that something was made for."""
         if key_id is None:  # made by an open server
-            return self._open_user is not None
+            return self._open_user is not None, self._open_user is not None
         key = await self._store.call(self._store.accounts.get_key, key_id)
-        return key is not None and key.revoked_at is None and key.user_id == user_id
+        if key is None or key.revoked_at is not None or key.user_id != user_id:
+            return False, False
+        return True, key.is_admin
 
     async def _user(self, user_id: str) -> User:
         user = await self._store.call(self._store.accounts.get_user, user_id)
         if user is None:
             raise _refused("The user of this credential no longer exists.")
+        if user.disabled_at is not None:
+            raise ApiError(
+                403,
+                f"The user {user_id!r} was disabled by an administrator of this server. What it "
+                "stored is kept; ask them to enable it.",
+                code="user_disabled",
+            )
         return user
+
+
+def new_key() -> str:
+    return f"tml-{secrets.token_urlsafe(32)}"
 
 
 def is_configured(key: ApiKey) -> bool:
@@ -217,12 +261,23 @@ def credential_of(request: Request) -> str | None:
     return request.headers.get("x-api-key")
 
 
+def address_of(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
 async def current_user(request: Request) -> User:
     """FastAPI dependency: the caller, or a 401."""
     auth: Auth = request.app.state.auth
     return await auth.user_of(credential_of(request))
 
 
+async def current_admin(request: Request) -> User:
+    """FastAPI dependency: the caller, whose key is an admin's, or a 401 or 403."""
+    auth: Auth = request.app.state.auth
+    return await auth.admin_of(credential_of(request))
+
+
+CurrentAdmin = Annotated[User, Depends(current_admin)]
 CurrentUser = Annotated[User, Depends(current_user)]
 """The type of a route's argument that wants the caller: `async def route(user: CurrentUser)`."""
 

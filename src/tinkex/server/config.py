@@ -34,7 +34,10 @@ _MAY_BE_ZERO = frozenset(
         "max_user_disk_bytes",
         "max_user_sessions",
         "max_user_models",
-        "max_user_requests_per_s",
+        "max_user_queued",
+        "max_user_running",
+        "max_user_result_bytes",
+        "max_user_requests_per_minute",
         "until_idle_s",
         "result_grace_s",
     }
@@ -144,6 +147,10 @@ class ServerConfig:
     """Unfetched sample results in memory, a quarter of it for one user; more go to disk."""
     max_user_result_bytes: int = 1024 * 1024 * 1024
     """Unfetched sample results of one user; beyond it new samples are answered with 429."""
+    max_user_queued: int = 0
+    """Training requests and samples of one user that wait or run; 0 means no limit."""
+    max_user_running: int = 0
+    """Those of them that workers hold at a time; others wait. 0 means no limit."""
     max_sample_bytes: int = 64 * 1024 * 1024
     """Largest result one sample request may ask for: num_samples x max_tokens x topk."""
     max_running_samples: int = 512
@@ -168,8 +175,8 @@ class ServerConfig:
     """Sessions of one user that are alive; 0 means no limit."""
     max_user_models: int = 10_000
     """Models of one user whose state is kept; 0 means no limit."""
-    max_user_requests_per_s: float = 0.0
-    """Requests one user may make a second, ten times that in a burst; 0 means no limit."""
+    max_user_requests_per_minute: float = 0.0
+    """Requests one user may make a minute, a sixth of that at once; 0 means no limit."""
     keep_rollouts: bool = False
     """Keep sampled answers in memory for the console, of users who agree to it there."""
     rollout_ttl_s: float = 86_400.0

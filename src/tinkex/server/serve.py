@@ -41,6 +41,7 @@ from tinkex.server.guard.connections import (
     guarded,
     raise_file_limit,
 )
+from tinkex.server.guard.quotas import read_quotas
 from tinkex.server.tls import check_tls
 from tinkex.server.workers.child import WorkerSpec
 from tinkex.server.workers.pool import Pool
@@ -370,18 +371,21 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option(
     "--keep-rollouts", is_flag=True, default=None, help="Let users see sampled answers by step."
 )
+@click.option("--quota", "quotas", multiple=True, help="NAME=NUMBER for each user, repeatable.")
 @click.option("--access-log", is_flag=True, default=None, help="Log requests as lines of JSON.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the address as JSON on a terminal too."
 )
 @click.pass_context
-def serve(ctx: click.Context, /, file: Path | None, as_json: bool, **flags: Any) -> None:
+def serve(
+    ctx: click.Context, /, file: Path | None, as_json: bool, quotas: tuple[str, ...], **flags: Any
+) -> None:
     """Serve the Tinker API from this machine."""
     as_json = as_json or getattr(ctx.obj, "format", "") == "json"  # `tinkex --json serve`
     given = {name: value for name, value in flags.items() if value not in (None, ())}
     try:
-        config = load_config(file=file, flags=given)
+        config = load_config(file=file, flags=given | read_quotas(quotas))
         run(config, for_person=sys.stdout.isatty() and not as_json)
     except ConfigError as exc:
         raise click.ClickException(str(exc)) from exc

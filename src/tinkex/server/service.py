@@ -22,6 +22,7 @@ from tinkex.server.catalog import Catalog
 from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.files.disk import Room
+from tinkex.server.guard.quotas import Quotas
 from tinkex.server.operations.operation import Operation, Tools
 from tinkex.server.operations.table import make_operations
 from tinkex.server.problems import ApiError
@@ -31,6 +32,7 @@ from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.lane import Lane, Means
 from tinkex.server.work.live_sessions import LiveSessions
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
+from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.results import Results
 from tinkex.server.work.rollouts import Rollouts
 from tinkex.server.work.samples import Samples
@@ -63,6 +65,7 @@ class Service:
         shelf: Shelf,
         pool: Pool,
         user_of: Callable[[str], Awaitable[User]],
+        quotas: Quotas,
     ) -> None:
         self.config = config
         self.store = store
@@ -82,6 +85,7 @@ class Service:
             ttl_s=config.rollout_ttl_s,
             max_bytes=config.max_rollout_bytes,
         )
+        self.open_work = OpenWork(quotas)
         self.samples = Samples(
             store=store,
             shelf=shelf,
@@ -94,9 +98,10 @@ class Service:
             kept=KeptResults(
                 config.data_dir / "results",
                 memory_bytes=config.max_kept_result_bytes,
-                user_bytes=config.max_user_result_bytes,
             ),
-            on_use=self.sessions.touch,
+            quotas=quotas,
+            open_work=self.open_work,
+            on_use=self.sessions.use,
             on_sampled=self._keep_rollout,
         )
         self.ends = WriteBehind()
@@ -122,6 +127,7 @@ class Service:
             room=self.room,
             results=self.results,
             operations=self.operations,
+            open_work=self.open_work,
             gap_limit_s=config.gap_limit_s,
             on_worked=self.curves.worked,
         )
@@ -222,6 +228,14 @@ class Service:
     def num_lanes(self) -> int:
         return len(self._lanes)
 
+    @property
+    def lanes(self) -> list[Lane]:
+        return list(self._lanes.values())
+
+    def find_lane(self, model_id: str) -> Lane | None:
+        """The lane of a model that is in memory: every one that has work under way."""
+        return self._lanes.get(model_id)
+
     def doing(self, model_id: str) -> str:
         """What a model is doing right now, in words; empty when it has nothing to do."""
         lane = self._lanes.get(model_id)
@@ -266,7 +280,7 @@ class Service:
     async def lane(self, user: User, model_id: str) -> Lane:
         """The lane of a model of the caller's own."""
         model = await self.model(user, model_id)
-        self.sessions.touch(model.session_id)
+        await self.sessions.use(model.session_id)
         self.store.models.touch(model_id)
         return self._lanes.get(model_id) or await self._open_lane(model_id)
 

@@ -9,7 +9,7 @@ import hashlib
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Engine, insert, select, update
+from sqlalchemy import Connection, Engine, func, insert, select, update
 
 from tinkex.store import schema
 from tinkex.store.records import ApiKey, User
@@ -43,12 +43,33 @@ class Accounts:
         with self._reader.connect() as connection:
             query = select(schema.users).where(schema.users.c.user_id == user_id)
             row = connection.execute(query).mappings().first()
-        return User(**row) if row else None
+        return _user(row) if row else None
 
-    def add_key(self, key: str, user_id: str, *, name: str = "", note: str = "") -> ApiKey:
+    def users(self, limit: int, offset: int = 0) -> tuple[list[User], int]:
+        """A page of all users, in the order of their ids, and how many there are."""
+        query = select(schema.users).order_by(schema.users.c.user_id).limit(limit).offset(offset)
+        with self._reader.connect() as connection:
+            total = connection.execute(select(func.count()).select_from(schema.users)).scalar_one()
+            return [_user(row) for row in connection.execute(query).mappings()], int(total)
+
+    def disable(self, user_id: str, at: float | None) -> None:
+        """Refuse a user from a moment on; None lets it in again."""
+        self._change(user_id, {"disabled_at": at})
+
+    def set_quotas(self, user_id: str, quotas: dict[str, float]) -> None:
+        """The limits of a user that differ from the server's, all of them."""
+        self._change(user_id, {"quotas": quotas})
+
+    def _change(self, user_id: str, values: dict[str, Any]) -> None:
+        statement = update(schema.users).where(schema.users.c.user_id == user_id).values(values)
+        self._writer.run(lambda connection: connection.execute(statement))
+
+    def add_key(
+        self, key: str, user_id: str, *, name: str = "", note: str = "", is_admin: bool = False
+    ) -> ApiKey:
         """Let `key` act for `user_id`. Adding it again returns the first record, not revoked."""
         row: dict[str, Any] = {"key_hash": hash_key(key), "user_id": user_id}
-        row |= {"name": name or f"key of {user_id}"}
+        row |= {"name": name or f"key of {user_id}", "is_admin": is_admin}
         row |= {"note": note, "created_at": time.time(), "revoked_at": None}
         keys = schema.api_keys
 
@@ -56,7 +77,7 @@ class Accounts:
             known = connection.execute(
                 update(keys)
                 .where(keys.c.key_hash == row["key_hash"])
-                .values(user_id=user_id, note=note, revoked_at=None)
+                .values(user_id=user_id, note=note, revoked_at=None, is_admin=is_admin)
             )
             if known.rowcount == 0:
                 connection.execute(insert(keys), row)
@@ -120,6 +141,11 @@ class Accounts:
     def drop_secret(self, name: str) -> None:
         statement = schema.secrets.delete().where(schema.secrets.c.name == name)
         self._writer.run(lambda connection: connection.execute(statement))
+
+
+def _user(row: Any) -> User:
+    fields = {name: row[name] for name in User.__slots__}
+    return User(**fields | {"quotas": row["quotas"] or {}})
 
 
 def _api_key(row: Any) -> ApiKey:

@@ -156,7 +156,7 @@ class Checkpoints:
 
 
 class Audit:
-    """What users did to their checkpoints and projects, as `<resource>_<action>` events."""
+    """What users did, and what was done to them, as `<resource>_<action>` events."""
 
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         self._reader = reader
@@ -176,8 +176,7 @@ class Audit:
         self, user_id: str, *, prefixes: Sequence[str] | None, start: float, end: float
     ) -> list[AuditEntry]:
         """Entries with start <= timestamp < end whose event starts with one of the prefixes."""
-        query = select(_audit.c.timestamp, _audit.c.user_id, _audit.c.event, _audit.c.details)
-        query = query.where(_audit.c.user_id == user_id)
+        query = select(*_AUDIT_FIELDS).where(_audit.c.user_id == user_id)
         query = query.where(_audit.c.timestamp >= start, _audit.c.timestamp < end)
         if prefixes is not None:
             query = query.where(or_(*(_audit.c.event.startswith(p) for p in prefixes)))
@@ -185,7 +184,22 @@ class Audit:
             rows = connection.execute(query.order_by(_audit.c.entry_id)).mappings()
             return [AuditEntry(**row) for row in rows]
 
+    def page(
+        self, limit: int, offset: int, *, user_id: str | None = None, prefix: str | None = None
+    ) -> list[AuditEntry]:
+        """Entries of every user, or of one, newest first."""
+        query = select(*_AUDIT_FIELDS)
+        if user_id is not None:
+            query = query.where(_audit.c.user_id == user_id)
+        if prefix is not None:
+            query = query.where(_audit.c.event.startswith(prefix, autoescape=True))
+        newest = (_audit.c.timestamp.desc(), _audit.c.entry_id.desc())
+        with self._reader.connect() as connection:
+            rows = connection.execute(query.order_by(*newest).limit(limit).offset(offset))
+            return [AuditEntry(**row) for row in rows.mappings()]
 
+
+_AUDIT_FIELDS = (_audit.c.timestamp, _audit.c.user_id, _audit.c.event, _audit.c.details)
 _NEWEST = (_table.c.created_at.desc(), _table.c.path.desc())
 
 

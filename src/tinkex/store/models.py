@@ -24,6 +24,7 @@ from sqlalchemy import (
     func,
     or_,
     select,
+    true,
     update,
 )
 
@@ -155,18 +156,18 @@ class Models:
 
     def page(
         self,
-        user_id: str,
+        user_id: str | None,
         limit: int,
         offset: int,
         *,
         project_id: str | None = None,
         with_public: bool = False,
     ) -> tuple[list[Model], int]:
-        """A user's runs, newest first, and how many there are in all.
+        """A user's runs, or everybody's, newest first, and how many there are in all.
 
         `with_public` adds other users' runs that have a public checkpoint.
         """
-        mine = _table.c.user_id == user_id
+        mine = true() if user_id is None else _table.c.user_id == user_id
         where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine]
         if project_id is not None:
             sessions = schema.sessions

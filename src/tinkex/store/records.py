@@ -27,6 +27,10 @@ class User:
     name: str
     email: str
     created_at: float
+    disabled_at: float | None = None
+    """Since when an administrator refuses this user; None: not at all."""
+    quotas: dict[str, float] = field(default_factory=dict, hash=False)
+    """Limits of this user that differ from the server's, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,8 @@ class ApiKey:
     note: str
     created_at: float
     revoked_at: float | None
+    is_admin: bool = False
+    """Sees and stops what other users do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

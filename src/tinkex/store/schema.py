@@ -20,6 +20,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.dialects import sqlite
 
@@ -41,6 +42,9 @@ users = Table(
     Column("name", String, nullable=False),
     Column("email", String, nullable=False),
     Column("created_at", Double, nullable=False),
+    Column("disabled_at", Double),
+    # Limits of this user that differ from the server's, by name.
+    Column("quotas", JSON),
 )
 
 api_keys = Table(
@@ -53,6 +57,7 @@ api_keys = Table(
     Column("note", String, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
+    Column("is_admin", Boolean, nullable=False, server_default=false()),
 )
 
 sessions = Table(
@@ -203,6 +208,7 @@ audit = Table(
     Column("event", String, nullable=False),
     Column("details", JSON, nullable=False),
     Index("ix_audit_owner", "user_id", "timestamp"),
+    Index("ix_audit_time", "timestamp"),
 )
 
 # Facts about the database itself, such as the id it shares with its data folder.

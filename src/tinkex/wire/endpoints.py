@@ -12,6 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tinkex import types
+from tinkex.types.account.administration import (
+    AddKeyRequest,
+    AddKeyResponse,
+    AdminAuditResponse,
+    AdminKeysResponse,
+    AdminRunsResponse,
+    AdminSessionsResponse,
+    AdminUser,
+    AdminUsersResponse,
+    SetQuotasRequest,
+    StopWorkRequest,
+    StopWorkResponse,
+)
 from tinkex.types.service.extensions import (
     CancelFutureResponse,
     LogMetricsRequest,
@@ -76,6 +89,8 @@ def _get(name: str, path: str, result: Any = None) -> Endpoint:
 
 _RUN = f"{API}/training_runs/{{run_id}}"
 _CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
+_ADMIN = "/tinkex/v1/admin"
+_USER = f"{_ADMIN}/users/{{user_id}}"
 _SESSION = f"{API}/sessions/{{session_id}}"
 _COMPUTE = {"is_ordered": True, "size": "large"}
 _SAVE = {"is_ordered": True, "is_barrier": True}
@@ -244,6 +259,33 @@ _ROWS = [
         f"{API}/billing/usage/checkpoints/current",
         types.CurrentCheckpointStorageUsageResponse,
     ),
+    # ---------------------------------------------------------------------------- administrators
+    _get("admin_list_users", f"{_ADMIN}/users", AdminUsersResponse),
+    _get("admin_get_user", _USER, AdminUser),
+    _post("admin_disable_user", StopWorkRequest, StopWorkResponse, f"{_USER}/disable"),
+    Endpoint(name="admin_enable_user", method="POST", path=f"{_USER}/enable"),
+    _post("admin_stop_user", StopWorkRequest, StopWorkResponse, f"{_USER}/stop"),
+    Endpoint(
+        name="admin_set_quotas",
+        method="PUT",
+        path=f"{_USER}/quotas",
+        request=SetQuotasRequest,
+        result=AdminUser,
+        keeps_null=True,
+    ),
+    _get("admin_list_sessions", f"{_ADMIN}/sessions", AdminSessionsResponse),
+    _post(
+        "admin_stop_session",
+        StopWorkRequest,
+        StopWorkResponse,
+        f"{_ADMIN}/sessions/{{session_id}}/stop",
+    ),
+    _get("admin_list_runs", f"{_ADMIN}/runs", AdminRunsResponse),
+    _post("admin_stop_run", StopWorkRequest, StopWorkResponse, f"{_ADMIN}/runs/{{run_id}}/stop"),
+    _get("admin_list_keys", f"{_ADMIN}/keys", AdminKeysResponse),
+    _post("admin_add_key", AddKeyRequest, AddKeyResponse, f"{_ADMIN}/keys"),
+    Endpoint(name="admin_revoke_key", method="DELETE", path=f"{_ADMIN}/keys/{{key_id}}"),
+    _get("admin_audit_log", f"{_ADMIN}/audit", AdminAuditResponse),
 ]
 
 ENDPOINTS: dict[str, Endpoint] = {row.name: row for row in _ROWS}

@@ -7,7 +7,6 @@ what is stored is its hash. The other side, a key on a user's machine, is `tinke
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -45,24 +44,28 @@ def _where(command: F) -> F:
 @keys.command()
 @click.option("--user", required=True, help="Who the key acts for; made when new.")
 @click.option("--name", default="", help="What the key is for, shown in listings.")
+@click.option("--admin", "is_admin", is_flag=True, help="May see and stop what all users do.")
 @_where
 @pass_state
-def add(state: State, /, user: str, name: str, **where: Any) -> None:
+def add(state: State, /, user: str, name: str, is_admin: bool, **where: Any) -> None:
     """Make a key for a user and show it, this once."""
+    from tinkex.server.auth import new_key
+
     if not user.strip() or user != user.strip():
         raise click.BadParameter(
             "a user needs a name without spaces around it", param_hint="--user"
         )
-    key = f"tml-{secrets.token_urlsafe(32)}"
+    key = new_key()
     with _store(where, make=True) as store:
         is_first = not store.accounts.active_keys()
         store.accounts.ensure_user(user)
-        made = store.accounts.add_key(key, user, name=name)
-        store.audit.record(user, "key_added", {"key_id": made.key_id, "name": made.name})
+        made = store.accounts.add_key(key, user, name=name, is_admin=is_admin)
+        details = {"by": "tinkex keys", "key_id": made.key_id, "name": made.name}
+        store.audit.record(user, "key_added", details | {"is_admin": is_admin})
     if is_first:
         state.note("This is the first key: callers without one are refused from now on.")
     state.show(
-        properties(None, {"Key": key, "ID": made.key_id, "User": user, "Name": made.name}),
+        properties(None, {"Key": key, "ID": made.key_id, "User": user, **_shown(made)}),
         {"key": key, **_plain(made)},
     )
 
@@ -81,9 +84,10 @@ def list_(state: State, /, user: str | None, revoked: bool, **where: Any) -> Non
             if user in (None, key.user_id) and (revoked or key.revoked_at is None)
         ]
     rows = [
-        (key.key_id, key.user_id, key.name, _time(key.created_at), _state(key)) for key in found
+        (key.key_id, key.user_id, *_shown(key).values(), _time(key.created_at), _state(key))
+        for key in found
     ]
-    columns = ("ID", "User", "Name", "Created", "State")
+    columns = ("ID", "User", "Name", "Admin", "Created", "State")
     table = Table(title=f"Keys ({len(rows)})", columns=columns, rows=rows)
     state.show(table, {"keys": [_plain(key) for key in found]})
 
@@ -110,7 +114,8 @@ def revoke(state: State, /, key_id: int, **where: Any) -> None:
                 "restart. Remove it there and restart."
             )
         store.accounts.revoke_key(key_id)
-        store.audit.record(found.user_id, "key_revoked", {"key_id": key_id, "name": found.name})
+        details = {"by": "tinkex keys", "key_id": key_id, "name": found.name}
+        store.audit.record(found.user_id, "key_revoked", details)
         after = store.accounts.get_key(key_id)
         assert after is not None
         is_last = not store.accounts.active_keys()
@@ -144,11 +149,16 @@ def _store(where: dict[str, Any], *, make: bool = False) -> Iterator[Store]:
         store.close()
 
 
+def _shown(key: ApiKey) -> dict[str, Any]:
+    return {"Name": key.name, "Admin": "yes" if key.is_admin else "no"}
+
+
 def _plain(key: ApiKey) -> dict[str, Any]:
     return {
         "key_id": key.key_id,
         "user": key.user_id,
         "name": key.name,
+        "is_admin": key.is_admin,
         "state": _state(key),
         "created_at": _time(key.created_at),
         "revoked_at": _time(key.revoked_at),

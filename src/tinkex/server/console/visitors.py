@@ -13,7 +13,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 
-from tinkex.server.auth import TOKEN_TTL_S, Auth, credential_of
+from tinkex.server.auth import TOKEN_TTL_S, Auth, address_of, credential_of
 from tinkex.server.problems import ApiError
 from tinkex.store import User
 
@@ -35,7 +35,14 @@ async def visitor(request: Request) -> User:
     return await auth.user_of(_cookie(request))
 
 
+async def admin_visitor(request: Request) -> User:
+    """FastAPI dependency: the same for pages of administrators, or a 403."""
+    auth: Auth = request.app.state.auth
+    return await auth.admin_of(_cookie(request))
+
+
 Visitor = Annotated[User, Depends(visitor)]
+AdminVisitor = Annotated[User, Depends(admin_visitor)]
 
 
 def form_token(request: Request) -> str:
@@ -72,6 +79,8 @@ async def log_in(
     """
     auth: Auth = request.app.state.auth
     token = await auth.issue_token(key)
+    user = await auth.user_of(token)
+    request.app.state.oversight.note_login(user.user_id, address_of(request), by="console")
     response.set_cookie(
         cookie_name(request),
         token,

@@ -1,38 +1,122 @@
-"""What one user may hold: bytes on disk, live sessions, models in use, requests a second.
+"""What one user may hold or do at a time, each limit declared once.
 
+A limit comes from the server's settings (`max_user_<name>`), or from what an administrator set for
+the user; 0 means none. All keys of a user share them: to limit a key, give it a user of its own.
 Amounts are counted in the database and remembered for a few seconds, so a burst can pass a limit by
-what it makes in that time, not more. A limit of 0 means none. Also here: how often an address may
-try a key that does not exist.
+what it makes in that time, not more. Also here: how often an address may try a key that does not
+exist.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tinkex.errors import ConfigError
 from tinkex.server.config import ServerConfig
 from tinkex.server.problems import ApiError
-from tinkex.store import Store
+from tinkex.store import Store, User
 
 LOOK_EVERY_S = 3.0
 DAY_S = 86_400.0
+BURST_S = 10.0
+"""Requests of so many seconds may come at once."""
 MAX_REMEMBERED = 10_000
-_DISK = "disk"
-_BY_PATH = {
-    "create_session": "sessions",
-    "create_model": "models",
-    **dict.fromkeys(("save_weights", "save_weights_for_sampler", "save_weights_external"), _DISK),
-    "checkpoints/import": _DISK,
-    "copy_weights": _DISK,
-}
-_WAY_OUT = {
-    _DISK: "Delete checkpoints, or give them a time to live",
-    "sessions": "Finish sessions, or use one for several runs",
-    "models": "Unload models that are done",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """One limit: its name, what it counts, and what a user does who has reached it."""
+
+    name: str
+    counts: str
+    way_out: str
+    retry_s: int = 60
+    paths: tuple[str, ...] = ()
+    """Calls that make more of it."""
+
+    @property
+    def setting(self) -> str:
+        return f"max_user_{self.name}"
+
+    def refusal(self, amount: float, limit: float) -> ApiError:
+        return ApiError(
+            429,
+            f"You have {amount:.0f} {self.counts}, the limit {self.name!r} is {limit:.0f}. "
+            f"{self.way_out}, or ask an administrator of this server for more.",
+            code="quota",
+            headers={"Retry-After": str(self.retry_s)},
+        )
+
+
+_SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+_DECLARED = (
+    Quota(
+        "disk_bytes",
+        "bytes of checkpoints",
+        "Delete checkpoints, give them a time to live",
+        paths=(*_SAVES, "checkpoints/import", "copy_weights"),
+    ),
+    Quota(
+        "sessions",
+        "sessions",
+        "Finish sessions, use one for several runs",
+        paths=("create_session",),
+    ),
+    Quota("models", "models", "Unload models that are done", paths=("create_model",)),
+    Quota("queued", "requests that wait or run", "Wait until some of them are done", retry_s=2),
+    Quota("running", "requests at the workers", "More of them wait by themselves"),
+    Quota(
+        "result_bytes",
+        "bytes of results that wait to be fetched",
+        "Fetch them before you ask for more samples",
+        retry_s=5,
+    ),
+    Quota("requests_per_minute", "requests a minute", "Slow down", retry_s=1),
+)
+QUOTAS: dict[str, Quota] = {quota.name: quota for quota in _DECLARED}
+_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BY_PATH = {path: quota for quota in _DECLARED for path in quota.paths}
+
+
+def check_names(quotas: Mapping[str, Any]) -> None:
+    """Refuse a limit that nobody enforces.
+
+    Raises:
+        ApiError: 400.
+    """
+    for name in quotas:
+        if name not in QUOTAS:
+            raise ApiError(
+                400, f"There is no quota {name!r}; there are {', '.join(QUOTAS)}.", path="quotas"
+            )
+
+
+def read_quotas(entries: Iterable[str]) -> dict[str, float]:
+    """Settings from `NAME=NUMBER`, where a number may end in k, M, G or T.
+
+    Raises:
+        ConfigError: Not of that form, or no quota.
+    """
+    found: dict[str, float] = {}
+    for entry in entries:
+        name, _, text = entry.partition("=")
+        scale = _SCALES.get(text[-1:].lower(), 0)
+        try:
+            value = float(text[:-1] if scale else text) * (scale or 1)
+        except ValueError:
+            value = math.nan
+        if name not in QUOTAS or not 0 <= value < 2**62:
+            raise ConfigError(
+                f"--quota {entry} is not NAME=NUMBER; names are {', '.join(QUOTAS)}, and a number "
+                "may end in k, M, G or T."
+            )
+        found[QUOTAS[name].setting] = value
+    return found
 
 
 @dataclass(slots=True)
@@ -47,14 +131,39 @@ class Quotas:
     ) -> None:
         self._store = store
         self._clock = clock
-        self._limits = {
-            _DISK: config.max_user_disk_bytes,
-            "sessions": config.max_user_sessions,
-            "models": config.max_user_models,
+        self._defaults: dict[str, float] = {
+            quota.name: getattr(config, quota.setting) for quota in _DECLARED
         }
-        self._rate = config.max_user_requests_per_s
+        self._own: OrderedDict[str, Mapping[str, float]] = OrderedDict()
         self._counts: OrderedDict[tuple[str, str], _Count] = OrderedDict()
         self._buckets: OrderedDict[str, _Count] = OrderedDict()
+
+    def note(self, user: User) -> None:
+        """Take the limits of a user as they are now; every request comes by here."""
+        if user.quotas:
+            self._own[user.user_id] = user.quotas
+            _trim(self._own)
+        else:
+            self._own.pop(user.user_id, None)
+
+    def limit(self, user_id: str, name: str) -> float:
+        """What holds for a user; 0 means no limit."""
+        own = self._own.get(user_id)
+        return self._defaults[name] if own is None else own.get(name, self._defaults[name])
+
+    def limits(self, user: User) -> dict[str, float]:
+        """All that hold for a user."""
+        return self._defaults | {n: v for n, v in user.quotas.items() if n in QUOTAS}
+
+    def check(self, user_id: str, name: str, amount: float) -> None:
+        """Refuse more of what the user has `amount` of.
+
+        Raises:
+            ApiError: 429, which names the limit and the way out.
+        """
+        limit = self.limit(user_id, name)
+        if limit and amount >= limit:
+            raise QUOTAS[name].refusal(amount, limit)
 
     def spend(self, user_id: str) -> None:
         """Count one request.
@@ -62,53 +171,58 @@ class Quotas:
         Raises:
             ApiError: 429, for more than the user may make.
         """
-        if not self._rate:
+        per_minute = self.limit(user_id, "requests_per_minute")
+        if not per_minute:
             return
-        now, burst = self._clock(), 10 * self._rate
+        rate = per_minute / 60
+        now, burst = self._clock(), max(1.0, BURST_S * rate)
         bucket = self._buckets.get(user_id)
         if bucket is None:
             bucket = self._buckets[user_id] = _Count(burst, now)
             _trim(self._buckets)
-        bucket.amount = min(burst, bucket.amount + (now - bucket.until) * self._rate)
+        bucket.amount = min(burst, bucket.amount + (now - bucket.until) * rate)
         bucket.until = now
         if bucket.amount < 1:
+            wait_s = max(1, math.ceil((1 - bucket.amount) / rate))
             raise ApiError(
                 429,
-                f"More than {self._rate:g} requests a second with your keys; slow down.",
-                headers={"Retry-After": "1"},
+                f"More than {per_minute:g} requests a minute, the limit 'requests_per_minute' of "
+                "your keys; slow down.",
+                code="quota",
+                headers={"Retry-After": str(wait_s)},
             )
         bucket.amount -= 1
 
     async def require(self, user_id: str, path: str) -> None:
-        """Refuse to make more of what the user has enough of.
+        """Refuse a call that makes more of what the user has enough of.
 
         Raises:
             ApiError: 429.
         """
-        what = _BY_PATH.get(path.removeprefix("/api/v1/"))
-        if what is None or not (limit := self._limits[what]):
+        quota = _BY_PATH.get(path.removeprefix("/api/v1/"))
+        if quota is None or not self.limit(user_id, quota.name):
             return
-        found = self._counts.get((user_id, what))
+        found = self._counts.get((user_id, quota.name))
         if found is None or found.until < self._clock():
-            amount = await self._store.call(self._count, user_id, what)
+            amount = await self._store.call(self.count, user_id, quota.name)
             found = _Count(amount, self._clock() + LOOK_EVERY_S)
-            self._counts[(user_id, what)] = found
+            self._counts[(user_id, quota.name)] = found
             _trim(self._counts)
-        if found.amount >= limit:
-            shown = "bytes of checkpoints" if what == _DISK else what
-            raise ApiError(
-                429,
-                f"You have {found.amount:.0f} {shown}, the limit is {limit}. {_WAY_OUT[what]}.",
-                code="quota",
-                headers={"Retry-After": "60"},
-            )
-        if what != _DISK:
+        self.check(user_id, quota.name, found.amount)
+        if quota.name != "disk_bytes":
             found.amount += 1
 
-    def _count(self, user_id: str, what: str) -> float:
-        if what == "sessions":
+    def forget(self, user_id: str) -> None:
+        """Count again, because what the user holds or may hold was changed."""
+        for name in QUOTAS:
+            self._counts.pop((user_id, name), None)
+        self._buckets.pop(user_id, None)
+
+    def count(self, user_id: str, name: str) -> float:
+        """How much of something that the database knows a user has. Blocks."""
+        if name == "sessions":
             return self._store.sessions.count_alive(user_id, time.time() - DAY_S)
-        if what == "models":
+        if name == "models":
             return self._store.models.count_loaded(user_id)
         totals = self._store.checkpoints.storage_by_project(user_id).values()
         return sum(size_bytes for _, size_bytes in totals)
@@ -123,17 +237,17 @@ class Strangers:
         self._clock = clock
         self._tries: OrderedDict[str, _Count] = OrderedDict()
 
-    def failed(self, address: str) -> bool:
-        """Note an attempt; True when there were too many."""
+    def failed(self, address: str) -> int:
+        """Note an attempt; gives how many there were beyond what is allowed in this minute."""
         now = self._clock()
         found = self._tries.get(address)
         if found is None or found.until < now:
             found = self._tries[address] = _Count(0, now + 60)
             _trim(self._tries)
         found.amount += 1
-        return found.amount > self.MAX_A_MINUTE
+        return max(0, int(found.amount) - self.MAX_A_MINUTE)
 
 
-def _trim(counts: OrderedDict[Any, _Count]) -> None:
+def _trim(counts: OrderedDict[Any, Any]) -> None:
     while len(counts) > MAX_REMEMBERED:
         counts.popitem(last=False)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
-from tinkex.server.auth import ORGANIZATION, Auth, CurrentUser, credential_of, is_configured
+from tinkex.server.auth import (
+    ORGANIZATION,
+    Auth,
+    CurrentUser,
+    address_of,
+    credential_of,
+    is_configured,
+)
 from tinkex.server.exchange import answer, serve
 from tinkex.server.problems import ApiError
 from tinkex.store import ApiKey, Store
@@ -16,7 +23,9 @@ router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 @serve(router, "exchange_token")
 async def exchange_token(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
-    return answer(types.AuthTokenResponse(jwt=await auth.issue_token(credential_of(request))))
+    token = await auth.issue_token(credential_of(request))
+    request.app.state.oversight.note_login(user.user_id, address_of(request), by="token")
+    return answer(types.AuthTokenResponse(jwt=token))
 
 
 @serve(router, "describe_key")

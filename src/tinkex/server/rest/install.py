@@ -12,10 +12,19 @@ from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.depot import Depot
 from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
-from tinkex.server.rest import accounts, admin, checkpoints, files, imports, runs, sessions
+from tinkex.server.rest import (
+    accounts,
+    admin,
+    administration,
+    checkpoints,
+    files,
+    imports,
+    runs,
+    sessions,
+)
 from tinkex.store import Store
 
-MODULES = (accounts, runs, checkpoints, imports, sessions, admin, files)
+MODULES = (accounts, runs, checkpoints, imports, sessions, admin, administration, files)
 
 
 def install(

@@ -69,13 +69,17 @@ class Inbox:
             return await self._from_journal(digest, seq_id)
         self._check_number(seq_id, newest)
         self._lane.means.room.require()
+        open_work, user_id = self._lane.means.open_work, self._lane.model.user_id
+        open_work.require(user_id)
         # From here to the entry in the table nothing waits, so no repeat slips in between.
         accepted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
         self._taken[seq_id] = _Taken(digest, accepted)
         self._trim()
+        open_work.begin(user_id)
         try:
             promise = await self._write(operation, opened, user, seq_id, digest)
         except Exception as exc:
+            open_work.end(user_id)
             accepted.set_result(exc)
             if not isinstance(exc, InvalidInputError):  # our own trouble: it may be sent again
                 self._taken.pop(seq_id, None)

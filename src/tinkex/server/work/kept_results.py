@@ -1,9 +1,8 @@
 """Sample results that wait to be fetched: so many bytes in memory, more on disk, and an end.
 
 Samples of one user may fill a share of the memory; what comes after is written to a file and read
-again when it is asked for. A user whose results reach the limit is asked to fetch some before new
-samples are taken. Files are scratch: promises do not survive a restart, so the folder is emptied at
-the start. Knows bytes and users, not tokens.
+again when it is asked for. Files are scratch: promises do not survive a restart, so the folder is
+emptied at the start. Knows bytes and users, not tokens, and refuses nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import Promise
 
 logger = logging.getLogger(__name__)
@@ -25,10 +23,9 @@ SMALL_BYTES = 4096
 
 
 class KeptResults:
-    def __init__(self, folder: Path, *, memory_bytes: int, user_bytes: int) -> None:
+    def __init__(self, folder: Path, *, memory_bytes: int) -> None:
         self._folder = folder
         self._memory_limit = memory_bytes
-        self._user_limit = user_bytes
         self._in_memory: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
         self._sizes: dict[str, int] = {}
@@ -43,19 +40,9 @@ class KeptResults:
     def kept_bytes(self) -> int:
         return self._kept.total()
 
-    def require_room(self, user_id: str) -> None:
-        """Refuse a new sample of a user who does not fetch.
-
-        Raises:
-            ApiError: 429.
-        """
-        if self._kept[user_id] >= self._user_limit:
-            raise ApiError(
-                429,
-                f"{self._kept[user_id]} bytes of your results wait to be fetched, the limit is "
-                f"{self._user_limit}. Fetch them before you ask for more samples.",
-                headers={"Retry-After": "5"},
-            )
+    def bytes_of(self, user_id: str) -> int:
+        """Of one user, in memory and on disk."""
+        return self._kept[user_id]
 
     def keep(self, promise: Promise) -> None:
         """A promise was settled. Must be given back with `drop`."""

@@ -30,6 +30,7 @@ from tinkex.server.operations.operation import Conclusion, Operation, Turn
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.model_state import ModelState
+from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.work.results import Results
 from tinkex.server.workers.place import Place
@@ -62,6 +63,7 @@ class Means:
     room: disk.Room
     results: Results
     operations: dict[str, Operation[Any]]
+    open_work: OpenWork
     gap_limit_s: float
     on_worked: Callable[[str, str, float, float], None]
     """Told the model, the part of a step, and from when to when the worker had it."""
@@ -83,6 +85,7 @@ class Lane:
         self._last_seq = -1  # the highest number that has arrived
         self._broken: Outcome | None = None  # what every request is answered: the state is lost
         self._snapshot_due = False  # nothing more is sent until the snapshot is begun
+        self._stopped: Outcome | None = None  # what everything accepted is answered: it was ended
         self._held_bytes = 0
         self._flights: deque[_Flight] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -107,6 +110,11 @@ class Lane:
     @property
     def num_waiting(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the worker holds."""
+        return sum(bool(flight.request.started_at) for flight in self._flights)
 
     @property
     def newest_seq(self) -> int:
@@ -139,7 +147,10 @@ class Lane:
     def push(
         self, seq_id: int, operation: Operation[Any], request_id: str, body: bytes, asked: Any
     ) -> Promise:
-        """Queue a request at its number. The inbox has made sure that the number is free."""
+        """Queue a request at its number. The inbox has made sure that the number is free.
+
+        It counts as open work already, until it is told how it ended.
+        """
         request = QueuedRequest(seq_id, operation, request_id, body, asked=asked)
         promise = self._promise(request, self.model.user_id)
         self._held_bytes += request.held_bytes
@@ -174,6 +185,19 @@ class Lane:
         if not await self._run_alone(lambda: self._state.park(seq_id, keep=self._broken is None)):
             return False
         return self.is_idle and not self._requests
+
+    def stop(self, outcome: Outcome) -> int:
+        """End everything accepted and not done with `outcome`; gives how many requests that is.
+
+        What they had changed already is undone. The lane goes on with what comes after.
+        """
+        count = sum(request.mode == "run" for request in self._requests.values())
+        if self._task is None:
+            self._fail_all(outcome)
+        else:
+            self._stopped = outcome
+            self._wake.set()
+        return count
 
     async def discard(self) -> bool:
         """Forget the state for good, snapshot included. False when the lane is busy."""
@@ -235,7 +259,7 @@ class Lane:
     async def _drive(self) -> None:
         try:
             async with self._exclusive:
-                while self._next_seq in self._requests or self._snapshot_due:
+                while self._has_work:
                     await self._advance()
         except asyncio.CancelledError:
             raise
@@ -248,8 +272,16 @@ class Lane:
             self._task = None
         self.kick()
 
+    @property
+    def _has_work(self) -> bool:
+        waits = self._next_seq in self._requests
+        return waits or self._snapshot_due or self._stopped is not None
+
     async def _advance(self) -> None:
         """Make sure the state is there, send what may go, publish the head when it is done."""
+        if self._stopped is not None:
+            await self._give_up(self._stopped)
+            return
         try:
             if not self._state.is_here:
                 await self._restore()
@@ -306,6 +338,7 @@ class Lane:
         operation = self.means.operations[row.kind]
         request = QueuedRequest(row.seq_id, operation, row.request_id, row.body or b"")
         self._promise(request, row.user_id)
+        self.means.open_work.begin(self.model.user_id)
         self._held_bytes += request.held_bytes
         return request
 
@@ -378,7 +411,9 @@ class Lane:
         try:
             if after is not None:  # gates are fair between users, but never within one lane
                 await asyncio.shield(after)
-            async with self.place.training.place(self.model.user_id, max(1, request.size_bytes)):
+            user_id, cost = self.model.user_id, max(1, request.size_bytes)
+            slots, line = self.means.open_work, self.place.training
+            async with slots.place(user_id), line.place(user_id, cost):
                 answer = self.place.pool.post(
                     job, partial(_note, request), generation=self._state.generation
                 )
@@ -394,6 +429,8 @@ class Lane:
     async def _publish_head(self) -> None:
         flight = self._flights[0]
         while not flight.task.done():
+            if self._stopped is not None:
+                return
             self._wake.clear()
             await self._fill()
             if not flight.task.done():
@@ -469,6 +506,7 @@ class Lane:
         self._held_bytes -= request.held_bytes
         request.let_go()
         assert request.promise is not None
+        self.means.open_work.end(self.model.user_id)
         self.means.results.settle(request.promise, outcome, request.started_at, usage)
 
     def _clean_up(self, request: QueuedRequest, *, ok: bool) -> None:
@@ -538,6 +576,14 @@ class Lane:
         for flight in flights:
             flight.task.cancel()
         await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+
+    async def _give_up(self, outcome: Outcome) -> None:
+        """End what waits and what runs; state that the latter may have changed is restored."""
+        self._stopped = None
+        if any(flight.request.started_at for flight in self._flights):
+            self._state.distrust()
+        await self._land_all()
+        self._fail_all(outcome)
 
     def _fail_all(self, outcome: Outcome) -> None:
         for request in [self._requests[seq_id] for seq_id in sorted(self._requests)]:

@@ -53,7 +53,23 @@ class LiveSessions:
                 self._remember(session)
         if session is None or session.user_id != user.user_id:
             raise ApiError(404, f"No session {session_id!r} of yours; create one first.")
+        _refuse_ended(session)
         return session
+
+    async def use(self, session_id: str) -> None:
+        """Note that something of a session is used.
+
+        Raises:
+            ApiError: 410 when an administrator ended the session.
+        """
+        session = self._known.get(session_id)
+        if session is None and session_id:
+            session = await self._store.call(self._store.sessions.get, session_id)
+            if session is not None:
+                self._remember(session)
+        if session is not None:
+            _refuse_ended(session)
+        self.touch(session_id)
 
     async def heartbeat(self, user: User, session_id: str) -> None:
         """Note a sign of life.
@@ -88,3 +104,14 @@ class LiveSessions:
         self._seen.setdefault(session.session_id, self._clock())
         while len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)
+
+
+def _refuse_ended(session: Session) -> None:
+    if session.status.get("type") == "cancelled":
+        detail = session.status.get("detail") or "no reason was given"
+        raise ApiError(
+            410,
+            f"Session {session.session_id!r} was ended by an administrator: {detail}. Its runs and "
+            "checkpoints are kept; load them in a new session.",
+            code="session_ended",
+        )

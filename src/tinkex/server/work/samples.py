@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -25,9 +26,11 @@ from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server import encode, validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.files.checkpoints import Shelf, parse_path
+from tinkex.server.guard.quotas import Quotas
 from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.server.work.kept_results import KeptResults
+from tinkex.server.work.open_work import OpenWork
 from tinkex.server.workers.place import Place
 from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
 from tinkex.types import SampleRequest
@@ -62,7 +65,9 @@ class Samples:
         max_queued: int,
         max_sample_bytes: int,
         kept: KeptResults,
-        on_use: Callable[[str], None],
+        quotas: Quotas,
+        open_work: OpenWork,
+        on_use: Callable[[str], Awaitable[None]],
         on_sampled: Callable[[SamplingSession, SampleJob, SampleResult], None],
     ) -> None:
         self._store = store
@@ -74,12 +79,14 @@ class Samples:
         self._max_queued = max_queued
         self._max_sample_bytes = max_sample_bytes
         self.kept = kept
+        self._quotas = quotas
+        self._open_work = open_work
         self._num_open: Counter[str] = Counter()  # samples of each user that wait or run
         self._on_sampled = on_sampled
-        self._on_use = on_use  # a session shows a sign of life
+        self._on_use = on_use  # a session shows a sign of life, if it may
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
         self._logs: dict[tuple[str, int], FinishedLog] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], _Run] = {}
         self._judged: dict[str, float] = {}  # when a session's right to read was looked at
         self._hashes: dict[str, bytes] = {}
         self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
@@ -203,7 +210,7 @@ class Samples:
             return Accepted(known, _sequence_ids(request_id, asked.num_samples))
         job = await self._job(session, asked)
         self._check_room(user.user_id)
-        self.kept.require_room(user.user_id)
+        self._quotas.check(user.user_id, "result_bytes", self.kept.bytes_of(user.user_id))
         return self._start(user, session, request_id, job, digest)
 
     def _check_room(self, user_id: str) -> None:
@@ -214,6 +221,7 @@ class Samples:
         Raises:
             ApiError: 429.
         """
+        self._open_work.require(user_id)
         limit = self._max_queued + self._place.sampling.num_places
         mine, num_users = self._num_open[user_id], len(self._num_open.keys() | {user_id})
         if mine < limit // (num_users + 1) or (len(self._tasks) < limit and mine < limit * 3 // 4):
@@ -243,7 +251,7 @@ class Samples:
     async def _session_of(self, user: User, asked: SampleRequest) -> SamplingSession:
         if asked.sampling_session_id is not None:
             session = await self.session(user, asked.sampling_session_id)
-            self._on_use(session.session_id)
+            await self._on_use(session.session_id)
             return session
         base_model, path, folder = asked.base_model, asked.model_path, None
         if path is not None:
@@ -327,18 +335,19 @@ class Samples:
         job: SampleJob,
         on_event: Callable[[Event], None] | None,
     ) -> asyncio.Task[None]:
-        run = _Run(
-            promise, self._place, user.user_id, job, on_event, lambda: self._prepare(session)
-        )
+        prepare = partial(self._prepare, session)
+        run = _Run(promise, self._place, session, job, on_event, prepare, self._open_work)
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
-        self._tasks.add(task)
+        self._tasks[task] = run
         self._num_open[user.user_id] += 1
+        self._open_work.begin(user.user_id)
         task.add_done_callback(lambda done: self._ended(done, user.user_id))
         return task
 
     def _ended(self, task: asyncio.Task[None], user_id: str) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
+        self._open_work.end(user_id)
         self._num_open[user_id] -= 1
         if self._num_open[user_id] <= 0:
             del self._num_open[user_id]
@@ -403,6 +412,25 @@ class Samples:
         for key in [k for k, log in self._logs.items() if now - log.used_at > IDLE_LOG_S]:
             del self._logs[key]
 
+    def num_open(self, user_id: str) -> tuple[int, int]:
+        """How many samples of a user wait, and how many a worker holds."""
+        sent = [run.sent for run in self._tasks.values() if run.user_id == user_id]
+        return len(sent) - sum(sent), sum(sent)
+
+    def stop(
+        self, outcome: Outcome, *, user_id: str | None = None, session_id: str | None = None
+    ) -> int:
+        """End the samples of a user or of a session with `outcome`; gives how many."""
+        ended = [
+            (task, run.promise)
+            for task, run in self._tasks.items()
+            if run.user_id == user_id or (session_id and run.session_id == session_id)
+        ]
+        for task, promise in ended:
+            promise.settle(outcome)
+            task.cancel()
+        return len(ended)
+
     def wake_all(self) -> None:
         for log in self._logs.values():
             log.wake()
@@ -422,11 +450,13 @@ class _Run:
         "job",
         "num_sent",
         "on_event",
+        "open_work",
         "place",
         "prepare",
         "progress",
         "promise",
         "sent",
+        "session_id",
         "user_id",
     )
 
@@ -434,15 +464,18 @@ class _Run:
         self,
         promise: Promise,
         place: Place,
-        user_id: str,
+        session: SamplingSession,
         job: SampleJob,
         on_event: Callable[[Event], None] | None,
         prepare: Callable[[], Awaitable[None]],
+        open_work: OpenWork,
     ) -> None:
         self.promise = promise
+        self.open_work = open_work
+        self.session_id = session.session_id
+        self.user_id = promise.user_id
         self.prepare = prepare
         self.place = place
-        self.user_id = user_id
         self.job = job
         self.on_event = on_event
         self.attempts = 0
@@ -454,7 +487,8 @@ class _Run:
         cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
         while True:
             try:
-                async with self.place.sampling.place(self.user_id, cost):
+                slots, line = self.open_work, self.place.sampling
+                async with slots.place(self.user_id), line.place(self.user_id, cost):
                     await self.place.pool.wait_ready()
                     await self.prepare()
                     self.num_sent += 1

@@ -1,0 +1,81 @@
+"""How much accepted work each user has: a limit on what waits, and one on what workers hold.
+
+Training requests and samples count alike, from the moment they are accepted until they end. A user
+at the limit `queued` is refused; one at the limit `running` waits here, in the order of arrival,
+before standing in a worker's line. Fairness between users is the gates' business, not this one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tinkex.server.guard.quotas import Quotas
+
+
+class OpenWork:
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
+        self._open: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def require(self, user_id: str) -> None:
+        """Refuse more work of a user who has enough.
+
+        Raises:
+            ApiError: 429.
+        """
+        self._quotas.check(user_id, "queued", self._open[user_id])
+
+    def begin(self, user_id: str) -> None:
+        self._open[user_id] += 1
+
+    def end(self, user_id: str) -> None:
+        _less(self._open, user_id)
+
+    @asynccontextmanager
+    async def place(self, user_id: str) -> AsyncIterator[None]:
+        """Wait until the user may have one more at the workers."""
+        await self._acquire(user_id)
+        try:
+            yield
+        finally:
+            _less(self._held, user_id)
+            self._grant(user_id)
+
+    async def _acquire(self, user_id: str) -> None:
+        if user_id not in self._lines and self._has_room(user_id):
+            self._held[user_id] += 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(user_id, deque()).append(granted)
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.done() and not granted.cancelled():  # granted and cancelled at once
+                _less(self._held, user_id)
+            self._grant(user_id)
+            raise
+
+    def _has_room(self, user_id: str) -> bool:
+        limit = self._quotas.limit(user_id, "running")
+        return not limit or self._held[user_id] < limit
+
+    def _grant(self, user_id: str) -> None:
+        line = self._lines.get(user_id, deque())
+        while line and (line[0].done() or self._has_room(user_id)):
+            granted = line.popleft()
+            if not granted.done():
+                self._held[user_id] += 1
+                granted.set_result(None)
+        if not line:
+            self._lines.pop(user_id, None)
+
+
+def _less(counter: Counter[str], user_id: str) -> None:
+    counter[user_id] -= 1
+    if counter[user_id] <= 0:
+        del counter[user_id]
