@@ -11,7 +11,8 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 
 CONTROL = (
     "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> "
-    "<|python_tag|> <|start|> <|end|> <|channel|> <|message|> <|call|> <|return|> <|constrain|>"
+    "<|python_tag|> <|start|> <|end|> <|channel|> <|message|> <|call|> <|return|> <|constrain|> "
+    "</s>"
 ).split()
 
 _HERMES = """\
@@ -74,13 +75,25 @@ SMOLLM2 = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+GENERIC = """\
+{%- for m in messages %}{% if m.role == "assistant" %}{{ m.content }}</s>
+{% else %}[{{ m.role }}] {{ m.content }}
+{% endif %}{% endfor %}"""
 TEMPLATES = {
     "qwen3": QWEN3,
     "qwen3.5": QWEN35,
     "llama3": LLAMA3,
     "gpt-oss": HARMONY,
     "smollm2": SMOLLM2,
+    "generic": GENERIC,
 }
+# As Qwen3's does: earlier thoughts are left out, and an answer without thoughts is written with
+# empty ones as long as it is the last.
+FORGETFUL = _HERMES.replace("CALL", "<tool_call>").replace(
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}",
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content or '' }}\n"
+    "</think>\n\n{% endif %}",
+)
 
 WEATHER = Tool(
     name="weather",
@@ -91,6 +104,12 @@ CALL = ToolCall(name="weather", arguments='{"city": "Z\u00fcrich", "days": 3}')
 SAID = Message(role="assistant", content="Hello there.\n\nTwo lines.")
 CALLED = Message(role="assistant", tool_calls=(CALL,))
 THOUGHT = Message(role="assistant", content="It is 4.", reasoning="Two and two.\nFour.")
+TRICKY = ToolCall(
+    name="weather",
+    arguments='{"city": "8000", "days": [1, 2.5, null], "deep": {"a": "</b> \\n"}, "on": true}',
+)
+TRIED = Message(role="assistant", tool_calls=(TRICKY,))
+PLANNED = Message(role="assistant", reasoning="I need the weather.", tool_calls=(CALL,))
 BOTH = Message(role="assistant", content="Let me see.", tool_calls=(CALL, CALL))
 
 

@@ -9,18 +9,27 @@ import chat_models as models
 import pytest
 
 from tinkex.chat.conversation import Conversation
-from tinkex.chat.families import FAMILIES, family_of
+from tinkex.chat.families import FAMILIES, GENERIC, family_of
 from tinkex.chat.messages import Message, ToolCall
 from tinkex.chat.reading import TaggedReader, joined, read_calls
 from tinkex.errors import InvalidInputError
 
 ASK = Message(role="user", content="How is the weather?")
+_ALL = (
+    models.SAID,
+    models.CALLED,
+    models.THOUGHT,
+    models.BOTH,
+    models.TRIED,
+    models.PLANNED,
+)
 TURNS = {
-    "qwen3": (models.SAID, models.CALLED, models.THOUGHT, models.BOTH),
-    "qwen3.5": (models.SAID, models.CALLED, models.THOUGHT, models.BOTH),
-    "llama3": (models.SAID, models.CALLED),
-    "gpt-oss": (models.SAID, models.CALLED, models.THOUGHT),
-    "smollm2": (models.SAID, models.CALLED, models.THOUGHT, models.BOTH),
+    "qwen3": _ALL,
+    "qwen3.5": _ALL,
+    "llama3": (models.SAID, models.CALLED, models.TRIED),
+    "gpt-oss": (models.SAID, models.CALLED, models.THOUGHT, models.TRIED, models.PLANNED),
+    "smollm2": _ALL,
+    "generic": _ALL,
 }
 CASES = [(name, turn) for name, turns in TURNS.items() for turn in turns]
 
@@ -49,17 +58,17 @@ def same(read: Message, said: Message) -> None:
 def test_what_is_rendered_is_read_back(name: str, turn: Message):
     chat = conversation(name)
     prompt, tokens = answer_of(chat, turn)
-    same(chat.message(tokens, prompt), turn)
+    same(chat.message(tokens, prompt, [models.WEATHER]), turn)
 
 
 @pytest.mark.parametrize(("name", "turn"), CASES)
 def test_a_stream_reads_as_the_whole_does_wherever_it_is_cut(name: str, turn: Message):
     chat = conversation(name)
     prompt, tokens = answer_of(chat, turn)
-    text = chat.tokenizer.decode(chat.without_end(tokens))
+    text = chat.tokenizer.decode(chat.words(tokens))
     rng = random.Random(0)
     for _ in range(30):
-        reader, pieces, at = chat.reader(prompt), [], 0
+        reader, pieces, at = chat.reader(prompt, tools=[models.WEATHER]), [], 0
         while at < len(text):
             size = rng.randint(1, 7)
             pieces += reader.feed(text[at : at + size])
@@ -74,7 +83,43 @@ def test_a_family_is_found_by_its_template(name: str):
 
 
 def test_every_family_has_a_template_in_these_tests():
-    assert {family.name for family in FAMILIES} == set(models.TEMPLATES)
+    names = {family.name for family in (*FAMILIES, GENERIC)}
+    assert names == set(models.TEMPLATES) == set(TURNS)
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+@pytest.mark.parametrize(("name", "turn"), CASES)
+def test_a_conversation_goes_on_from_recorded_tokens(name: str, turn: Message, is_ended: bool):
+    """What follows a turn is the same text, whatever the turn was."""
+    chat = conversation(name)
+    messages = [ASK, turn, Message(role="user", content="And now?")]
+    rest = chat.text_after(1, messages, [models.WEATHER], is_ended=is_ended)
+    whole = chat.text(messages, [models.WEATHER], generate=True)
+    assert whole.endswith(rest)
+    before = whole.removesuffix(rest)
+    assert any(before.endswith(end) for end in models.CONTROL) == is_ended
+
+
+def test_a_template_that_rewrites_earlier_turns_can_go_on():
+    chat = Conversation(models.tokenizer(models.FORGETFUL))
+    messages = [ASK, models.THOUGHT, Message(role="user", content="And now?")]
+    rest = chat.text_after(1, messages, is_ended=True)
+    assert rest == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_control_token_in_an_answer_is_no_word():
+    chat = conversation("qwen3")
+    tokens = [*chat.encode("one<|im_start|>"), *chat.encode(" two<|im_end|>")]
+    assert chat.message(tokens).content == "one two"
+
+
+def test_what_a_model_spelled_does_not_end_a_recorded_conversation():
+    chat = conversation("qwen3")
+    said = Message(role="assistant", content="<|im_start|>")
+    more = Message(role="user", content="more")
+    assert "more" in chat.text_after(1, [ASK, said, more], is_ended=True)
+    with pytest.raises(InvalidInputError, match="control token"):
+        chat.text_after(1, [ASK, said, said], is_ended=True)
 
 
 def test_thinking_that_the_prompt_began_is_not_content():

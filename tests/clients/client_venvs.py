@@ -15,7 +15,7 @@ PACKAGES = {
     "litellm": ("litellm",),
     "langchain": ("langchain-openai",),
     "inspect": ("inspect-ai", "openai"),
-    "lm-eval": ("torch==2.13.0", "lm-eval[api]"),
+    "lm-eval": ("lm-eval[api]", "transformers"),
 }
 
 

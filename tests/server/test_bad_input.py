@@ -281,6 +281,7 @@ def test_a_frame_that_asks_for_a_large_window_gets_no_memory(tmp_path: Path) -> 
             "at least one",
         ),
         ("lora_config", {"rank": "8"}, "rank"),
+        ("lora_config", {"rank": 8, "dropout": 0.1}, "dropout"),
     ],
 )
 async def test_what_is_not_offered_is_refused_by_name(

@@ -52,6 +52,7 @@ async def test_min_p_one_leaves_only_the_likeliest(app_world: AppWorld) -> None:
         ({"logit_bias": {"1": 101}}, "sampling_params.logit_bias"),
         ({"logit_bias": {"99999999": 1}}, "sampling_params.logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "sampling_params.logit_bias"),
+        ({"repetition_penalty": 1.2}, "sampling_params.repetition_penalty"),
     ],
 )
 async def test_what_no_engine_can_do_is_refused_at_the_door(
@@ -61,3 +62,9 @@ async def test_what_no_engine_can_do_is_refused_at_the_door(
     answer = await app_world.post("asample", body(await sampler(app_world), **params))
     assert answer.status_code == 400
     assert answer.json()["path"] == path
+
+
+async def test_a_parameter_of_a_newer_client_that_says_nothing_is_taken(
+    app_world: AppWorld,
+) -> None:
+    assert await tokens(app_world, repetition_penalty=None) == await tokens(app_world)

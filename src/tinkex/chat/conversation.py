@@ -9,8 +9,10 @@ was asked for is never left out in silence.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from tinkex.chat.families import GENERIC, Family, Listening, family_of
@@ -63,19 +65,22 @@ class Conversation:
         tools: Sequence[Tool] = (),
         *,
         generate: bool = False,
+        num_known: int = 0,
         **options: Any,
     ) -> str:
         """The conversation as the model reads it.
 
         Args:
             generate: End where the assistant begins to speak.
+            num_known: So many messages were looked at before, or were said by the model itself;
+                whatever a model spells, the conversation may go on.
             options: What the template reads besides, such as `enable_thinking`.
 
         Raises:
             InvalidInputError: A role is unknown, a text holds a control token, or the template
                 refuses.
         """
-        self._check(messages)
+        self._check(messages, num_known)
         told = self._in_words(messages, tools)
         knows_tools = "tools" in self._template
         return render(
@@ -86,6 +91,42 @@ class Conversation:
             add_generation_prompt=generate,
             **options,
         )
+
+    def text_after(
+        self,
+        index: int,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        is_ended: bool,
+        **options: Any,
+    ) -> str:
+        """What the template writes after an assistant's turn, up to where it speaks again.
+
+        For a conversation that goes on from recorded tokens. A mark stands in for the turn's words,
+        so it does not matter that templates rewrite earlier turns, or leave their thoughts out.
+
+        Args:
+            index: Of the turn in `messages`. What stands before it is not looked at again: a model
+                may have spelled a control token, and the conversation goes on all the same.
+            is_ended: Whether the recorded tokens hold the token that ends the turn.
+
+        Raises:
+            InvalidInputError: The template does not write the turn, or refuses.
+        """
+        mark = secrets.token_hex(16)
+        told = [*messages[:index], _marked(messages[index], mark), *messages[index + 1 :]]
+        text = self.text(told, tools, generate=True, num_known=index + 1, **options)
+        _, found, rest = text.rpartition(mark)
+        ends = [(at, end) for end in self._closings() if (at := rest.find(end)) >= 0]
+        if not found or not ends:
+            raise InvalidInputError(
+                "the model's chat template does not write this turn of the assistant, so the "
+                "conversation cannot go on from its recorded tokens",
+                path=f"messages[{index}]",
+            )
+        at, end = min(ends)
+        return rest[at + len(end) * is_ended :]
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), **options: Any
@@ -117,45 +158,77 @@ class Conversation:
         ends = [end for end in self.family.ends if end in self._control]
         if not ends and "eos_token" in self._special:
             ends = [self._special["eos_token"]]
-        return [int(self.tokenizer.convert_tokens_to_ids(end)) for end in ends]
+        return [self._id_of(end) for end in ends]
+
+    @cached_property
+    def heard_ids(self) -> frozenset[int]:
+        """Control tokens that the family's reader reads."""
+        return frozenset(self._id_of(t) for t in self.family.heard if t in self._control)
+
+    @cached_property
+    def silent_ids(self) -> frozenset[int]:
+        """Control tokens that say nothing in an answer."""
+        control = {self._id_of(token) for token in self._control}
+        return frozenset({*control, *self.end_ids}).difference(self.heard_ids)
+
+    def _id_of(self, token: str) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(token))
 
     @property
     def stop(self) -> list[int] | list[str]:
         """For `SamplingParams.stop`."""
         return self.end_ids or [_PLAIN_END]
 
-    def reader(self, prompt: str = "", *, calls: bool = True, thinking: bool = True) -> Reader:
+    def reader(
+        self,
+        prompt: str = "",
+        *,
+        calls: bool = True,
+        thinking: bool = True,
+        tools: Sequence[Tool] = (),
+    ) -> Reader:
         """Reads the answer that follows this prompt; see `Listening` for what to listen for."""
         if self._is_plain:
             return PlainReader()
-        return self.family.reader(Listening(prompt=prompt, calls=calls, thinking=thinking))
+        return self.family.reader(
+            Listening(prompt=prompt, calls=calls, thinking=thinking, tools=tuple(tools))
+        )
 
-    def without_end(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that carry words: without the one that ended the turn."""
-        ids = list(tokens)
-        if ids and ids[-1] in self.end_ids and not self.keeps_end:
-            ids.pop()
-        return ids
+    def words(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that carry words, or that the family's reader reads.
 
-    @property
-    def keeps_end(self) -> bool:
-        """Whether the end token is read too: harmony's `<|call|>` closes the call before it."""
-        return self.family.name == "gpt-oss"
+        A control token in the middle of an answer says nothing, and its text, sent back as part of
+        the conversation, would be refused.
+        """
+        return [token for token in tokens if token not in self.silent_ids]
 
-    def message(self, tokens: Sequence[int], prompt: str = "") -> Message:
+    def message(
+        self, tokens: Sequence[int], prompt: str = "", tools: Sequence[Tool] = ()
+    ) -> Message:
         """What the assistant said, apart from what it thought and which tools it called."""
-        said = str(self.tokenizer.decode(self.without_end(tokens)))
-        return whole(self.reader(prompt), said.removesuffix(_PLAIN_END))
+        said = str(self.tokenizer.decode(self.words(tokens)))
+        return whole(self.reader(prompt, tools=tools), said.removesuffix(_PLAIN_END))
 
     # ------------------------------------------------------------------------ inside
 
-    def _check(self, messages: Sequence[Message]) -> None:
+    def _closings(self) -> list[str]:
+        """What may end an assistant's turn in the text of a conversation."""
+        listed = (*self.family.ends, *self.family.closings)
+        found = [end for end in listed if end in self._control]
+        return [*found, end] if (end := self.end_text) else found
+
+    def __id_of(self, token: str) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(token))
+
+    def _check(self, messages: Sequence[Message], num_known: int) -> None:
         for index, message in enumerate(messages):
             if message.role not in ROLES:
                 raise InvalidInputError(
                     f"role {message.role[:40]!r} is unknown; use {', '.join(ROLES)}",
                     path=f"messages[{index}].role",
                 )
+            if index < num_known:
+                continue
             texts = [message.content, message.reasoning]
             texts += [call.arguments for call in message.tool_calls]
             for token in self._control:
@@ -183,6 +256,14 @@ class Conversation:
         if not any(word in self._template for word in ("reasoning_content", "thinking")):
             told = [_thoughts_in_words(message) for message in told]
         return told
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """The same turn with a mark as its last words."""
+    if not message.tool_calls:
+        return replace(message, content=mark, reasoning="")
+    last = replace(message.tool_calls[-1], arguments=json.dumps({"mark": mark}))
+    return replace(message, tool_calls=(*message.tool_calls[:-1], last), reasoning="")
 
 
 def _calls_in_words(message: Message) -> Message:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tinkex.chat.messages import ToolCall
+from tinkex.chat.messages import Tool, ToolCall
 from tinkex.chat.reading import Piece, PlainReader, Reader, TaggedReader, call_of, read_calls
 
 __all__ = ["FAMILIES", "GENERIC", "Family", "Listening", "family_of"]
@@ -29,6 +29,8 @@ class Listening:
     """False: no tools were offered, so nothing is a call."""
     thinking: bool = True
     """False: thoughts stay in the content, as the model wrote them."""
+    tools: tuple[Tool, ...] = ()
+    """What was offered: where a call is bare text, the types of its arguments stand here."""
 
     @property
     def starts_thinking(self) -> bool:
@@ -45,6 +47,10 @@ class Family:
     ends: tuple[str, ...]
     """Control tokens that end the assistant's turn, where the vocabulary has them."""
     reader: Callable[[Listening], Reader]
+    heard: tuple[str, ...] = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    """Control tokens that its reader reads; every other one says nothing."""
+    closings: tuple[str, ...] = ()
+    """What besides `ends` closes a turn in the text of a conversation that went on."""
 
 
 # ------------------------------------------------------------------------------------ Qwen 3.5
@@ -53,16 +59,19 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>(.*)</function>\s*", re.DO
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
 
 
-def _tagged_calls(body: str) -> list[ToolCall]:
+def _tagged_calls(body: str, tools: Sequence[Tool]) -> list[ToolCall]:
     """`<function=NAME><parameter=KEY>VALUE</parameter>...</function>`: values are bare text.
 
     A value that is JSON other than a text (a number, a list, true) is taken as that, which is how
-    the template writes them.
+    the template writes them, unless the tool declares a text.
     """
     found = _FUNCTION.fullmatch(body)
     if found is None:
         return []
-    arguments = {key: _value(text) for key, text in _PARAMETER.findall(found[2])}
+    texts = {name for tool in tools if tool.name == found[1] for name in tool.text_arguments()}
+    arguments = {
+        key: text if key in texts else _value(text) for key, text in _PARAMETER.findall(found[2])
+    }
     return [ToolCall(name=found[1], arguments=json.dumps(arguments, ensure_ascii=False))]
 
 
@@ -74,8 +83,11 @@ def _value(text: str) -> object:
     return text if isinstance(value, str) else value
 
 
-def _tool_calls(body: str) -> list[ToolCall]:
-    return _tagged_calls(body) or read_calls(body)
+def _qwen_reader(listening: Listening) -> Reader:
+    def calls_of(body: str) -> list[ToolCall]:
+        return _tagged_calls(body, listening.tools) or read_calls(body)
+
+    return _tagged(calls_of, listening)
 
 
 # ------------------------------------------------------------------------------------ Llama 3
@@ -122,7 +134,7 @@ class _HarmonyReader:
     has a recipient, else a word to the user before one.
     """
 
-    _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+    ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
     _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
 
     def __init__(self) -> None:
@@ -146,16 +158,16 @@ class _HarmonyReader:
             self._open(header)
             self._held = rest
             return True
-        found = [(at, tag) for tag in self._ENDS if (at := self._held.find(tag)) >= 0]
+        found = [(at, tag) for tag in self.ENDS if (at := self._held.find(tag)) >= 0]
         if found:
             at, tag = min(found)
             self._say(pieces, self._held[:at])
             # A header that follows at once begins with the tag that ended this body.
-            self._held = self._held[at + (0 if tag in self._ENDS[3:] else len(tag)) :]
+            self._held = self._held[at + (0 if tag in self.ENDS[3:] else len(tag)) :]
             self._close(pieces)
             return True
         keep = max(
-            (n for tag in self._ENDS for n in range(1, len(tag)) if self._held.endswith(tag[:n])),
+            (n for tag in self.ENDS for n in range(1, len(tag)) if self._held.endswith(tag[:n])),
             default=0,
         )
         certain = len(self._held) - keep
@@ -229,20 +241,22 @@ FAMILIES: tuple[Family, ...] = (
         marks=("<|channel|>", "<|message|>"),
         ends=("<|return|>", "<|call|>"),
         reader=lambda listening: _HarmonyReader(),
+        closings=("<|end|>",),
+        heard=(*_HarmonyReader.ENDS, "<|message|>", "<|constrain|>"),
     ),
     Family(
         name="qwen3.5",
         says="`<think>` around reasoning, `<function=...>` in `<tool_call>` tags",
         marks=("<|im_start|>", "<tool_call>", "<function="),
         ends=("<|im_end|>",),
-        reader=partial(_tagged, _tool_calls),
+        reader=_qwen_reader,
     ),
     Family(
         name="qwen3",
         says="`<think>` around reasoning, JSON in `<tool_call>` tags",
         marks=("<|im_start|>", "<tool_call>"),
         ends=("<|im_end|>",),
-        reader=partial(_tagged, _tool_calls),
+        reader=_qwen_reader,
     ),
     Family(
         name="llama3",
@@ -250,6 +264,7 @@ FAMILIES: tuple[Family, ...] = (
         marks=("<|start_header_id|>",),
         ends=("<|eot_id|>", "<|eom_id|>"),
         reader=lambda listening: _LlamaReader() if listening.calls else PlainReader(),
+        heard=(_LlamaReader.TAG,),
     ),
     Family(
         name="smollm2",

@@ -87,6 +87,16 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """A JSON schema of its arguments."""
 
+    def text_arguments(self) -> set[str]:
+        """Arguments that the schema declares to be texts."""
+        listed = self.parameters.get("properties")
+        properties = listed if isinstance(listed, dict) else {}
+        return {
+            name
+            for name, schema in properties.items()
+            if isinstance(schema, dict) and schema.get("type") == "string"
+        }
+
     def for_template(self) -> dict[str, Any]:
         return {
             "type": "function",

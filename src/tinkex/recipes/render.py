@@ -82,7 +82,7 @@ class Renderer:
 
     def text(self, tokens: Sequence[int]) -> str:
         """What the assistant said: decoded, without the mark that ends its turn."""
-        said = str(self.tokenizer.decode(self._chat.without_end(tokens)))
+        said = str(self.tokenizer.decode(self._chat.words(tokens)))
         return said.removesuffix(self._chat.end_text).strip()
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:

@@ -25,7 +25,7 @@ from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import Auth, current_user
 from tinkex.server.compat import install as compat
 from tinkex.server.compat.callers import foreign_user
-from tinkex.server.compat.install import PREFIXES
+from tinkex.server.compat.refusals import in_their_words, is_foreign
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import install as console
 from tinkex.server.exchange import let_go, receive_body
@@ -75,7 +75,6 @@ _STORES = frozenset(
 MAX_SUBMITTING = 32
 SUBMIT_COST = 4096
 """What a request costs beside the bytes of its body, in bytes."""
-_FOREIGN = tuple(f"{prefix}/" for prefix in PREFIXES)
 # They say who uses the server how much; a probe of its health says nothing.
 _FOR_OPERATORS = frozenset({"/metrics", "/docs", "/redoc", "/openapi.json"})
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
@@ -132,7 +131,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     app.state.oversight = Oversight(app.state.service, auth, app.state.quotas)
     compat.install(app, app.state.service)
     console.install(app)
-    problems.install(app)
+    problems.install(app, in_their_words)
     openapi.install(app)
     app.door = FrontDoor(app)
     return app
@@ -230,14 +229,6 @@ class FrontDoor:
                 self._root.state.service.room.require()
             await quotas.require(user.user_id, scope["path"])
 
-    async def _admit_foreign(self, scope: Scope) -> None:
-        """A caller of another API, whom its routes refuse in their own words, body unread."""
-        try:
-            user = await foreign_user(Request(scope))
-        except problems.ApiError:
-            return
-        await self._admit(user, scope)
-
     def _put_off(self, exc: Exception, scope: Scope) -> Exception:
         """A caller whose key is unknown, again and again, is asked to wait."""
         if not (isinstance(exc, problems.ApiError) and exc.status == 401):
@@ -255,8 +246,8 @@ class FrontDoor:
         """The long way, which reads bodies before it asks who is there; so we ask first."""
         try:
             self._check_local(scope)
-            if scope["path"].startswith(_FOREIGN):
-                await self._admit_foreign(scope)
+            if is_foreign(scope["path"]):
+                await self._admit(await foreign_user(Request(scope)), scope)
             elif scope["path"] in _FOR_OPERATORS:
                 await foreign_user(Request(scope))
             elif _needs_key(scope["path"]):
@@ -265,7 +256,7 @@ class FrontDoor:
         except Exception as exc:
             response = problems.response_for(self._put_off(exc, scope))
             response.headers["Connection"] = "close"  # what it goes on sending is not read
-            await response(scope, receive, send)
+            await in_their_words(scope["path"], response)(scope, receive, send)
             return
         await self._root.answer(scope, receive, send)
 

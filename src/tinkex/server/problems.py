@@ -11,7 +11,7 @@ does not decide when to raise them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -124,11 +124,11 @@ def _validation_problem(exc: RequestValidationError) -> Response:
     return problem(400, f"{path}: {text}" if path else text, path=path)
 
 
-def install(app: FastAPI) -> None:
-    """Make `app` answer every failure in the one shape."""
+def install(app: FastAPI, said: Callable[[str, Response], Response] = lambda _, ours: ours) -> None:
+    """Make `app` answer every failure in the one shape; `said` may put it otherwise at a path."""
 
     async def handle(request: Request, exc: Exception) -> Response:
-        return response_for(exc)
+        return said(request.url.path, response_for(exc))
 
     # A handler of plain Exception answers and raises again, which ends the connection: what may
     # happen in ordinary life (a full disk) is therefore named.

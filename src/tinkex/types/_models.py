@@ -16,6 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
+from tinkex.errors import InvalidInputError
 from tinkex.types._complaints import explain
 
 if TYPE_CHECKING:
@@ -67,6 +68,27 @@ def member_of(kind: type[Enum]) -> BeforeValidator:
     an enum class takes no value since Python 3.12.
     """
     return BeforeValidator(lambda value: kind(value))
+
+
+def all_known(kind: type[BaseModel]) -> BeforeValidator:
+    """Refuse a field that `kind` does not have.
+
+    Other messages leave out what newer peers send. These are settings, and a setting left out gives
+    another result. Null says nothing, so it may have any name.
+    """
+
+    def read(value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        for name, item in value.items():
+            if item is not None and name not in kind.model_fields:
+                raise InvalidInputError(
+                    f"there is no such field; there are {', '.join(kind.model_fields)}",
+                    path=str(name)[:80],
+                )
+        return value
+
+    return BeforeValidator(read)
 
 
 def all_texts(value: object) -> object:

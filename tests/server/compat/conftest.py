@@ -15,6 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "chat"))
 import chat_models
 
 KEY, OTHER_KEY = "tml-one", "tml-two"
+LOOPS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "<|im_start|>{{ messages }}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +73,26 @@ def world(
             base_url=base_url, model=str(talking_model), path=path, service=service
         )
         service.close()
+
+
+@pytest.fixture(scope="module")
+def slow_server(
+    start_server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SimpleNamespace]:
+    """A server that needs minutes for a long answer and has one place; `loops` never renders."""
+    folder = tmp_path_factory.mktemp("slow")
+    models = {"talks": chat_models.QWEN3, "loops": LOOPS}
+    for name, template in models.items():
+        (folder / name).mkdir()
+        inner = chat_models.tokenizer(template).backend_tokenizer
+        inner.save(str(folder / name / "tokenizer.json"))
+        (folder / name / "chat_template.jinja").write_text(template)
+    flags = [flag for name in models for flag in ("--model", str(folder / name))]
+    (folder / "one.toml").write_text("max_running_samples = 1\n")
+    engine = ("--engine", "toy:token_latency_s=0.2", "--config", str(folder / "one.toml"))
+    with start_server(folder, *engine, *flags) as base_url:
+        paths = {name: str(folder / name) for name in models}
+        yield SimpleNamespace(base_url=base_url, **paths)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -52,6 +53,36 @@ def test_it_comes_back_as_sequences_with_masks_and_logprobs(world, api, trajecto
     num_sampled = len(first["choices"][0]["token_ids"]) + len(second["choices"][0]["token_ids"])
     assert sum(longest.mask) == num_sampled
     assert longest.snapshots
+
+
+def test_an_answer_follows_the_one_its_prompt_was_built_on(world, api, trajectory: str):
+    """Two answers may read the same and differ in their tokens; the later is gone on from."""
+    messages = [{"role": "user", "content": "abc"}]
+    said = [turn(api, world.model, trajectory, messages, temperature=0) for _ in range(2)]
+    message = said[0]["choices"][0]["message"]
+    assert message == said[1]["choices"][0]["message"]
+    more = [*messages, message, {"role": "user", "content": "more"}]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(turn, api, world.model, trajectory, more, seed=n) for n in range(4)]
+        answers = [one.result() for one in asked]
+    found = world.service.trajectories(trajectory).result()
+    known = {tuple(sequence.tokens) for sequence in found.sequences}
+    for answer in answers:
+        tokens = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+        assert tuple(tokens) in known
+
+
+def test_every_dialect_records(world, api, trajectory: str):
+    headers = {"x-tinkex-trajectory": trajectory, "anthropic-version": "2023-06-01"}
+    body = {"model": world.model, "input": "abc", "max_output_tokens": 4}
+    assert api.post("/v1/responses", json=body, headers=headers).status_code == 200
+    body = {"model": world.model, "max_tokens": 4}
+    messages = {"messages": [{"role": "user", "content": "abc"}]}
+    assert api.post("/v1/messages", json=body | messages, headers=headers).status_code == 200
+    assert len(world.service.trajectories(trajectory).result().answers) == 2
+    refused = api.post("/v1/completions", json=body | {"prompt": "abc"}, headers=headers)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "trajectory"
 
 
 def test_its_datums_are_on_policy(world, api, trajectory: str):

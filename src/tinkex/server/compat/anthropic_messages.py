@@ -4,71 +4,26 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import Field
 
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server import problems
-from tinkex.server.compat import fields
+from tinkex.server.compat import fields, refusals
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.trajectories import check_id
+from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.exchange import answer
 from tinkex.types import SampleResponse
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-class AnthropicRoute(APIRoute):
-    """A route that answers every failure in Anthropic's shape."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def reply(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except Exception as exc:
-                ours = problems.response_for(exc)
-                return Response(
-                    orjson.dumps(_error(ours)),
-                    status_code=ours.status_code,
-                    media_type="application/json",
-                    headers={k: v for k, v in ours.headers.items() if k == "retry-after"},
-                )
-
-        return reply
-
-
-def _error(ours: Response) -> dict[str, Any]:
-    told = orjson.loads(ours.body)
-    path = told.get("path")
-    text = told["detail"]
-    message = text if not path or text.startswith(path) else f"{path}: {text}"
-    kind = _TYPES.get(ours.status_code, "invalid_request_error")
-    if ours.status_code >= 500 and ours.status_code != 503:
-        kind = "api_error"
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-router = APIRouter(prefix="/v1", route_class=AnthropicRoute, tags=["anthropic"])
+router = APIRouter(prefix="/v1", tags=["anthropic"])
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
 
@@ -91,6 +46,10 @@ class MessagesRequest(SamplingFields):
     output_config: dict[str, Any] | None = None
     trajectory: str | None = None
 
+    def unheeded(self) -> set[str]:
+        budget = {"thinking.budget_tokens"} if (self.thinking or {}).get("budget_tokens") else set()
+        return budget | fields.extras_of(self.messages, "messages")
+
     def asked(self, trajectory: str | None = None) -> Asked:
         choice = (self.tool_choice or {}).get("type", "auto")
         if choice not in ("auto", "none"):
@@ -106,7 +65,6 @@ class MessagesRequest(SamplingFields):
         options: dict[str, Any] = {}
         if self.thinking is not None:
             options["enable_thinking"] = self.thinking.get("type") != "disabled"
-        trajectory = self.trajectory or trajectory
         return Asked(
             model=self.model,
             messages=messages,
@@ -114,7 +72,7 @@ class MessagesRequest(SamplingFields):
             options=options,
             params=self.params(self.max_tokens),
             stops=self.stop_sequences or (),
-            trajectory=None if trajectory is None else check_id(trajectory),
+            trajectory=trajectory,
         )
 
 
@@ -217,7 +175,7 @@ async def messages(request: Request, user: ForeignUser) -> Response:
     _check_version(request)
     body = await fields.read(request, MessagesRequest)
     headers = fields.header_of(body.ignored())
-    asked = body.asked(request.headers.get("x-tinkex-trajectory"))
+    asked = body.asked(trajectory_of(body.trajectory, request))
     dialogue = await Dialogue.open(request, user, asked)
     head = {
         "id": f"msg_{secrets.token_hex(12)}",
@@ -302,7 +260,7 @@ async def _rest(first: bytes, lines: AsyncIterator[bytes]) -> AsyncIterator[byte
         async for one in lines:
             yield one
     except Exception as exc:  # the status is long out: the stream itself says what happened
-        yield _event("error", _error(problems.response_for(exc)))
+        yield _event("error", refusals.of_stream(exc, refusals.anthropic_error))
 
 
 async def _lines(head: dict[str, Any], dialogue: Dialogue) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ from tinkex.chat.messages import Message, Tool
 from tinkex.chat.reading import Piece, joined
 from tinkex.server.compat.generation import Generation, NewTokens, Wish
 from tinkex.server.compat.names import target_of
-from tinkex.server.compat.trajectories import Trajectories
+from tinkex.server.compat.trajectories import Recording, Trajectories, fresh
 from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.compat.wording import Speaker
 from tinkex.server.exchange import service_of
@@ -54,8 +54,7 @@ class Answer:
 class Dialogue:
     asked: Asked
     voice: Voice
-    prompt_text: str
-    prompt: list[int]
+    recording: Recording
     generation: Generation
     trajectories: Trajectories
 
@@ -71,26 +70,30 @@ class Dialogue:
         trajectories: Trajectories = request.app.state.trajectories
         target = await target_of(service, user, asked.model)
         voice = await voices.of(target.base_model)
-        text = await asyncio.to_thread(_prompt_text, voice, asked)
         if asked.trajectory is None:
-            prompt = await asyncio.to_thread(voice.chat.encode, text)
+            recording = await asyncio.to_thread(fresh, asked, voice)
         else:
-            prompt = await trajectories.prompt(user, asked, voice, text)
+            recording = await trajectories.open(user, asked, voice)
         wish = Wish(
             target=target,
-            prompt=prompt,
-            params={**asked.params, "stop": [*voice.end_ids, *asked.stops]},
+            prompt=recording.prompt,
+            params={**asked.params, "stop": [*sorted(voice.end_ids), *asked.stops]},
             num_samples=asked.num_answers,
             topk_sample=asked.topk,
         )
         generation = Generation(service, user, wish, request)
-        return cls(asked, voice, text, prompt, generation, trajectories)
+        return cls(asked, voice, recording, generation, trajectories)
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.recording.prompt
 
     def speaker(self) -> Speaker:
         reader = self.voice.chat.reader(
-            self.prompt_text,
+            self.recording.text,
             calls=bool(self.asked.tools),
             thinking=not self.asked.keep_reasoning,
+            tools=self.asked.tools,
         )
         return Speaker(self.voice, reader, self.asked.stops)
 
@@ -127,7 +130,7 @@ class Dialogue:
         answers = [self._answer(sequence) for sequence in response.sequences]
         if self.asked.trajectory is not None:
             await self.trajectories.record(
-                self.generation.user, self.asked, self.generation.wish, response, answers
+                self.generation.user, self.asked, self.generation.wish, self.recording, answers
             )
         return answers
 
@@ -136,7 +139,3 @@ class Dialogue:
         message = joined([*speaker.feed(sequence.tokens), *speaker.end()])
         finish = "stop" if sequence.stop_reason == "stop" else "length"
         return Answer(message, "tool_calls" if message.tool_calls else finish, sequence)
-
-
-def _prompt_text(voice: Voice, asked: Asked) -> str:
-    return voice.chat.text(asked.messages, asked.tools, generate=True, **asked.options)

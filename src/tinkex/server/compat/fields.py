@@ -6,6 +6,8 @@ last is only for fields that cannot change what is answered, such as a note of t
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
@@ -21,6 +23,9 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 MAX_STOPS = 64
 MAX_ANSWERS = 128
+MAX_NAMED = 32
+"""Most fields of one list that the header names."""
+_PLAIN = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -45,7 +50,7 @@ class Body(BaseModel):
     """Fields without influence on the answer."""
 
     def ignored(self) -> list[str]:
-        """Names of the harmless fields that were sent.
+        """Names of the fields that were sent and do nothing here.
 
         Raises:
             InvalidInputError: A field is unknown.
@@ -56,7 +61,11 @@ class Body(BaseModel):
                 raise InvalidInputError(
                     f"the field {name[:100]!r} is not known here; leave it out", path=name[:100]
                 )
-        return sorted(name for name, value in extra.items() if value is not None)
+        return sorted({*(n for n, value in extra.items() if value is not None), *self.unheeded()})
+
+    def unheeded(self) -> set[str]:
+        """What was asked for inside a field and does nothing, such as `tools.strict`."""
+        return set()
 
 
 class SamplingFields(Body):
@@ -107,6 +116,17 @@ def refuse(given: Any, path: str, why: str) -> None:
     """Refuse a field that would change the answer and cannot be had, unless it says nothing."""
     if given:
         raise NotSupportedError(why, path=path)
+
+
+def extras_of(parts: Iterable[BaseModel], path: str) -> set[str]:
+    """Fields that the parts of a list have and we do not know, as `path.NAME`."""
+    found = {
+        f"{path}.{name}"
+        for part in parts
+        for name, value in (part.model_extra or {}).items()
+        if value is not None and _PLAIN.fullmatch(name)
+    }
+    return set(sorted(found)[:MAX_NAMED])
 
 
 def header_of(ignored: list[str]) -> dict[str, str]:

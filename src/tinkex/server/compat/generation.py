@@ -84,16 +84,17 @@ class Generation:
         )
         try:
             while (outcome := await promise.wait(GONE_CHECK_S, self.service.stopping)) is None:
-                self._check_stopping()
-                if await self.request.is_disconnected():
-                    raise ApiError(499, "The client went away.")
+                await self._check_both_sides()
             return _read(outcome)
         finally:
             task.cancel()
 
-    def _check_stopping(self) -> None:
+    async def _check_both_sides(self) -> None:
+        """Nobody else looks, as long as no line of an answer was sent."""
         if self.service.stopping.is_set():
             raise ApiError(503, "The server is stopping; try again in a moment.")
+        if await self.request.is_disconnected():
+            raise ApiError(499, "The client went away.")
 
     async def tokens(self) -> AsyncIterator[NewTokens]:
         """Tokens while they are made, several at a time when they come faster than they are read.
@@ -108,15 +109,24 @@ class Generation:
         )
         promise.on_settle = lambda _: events.put_nowait(None)
         try:
-            while (event := await events.get()) is not None:
+            event = await self._first(events)
+            while event is not None:
                 if isinstance(event, Tokens):
                     yield NewTokens(
                         event.sample_index, event.tokens.tolist(), event.logprobs.tolist()
                     )
+                event = await events.get()
             assert promise.outcome is not None
             self.result = _read(promise.outcome)
         finally:
             task.cancel()
+
+    async def _first(self, events: asyncio.Queue[Event | None]) -> Event | None:
+        while True:
+            try:
+                return await asyncio.wait_for(events.get(), GONE_CHECK_S)
+            except TimeoutError:
+                await self._check_both_sides()
 
 
 def _read(outcome: Outcome) -> SampleResponse:

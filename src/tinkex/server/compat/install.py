@@ -11,12 +11,10 @@ from tinkex.server.compat import (
     openai_responses,
     records,
 )
+from tinkex.server.compat.refusals import PREFIXES
 from tinkex.server.compat.trajectories import Trajectories
 from tinkex.server.compat.voices import Voices
 from tinkex.server.service import Service
-
-PREFIXES = ("/v1", "/oai/api/v1")
-"""OpenAI's own, and the one of the hosted service."""
 
 
 def install(app: FastAPI, service: Service) -> None:

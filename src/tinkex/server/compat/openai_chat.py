@@ -18,13 +18,12 @@ from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.names import listed, target_of
-from tinkex.server.compat.openai_shapes import OpenAIRoute, chat_logprobs, line, usage
-from tinkex.server.compat.trajectories import check_id
+from tinkex.server.compat.openai_shapes import chat_logprobs, line, usage
+from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.exchange import answer, service_of
 from tinkex.types import SampledSequence
 
-router = APIRouter(route_class=OpenAIRoute, tags=["openai"])
-TRAJECTORY_HEADER = "x-tinkex-trajectory"
+router = APIRouter(tags=["openai"])
 TEMPLATE_OPTIONS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
 
 
@@ -53,8 +52,12 @@ class ChatMessage(BaseModel):
     tool_calls: Annotated[list[_Call], Field(max_length=1024)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
+    function_call: Any = None
+    audio: Any = None
 
     def message(self) -> Message:
+        fields.refuse(self.function_call, "messages.function_call", "use tool_calls.")
+        fields.refuse(self.audio, "messages.audio", "this server's models read text.")
         return Message(
             role=self.role,
             content=_words(self.content),
@@ -113,6 +116,11 @@ class ChatRequest(SamplingFields):
     return_token_ids: bool | None = False
     trajectory: str | None = None
 
+    def unheeded(self) -> set[str]:
+        functions = [tool.function for tool in self.tools or ()]
+        strict = {"tools.strict"} if any(function.strict for function in functions) else set()
+        return strict | fields.extras_of(self.messages, "messages")
+
     def asked(self, trajectory: str | None) -> Asked:
         self._check()
         tools = [] if self.tool_choice == "none" else [t.tool() for t in self.tools or ()]
@@ -130,7 +138,7 @@ class ChatRequest(SamplingFields):
             num_answers=self.n or 1,
             topk=(self.top_logprobs or 0) if self.logprobs else 0,
             keep_reasoning=self.separate_reasoning is False,
-            trajectory=None if trajectory is None else check_id(trajectory),
+            trajectory=trajectory,
         )
 
     def _check(self) -> None:
@@ -213,7 +221,7 @@ async def embeddings(request: Request, user: ForeignUser) -> Response:
 async def chat_completions(request: Request, user: ForeignUser) -> Response:
     body = await fields.read(request, ChatRequest)
     headers = fields.header_of(body.ignored())
-    trajectory = body.trajectory or request.headers.get(TRAJECTORY_HEADER)
+    trajectory = trajectory_of(body.trajectory, request)
     dialogue = await Dialogue.open(request, user, body.asked(trajectory))
     turn = Turn(body, dialogue)
     if body.stream:

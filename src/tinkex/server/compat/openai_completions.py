@@ -22,14 +22,15 @@ from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.generation import Generation, Wish, prompt_scores
 from tinkex.server.compat.names import Target, target_of
-from tinkex.server.compat.openai_shapes import OpenAIRoute, likeliest, line, usage
+from tinkex.server.compat.openai_shapes import likeliest, line, usage
+from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.compat.wording import Speaker, token_text
 from tinkex.server.exchange import answer, service_of
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
 
-router = APIRouter(route_class=OpenAIRoute, tags=["openai"])
+router = APIRouter(tags=["openai"])
 MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -118,6 +119,8 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     body = await fields.read(request, CompletionRequest)
     headers = fields.header_of(body.ignored())
     body.check()
+    why = "there are no turns here to go on from; use /chat/completions."
+    fields.refuse(trajectory_of(None, request), "trajectory", why)
     service = service_of(request)
     voices: Voices = request.app.state.voices
     target = await target_of(service, user, body.model)
@@ -135,8 +138,11 @@ async def completions(request: Request, user: ForeignUser) -> Response:
 
 async def _together(waiting: list[Any]) -> list[SampleResponse]:
     """All of them, or the first error, after which none goes on."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one) for one in waiting]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in waiting]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
     return [task.result() for task in tasks]
 
 

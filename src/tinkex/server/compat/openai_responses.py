@@ -21,11 +21,11 @@ from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields
-from tinkex.server.compat.openai_shapes import OpenAIRoute
+from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.exchange import answer
 from tinkex.types import SampleResponse
 
-router = APIRouter(route_class=OpenAIRoute, tags=["openai"])
+router = APIRouter(tags=["openai"])
 
 
 class ResponsesRequest(SamplingFields):
@@ -45,13 +45,20 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
+    trajectory: str | None = None
 
-    def asked(self) -> Asked:
+    def unheeded(self) -> set[str]:
+        strict = {"tools.strict"} if any(t.get("strict") for t in self.tools or ()) else set()
+        asked = [("reasoning", "summary"), ("text", "verbosity")]
+        return strict | {f"{a}.{b}" for a, b in asked if (getattr(self, a) or {}).get(b)}
+
+    def asked(self, trajectory: str | None) -> Asked:
         why = "nothing is kept between calls; send the whole conversation in input."
         fields.refuse(self.previous_response_id, "previous_response_id", why)
         fields.refuse(self.conversation, "conversation", why)
         fields.refuse(self.background, "background", "answers come while the caller waits.")
-        if (self.text or {}).get("format", {}).get("type", "text") != "text":
+        form = (self.text or {}).get("format")
+        if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
             raise NotSupportedError("only text can be had; check it yourself.", path="text.format")
         if self.tool_choice not in (None, "auto", "none"):
             raise NotSupportedError(
@@ -66,6 +73,7 @@ class ResponsesRequest(SamplingFields):
             tools=[] if self.tool_choice == "none" else [_tool(t) for t in self.tools or ()],
             options={"reasoning_effort": str(effort)[:40]} if effort else {},
             params=self.params(self.max_output_tokens),
+            trajectory=trajectory,
         )
 
 
@@ -142,7 +150,8 @@ def _words(content: Any, index: int) -> str:
 async def responses(request: Request, user: ForeignUser) -> Response:
     body = await fields.read(request, ResponsesRequest)
     headers = fields.header_of(body.ignored())
-    dialogue = await Dialogue.open(request, user, body.asked())
+    trajectory = trajectory_of(body.trajectory, request)
+    dialogue = await Dialogue.open(request, user, body.asked(trajectory))
     made = _Response(body, dialogue)
     if body.stream:
         return await openai_shapes.streamed(made.lines(), headers)

@@ -1,59 +1,20 @@
-"""OpenAI's way of saying things: errors, usage, logprobs, and lines of a stream."""
+"""OpenAI's way of saying things: usage, logprobs, and lines of a stream."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 
-from tinkex.server import problems
+from tinkex.server.compat import refusals
 from tinkex.server.compat.voices import Voice
 from tinkex.server.compat.wording import token_bytes, token_text
 from tinkex.types import SampledSequence, SampleResponse
 
 DONE = b"data: [DONE]\n\n"
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-
-
-class OpenAIRoute(APIRoute):
-    """A route that answers every failure in OpenAI's shape."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except Exception as exc:
-                ours = problems.response_for(exc)
-                return Response(
-                    orjson.dumps(error_body(ours)),
-                    status_code=ours.status_code,
-                    media_type="application/json",
-                    headers={k: v for k, v in ours.headers.items() if k == "retry-after"},
-                )
-
-        return answer
-
-
-def error_body(ours: Response) -> dict[str, Any]:
-    """OpenAI's words for an answer of ours."""
-    told = orjson.loads(ours.body)
-    kind = _TYPES.get(ours.status_code)
-    if kind is None:
-        kind = "server_error" if ours.status_code >= 500 else "invalid_request_error"
-    return {
-        "error": {
-            "message": told["detail"],
-            "type": "rate_limit_error" if ours.status_code == 429 else kind,
-            "param": told.get("path"),
-            "code": told["code"],
-        }
-    }
 
 
 def line(body: dict[str, Any]) -> bytes:
@@ -70,7 +31,7 @@ async def streamed(lines: AsyncIterator[bytes], headers: dict[str, str]) -> Resp
             async for one in lines:
                 yield one
         except Exception as exc:  # the status is long out: the stream itself says what happened
-            yield line(error_body(problems.response_for(exc)))
+            yield line(refusals.of_stream(exc, refusals.openai_error))
 
     return StreamingResponse(
         all_lines(),

@@ -12,10 +12,12 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
+from fastapi import Request
 
 from tinkex.chat.messages import Message
 from tinkex.errors import InvalidInputError
@@ -24,12 +26,23 @@ from tinkex.server.compat.voices import Voice
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.store import Store, TrajectoryAnswer, User
 from tinkex.store.trajectories import MAX_ANSWERS, MAX_BYTES_PER_USER
-from tinkex.types import SampleResponse
 
 if TYPE_CHECKING:
     from tinkex.server.compat.dialogue import Answer, Asked
 
 MAX_ID = 200
+HEADER = "x-tinkex-trajectory"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A prompt, and the recorded answer that it goes on from."""
+
+    text: str
+    prompt: list[int]
+    parent_id: int | None = None
+    num_known: int = 0
+    """How many tokens of the prompt are recorded already."""
 
 
 class Trajectories:
@@ -42,38 +55,29 @@ class Trajectories:
             self._store.trajectories.of, user.user_id, check_id(trajectory_id)
         )
 
-    async def prompt(self, user: User, asked: Asked, voice: Voice, text: str) -> list[int]:
-        """The tokens of a prompt: recorded ones as far as they go, then those of what is new."""
-        assert asked.trajectory is not None
-        known = await self.answers(user, asked.trajectory)
-        return await asyncio.to_thread(_prompt, asked, voice, text, known)
-
-    async def record(
-        self,
-        user: User,
-        asked: Asked,
-        wish: Wish,
-        response: SampleResponse,
-        answers: Sequence[Answer],
-    ) -> list[int]:
-        """Keep the answers of a call.
+    async def open(self, user: User, asked: Asked, voice: Voice) -> Recording:
+        """The tokens of a prompt: recorded ones as far as they go, then those of what is new.
 
         Raises:
-            InvalidInputError: The user has recorded too much.
+            InvalidInputError: The user has recorded too much, or the template refuses.
         """
         assert asked.trajectory is not None
-        store = self._store.trajectories
         known = await self.answers(user, asked.trajectory)
-        size = await self._store.call(store.size_of_user, user.user_id)
-        if len(known) + len(answers) > MAX_ANSWERS or size > MAX_BYTES_PER_USER:
+        size = await self._store.call(self._store.trajectories.size_of_user, user.user_id)
+        if len(known) + asked.num_answers > MAX_ANSWERS or size > MAX_BYTES_PER_USER:
             raise InvalidInputError(
                 f"a trajectory holds at most {MAX_ANSWERS} answers and a user's together at most "
                 f"{MAX_BYTES_PER_USER} bytes; delete some with "
                 "DELETE /api/v1/trajectories/ID.",
                 path="trajectory",
             )
-        parent, _ = _parent(asked.messages, known)
-        start = len(tokens_of(parent, known)) if parent else 0
+        return await asyncio.to_thread(_recording, asked, voice, known)
+
+    async def record(
+        self, user: User, asked: Asked, wish: Wish, recording: Recording, answers: Sequence[Answer]
+    ) -> list[int]:
+        """Keep the answers of a call, as followers of the answer that its prompt was built on."""
+        assert asked.trajectory is not None
         snapshot = ""
         if wish.target.model_path is not None:
             snapshot = (await self._shelf.readable(wish.target.model_path, user)).folder
@@ -81,9 +85,9 @@ class Trajectories:
             TrajectoryAnswer(
                 user_id=user.user_id,
                 trajectory_id=asked.trajectory,
-                parent_id=parent.answer_id if parent else None,
-                history=_digests([*asked.messages, answer.message])[-1],
-                prompt_tokens=_ints(wish.prompt[start:]),
+                parent_id=recording.parent_id,
+                history=_digests(asked, answer.message)[-1],
+                prompt_tokens=_ints(recording.prompt[recording.num_known :]),
                 tokens=_ints(answer.sequence.tokens),
                 logprobs=np.asarray(answer.sequence.logprobs, "<f4").tobytes(),
                 stop_reason=str(answer.sequence.stop_reason),
@@ -93,7 +97,17 @@ class Trajectories:
             )
             for answer in answers
         ]
-        return await self._store.call(store.add, rows)
+        return await self._store.call(self._store.trajectories.add, rows)
+
+
+def trajectory_of(given: str | None, request: Request) -> str | None:
+    """The id in the body, else in the header: some tools can set only one of them.
+
+    Raises:
+        InvalidInputError: It is not an id.
+    """
+    found = given if given is not None else request.headers.get(HEADER)
+    return None if found is None else check_id(found)
 
 
 def check_id(trajectory_id: str) -> str:
@@ -116,68 +130,46 @@ def tokens_of(answer: TrajectoryAnswer, known: Sequence[TrajectoryAnswer]) -> li
     return [int(token) for token in np.frombuffer(b"".join(reversed(parts)), "<i4")]
 
 
-def _prompt(asked: Asked, voice: Voice, text: str, known: Sequence[TrajectoryAnswer]) -> list[int]:
-    answer, length = _parent(asked.messages, known)
+def fresh(asked: Asked, voice: Voice) -> Recording:
+    """A prompt that goes on from nothing."""
+    text = voice.chat.text(asked.messages, asked.tools, generate=True, **asked.options)
+    return Recording(text, voice.chat.encode(text))
+
+
+def _recording(asked: Asked, voice: Voice, known: Sequence[TrajectoryAnswer]) -> Recording:
+    answer, length = _parent(asked, known)
     if answer is None:
-        return voice.chat.encode(text)
-    return [*tokens_of(answer, known), *voice.chat.encode(_rest(asked, voice, length, answer))]
+        return fresh(asked, voice)
+    before = tokens_of(answer, known)
+    chat = voice.chat
+    text = chat.text_after(
+        length - 1,
+        asked.messages,
+        asked.tools,
+        is_ended=before[-1] in chat.end_ids,
+        **asked.options,
+    )
+    return Recording(text, [*before, *chat.encode(text)], answer.answer_id, len(before))
 
 
-def _parent(
-    messages: Sequence[Message], known: Sequence[TrajectoryAnswer]
-) -> tuple[TrajectoryAnswer | None, int]:
-    """The longest recorded conversation that these messages go on from; how many they share."""
+def _parent(asked: Asked, known: Sequence[TrajectoryAnswer]) -> tuple[TrajectoryAnswer | None, int]:
+    """The longest recorded conversation that a call goes on from; how many messages they share."""
     latest = {answer.history: answer for answer in known}
-    for length, digest in reversed(list(enumerate(_digests(messages), 1))):
-        if messages[length - 1].role == "assistant" and digest in latest:
+    for length, digest in reversed(list(enumerate(_digests(asked), 1))):
+        if asked.messages[length - 1].role == "assistant" and digest in latest:
             return latest[digest], length
     return None, 0
 
 
-def _rest(asked: Asked, voice: Voice, length: int, answer: TrajectoryAnswer) -> str:
-    """What the template writes after a recorded answer: the end of its turn, and the new turns.
-
-    Thoughts are left out on both sides, because templates drop those of earlier turns; what they
-    write between turns does not depend on them.
-    """
-    messages = [_without_thoughts(message) for message in asked.messages]
-    chat = voice.chat
-    before = chat.text(messages[: length - 1], asked.tools, generate=True, **asked.options)
-    said = chat.text(messages[:length], asked.tools, **asked.options)
-    everything = chat.text(messages, asked.tools, generate=True, **asked.options)
-    if not (said.startswith(before) and everything.startswith(said)):
-        raise InvalidInputError(
-            "the model's chat template rewrites earlier turns when a later one is added, so a "
-            "conversation cannot go on from its recorded tokens; send it without a trajectory.",
-            path="trajectory",
-        )
-    end = chat.end_text
-    position = said.rfind(end) if end else -1
-    after_words = position if position >= len(before) else len(said)
-    if answer.stop_reason == "stop" and after_words < len(said):
-        after_words += len(end)  # the sampled tokens end with it
-    return everything[after_words:]
-
-
-def _without_thoughts(message: Message) -> Message:
-    return Message(
-        role=message.role,
-        content=message.content,
-        tool_calls=message.tool_calls,
-        tool_call_id=message.tool_call_id,
-        name=message.name,
-    )
-
-
-def _digests(messages: Sequence[Message]) -> list[bytes]:
+def _digests(asked: Asked, *answers: Message) -> list[bytes]:
     """For every beginning of a conversation, what it has in common with one that reads the same.
 
     Thoughts are left out, since most clients do not send them back, and so are the ids of calls,
-    which some invent anew.
+    which some invent anew. Tools stand in the prompt, so other tools are another conversation.
     """
     made: list[bytes] = []
-    before = b""
-    for message in messages:
+    before = orjson.dumps([t.for_template() for t in asked.tools], option=orjson.OPT_SORT_KEYS)
+    for message in (*asked.messages, *answers):
         calls = [(call.name, call.parsed()) for call in message.tool_calls]
         said: list[Any] = [message.role, message.content, calls]
         text = orjson.dumps(said, option=orjson.OPT_SORT_KEYS)

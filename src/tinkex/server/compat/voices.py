@@ -22,6 +22,11 @@ class Voice:
         self.info = info
         self.chat = conversation
         self.tokenizer: FastTokenizer = conversation.tokenizer
+        self.end_ids = frozenset({*info.eos_token_ids, *conversation.end_ids})
+        """What ends an answer: the model's own end tokens and those of its chat format."""
+        ends = self.end_ids.difference(conversation.heard_ids)
+        self.silent_ids = conversation.silent_ids | ends
+        """What says nothing in a chat."""
 
     def encode(self, text: str) -> list[int]:
         """Text as the model's tokenizer reads it, with the tokens it puts in front by itself."""
@@ -29,11 +34,6 @@ class Voice:
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
-
-    @property
-    def end_ids(self) -> list[int]:
-        """What ends an answer: the model's own end tokens and those of its chat format."""
-        return sorted({*self.info.eos_token_ids, *self.chat.end_ids})
 
 
 class Voices:

@@ -19,27 +19,23 @@ class Speaker:
     """The text of one answer: decoded, without end token, cut at the first stop string, read."""
 
     def __init__(self, voice: Voice, reader: Reader | None, stops: Sequence[str] = ()) -> None:
-        self._voice = voice
         self._reader = reader or PlainReader()
+        # Plain text is what the model wrote, except its end.
+        self._silent = voice.end_ids if reader is None else voice.silent_ids
         self._detokenizer = Detokenizer(voice.tokenizer)
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self._is_cut = False
 
     def feed(self, tokens: Sequence[int]) -> list[Piece]:
-        return self._reader.feed(self._uncut(self._detokenizer.feed(self._words(tokens))))
+        words = [token for token in tokens if token not in self._silent]
+        return self._reader.feed(self._uncut(self._detokenizer.feed(words)))
 
     def end(self) -> list[Piece]:
         rest = self._uncut(self._detokenizer.end())
         if not self._is_cut:
             rest += self._held
         return [*self._reader.feed(rest), *self._reader.end()]
-
-    def _words(self, tokens: Sequence[int]) -> list[int]:
-        """Without the tokens that end an answer and say nothing themselves."""
-        speaks = self._voice.chat.keeps_end
-        ends = () if speaks else self._voice.end_ids
-        return [token for token in tokens if token not in ends]
 
     def _uncut(self, text: str) -> str:
         """What certainly stands before any stop string; the rest is held back."""

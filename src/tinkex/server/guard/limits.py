@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
+from tinkex.server.compat.refusals import is_foreign
 from tinkex.server.problems import ApiError
 from tinkex.wire.endpoints import ENDPOINTS, MAX_BYTES
 
 JSON_BYTES = 64 * 1024 * 1024
 _SIZES = {row.path: row.size for row in ENDPOINTS.values()}
-_FOREIGN = ("/v1/", "/oai/api/v1/")
-"""Endpoints of other APIs carry conversations."""
 WAIT_S = 30.0
 
 
 def body_limit(path: str, content_type: str, max_body_bytes: int) -> int:
     """Most bytes a body of that route may have, before and after it is unpacked."""
-    size = _SIZES.get(path, "medium" if path.startswith(_FOREIGN) else "small")
+    # Endpoints of other APIs carry conversations.
+    size = _SIZES.get(path, "medium" if is_foreign(path) else "small")
     if size != "large":
         return min(MAX_BYTES[size], max_body_bytes)
     is_proto = content_type.startswith("application/x-protobuf")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from tinkex.contract import sampling
 from tinkex.types._bounds import Count, Id, Name, Number, Path, listing, text
-from tinkex.types._models import Request
+from tinkex.types._models import Request, all_known
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
 
@@ -41,7 +41,7 @@ class SampleRequest(Request):
 
     num_samples: sampling.NumSamples = _OPTIONS.num_samples
     prompt: ModelInput
-    sampling_params: SamplingParams
+    sampling_params: Annotated[SamplingParams, all_known(SamplingParams)]
     base_model: Name | None = None
     model_path: Path | None = None
     sampling_session_id: Id | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tinkex.types._bounds import Count, Id, Name, Plain, Seed
-from tinkex.types._models import Request, Response
+from tinkex.types._models import Request, Response, all_known
 from tinkex.types.service.identifiers import ModelID
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 
@@ -31,7 +31,7 @@ class CreateModelRequest(Request):
     model_seq_id: Count = 0
     base_model: Name
     user_metadata: Plain | None = None
-    lora_config: LoraConfig | None = None
+    lora_config: Annotated[LoraConfig, all_known(LoraConfig)] | None = None
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     type: Literal["create_model"] = "create_model"
 
