@@ -27,7 +27,7 @@ from tinkex.engine.pulse import Pulse
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CsrArray:
     """A 2-D array of which only some cells are stored (compressed sparse rows)."""
 
@@ -40,7 +40,7 @@ class CsrArray:
 # ------------------------------------------------------------------------------------ adapters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraSpec:
     rank: int
     alpha: float = 32.0
@@ -50,7 +50,7 @@ class LoraSpec:
     train_unembed: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CreateAdapterJob:
     """Make a fresh adapter. Loads the base model first when it is not resident."""
 
@@ -62,7 +62,7 @@ class CreateAdapterJob:
     """A name of `contract.optimizers`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadAdapterJob:
     """Put a checkpoint folder's weights into `adapter_id`, creating the adapter when it is absent.
 
@@ -77,7 +77,7 @@ class LoadAdapterJob:
     with_optimizer: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SaveAdapterJob:
     """Write a checkpoint folder: aside, fsync, rename. The folder must not exist yet.
 
@@ -102,7 +102,7 @@ class SaveAdapterJob:
     ephemeral: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DropAdapterJob:
     """Free an adapter's memory. Dropping an absent adapter is not an error."""
 
@@ -110,7 +110,7 @@ class DropAdapterJob:
     adapter_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AdapterResult:
     """Answer of every adapter job. `size_bytes` is set by a save."""
 
@@ -120,7 +120,7 @@ class AdapterResult:
 # ------------------------------------------------------------------------------------ training
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainDatum:
     tokens: NDArray[np.int64]
     """[T] model input."""
@@ -128,7 +128,7 @@ class TrainDatum:
     """Loss inputs by wire name (`target_tokens`, `weights`, `logprobs`, `advantages`, ...)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CustomLoss:
     """A traced loss as it arrived on the wire (contract 5.7); the engine rebuilds it."""
 
@@ -137,7 +137,7 @@ class CustomLoss:
     graph: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainJob:
     job_id: str
     adapter_id: str
@@ -149,7 +149,7 @@ class TrainJob:
     custom_loss: CustomLoss | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainResult:
     outputs: tuple[Mapping[str, Array], ...]
     """Per datum, in the order given; `logprobs` has the shape of `target_tokens`."""
@@ -158,14 +158,14 @@ class TrainResult:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimJob:
     job_id: str
     adapter_id: str
     params: OptimizerParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimResult:
     metrics: Mapping[str, float]
 
@@ -173,7 +173,7 @@ class OptimResult:
 # ------------------------------------------------------------------------------------ sampling
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleJob(SampleOptions, DrawSettings):
     """Sample from a prompt; how, the declarations say that it inherits."""
 
@@ -195,7 +195,7 @@ class SampleJob(SampleOptions, DrawSettings):
     """Where its samples start among those of a larger job: sample i draws as number i + this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TopK:
     """[N, K] ids and logprobs; an empty cell is id 0 and -99999.0."""
 
@@ -203,7 +203,7 @@ class TopK:
     logprobs: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -211,7 +211,7 @@ class SampledTokens:
     topk: TopK | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SampleResult:
     sequences: tuple[SampledTokens, ...]
     prompt_logprobs: NDArray[np.float32] | None = None
@@ -228,7 +228,7 @@ class SampleResult:
 # ------------------------------------------------------------------------------------ models
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DescribeModelJob:
     """Say what a base model is, from its config alone; loads no weights."""
 
@@ -236,7 +236,7 @@ class DescribeModelJob:
     base_model: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     base_model: str
     arch: str
@@ -267,7 +267,7 @@ Result = AdapterResult | TrainResult | OptimResult | SampleResult | ModelInfo
 # ------------------------------------------------------------------------------------ events
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """Why a job is not done yet, in words a user understands: `loading NAME 40 %`."""
 
@@ -275,7 +275,7 @@ class Progress:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Tokens:
     """New tokens of one sample of a streaming `SampleJob`."""
 
@@ -285,13 +285,13 @@ class Tokens:
     logprobs: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Done:
     job_id: str
     result: Result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Failed:
     """`user`: the caller can fix it. `server`: we failed. A cancelled job ends as `cancelled`."""
 

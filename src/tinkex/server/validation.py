@@ -138,7 +138,13 @@ def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
 
 
 def sample_job(
-    asked: SampleRequest, *, base_model: str, folder: str | None, info: ModelInfo | None
+    asked: SampleRequest,
+    *,
+    base_model: str,
+    folder: str | None,
+    info: ModelInfo | None,
+    tenant: str = "",
+    stream: bool = False,
 ) -> SampleJob:
     """A checked job, its id still empty."""
     prompt = decode.tokens_of(asked.prompt, "prompt")
@@ -153,6 +159,8 @@ def sample_job(
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         target_prompt_logprobs=_prompt_targets(asked, len(prompt), info),
+        stream=stream,
+        tenant=tenant,
         # In range already: the fields of the messages are those that `contract` declares.
         **{name: getattr(params, name) for name in _DRAW},
         **{name: getattr(asked, name) or default for name, default in _OPTIONS.items()},

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -499,7 +499,7 @@ def _capture(
     manifest = {
         "format": "tinkex-toy-1",
         "base_model": adapter.base_model,
-        "lora": {name: getattr(lora, name) for name in lora.__slots__},
+        "lora": asdict(lora),
         "optimizer": adapter.optimizer,
         "step": adapter.step,
         "has_optimizer": job.with_optimizer,

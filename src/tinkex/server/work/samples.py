@@ -241,7 +241,7 @@ class Samples:
         Its tokens are passed to `on_event` while they are made; None: only the whole is wanted.
         """
         session = await self._session_of(user, asked)
-        job = replace(await self._job(session, asked), stream=on_event is not None)
+        job = await self._job(session, asked, stream=on_event is not None)
         self._check_room(user.user_id)
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
         promise = Promise(request_id, user.user_id, "Sample")
@@ -277,7 +277,9 @@ class Samples:
         number = secrets.token_hex(8) if asked.seq_id is None else str(asked.seq_id)
         return f"{session.sampling_session_id}:{number}"
 
-    async def _job(self, session: SamplingSession, asked: SampleRequest) -> SampleJob:
+    async def _job(
+        self, session: SamplingSession, asked: SampleRequest, *, stream: bool = False
+    ) -> SampleJob:
         info: ModelInfo | None = await self._catalog.info(session.base_model)
         name = session.folder
         job = validation.sample_job(
@@ -285,9 +287,11 @@ class Samples:
             base_model=self._catalog.resolve(session.base_model),
             folder=None if name is None else str(self._shelf.folders.path(name)),
             info=info,
+            tenant=session.user_id,
+            stream=stream,
         )
         validation.check_result_size(job, info, self._max_sample_bytes)
-        return replace(job, tenant=session.user_id)
+        return job
 
     def _start(
         self,
