@@ -291,15 +291,15 @@ def test_the_status_of_a_waiting_sample_says_why(tmp_path: Path) -> None:
     """Samples are unordered: one of the three runs, whichever came first, and the others wait."""
     settings = tmp_path / "settings.toml"
     settings.write_text("hold_s = 0.5\nmax_running_samples = 1\n")
-    flags = ("--engine", "toy:token_latency_s=0.1", "--config", str(settings))
+    flags = ("--engine", "toy:token_latency_s=1.0", "--config", str(settings))
     with ServerProcess(tmp_path, *flags) as server:
         with tinkex.ServiceClient(base_url=server.base_url) as service:
             sampler = service.create_sampling_client(base_model="toy")
             prompt = tinkex.types.ModelInput.from_ints([1, 2])
             sampler.sample(prompt, 1, tinkex.types.SamplingParams(max_tokens=1)).result()
-            params = tinkex.types.SamplingParams(max_tokens=100)
+            params = tinkex.types.SamplingParams(max_tokens=200)  # none ends while we look
             futures = [sampler.sample(prompt, 1, params) for _ in range(3)]
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 60
             while not _one_runs_and_two_wait(futures):
                 assert time.monotonic() < deadline, [future.status() for future in futures]
                 time.sleep(0.1)
