@@ -339,3 +339,24 @@ def test_the_size_reported_is_the_size_on_disk(tiny, tmp_path):
     )
     size_bytes = trainer.save(job)
     assert size_bytes == sum(file.stat().st_size for file in (tmp_path / "ck").iterdir())
+
+
+def test_moments_that_are_zero_are_not_stored_and_come_back_to_the_bit(tiny, tmp_path):
+    """After one step half of the moments are: A has no gradient while B is zero."""
+    trainer = tiny().trainer()
+    create(trainer)
+    fresh = save(trainer, tmp_path / "fresh", with_optimizer=True)
+    assert (fresh / "optimizer.safetensors").stat().st_size < 100
+    train(trainer, 0)
+    step(trainer)
+    once = save(trainer, tmp_path / "once", with_gradients=True)
+    weights = (once / "adapter_model.safetensors").stat().st_size
+    assert (once / "optimizer.safetensors").stat().st_size < 1.5 * weights
+    before = {slot: flat.clone() for slot, flat in trainer.find("a").optimizer.moments.items()}
+    load(trainer, once, with_optimizer=True)
+    for slot, flat in trainer.find("a").optimizer.moments.items():
+        assert torch.equal(flat, before[slot])
+    manifest = json.loads((once / "tinkex.json").read_text())
+    (once / "tinkex.json").write_text(json.dumps({**manifest, "zeros_left_out": False}))
+    with pytest.raises(InvalidInputError, match="holds no state for"):
+        load(trainer, once, with_optimizer=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -418,3 +419,12 @@ def test_impossible_shares_are_refused():
 def test_a_device_that_is_not_supported_is_refused_with_what_to_use():
     with pytest.raises(ConfigError, match="Use 'cpu'"):
         EngineConfig(device="mps").torch_device()
+
+
+def test_weights_kept_for_sampling_are_sized_by_the_machine():
+    from tinkex.engine.engine import _snapshot_room
+
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = _snapshot_room(torch.device("cpu"))
+    assert 256 << 20 <= room <= 2 << 30
+    assert room <= max(total // 32, 256 << 20)

@@ -82,3 +82,31 @@ async def test_a_heartbeat_keeps_the_state_of_a_parked_model(tmp_path: Path) -> 
         store.flush()
         await world.service.drop_silent(time.time())
         assert (await world.train(model, 4, TOKENS)).status_code == 200
+
+
+async def closed(world: AppWorld, model: str) -> None:
+    session = model.split(":")[0]
+    reason = {"reason": {"type": "success"}, "detail": None}
+    answer = await world.http.post(f"/api/v1/sessions/{session}/finish", json=reason)
+    assert answer.status_code == 204, answer.text
+
+
+async def test_a_run_that_its_client_closed_keeps_little_and_not_for_long(tmp_path: Path) -> None:
+    """No snapshot is written for it; for an hour the journal could bring it back."""
+    async with open_app(tmp_path) as world:
+        model, path = await trained(world)
+        twin, _ = await trained(world)
+        await closed(world, model)
+        await closed(world, twin)
+        assert not list((tmp_path / "state").glob("*/*"))
+        await world.result((await world.train(twin, 4, TOKENS)).json())
+    async with open_app(tmp_path) as world:
+        await world.service.drop_silent(time.time() + 1800)
+        assert any(bodies(world, model))
+        await world.service.drop_silent(time.time() + 2 * 3600)
+        world.app.state.store.flush()
+        assert not any(bodies(world, model))
+        curves = await world.service.curves.of_run(model)
+        assert "loss_per_token" in curves, "its curves are looked at later"
+        load = {"session_id": await world.session(), "model_seq_id": 0, "path": path}
+        assert (await world.result(await world.ok("load_weights", load)))["model_id"]

@@ -36,11 +36,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Test a server against the contract.",
     ),
     "console": ("tinkex.cli.commands.console:console", "Look at runs in a browser."),
+    "disk": ("tinkex.cli.commands.disk:disk", "What Tinkex keeps on this machine, by run."),
     "doctor": ("tinkex.cli.commands.doctor:doctor", "Check this machine and a server."),
     "export": (
         "tinkex.cli.checkpoints.export:export",
         "Write a checkpoint as PEFT, merged or GGUF.",
     ),
+    "gc": ("tinkex.cli.commands.disk:gc", "Remove what nobody needs from this machine's disk."),
     "import": ("tinkex.cli.checkpoints.import_:import_", "Turn a PEFT adapter into a checkpoint."),
     "admin": (
         "tinkex.cli.commands.admin:admin",

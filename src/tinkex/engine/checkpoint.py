@@ -118,6 +118,7 @@ def capture(
         "seed": spec.seed,
         "has_optimizer": with_optimizer,
         "has_gradients": with_gradients,
+        "zeros_left_out": True,
     }
     if base is not None:
         manifest |= {"base_fingerprint": base.fingerprint}
@@ -141,6 +142,7 @@ def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
                 f"{prefix}{module}{ending}": tensor
                 for ending, flat in buffers.items()
                 for module, tensor in _named(image.adapter, _on_host(flat, image.copied))
+                if name == _WEIGHTS or tensor.any()  # zeros are not stored, see `_unname`
             }
             _save_tensors(aside / name, tensors, content if name == _WEIGHTS else None)
         texts[_MANIFEST]["content_sha256"] = content.hexdigest()
@@ -308,10 +310,10 @@ def read(
                 f"{path.name} was saved without optimizer state. Load it without the optimizer, or "
                 "save with save_state, which keeps it."
             )
-        optimizer = _read_optimizer(path, adapter, kind, int(manifest["step"]))
+        optimizer = _read_optimizer(path, adapter, kind, manifest)
     grad = None
     if manifest.get("has_gradients") and (path / _GRADIENTS).is_file():
-        grad = _unname(adapter, _load_tensors(path / _GRADIENTS), "")
+        grad = _unname(adapter, _load_tensors(path / _GRADIENTS), "", manifest)
     return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grad)
 
 
@@ -414,22 +416,35 @@ def _spec(adapter: Adapter, config: Mapping[str, Any], manifest: Mapping[str, An
     )
 
 
-def _read_optimizer(path: Path, adapter: Adapter, kind: str, step: int) -> OptimizerState:
+def _read_optimizer(
+    path: Path, adapter: Adapter, kind: str, manifest: Mapping[str, Any]
+) -> OptimizerState:
     stored = _load_tensors(path / _OPTIMIZER)
-    moments = {slot: _unname(adapter, stored, f".{slot}") for slot in UPDATES[kind].moments}
-    return OptimizerState(kind, step, moments)
+    slots = UPDATES[kind].moments
+    moments = {slot: _unname(adapter, stored, f".{slot}", manifest) for slot in slots}
+    return OptimizerState(kind, int(manifest["step"]), moments)
 
 
-def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> Tensor:
-    """The inverse of `_named`: tensors by module, put together in a buffer."""
+def _unname(
+    adapter: Adapter, stored: Mapping[str, Tensor], suffix: str, manifest: Mapping[str, Any]
+) -> Tensor:
+    """The inverse of `_named`: tensors by module, put together in a buffer.
+
+    A tensor that is not there was all zeros, if the manifest says that such are left out.
+    """
     tensors: list[Tensor] = []
     for group in adapter.groups.values():
         names = [part.target.module for part in group.parts]
-        try:
-            pieces = [stored[f"{name}.lora_A{suffix}"] for name in names]
-            rest = [stored[f"{name}.lora_B{suffix}"] for name in names]
-        except KeyError as exc:
-            raise InvalidInputError(f"the checkpoint holds no state for {exc.args[0]!r}") from exc
+        like_A, *like_B = group.tensors()
+        ranks = [part.rank for part in group.parts]
+        pieces = [
+            _or_zeros(stored, f"{name}.lora_A{suffix}", like_A[:rank], manifest)
+            for name, rank in zip(names, ranks, strict=True)
+        ]
+        rest = [
+            _or_zeros(stored, f"{name}.lora_B{suffix}", like, manifest)
+            for name, like in zip(names, like_B, strict=True)
+        ]
         for like, tensor in zip(group.tensors(), [torch.cat(pieces), *rest], strict=True):
             if tensor.shape != like.shape:
                 raise InvalidInputError(
@@ -438,6 +453,16 @@ def _unname(adapter: Adapter, stored: Mapping[str, Tensor], suffix: str) -> Tens
                 )
             tensors.append(tensor)
     return adapter.fold(tensors)
+
+
+def _or_zeros(
+    stored: Mapping[str, Tensor], name: str, like: Tensor, manifest: Mapping[str, Any]
+) -> Tensor:
+    if (found := stored.get(name)) is not None:
+        return found
+    if not manifest.get("zeros_left_out"):
+        raise InvalidInputError(f"the checkpoint holds no state for {name!r}")
+    return torch.zeros(like.shape, dtype=torch.float32)
 
 
 def _load_json(path: Path) -> dict[str, Any]:

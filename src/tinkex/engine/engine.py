@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from tinkex.engine.cuda.warm_up import WarmUp
 
 log = logging.getLogger(__name__)
+_SNAPSHOT_IDLE_S = 600.0
+"""Sampling weights that nobody used for this long are forgotten when others come."""
 _LATER_S = 0.5
 """How long unnamed weights wait for the disk: first the server's journal hears of them."""
 Emit = Callable[[jobs.Event], None]
@@ -77,8 +79,9 @@ class EngineConfig:
     """None: what fits the device."""
     max_models: int = 2
     """Base models kept in memory; more are kept only while they are in use."""
-    snapshot_bytes: int = 2 << 30
-    """Memory for sampling weights that no running job uses."""
+    snapshot_bytes: int | None = None
+    """Memory for sampling weights that no running job uses. None: a 32nd of the machine's, from
+    256 MiB to 2 GiB; what is forgotten is read from disk again."""
     train_share: float = 0.5
     """Share of the device's time for training while both have work."""
     any_base: bool = False
@@ -143,6 +146,7 @@ class _Snapshot:
     """The hash of its content; of one that is being written, the job's id."""
     written: str | None = None
     """Tells its folder from another one of that name; None while it is being written."""
+    used_at: float = 0.0
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,6 +183,7 @@ class TorchEngine:
         self._base_of: dict[str, str] = {}
         self._lanes: dict[str, deque[_Waiting]] = {}
         self._snapshots: OrderedDict[tuple[str, str], _Snapshot] = OrderedDict()
+        self._snapshot_bytes = self.config.snapshot_bytes or _snapshot_room(self.device)
         share = self.config.train_share
         self._turns = FairShare({"train": share, "sample": 1 - share})
         self._order = itertools.count()
@@ -517,9 +522,14 @@ class TorchEngine:
         self._snapshots[name, folder] = snapshot
         self._snapshots.move_to_end((name, folder))
         total = sum(kept.size_bytes for kept in self._snapshots.values())
-        while total > self.config.snapshot_bytes and len(self._snapshots) > 1:
-            _, forgotten = self._snapshots.popitem(last=False)
-            total -= forgotten.size_bytes
+        snapshot.used_at = time.monotonic()
+        while len(self._snapshots) > 1:
+            oldest = next(iter(self._snapshots.values()))
+            is_idle = snapshot.used_at - oldest.used_at > _SNAPSHOT_IDLE_S
+            if total <= self._snapshot_bytes and not is_idle:
+                return
+            self._snapshots.popitem(last=False)
+            total -= oldest.size_bytes
 
 
 # ------------------------------------------------------------------------------------ functions
@@ -533,6 +543,14 @@ def _write(
         snapshot.version = checkpoint.content_of(job.folder)
         snapshot.written = _written(job.folder)
     return jobs.AdapterResult(size_bytes=size_bytes)
+
+
+def _snapshot_room(device: torch.device) -> int:
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(total // 32, 256 << 20), 2 << 30)
 
 
 def _make_safe(folder: str) -> None:

@@ -132,6 +132,8 @@ class ServerConfig:
     """A session without a heartbeat for this long gives its memory back; its state stays."""
     state_ttl_s: float = 14 * 86_400.0
     """How long a model's state outlives the last sign of life of its session; checkpoints stay."""
+    closed_state_ttl_s: float = 3600.0
+    """How long it outlives a session that its client closed; nobody can train on there."""
     audit_ttl_s: float = 365 * 86_400.0
     """How long entries of the audit log are kept."""
     quarantine_ttl_s: float = 30 * 86_400.0

@@ -196,33 +196,56 @@ class Service:
             except Exception:
                 logger.exception("housekeeping failed; it goes on in %g s", TICK_S)
 
-    async def park_session(self, session_id: str) -> None:
-        """Save the models of a session and free their memory. Busy ones stay."""
+    async def park_session(self, session_id: str, *, save: bool = True) -> None:
+        """Save the models of a session and free their memory. Busy ones stay.
+
+        Without `save` the journal since their last snapshots is what they are restored from.
+        """
         for lane in [x for x in self._lanes.values() if x.model.session_id == session_id]:
-            if await lane.park():
+            if await lane.park(save=save):
                 self._lanes.pop(lane.model.model_id, None)
             else:
                 self.sessions.touch(session_id)  # look again after the next silence
         self.sessions.forget(session_id)
 
     async def drop_silent(self, now: float) -> None:
-        """Drop the state of models that nobody used for `state_ttl_s`; their checkpoints stay."""
+        """Drop the state of models that nobody used for long; their checkpoints stay.
+
+        That of a session that its client closed goes first, since nobody can train on there; its
+        curves stay as long as all others.
+        """
         limit = now - self.config.state_ttl_s
         await self.store.call(self.store.curves.drop_unloaded, limit)
-        for model_id in await self.store.call(self.store.models.silent_since, limit):
+        models = self.store.models
+        closed = await self.store.call(models.closed_since, now - self.config.closed_state_ttl_s)
+        for model_id in closed:
+            if await self._drop_state(model_id):
+                logger.info("%s was closed by its client; its state is dropped", model_id)
+        for model_id in await self.store.call(models.silent_since, limit):
+            if await self._drop_state(model_id):
+                await self.curves.drop(model_id)
+                self.rollouts.drop_run(model_id)
+                logger.info("%s was silent for too long; its state is dropped", model_id)
+
+    async def _drop_state(self, model_id: str) -> bool:
+        """Forget what a model could be restored from, unless it is in memory."""
+        try:
             async with self._opening.setdefault(model_id, asyncio.Lock()):
-                if model_id not in self._lanes:
-                    await self.store.call(self.store.models.mark, model_id, unloaded=True)
-                    await self._snapshots.forget(model_id)
-                    await self.curves.drop(model_id)
-                    self.rollouts.drop_run(model_id)
-                    logger.info("%s was silent for too long; its state is dropped", model_id)
+                if model_id in self._lanes:
+                    return False
+                await self.store.call(self.store.models.mark, model_id, unloaded=True)
+                await self._snapshots.forget(model_id)
+                return True
+        finally:
             self._opening.pop(model_id, None)
 
     async def finish_session(self, session_id: str) -> None:
-        """Its client said goodbye: give the memory back as soon as the running work allows."""
+        """Its client said goodbye: give the memory back as soon as the running work allows.
+
+        No snapshot is made: hardly anyone comes back, and a replay would bring it all back.
+        """
         self.sessions.forget(session_id)
-        await self.park_session(session_id)
+        await self.park_session(session_id, save=False)
 
     @property
     def num_lanes(self) -> int:

@@ -221,6 +221,19 @@ class Models:
         with self._reader.connect() as connection:
             return list(connection.execute(query).scalars())
 
+    def closed_since(self, moment: float) -> list[str]:
+        """Models that hold state, whose session its client ended, and not used since."""
+        sessions = schema.sessions
+        query = (
+            select(_table.c.model_id)
+            .join(sessions, sessions.c.session_id == _table.c.session_id)
+            .where(_table.c.unloaded.is_(False), _table.c.last_request_time < moment)
+            .where(sessions.c.status_type != "active", sessions.c.last_heartbeat < moment)
+            .order_by(_table.c.last_request_time)
+        )
+        with self._reader.connect() as connection:
+            return list(connection.execute(query).scalars())
+
     def save_snapshot(self, snapshot: Snapshot) -> Snapshot | None:
         """Make this the state to recover from; gives the one before, whose folder may now go."""
         snapshots = schema.snapshots

@@ -40,6 +40,8 @@ logger = logging.getLogger("tinkex.local")
 
 START_TIMEOUT_S = 120.0
 IDLE_S = 10.0
+STATE_TTL_S = 86_400.0
+"""How long the private server keeps the state of a run whose program ended without closing it."""
 KEY_FILE = "local.key"
 LOCAL_USER = "local"
 """Who the key acts for."""
@@ -314,7 +316,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={k: v for k, v in env.items() if not k.startswith(_NOT_FOR_THE_SERVER)},
+            env=_server_env(env),
             start_new_session=True,  # Ctrl-C in a notebook must not stop a shared server
         )
     announced = _first_line(child, started, log_path, before)
@@ -341,6 +343,14 @@ def _command(folder: Path, env: Mapping[str, str], model: str | None, port: int)
     if model:
         command += ["--model", model]
     return command
+
+
+def _server_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Settings of clients are not for the server. A run whose program is gone stays for a day."""
+    kept = {k: v for k, v in env.items() if not k.startswith(_NOT_FOR_THE_SERVER)}
+    if "TINKEX_STATE_TTL_S" not in env:
+        kept.setdefault("TINKEX_SERVER_STATE_TTL_S", str(STATE_TTL_S))
+    return kept
 
 
 def _check_installed() -> None:

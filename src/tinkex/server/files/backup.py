@@ -50,7 +50,7 @@ class Found:
 
 def backup(data_dir: Path, target: Path) -> Found:
     """Write a tar of the data folder to `target`, which must not exist."""
-    database = _database(data_dir)
+    database = database_of(data_dir)
     if target.exists():
         raise ConfigError(f"{target} exists; name a file that does not.")
     aside = target.with_name(f".{target.name}.part")
@@ -100,10 +100,10 @@ def restore(source: Path, data_dir: Path) -> Found:
 
 def check(data_dir: Path) -> Found:
     """Hold the folder against its database, and the database against itself. Changes nothing."""
-    database = _database(data_dir)
+    database = database_of(data_dir)
     found = Found()
     try:
-        with _connect(database) as connection:
+        with connect(database) as connection:
             state = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(10)")]
             found.problems += [] if state == ["ok"] else state
             known = connection.execute("SELECT value FROM meta WHERE name = 'store_id'").fetchone()
@@ -133,10 +133,10 @@ def _set_stored_apart(found: Found, data_dir: Path) -> None:
 
 def vacuum(data_dir: Path) -> tuple[int, int]:
     """Give unused room of the database back; (bytes before, after). No server may run on it."""
-    database = _database(data_dir)
+    database = database_of(data_dir)
     before = database.stat().st_size
     try:
-        with _connect(database, writable=True) as connection:
+        with connect(database, writable=True) as connection:
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.OperationalError as exc:
@@ -144,7 +144,7 @@ def vacuum(data_dir: Path) -> tuple[int, int]:
     return before, database.stat().st_size
 
 
-def _database(data_dir: Path) -> Path:
+def database_of(data_dir: Path) -> Path:
     file = sqlite_file(data_dir)
     if not file.exists():
         raise ConfigError(
@@ -154,13 +154,13 @@ def _database(data_dir: Path) -> Path:
     return file
 
 
-def _connect(database: Path, *, writable: bool = False) -> sqlite3.Connection:
+def connect(database: Path, *, writable: bool = False) -> sqlite3.Connection:
     mode = "rw" if writable else "ro"
     return sqlite3.connect(f"{database.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    reader, writer = _connect(source), sqlite3.connect(target)
+    reader, writer = connect(source), sqlite3.connect(target)
     try:
         reader.backup(writer)
         writer.execute("PRAGMA journal_mode=DELETE")
@@ -170,7 +170,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _listed(database: Path) -> list[str]:
-    connection = _connect(database)
+    connection = connect(database)
     try:
         return sorted(str(row[0]) for row in connection.execute(_LISTED))
     finally:

@@ -177,12 +177,13 @@ class Lane:
             self._task = asyncio.create_task(self._drive(), name=f"lane-{self.model.model_id}")
         self._watch_gap()
 
-    async def park(self) -> bool:
+    async def park(self, *, save: bool = True) -> bool:
         """Save the state and free its memory. False when the lane is busy, before or after."""
         if self._requests:
             return False
         seq_id = self._next_seq - 1
-        if not await self._run_alone(lambda: self._state.park(seq_id, keep=self._broken is None)):
+        keep = save and self._broken is None
+        if not await self._run_alone(lambda: self._state.park(seq_id, keep=keep)):
             return False
         return self.is_idle and not self._requests
 
