@@ -14,7 +14,7 @@ VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv lint format test test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
+.PHONY: test-cluster venv lint format test test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
 
 venv: $(STAMP)
 
@@ -40,7 +40,7 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	sh tests/store/install_postgres.sh
 	sh tests/browser/install_chromium.sh
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not cluster"
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
 # Triton's interpreter and a training step of the real engine.
@@ -50,7 +50,7 @@ QUICK := tests/contracts tests/types tests/wire tests/chat tests/cli/test_app.py
   tests/server/test_samples.py tests/server/console tests/engine/test_trainer.py \
   tests/engine/test_kernels.py
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" $(QUICK)
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not cluster" $(QUICK)
 
 # On every Python from 3.11 to 3.14 that this machine has; those it has not are named.
 test-pythons:
@@ -71,6 +71,11 @@ test-browser: $(STAMP)
 # Clients of the OpenAI and Anthropic APIs, as released.
 test-clients: $(STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/clients
+
+# Ray is large, so only these tests install it.
+test-cluster: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cluster]'
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 test-peers: $(STAMP)
 	$(BIN)/python tests/peers/run.py

@@ -138,6 +138,12 @@ def test_the_engine_imports_only_what_a_bare_gpu_machine_has():
     assert not wrong
 
 
+def test_only_the_cluster_imports_ray():
+    for path in ROOT.rglob("*.py"):
+        if "ray" in {name.split(".")[0] for name, _ in imports(path, top_level_only=False)}:
+            assert path.parent == ROOT / "cluster", path
+
+
 def test_the_declarations_need_the_standard_library_only():
     for path in modules("contract"):
         for name, line in imports(path, top_level_only=False):

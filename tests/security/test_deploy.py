@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import click
+import yaml
 from app_world import AppWorld
 
 from tinkex.server.config import ServerConfig
@@ -52,3 +53,19 @@ def test_image_and_unit_start_the_server_with_flags_it_has() -> None:
         assert {word for word in command if word.startswith("--")} <= _flags(serve)
     assert "USER tinkex" in image
     assert unit["Service"]["UMask"] == "0077"
+
+
+def test_ray_files_start_the_server_with_flags_it_has() -> None:
+    local = yaml.safe_load((DEPLOY / "ray-cluster.yaml").read_text())
+    assert local["max_workers"] == len(local["provider"]["worker_ips"])
+    claim, cluster, service = yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())
+    assert [part["kind"] for part in (claim, cluster, service)] == [
+        "PersistentVolumeClaim",
+        "RayCluster",
+        "Service",
+    ]
+    (head,) = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    words = head["args"][0].partition("tinkex serve")[2].split()
+    assert {word for word in words if word.startswith("--")} <= _flags(serve)
+    ports = {port["containerPort"] for port in head["ports"]}
+    assert service["spec"]["ports"][0]["port"] in ports

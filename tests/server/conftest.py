@@ -39,24 +39,3 @@ def client(toy_process: ServerProcess) -> Iterator[WireClient]:
     client = WireClient(toy_process.base_url)
     yield client
     client.close()
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real model's folder, for the torch engine: two small layers with random weights."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=2,
-    )
-    transformers.set_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder

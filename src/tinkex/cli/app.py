@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tinkex.cli.checkpoints.checkpoint:checkpoint",
         "List, publish, download and delete.",
     ),
+    "cluster": ("tinkex.cli.commands.cluster:cluster", "Look at the Ray cluster of a server."),
     "completion": ("tinkex.cli.commands.completion:completion", "Print a shell completion script."),
     "conformance": (
         "tinkex.cli.commands.conformance:conformance",

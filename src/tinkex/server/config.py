@@ -106,6 +106,8 @@ class ServerConfig:
     """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
     num_workers: int = 0
     """Worker processes that share the work; 0 means one a device. `auto` is a GPU for each."""
+    ray: str = ""
+    """`auto` or `HOST:PORT` of a Ray cluster: workers run on its nodes, one a GPU."""
     access_log: bool = False
     """Log every request as a line of JSON: id, user, route, status and seconds."""
     log_level: str = "info"
@@ -253,6 +255,11 @@ class ServerConfig:
                 )
         if self.num_workers > MAX_WORKERS:
             raise ConfigError(f"num_workers must be at most {MAX_WORKERS}, got {self.num_workers}.")
+        if self.ray and named not in (("auto",), ("cpu",)):
+            raise ConfigError(
+                f"devices is {', '.join(named)}, and ray chooses devices by itself. Leave devices "
+                "out, or give cpu."
+            )
         shares = len(named) == 1 and named[0] in ("auto", "cpu")
         if self.num_workers not in (0, len(named)) and not shares:
             raise ConfigError(

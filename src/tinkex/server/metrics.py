@@ -51,6 +51,8 @@ class Metrics:
                 ("queued_samples", "Samples waiting for a place"),
                 ("queued_training", "Training requests waiting for a place"),
                 ("workers_ready", "Workers that take jobs"),
+                ("nodes", "Machines with workers"),
+                ("nodes_left_out", "Machines of the cluster that cannot be used"),
                 ("worker_starts", "Worker processes started since the server started"),
                 ("uptime_seconds", "Seconds since the server started"),
                 ("memory_bytes", "Memory of the API process"),
@@ -105,6 +107,8 @@ class Metrics:
             "queued_samples": place.sampling.num_waiting,
             "queued_training": place.training.num_waiting,
             "workers_ready": place.pool.num_ready,
+            "nodes": place.pool.num_nodes,
+            "nodes_left_out": place.pool.num_left_out,
             "worker_starts": place.pool.generation,
             "uptime_seconds": time.monotonic() - self._started,
         }

@@ -73,7 +73,8 @@ class _Server(uvicorn.Server):
         gc.collect()
         gc.freeze()  # what start-up made stays; walking it again and again would cost pauses
         if self.started:
-            print(self._announce, flush=True)
+            # Not sys.stdout: ray prints what its nodes say, and a cluster sends that to stderr.
+            print(self._announce, file=sys.__stdout__, flush=True)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -168,7 +169,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
     store = await asyncio.to_thread(open_store, config)
     store.on_fenced(_end_server)
     try:
-        pool = make_pool(config)
+        pool = await asyncio.to_thread(make_pool, config)
         app = await asyncio.to_thread(create_app, config, store, pool)
         app.state.connections = _connection_limits(config)
         host, port = sock.getsockname()[:2]
@@ -268,7 +269,9 @@ def _claim(store: Store, data_dir: Path) -> None:
 
 
 def make_pool(config: ServerConfig) -> Pool:
-    """All workers of a server, not started yet."""
+    """All workers of a server, not started yet. Blocks while a cluster is asked for its nodes."""
+    if config.ray:
+        return _make_cluster_pool(config)
     devices = config.worker_devices
     threads = max(1, cores() // len(devices)) if len(devices) > 1 else None
     return Pool(
@@ -276,10 +279,26 @@ def make_pool(config: ServerConfig) -> Pool:
     )
 
 
-def make_worker(
-    config: ServerConfig, index: int, device: str, threads: int | None = None
-) -> ProcessWorker:
-    spec = WorkerSpec(
+def _make_cluster_pool(config: ServerConfig) -> Pool:
+    from tinkex.cluster.connection import Cluster
+    from tinkex.server.workers.cluster_pool import ClusterPool, Wish
+
+    wish = Wish(
+        spec=_spec(config, config.devices[0], None),
+        num_workers=config.num_workers,
+        start_timeout_s=config.worker_start_timeout_s,
+        budget=Budget(turn_s=config.stuck_after_s),
+    )
+    cluster = Cluster.connect(config.ray)
+    try:
+        return ClusterPool(cluster, wish)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def _spec(config: ServerConfig, device: str, threads: int | None) -> WorkerSpec:
+    return WorkerSpec(
         engine=config.engine,
         device=device,
         deterministic=config.deterministic,
@@ -289,8 +308,13 @@ def make_worker(
         log_level=config.log_level,
         threads=threads,
     )
+
+
+def make_worker(
+    config: ServerConfig, index: int, device: str, threads: int | None = None
+) -> ProcessWorker:
     return ProcessWorker(
-        spec,
+        _spec(config, device, threads),
         name=f"worker-{index}",
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
@@ -363,6 +387,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
 @click.option("--workers", "num_workers", type=int, help="Worker processes; default one a device.")
+@click.option("--ray", help="auto or HOST:PORT: workers on the nodes of a Ray cluster.")
 @click.option(
     "--until-idle", "until_idle_s", type=float, help="End after SECONDS without a client."
 )

@@ -43,6 +43,11 @@ class _Home:
 class Pool:
     """See `Worker`. Its generation counts the losses of all members together."""
 
+    num_nodes = 1
+    """Machines that have members."""
+    num_left_out = 0
+    """Machines of its cluster that cannot have one."""
+
     def __init__(self, members: Sequence[Worker], *, name: str = "the pool") -> None:
         if not members:
             raise ValueError("a pool needs at least one member")

@@ -1,0 +1,1 @@
+"""Engines on other machines, by Ray. The only package that imports ray."""

@@ -1,0 +1,204 @@
+"""The inside of an actor: one engine on a node, and the files that its jobs name.
+
+A job names folders by their path on the server's disk. Here they lie under a scratch folder, at
+the same path: what a job reads was brought before the job (`receive`), what it writes is fetched
+before anybody is told that it is done (`read`). Nothing here imports ray, and nothing here knows
+what makes an engine: it is given a function for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinkex.engine import pulse
+from tinkex.engine.jobs import Done, Engine, Event, Failed, Job, SaveAdapterJob
+from tinkex.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+BREATH_S = 1.0
+"""How long a call for events waits for the first one."""
+MAX_EVENTS = 256
+_SCRATCH = "tinkex-worker-"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Remove a folder that no job here needs."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A job that wrote a folder is done; the folder is still on the node."""
+
+    done: Done
+    folder: str
+    """On the server."""
+    sizes: dict[str, int]
+    is_ephemeral: bool
+    """It need not outlive the server's machine at once."""
+    is_for_sampling: bool
+    """It stays on the node, to be sampled from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What the host says of itself; with a refusal it has no engine."""
+
+    pid: int
+    scratch: str
+    refusal: str = ""
+
+
+class EngineHost:
+    def __init__(
+        self, build: Callable[[Any], Engine], spec: Any, node_id: str, log_level: str
+    ) -> None:
+        logging.basicConfig(
+            level=log_level.upper(), stream=sys.stderr, format="%(levelname)s worker: %(message)s"
+        )
+        os.umask(0o077)
+        self._events: queue.SimpleQueue[Event | Written] = queue.SimpleQueue()
+        clear_scratch()
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
+        self._node_id = node_id
+        self._memory = memoryview(bytearray(pulse.SIZE_BYTES))
+        self._engine: Engine | None = None
+        self._next = 0
+        self._early: dict[int, bytes] = {}
+        """What overtook others on its way: ray promises an order only within one thread."""
+        self._started_at = time.time()
+        refusal = ""
+        try:
+            self._engine = build(spec)
+            self._engine.pulse.share(self._memory)
+        except ConfigError as exc:
+            refusal = str(exc)
+        self._started = Started(os.getpid(), str(self._scratch), refusal)
+
+    def started(self) -> Started:
+        return self._started
+
+    def facts(self) -> dict[str, Any]:
+        """For `tinkex cluster status`."""
+        beat = pulse.look(self._memory)
+        return {
+            "node_id": self._node_id,
+            "pid": self._started.pid,
+            "started_at": self._started_at,
+            "is_busy": beat.is_busy,
+            "is_loading": beat.is_loading,
+            "num_turns": beat.num_turns,
+        }
+
+    # ------------------------------------------------------------------------ jobs and events
+
+    def tell(self, number: int, frame: bytes) -> None:
+        """Take a job, a `Cancel` or a `Forget`, in the order of their numbers."""
+        self._early[number] = frame
+        while (next_frame := self._early.pop(self._next, None)) is not None:
+            self._next += 1
+            self._act(pickle.loads(next_frame))
+
+    def _act(self, message: Job | Cancel | Forget) -> None:
+        assert self._engine is not None
+        if isinstance(message, Cancel):
+            self._engine.cancel(message.job_id)
+        elif isinstance(message, Forget):
+            shutil.rmtree(self._path(message.folder), ignore_errors=True)
+        else:
+            self._submit(self._engine, message)
+
+    def _submit(self, engine: Engine, job: Job) -> None:
+        try:
+            engine.submit(self._moved_here(job), self._emitter(job))
+        except Exception as exc:  # the protocol promises exactly one answer per job
+            logger.exception("submit failed")
+            failed = Failed(job_id=job.job_id, message=str(exc), category="server")
+            self._events.put(failed)
+
+    def events(self) -> tuple[bytes, pulse.Beat]:
+        """What happened since the last call, or in the next second; and what the engine does."""
+        found: list[Event | Written] = []
+        try:
+            found.append(self._events.get(timeout=BREATH_S))
+            while len(found) < MAX_EVENTS:
+                found.append(self._events.get_nowait())
+        except queue.Empty:
+            pass
+        return pickle.dumps(found, protocol=5), pulse.look(self._memory)
+
+    def _emitter(self, job: Job) -> Callable[[Event], None]:
+        if not isinstance(job, SaveAdapterJob):
+            return self._events.put
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Done):
+                here = self._path(job.folder)
+                sizes = {file.name: file.stat().st_size for file in sorted(here.iterdir())}
+                written = Written(event, job.folder, sizes, job.ephemeral, job.for_sampling)
+                self._events.put(written)
+            else:
+                self._events.put(event)
+
+        return emit
+
+    # ------------------------------------------------------------------------ files
+
+    def _path(self, folder: str) -> Path:
+        return self._scratch / folder.lstrip("/")
+
+    def _moved_here(self, job: Job) -> Job:
+        changes: dict[str, Any] = {k: str(self._path(v)) for k, v in folders_of(job).items()}
+        return replace(job, **changes)
+
+    def receive(self, folder: str, sizes: dict[str, int], *pieces: Any) -> None:
+        """Write a folder of the server: the bytes of its files, one after the other."""
+        here = self._path(folder)
+        if here.exists():
+            return
+        aside = here.with_name(f".{here.name}.new")
+        aside.mkdir(parents=True, exist_ok=True)
+        left = list(pieces)
+        for name, size in sizes.items():
+            with (aside / name).open("wb") as out:
+                while size:
+                    piece = left.pop(0)
+                    size -= out.write(piece)
+        aside.rename(here)
+
+    def read(self, folder: str, name: str, start: int, size: int) -> bytes:
+        with (self._path(folder) / name).open("rb") as stream:
+            stream.seek(start)
+            return stream.read(size)
+
+
+def clear_scratch() -> None:
+    """Remove what engines that are gone left on this node."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def folders_of(job: Job) -> dict[str, str]:
+    """The fields of a job that name a folder on the server, and what they say."""
+    found = {name: getattr(job, name, None) for name in ("folder", "adapter_folder")}
+    return {name: path for name, path in found.items() if path is not None}
