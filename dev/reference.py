@@ -1,4 +1,4 @@
-"""Write docs/cli.md, docs/settings.md and the tables of declarations, so that they cannot drift.
+"""Write docs/cli.md, docs/settings.md, docs/api and the tables of declarations, so that they cannot drift.
 
 Run `python dev/reference.py` after changing a command, a setting or a declaration of
 `tinkex.contract`; `--check` only compares, and is what the tests call.
@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import api_pages
 import click
+import fit_table
 from endpoints_page import endpoints_page
 
 if TYPE_CHECKING:
     from tinkex.contract.settings import Setting
 
 ROOT = Path(__file__).parents[1]
+TABLES = ("losses.md", "sampling.md", "training-loop.md", "does-it-fit.md")
 HEAD = "<!-- Written by dev/reference.py; change the code, not this page. -->\n"
 
 
@@ -114,8 +117,11 @@ def with_tables(page: str) -> str:
         ("losses", loss_table),
         ("optimizers", optimizer_table),
         ("sampling parameters", sampling_table),
+        ("fit on a GPU", fit_table.gpu_table),
+        ("fit on a CPU", fit_table.cpu_table),
     ):
-        head = f"<!-- {name}: written by dev/reference.py from tinkex.contract -->\n"
+        source = "engine" if name.startswith("fit") else "contract"
+        head = f"<!-- {name}: written by dev/reference.py from tinkex.{source} -->\n"
         if head in text:
             before, _, rest = text.partition(head)
             text = f"{before}{head}{write()}<!-- end -->{rest.partition('<!-- end -->')[2]}"
@@ -174,8 +180,9 @@ def _shown(value: float | None) -> str:
 
 def main() -> int:
     pages = {"cli.md": cli_page(), "settings.md": settings_page()}
-    pages |= {name: with_tables(name) for name in ("losses.md", "sampling.md", "training-loop.md")}
+    pages |= {name: with_tables(name) for name in TABLES}
     pages["endpoints.md"] = HEAD + "\n" + endpoints_page()
+    pages |= api_pages.pages()
     stale = []
     for name, text in pages.items():
         file = ROOT / "docs" / name

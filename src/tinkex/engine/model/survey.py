@@ -82,22 +82,48 @@ def _files(source: ModelSource, config: ModelConfig) -> Iterator[Remark]:
     yield Remark(what="tensors", ok=not bad, says=says)
 
 
-def _memory(config: ModelConfig, length: int, rank: int) -> Remark:
-    """In bf16 on a GPU and in fp32 on a CPU; adapters with their optimizer, 16 bytes a number."""
-    per_rank = sum(_adapter_rows(config)) * rank * 16
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """Bytes that a model takes on one kind of device."""
+
+    weights: int
+    adapter: int
+    """One adapter on every linear with its optimizer, 16 bytes a number."""
+    training: int
+    """What a training pass over one sequence keeps for its backward."""
+    training_recomputed: int
+    """The same where every layer is computed again instead."""
+    keys_and_values: int
+    """Of one sampled sequence."""
+
+
+def needs(config: ModelConfig, dtype: torch.dtype, *, length: int, rank: int) -> Needs:
+    """Sized for one sequence of `length` and an adapter of `rank`."""
+    size = dtype.itemsize
     kept = length * sum(config.kept_values(i) for i in range(config.num_layers))
-    remade = length * 2 * config.num_layers * config.hidden_size
     kv = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size
-    parts = []
+    return Needs(
+        weights=weight_bytes(config, dtype),
+        adapter=sum(_adapter_rows(config)) * rank * 16,
+        training=kept * size,
+        training_recomputed=length * 2 * config.num_layers * config.hidden_size * size,
+        keys_and_values=kv * size * length,
+    )
+
+
+def _memory(config: ModelConfig, length: int, rank: int) -> Remark:
+    """In bf16 on a GPU and in fp32 on a CPU."""
+    parts, adapter = [], 0
     for name, dtype in (("GPU", torch.bfloat16), ("CPU", torch.float32)):
-        size = dtype.itemsize
+        it = needs(config, dtype, length=length, rank=rank)
+        adapter = it.adapter
         parts.append(
-            f"{name}: weights {weight_bytes(config, dtype) / 1e9:.2f} GB, training at {length} "
-            f"tokens {kept * size / 1e9:.2f} GB more ({remade * size / 1e9:.2f} recomputed), "
-            f"{kv * size * length / 1e9:.3f} GB of keys and values a sample"
+            f"{name}: weights {it.weights / 1e9:.2f} GB, training at {length} tokens "
+            f"{it.training / 1e9:.2f} GB more ({it.training_recomputed / 1e9:.2f} recomputed), "
+            f"{it.keys_and_values / 1e9:.3f} GB of keys and values a sample"
         )
-    adapter = f"adapter of rank {rank} on every linear with its optimizer {per_rank / 1e9:.2f} GB"
-    return Remark(what="memory", ok=True, says="; ".join([*parts, adapter]))
+    says = f"adapter of rank {rank} on every linear with its optimizer {adapter / 1e9:.2f} GB"
+    return Remark(what="memory", ok=True, says="; ".join([*parts, says]))
 
 
 def _adapter_rows(config: ModelConfig) -> Iterator[int]:

@@ -1,0 +1,57 @@
+"""What mkdocs needs to know about our pages: fences that tests read, links out of docs/, a notebook.
+
+Pages are written to be read on a code host too. There a link may lead to a source file, and a block
+may say `python hosted` for the tests' sake; the site shows the file's path and plain `python`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+_FENCE = re.compile(r"^```(python|console) (?:hosted|setup)$", re.M)
+_OUTWARD = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)(?:#[^)]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The notebook with its outputs becomes a page of its own."""
+    notebook = Path(config.docs_dir) / "first_steps.ipynb"
+    files.append(File.generated(config, "first_steps.md", content=notebook_page(notebook)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    depth = page.file.src_uri.count("/") + 1
+    return _OUTWARD.sub(
+        lambda link: link[0] if _stays(link[0], depth) else f"`{link[2]}`",
+        _FENCE.sub(r"```\1", markdown).replace("](first_steps.ipynb)", "](first_steps.md)"),
+    )
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The theme's search would fetch a script from a CDN; ours lies beside the pages."""
+    up = "../" * page.file.src_uri.count("/")
+    return output.replace("https://unpkg.com/iframe-worker/shim", f"{up}assets/file-worker.js")
+
+
+def _stays(link: str, depth: int) -> bool:
+    """Whether a link with `../` in it still ends inside docs/."""
+    return link.count("../") < depth
+
+
+def notebook_page(path: Path) -> str:
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            parts.append("```text\n" + "".join(output["text"]).rstrip("\n") + "\n```")
+    return "\n\n".join(parts) + "\n"
