@@ -89,6 +89,11 @@ bench: $(STAMP)
 	  $(BIN)/python benchmarks/gpu_server.py --write || status=1; \
 	else echo "no CUDA device: gpu.py and gpu_server.py were not run" >&2; fi; exit $$status
 
+# All pages as a site in build/site, with search that works offline; a broken link fails.
+docs: $(STAMP)
+	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
 # Wheel and sdist in dist/, each tried in an empty environment. Needs no .venv.
 dist:
 	bash dev/dist.sh $(INTERPRETER)

@@ -224,7 +224,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def _says(field: FieldInfo) -> str:
-    rules = [f"{str(mark).capitalize()}." for mark in field.metadata if type(mark).__name__ == "Between"]
+    rules = [
+        f"{str(mark).capitalize()}." for mark in field.metadata if type(mark).__name__ == "Between"
+    ]
     said = [mark for mark in field.metadata if isinstance(mark, str)]
     return _escaped(" ".join([*said, *rules, *([field.description] if field.description else [])]))
 

@@ -1,4 +1,4 @@
-"""Write docs/cli.md, docs/settings.md, docs/api and the tables of declarations, so that they cannot drift.
+"""Write docs/cli.md, docs/settings.md, docs/api and the tables of declarations from the code.
 
 Run `python dev/reference.py` after changing a command, a setting or a declaration of
 `tinkex.contract`; `--check` only compares, and is what the tests call.

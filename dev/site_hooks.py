@@ -1,4 +1,4 @@
-"""What mkdocs needs to know about our pages: fences that tests read, links out of docs/, a notebook.
+"""What mkdocs must know about our pages: fences that tests read, links out of docs/, a notebook.
 
 Pages are written to be read on a code host too. There a link may lead to a source file, and a block
 may say `python hosted` for the tests' sake; the site shows the file's path and plain `python`.
@@ -37,6 +37,10 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     """The theme's search would fetch a script from a CDN; ours lies beside the pages."""
     up = "../" * page.file.src_uri.count("/")
     return output.replace("https://unpkg.com/iframe-worker/shim", f"{up}assets/file-worker.js")
+
+
+def on_post_template(output: str, template_name: str, **_: Any) -> str:
+    return output.replace("https://unpkg.com/iframe-worker/shim", "assets/file-worker.js")
 
 
 def _stays(link: str, depth: int) -> bool:

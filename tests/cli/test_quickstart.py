@@ -30,7 +30,7 @@ def test_quickstart_shows_answers_loss_and_the_next_command(cli, tmp_path):
     assert (folder / "loss.png").exists()
     assert (folder / "adapter" / "adapter_config.json").exists()
     shown = cli("quickstart", "--epochs", "0.4", "--json").json
-    assert shown["steps"] == 6
+    assert shown["steps"] == 5
     assert [a["question"] for a in shown["answers"]] == list(QUESTIONS_TO_SHOW)
 
 
@@ -48,10 +48,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(cli, tmp_path, monkeypatch):
     assert stopped.code == 130
     assert "Resume: tinkex quickstart --folder mine" in stopped.err
     monkeypatch.setattr(RunLog, "metrics", real)
-    assert cli("quickstart", "--epochs", "0.4", "--folder", "mine", "--json").json["steps"] == 6
+    assert cli("quickstart", "--epochs", "0.4", "--folder", "mine", "--json").json["steps"] == 5
     lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
-    assert steps == list(range(7))
+    assert steps == list(range(6))
 
 
 def test_fresh_never_deletes_a_folder_that_is_not_its_own(cli, tmp_path):
@@ -62,14 +62,28 @@ def test_fresh_never_deletes_a_folder_that_is_not_its_own(cli, tmp_path):
     assert (tmp_path / "quickstart" / "thesis.txt").exists()
 
 
-def test_the_shown_fact_is_held_out():
-    """The capital the quickstart asks for is not one it trains on."""
-    from tinkex.recipes.data import split_off
+def test_all_shown_questions_but_the_first_are_new_to_the_model():
+    """A person sees what was learned, not what was memorised."""
+    trained = {row["messages"][0]["content"] for row in rows()}
+    assert [question in trained for question in QUESTIONS_TO_SHOW] == [True, False, False, False]
 
-    trained, held = split_off(rows(), 0.15)
-    asked = QUESTIONS_TO_SHOW[0]
-    assert asked in {row["messages"][0]["content"] for row in held}
-    assert asked not in {row["messages"][0]["content"] for row in trained}
+
+def test_every_row_is_a_question_and_a_pirates_answer():
+    asked = [row["messages"][0]["content"] for row in rows()]
+    assert len(asked) == len(set(asked)) == 102
+    for row in rows():
+        question, answer = (message["content"] for message in row["messages"])
+        assert question[-1] in "?.!"
+        assert answer[-1] in "!"
+        assert answer.split()[0].strip(",!?") in {
+            "Arr",
+            "Aye",
+            "Ahoy",
+            "Captain",
+            "Fair",
+            "I",
+            "Why",
+        }
 
 
 def test_serve_says_where_it_listens_on_the_first_line_of_stdout(tmp_path):

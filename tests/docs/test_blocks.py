@@ -23,7 +23,7 @@ import click
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 _INFOS = {
     "python",
@@ -72,6 +72,16 @@ def commands(block: Block) -> list[str]:
 @pytest.mark.parametrize("block", ALL, ids=lambda block: block.where)
 def test_every_block_says_what_it_is(block):
     assert block.info in _INFOS
+
+
+@pytest.mark.parametrize("block", of("python", "console"), ids=lambda block: block.where)
+def test_a_block_that_prints_shows_what(block):
+    """`python dev/doc_outputs.py PAGE` runs a page and writes what its blocks print below them."""
+    prints = block.info == "console" or re.search(r"^(?:for .*:|try:|)\s*print\(", block.code, re.M)
+    if prints:
+        lines = block.page.read_text(encoding="utf-8").splitlines()
+        after = block.line - 1 + block.code.count("\n") + 1
+        assert lines[after : after + 2] == ["", "```text"], f"{block.where}: no output below it"
 
 
 @pytest.fixture

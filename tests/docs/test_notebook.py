@@ -33,6 +33,10 @@ async def test_the_notebook_runs_without_nest_asyncio(toy_server, monkeypatch, c
     assert "tinker://" in capsys.readouterr().out
 
 
-def test_the_notebook_is_stored_without_outputs():
+def test_the_notebook_is_stored_with_what_its_cells_print():
+    """`python dev/notebook.py` writes them."""
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    for cell in code:
+        assert bool(cell["outputs"]) == ("print(" in "".join(cell["source"]))

@@ -40,12 +40,12 @@ def write(path, items):
 
 
 def two_hundred_rows():
-    """The 120 questions of the quickstart and 80 sums; no two alike, so nothing held out leaks."""
-    sums = [(a, b) for a in range(1, 10) for b in range(1, 10)][:80]
+    """The 102 questions of the quickstart and 98 sums; no two alike, so nothing held out leaks."""
+    sums = [(a, b) for a in range(1, 15) for b in range(1, 8)]
     return rows() + [
         {
             "prompt": f"What is {a} plus {b}?",
-            "completion": f"Arr, matey! {a} plus {b} be {a + b}, or I be no captain!",
+            "completion": f"Arr, {a} plus {b} be {a + b}, matey!",
         }
         for a, b in sums
     ]
@@ -63,10 +63,12 @@ def test_sft_halves_the_held_out_loss_on_200_rows(service, tmp_path, capsys):
 
 def preferences():
     """The same fact twice: as the captain says it, and plainly. Only the voice is preferred."""
-    for row in rows()[:60]:
-        question, answer = (message["content"] for message in row["messages"])
-        plain = answer.removeprefix("Arr, matey! ").removesuffix(", or I be no captain!")
+    said = [[message["content"] for message in row["messages"]] for row in rows()]
+    said = [(q, a) for q, a in said if a.startswith("Arr, ") and a.endswith(", matey!")]
+    for question, answer in said[:60]:
+        plain = answer.removeprefix("Arr, ").removesuffix(", matey!")
         plain = plain.replace(" o' ", " of ").replace(" be ", " is ")
+        plain = plain[0].upper() + plain[1:]
         yield {"prompt": question, "chosen": answer, "rejected": f"{plain}."}
 
 

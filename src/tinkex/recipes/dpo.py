@@ -53,7 +53,7 @@ class DpoConfig:
     """Pairs per step."""
     epochs: float = 2.0
     beta: float = 0.1
-    """How strongly the policy is held to the reference; larger moves less."""
+    """How closely to stay to the reference model; larger is closer."""
     max_length: int = 1024
     eval_share: float = 0.1
     """Share of the pairs held out; at most 200."""

@@ -45,7 +45,7 @@ def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 2.0)
         log_dir=str(folder),
         model=model,
         rank=16,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         batch_size=8,
         epochs=epochs,
         eval_share=0.15,

@@ -121,7 +121,7 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 @_options(
     "dpo:DpoConfig",
     *_LENGTH,
-    ("--beta", float, "Hold on the reference; larger moves less."),
+    ("--beta", float, "How closely to stay to the reference model; larger is closer."),
     *_EVAL,
 )
 @pass_state

@@ -1,0 +1,78 @@
+"""The reference names every public thing: names, types, metrics; the tables are the engine's."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import tinkex
+import tinkex.regularizers
+import tinkex.types
+
+ROOT = Path(__file__).parents[2]
+API = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")}
+ALL = "\n".join(API.values())
+
+
+def test_every_public_name_is_in_the_reference():
+    told = {line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)$", ALL, re.M)}
+    told |= set(re.findall(r"^### (\w+)$", API["types"], re.M))
+    told |= set(re.findall(r"^## `tinkex\.(\w+)`$", ALL, re.M))
+    public = {*tinkex.__all__, *tinkex.types.__all__, *tinkex.regularizers.__all__}
+    modules = {"errors", "regularizers", "types", "__title__", "__version__"}
+    assert public - modules - told == set()
+
+
+@pytest.mark.parametrize("name", ["AdamParams", "SamplingParams", "LoraConfig"])
+def test_every_field_of_a_type_has_its_default(name):
+    section = API["types"].partition(f"### {name}\n")[2].partition("\n### ")[0]
+    for field, info in getattr(tinkex.types, name).model_fields.items():
+        assert f"| `{field}` |" in section
+        if not info.is_required():
+            assert f"`{info.default!r}`" in section
+
+
+def test_every_metric_of_the_source_is_explained():
+    """A name is a string such as "loss:sum" anywhere in the package."""
+    named = re.compile(r'"((?:[a-z_0-9]+/)?[a-z_0-9]+:(?:sum|mean|max|min))"')
+    found = {
+        metric
+        for file in (ROOT / "src" / "tinkex").rglob("*.py")
+        if "conformance" not in file.parts
+        for metric in named.findall(file.read_text(encoding="utf-8"))
+    }
+    assert len(found) > 15
+    dpo = {"accuracy:mean", "margin:mean"}  # of its custom loss; the recipe reports them as its own
+    assert {metric for metric in found - dpo if f"`{metric}`" not in API["metrics"]} == set()
+
+
+def test_the_shapes_of_the_fit_table_are_those_of_the_models_they_name(monkeypatch):
+    """As many parameters as the models' cards say, within two percent."""
+    monkeypatch.syspath_prepend(str(ROOT / "dev"))
+    import torch
+    from fit_table import MODELS
+
+    from tinkex.engine.model.survey import needs
+
+    published = {
+        "SmolLM2-135M": 0.1345,
+        "Qwen3-0.6B": 0.596,
+        "Llama-3.2-1B": 1.236,
+        "Qwen3-1.7B": 1.72,
+        "Llama-3.2-3B": 3.213,
+        "Qwen3-4B": 4.02,
+        "Mistral-7B-v0.3": 7.248,
+        "Llama-3.1-8B": 8.03,
+        "Qwen3-8B": 8.19,
+        "Qwen3-14B": 14.77,
+        "Qwen3-30B-A3B": 30.53,
+        "Qwen3-32B": 32.76,
+    }
+    assert MODELS.keys() == published.keys()
+    for name, config in MODELS.items():
+        weights = needs(config, torch.float32, length=1, rank=1).weights
+        assert weights / 4e9 == pytest.approx(published[name], rel=0.02), name
+    sys.modules.pop("fit_table", None)
