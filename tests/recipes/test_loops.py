@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from tinkex import APIFuture, ServiceClient
-from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.errors import ConfigError
 from tinkex.recipes import dpo, rl, sft
+from tinkex.recipes.episodes import Episode
 from tinkex.recipes.loop import ServerTracker, batch_at, learning_rate_at
 from tinkex.recipes.run_log import RunLog
 
@@ -180,39 +181,31 @@ def test_rl_raises_the_reward_of_what_it_can_do(service, tmp_path):
     assert held_out[25] == result.metrics["held_out_reward"]
 
 
+def episode(question, tokens, logprobs, reward):
+    length = len(question.tokens)
+    return Episode(
+        question=question,
+        tokens=question.tokens + tokens,
+        logprobs=[0.0] * length + logprobs,
+        is_sampled=[False] * length + [True] * len(tokens),
+        reward=reward,
+    )
+
+
 def test_answers_of_equal_reward_teach_nothing():
     question = rl.Question(tokens=[1, 2], row={}, line=1)
-    group = [rl.Answer(question=question, tokens=[3], logprobs=[-1.0], reward=1.0)] * 3
-    assert rl.group_data(group) == []
+    assert list(rl.group_data([episode(question, [3], [-1.0], 1.0)] * 3)) == []
 
 
 def test_an_answers_advantage_is_its_reward_above_the_groups_mean():
     question = rl.Question(tokens=[1, 2], row={}, line=1)
-    group = [
-        rl.Answer(question=question, tokens=[3, 4], logprobs=[-1.0, -2.0], reward=reward)
-        for reward in (1.0, 0.0)
-    ]
+    group = [episode(question, [3, 4], [-1.0, -2.0], reward) for reward in (1.0, 0.0)]
     first, second = rl.group_data(group)
     assert first.model_input.to_ints() == [1, 2, 3]
     assert first.loss_fn_inputs["target_tokens"].tolist() == [2, 3, 4]
     assert first.loss_fn_inputs["advantages"].tolist() == [0.0, 0.5, 0.5]
     assert second.loss_fn_inputs["advantages"].tolist() == [0.0, -0.5, -0.5]
     assert first.loss_fn_inputs["logprobs"].tolist() == [0.0, -1.0, -2.0]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "much", None])
-def test_a_reward_that_is_no_number_names_the_prompt_and_the_answer(value):
-    question = rl.Question(tokens=[1], row={}, line=7)
-    with pytest.raises(InvalidInputError, match="reward function failed on prompt 7 .* 'said'"):
-        rl.judge(lambda text, row: value, "said", question)
-
-
-def test_a_reward_may_be_async():
-    async def reward(text, row):
-        return len(text) / row["most"]
-
-    question = rl.Question(tokens=[1], row={"most": 8}, line=7)
-    assert rl.judge(reward, "said", question) == 0.5
 
 
 @pytest.mark.parametrize("share", [1, 2, -0.1, float("nan")])

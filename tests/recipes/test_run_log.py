@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tinkex.errors import ConfigError
-from tinkex.recipes.run_log import RunLog, Saved, make_trackers, plot
+from tinkex.recipes.run_log import RunLog, Saved, make_trackers
 
 CONFIG = {"model": "m", "rank": 8, "trackers": ()}
 
@@ -64,15 +64,6 @@ def test_trackers_see_every_metric(tmp_path):
 def test_an_unknown_or_missing_tracker_names_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match="choose from wandb"):
         make_trackers(("visdom",), tmp_path, {})
-
-
-def test_the_plot_is_a_png_beside_the_metrics(tmp_path):
-    log = RunLog(tmp_path, CONFIG)
-    assert plot(log, {"loss": "loss"}, "t") is None
-    log.metrics(0, {"loss": 2.0})
-    log.metrics(1, {"loss": 1.0})
-    target = plot(log, {"loss": "loss"}, "t")
-    assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def test_config_json_holds_the_settings(tmp_path):

@@ -83,6 +83,8 @@ RESULTS = (
     "held_out_loss",
     "held_out_accuracy",
     "held_out_reward",
+    "kl",
+    "held_out_kl",
 )
 """The metrics that say how well a run goes, in the order they are shown."""
 

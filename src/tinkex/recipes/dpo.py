@@ -33,11 +33,20 @@ from tinkex.recipes.loop import (
     stop_between_steps,
     usable,
 )
+from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Rendered, Renderer
-from tinkex.recipes.run_log import RunLog, make_trackers, plot
+from tinkex.recipes.run_log import RunLog, make_trackers
 
 if TYPE_CHECKING:
     import torch
+
+PANELS = (
+    Panel(metrics={"loss": "training pairs", "held_out_loss": "held-out pairs"}, label="loss"),
+    Panel(
+        metrics={"accuracy": "training pairs", "held_out_accuracy": "held-out pairs"},
+        label="share of pairs preferred",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +144,7 @@ def train(
         log.metrics(num_steps, evaluated)
         metrics |= evaluated
     result = finish(training, log, num_steps, interrupted=False, metrics=metrics)
-    names = {"loss": "loss", "accuracy": "accuracy", "held_out_accuracy": "held-out accuracy"}
-    plot(log, names, "DPO")
+    plot(log, PANELS, "DPO")
     return result
 
 

@@ -22,6 +22,7 @@ from tinkex.recipes.run_log import RunLog, Saved
 
 if TYPE_CHECKING:
     from tinkex import APIFuture, ServiceClient, TrainingClient
+    from tinkex.recipes.best import Best
     from tinkex.recipes.data import Loaded
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class Result:
     interrupted: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The last value of every metric."""
+    best_step: int | None = None
+    """When the held-out metric was best; None where nothing was held out."""
+    best_path: str = ""
+    """Weights of that step, where they were kept (`keep_best` or `patience`): sample from here."""
 
 
 def open_training(
@@ -130,6 +135,7 @@ def finish(
     *,
     interrupted: bool,
     metrics: dict[str, float],
+    best: Best | None = None,
 ) -> Result:
     """Save what there is, unless this very step is saved already."""
     saved = log.last
@@ -142,6 +148,8 @@ def finish(
         sampler_path=saved.sampler_path or "",
         interrupted=interrupted,
         metrics=metrics,
+        best_step=best.step if best else None,
+        best_path=best.sampler_path if best else "",
     )
 
 

@@ -49,6 +49,7 @@ def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 2.0)
         batch_size=8,
         epochs=epochs,
         eval_share=0.15,
+        samples=0,
         eval_every=10,
         save_every=10,
     )

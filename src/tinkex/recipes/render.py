@@ -80,6 +80,26 @@ class Renderer:
             done = asked + answer
         return Rendered(tokens=tuple(tokens), weights=tuple(weights))
 
+    def between(
+        self,
+        messages: Sequence[Message],
+        answer: str,
+        replies: Sequence[Message],
+        said: Sequence[int],
+    ) -> list[int]:
+        """Tokens between an answer that was sampled and the assistant's next turn.
+
+        `said` are the tokens of the answer as they were sampled: they stay as they are, whatever
+        encoding their text again would give. An answer that was cut short is ended first.
+        """
+        with_answer = [*messages, {"role": "assistant", "content": answer}]
+        answered = self._answer(self._text(with_answer))
+        whole = self._text([*with_answer, *replies], generate=True)
+        _check_prefix(whole, answered)
+        ended = str(self.tokenizer.decode(list(said))).endswith(self._chat.end_text)
+        ended = ended or bool(said and said[-1] in self._chat.end_ids)
+        return self._chat.encode(("" if ended else self._chat.end_text) + whole[len(answered) :])
+
     def text(self, tokens: Sequence[int]) -> str:
         """What the assistant said: decoded, without the mark that ends its turn."""
         said = str(self.tokenizer.decode(self._chat.words(tokens)))

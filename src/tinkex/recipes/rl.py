@@ -1,26 +1,41 @@
 """Reinforcement learning with groups: sample several answers, reward them, learn the better ones.
 
 Copy this file and change it. An answer's advantage is its reward minus the mean reward of the
-answers to the same prompt, so no value model is needed (GRPO). The reward is any Python function:
-
-    def reward(completion: str, row: dict) -> float: ...  # or async def
+answers to the same prompt, so no value model is needed (GRPO). What is rewarded is a function or an
+environment of several turns; `episodes.py` has both, and how they are sampled.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tinkex import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
+from tinkex import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingClient,
+    ServiceClient,
+    TrainingClient,
+)
 from tinkex.chat.detokenizer import pieces_of
-from tinkex.errors import ConfigError, InvalidInputError
-from tinkex.recipes.data import load_prompts, split_off
+from tinkex.errors import ConfigError
+from tinkex.recipes.best import Watch, stopped_at
+from tinkex.recipes.data import Prompt, load_prompts, split_off
+from tinkex.recipes.episodes import (
+    Episode,
+    Player,
+    Question,
+    Reward,
+    Task,
+    as_task,
+    first_messages,
+)
 from tinkex.recipes.loop import (
     DEFAULT_MODEL,
     OnNote,
@@ -39,11 +54,19 @@ from tinkex.recipes.loop import (
     stop_between_steps,
     usable,
 )
+from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
-from tinkex.recipes.run_log import RunLog, make_trackers, plot
+from tinkex.recipes.run_log import RunLog, make_trackers
 
-Reward = Callable[[str, Mapping[str, Any]], float | Awaitable[float]]
+PANELS = (
+    Panel(
+        metrics={"reward": "sampled answers", "held_out_reward": "held-out prompts, greedy"},
+        label="mean reward",
+    ),
+    Panel(metrics={"kl": "KL to the reference"}, label="nats per token"),
+    Panel(metrics={"entropy": "entropy"}, label="nats per token"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,39 +81,53 @@ class RlConfig:
     group_size: int = 8
     """Answers sampled per prompt."""
     max_tokens: int = 64
+    """Of one answer; of each turn, with an environment."""
+    max_turns: int = 16
+    """Most answers of one episode, with an environment."""
     temperature: float = 1.0
     loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling"
+    updates_per_step: int = 1
+    """Optimizer steps per batch of samples; each takes its part of the prompts."""
+    max_policy_kl: float = 0.0
+    """The rest of a batch is left out once the policy is this far (nats per token) from the one
+    that sampled it; 0 is off. Only `updates_per_step` above 1 makes it move."""
+    kl_to: str = ""
+    """`base`, or the path of a checkpoint: report how far the policy has moved from it."""
+    kl_coef: float = 0.0
+    """Penalty on that distance, taken off the advantage of each token."""
+    reward_by: str = ""
+    """A field of the rows: the mean reward of each of its values is reported, too."""
     eval_share: float = 0.1
     """Share of the prompts held out; at most 32."""
     eval_every: int = 20
+    keep_best: bool = False
+    """Keep a checkpoint of the best held-out reward."""
+    patience: int = 0
+    """Stop after this many evaluations without a better held-out reward; 0 is never."""
+    stop_at_reward: float | None = None
+    """Stop when the held-out reward reaches this."""
     save_every: int = 20
     seed: int = 0
     trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
-        check_positive(self, "temperature", "eval_every", "save_every")
+        check_positive(self, "temperature", "eval_every", "save_every", "max_turns")
+        check_positive(self, "updates_per_step")
         check_share(self)
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size must be at least 2, got {self.group_size}: "
                 "an answer is judged against the others of its group."
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    tokens: list[int]
-    row: Mapping[str, Any]
-    line: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    question: Question
-    tokens: list[int]
-    logprobs: list[float]
-    reward: float
+        for name in ("kl_coef", "max_policy_kl"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        if not self.eval_share and (self.patience or self.keep_best or self.stop_at_reward):
+            raise ConfigError(
+                "patience, keep_best and stop_at_reward look at held-out prompts: "
+                "eval_share must be above 0."
+            )
 
 
 def train(
@@ -101,7 +138,12 @@ def train(
     on_step: OnStep = print_step,
     on_note: OnNote = print,
 ) -> Result:
-    """Run, or resume, one RL run. Ctrl-C ends it after the current step, with a checkpoint."""
+    """Run, or resume, one RL run. Ctrl-C ends it after the current step, with a checkpoint.
+
+    Args:
+        reward: A function of an answer, or the class of an environment: see `episodes.py`.
+    """
+    task = as_task(reward, max_turns=config.max_turns)
     loaded = load_prompts(prompts)
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     # A constant learning rate does not depend on the length, so a finished run may be prolonged.
@@ -110,53 +152,61 @@ def train(
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )
+    reference = open_reference(service, config)
     renderer = Renderer(training.get_tokenizer())
-    questions = usable(
-        loaded,
-        lambda row: Question(tokens=renderer.prompt(row.messages), row=row.row, line=row.line),
+    player = Player(
+        task=task,
+        renderer=renderer,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
     )
+    questions = usable(loaded, lambda row: question_of(row, task, renderer))
     on_note(loaded.report())
     questions, held_out = split_off(questions, config.eval_share, at_most=32)
-    note_if_finished(on_note, log, start, config.steps)
+    num_steps = start if stopped_at(config.log_dir, start) else config.steps
+    note_if_finished(on_note, log, start, num_steps)
     rollouts = RolloutLog(config.log_dir, start_step=start)
+    watch = Watch(
+        log,
+        "held_out_reward",
+        mode="max",
+        keep=config.keep_best,
+        patience=config.patience,
+        stop_at=config.stop_at_reward,
+        on_note=on_note,
+    )
 
     metrics: dict[str, float] = {}
     with stop_between_steps(on_note) as stop:
-        for step in range(start, config.steps):
+        for step in range(start, num_steps):
             began = time.monotonic()
             metrics = {}
             sampler = training.save_weights_and_get_sampling_client()
             if held_out and step % config.eval_every == 0:
-                metrics["held_out_reward"] = evaluate(sampler, held_out, renderer, reward, config)
+                metrics["held_out_reward"] = evaluate(sampler, held_out, player)
+                if watch.see(training, step, metrics["held_out_reward"]):
+                    log.metrics(step, metrics)
+                    return _end(training, log, step, metrics, watch)
             batch = batch_at(questions, config.prompts_per_step, step, config.seed)
-            groups = sample_groups(sampler, batch, renderer, reward, config, step)
+            # A seed of its own for every question of every step, the same after a resume.
+            seed = (config.seed * 1_000_003 + step) * 10_007
+            groups = player.play(sampler, batch, copies=config.group_size, seed=seed)
+            gaps = reference_gaps(reference, groups) if reference else None
             rollouts.write(to_look_at(groups, renderer, step))
 
-            data = [datum for group in groups for datum in group_data(group)]
             rate = learning_rate_at(step, config.steps, config.learning_rate, config.schedule)
-            gap: dict[str, float] = {}
-            if data:  # All answers of all groups equally good: there is nothing to learn from.
-                forward_backward = training.forward_backward(data, config.loss_fn)
-                optim_step = training.optim_step(AdamParams(learning_rate=rate))
-                answered = forward_backward.result().metrics
-                optim_step.result()
-                gap = {
-                    name.split(":")[0]: value
-                    for name, value in answered.items()
-                    if "gap" in name or "kl" in name
-                }
+            data = [list(group_data(group)) for group in groups]
+            if gaps is not None and config.kl_coef:
+                data = with_penalty(groups, gaps, config.kl_coef)
+            metrics |= update(training, data, rate, config)
 
-            rewards = [answer.reward for group in groups for answer in group]
-            num_tokens = sum(len(answer.tokens) for group in groups for answer in group)
+            metrics |= reward_metrics(groups, config.reward_by)
+            if gaps is not None:
+                metrics["kl"] = kl_of(groups, gaps)
+            num_tokens = sum(one.num_sampled for group in groups for one in group)
             metrics |= {
-                "reward": statistics.fmean(rewards),
-                "reward_std": statistics.pstdev(rewards),
-                "groups_with_signal": sum(len(set(_rewards(group))) > 1 for group in groups)
-                / len(groups),
-                "answer_tokens": num_tokens / len(rewards),
                 "learning_rate": rate,
                 "tokens_per_s": num_tokens / (time.monotonic() - began),
-                **gap,
             }
             log.metrics(step, metrics)
             on_step(step, config.steps, metrics)
@@ -167,135 +217,226 @@ def train(
 
     if held_out:
         sampler = training.save_weights_and_get_sampling_client()
-        metrics["held_out_reward"] = evaluate(sampler, held_out, renderer, reward, config)
-        log.metrics(config.steps, {"held_out_reward": metrics["held_out_reward"]})
-    result = finish(training, log, config.steps, interrupted=False, metrics=metrics)
+        metrics["held_out_reward"] = evaluate(sampler, held_out, player)
+        log.metrics(num_steps, {"held_out_reward": metrics["held_out_reward"]})
+        if start < num_steps:
+            watch.see(training, num_steps, metrics["held_out_reward"])
     if not any(record.get("groups_with_signal") for record in log.read_metrics()):
         on_note(
             "Nothing was learned: in every group all answers got the same reward. Reward partly "
             "right answers, or ask something the model gets right now and then."
         )
-    plot(log, {"reward": "mean reward", "held_out_reward": "held-out reward"}, "RL: mean reward")
+    return _end(training, log, num_steps, metrics, watch)
+
+
+def _end(
+    training: TrainingClient, log: RunLog, step: int, metrics: dict[str, float], watch: Watch
+) -> Result:
+    result = finish(training, log, step, interrupted=False, metrics=metrics, best=watch.best)
+    plot(log, PANELS, "RL", "reward.png")
     return result
 
 
-def sample_groups(
-    sampler: SamplingClient,
-    batch: Sequence[Question],
-    renderer: Renderer,
-    reward: Reward,
-    config: RlConfig,
-    step: int,
-) -> list[list[Answer]]:
-    """A group of answers for each question, sampled all at once, then rewarded."""
-    futures = [
-        sampler.sample(
-            ModelInput.from_ints(question.tokens),
-            num_samples=config.group_size,
-            sampling_params=SamplingParams(
-                max_tokens=config.max_tokens,
-                temperature=config.temperature,
-                stop=renderer.stop,
-                # A seed of its own for every question of every step, the same after a resume.
-                seed=(config.seed * 1_000_003 + step) * 10_007 + index,
-            ),
-        )
-        for index, question in enumerate(batch)
-    ]
-    return [
-        [
-            Answer(
-                question=question,
-                tokens=list(sequence.tokens),
-                logprobs=list(sequence.logprobs or []),
-                reward=judge(reward, renderer.text(sequence.tokens), question),
-            )
-            for sequence in future.result().sequences
-        ]
-        for future, question in zip(futures, batch, strict=True)
-    ]
+def question_of(row: Prompt, task: Task, renderer: Renderer) -> Question:
+    """What the model reads first: the row's prompt, or what its environment starts with."""
+    asked = Question(tokens=[], row=row.row, line=row.line, messages=row.messages)
+    environment = task.begin(asked)
+    messages = row.messages if environment is None else first_messages(environment)
+    tokens = renderer.prompt(messages)
+    return Question(tokens=tokens, row=row.row, line=row.line, messages=tuple(messages))
 
 
-def evaluate(
-    sampler: SamplingClient,
-    questions: Sequence[Question],
-    renderer: Renderer,
-    reward: Reward,
-    config: RlConfig,
-) -> float:
+def evaluate(sampler: SamplingClient, questions: Sequence[Question], player: Player) -> float:
     """Mean reward of the greedy answers to questions that are not trained on."""
-    params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0, stop=renderer.stop)
-    futures = [
-        sampler.sample(ModelInput.from_ints(question.tokens), 1, params) for question in questions
-    ]
-    return statistics.fmean(
-        judge(reward, renderer.text(future.result().sequences[0].tokens), question)
-        for future, question in zip(futures, questions, strict=True)
+    greedy = Player(
+        task=player.task, renderer=player.renderer, max_tokens=player.max_tokens, temperature=0.0
     )
+    groups = greedy.play(sampler, questions, copies=1, seed=0)
+    return statistics.fmean(one.reward for group in groups for one in group)
 
 
-def judge(reward: Reward, text: str, question: Question) -> float:
-    """Call the user's function, and name the row when it goes wrong."""
-    try:
-        given = reward(text, question.row)
-        value = float(asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given)
-        if not math.isfinite(value):
-            raise ValueError(f"a reward must be a finite number, got {value}")
-        return value
-    except Exception as exc:
-        raise InvalidInputError(
-            f"the reward function failed on prompt {question.line} with the answer {text[:80]!r}: "
-            f"{type(exc).__name__}: {exc}"
-        ) from exc
+def update(
+    training: TrainingClient, data: Sequence[Sequence[Datum]], rate: float, config: RlConfig
+) -> dict[str, float]:
+    """Learn from the groups, in as many optimizer steps as asked for. Gives the metrics of it."""
+    parts = [
+        [datum for group in data[part :: config.updates_per_step] for datum in group]
+        for part in range(config.updates_per_step)
+    ]
+    metrics: dict[str, float] = {}
+    num_updates = 0
+    for part in parts:
+        if not part:  # All answers equally good: there is nothing to learn from.
+            continue
+        forward_backward = training.forward_backward(part, config.loss_fn)
+        optim_step = training.optim_step(AdamParams(learning_rate=rate))
+        answered = forward_backward.result().metrics
+        optim_step.result()
+        num_updates += 1
+        metrics = {
+            name.split(":")[0]: value
+            for name, value in answered.items()
+            if name.startswith("sampler_gap")
+        }
+        # The gap was measured before this update; the next part would be further off.
+        if 0 < config.max_policy_kl < metrics.get("sampler_gap_k3", 0.0):
+            break
+    return {**metrics, "updates": float(num_updates)}
 
 
-async def _awaited(reward: Awaitable[float]) -> float:
-    return await reward
+# ------------------------------------------------------------------------------ advantages
 
 
-def group_data(group: Sequence[Answer]) -> list[Datum]:
+def group_data(group: Sequence[Episode]) -> Iterator[Datum]:
     """Training examples of one group; none when every answer got the same reward."""
-    rewards = _rewards(group)
+    rewards = [one.reward for one in group]
     if len(set(rewards)) == 1:
-        return []
+        return
     mean = statistics.fmean(rewards)
-    return [_datum(answer, answer.reward - mean) for answer in group if answer.tokens]
+    for one in group:
+        if one.num_sampled:
+            yield datum_of(one, [one.reward - mean] * len(one.tokens))
 
 
-def to_look_at(
-    groups: Sequence[Sequence[Answer]], renderer: Renderer, step: int
-) -> Iterator[Rollout]:
-    """The answers of a step as the console shows them."""
-    for number, group in enumerate(groups):
-        mean = statistics.fmean(_rewards(group))
-        for answer in group:
-            yield Rollout(
-                step=step,
-                group=number,
-                prompt=str(renderer.tokenizer.decode(answer.question.tokens)),
-                text=renderer.text(answer.tokens),
-                tokens=answer.tokens,
-                pieces=pieces_of(renderer.tokenizer, answer.tokens),
-                logprobs=answer.logprobs,
-                reward=answer.reward,
-                advantage=answer.reward - mean,
-                snapshot=f"step-{step:06d}",
-            )
-
-
-def _datum(answer: Answer, advantage: float) -> Datum:
-    prompt = answer.question.tokens
-    tokens = prompt + answer.tokens
-    before = [0.0] * (len(prompt) - 1)  # The prompt is given, not chosen: it earns nothing.
+def datum_of(one: Episode, advantages: Sequence[float]) -> Datum:
+    """Predict token t+1 from the tokens up to t; what was only read earns nothing."""
+    chosen = [a if said else 0.0 for a, said in zip(advantages, one.is_sampled, strict=True)]
     return Datum(
-        model_input=ModelInput.from_ints(tokens[:-1]),
+        model_input=ModelInput.from_ints(one.tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "logprobs": before + answer.logprobs,
-            "advantages": before + [advantage] * len(answer.tokens),
+            "target_tokens": one.tokens[1:],
+            "logprobs": one.logprobs[1:],
+            "advantages": chosen[1:],
         },
     )
 
 
-def _rewards(group: Sequence[Answer]) -> list[float]:
-    return [answer.reward for answer in group]
+# ------------------------------------------------------------------------------ the reference
+
+
+def open_reference(service: ServiceClient, config: RlConfig) -> SamplingClient | None:
+    """What the KL is measured to: the base model, a checkpoint, or nothing."""
+    name = config.kl_to or ("base" if config.kl_coef else "")
+    if not name:
+        return None
+    if name == "base":
+        return service.create_sampling_client(base_model=config.model)
+    return service.create_sampling_client(model_path=name)
+
+
+def reference_gaps(
+    reference: SamplingClient, groups: Sequence[Sequence[Episode]]
+) -> list[list[list[float]]]:
+    """log p(policy) - log p(reference) of every token; 0 where the model did not speak."""
+    futures = [
+        [reference.compute_logprobs(ModelInput.from_ints(one.tokens)) for one in group]
+        for group in groups
+    ]
+    return [
+        [
+            [
+                ours - theirs if said and theirs is not None else 0.0
+                for ours, theirs, said in zip(
+                    one.logprobs, future.result(), one.is_sampled, strict=True
+                )
+            ]
+            for one, future in zip(group, asked, strict=True)
+        ]
+        for group, asked in zip(groups, futures, strict=True)
+    ]
+
+
+Gaps = Sequence[Sequence[Sequence[float]]]
+"""For each group and episode, one number per token."""
+
+
+def kl_of(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> float:
+    """Mean over the sampled tokens of exp(-d) - 1 + d: unbiased and never negative."""
+    values = [math.exp(-d) - 1 + d for d in _of_sampled(groups, gaps)]
+    return statistics.fmean(values) if values else 0.0
+
+
+def _of_sampled(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> list[float]:
+    return [
+        d
+        for group, of_group in zip(groups, gaps, strict=True)
+        for one, of_one in zip(group, of_group, strict=True)
+        for d, said in zip(of_one, one.is_sampled, strict=True)
+        if said
+    ]
+
+
+def with_penalty(groups: Sequence[Sequence[Episode]], gaps: Gaps, coef: float) -> list[list[Datum]]:
+    """Group advantages less `coef` times how much likelier a token is than for the reference.
+
+    The mean of the penalty over the batch is its baseline, so that it moves tokens against each
+    other and not all of them down. Groups without a signal take part: the penalty is one.
+    """
+    sampled = _of_sampled(groups, gaps)
+    baseline = statistics.fmean(sampled) if sampled else 0.0
+    data = []
+    for group, of_group in zip(groups, gaps, strict=True):
+        mean = statistics.fmean(one.reward for one in group)
+        data.append(
+            [
+                datum_of(one, [one.reward - mean - coef * (d - baseline) for d in of_one])
+                for one, of_one in zip(group, of_group, strict=True)
+                if one.num_sampled
+            ]
+        )
+    return data
+
+
+# ------------------------------------------------------------------------------ looking
+
+
+def reward_metrics(groups: Sequence[Sequence[Episode]], reward_by: str = "") -> dict[str, float]:
+    """Rewards over all answers, by group and by kind of row; lengths, and the policy's entropy."""
+    everyone = [one for group in groups for one in group]
+    rewards = [one.reward for one in everyone]
+    means = [statistics.fmean(one.reward for one in group) for group in groups]
+    sampled = [
+        -value
+        for one in everyone
+        for value, said in zip(one.logprobs, one.is_sampled, strict=True)
+        if said
+    ]
+    metrics = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_worst_group": min(means),
+        "reward_best_group": max(means),
+        "groups_with_signal": sum(len({one.reward for one in group}) > 1 for group in groups)
+        / len(groups),
+        "answer_tokens": len(sampled) / len(everyone),
+        "turns": statistics.fmean(len(one.answers) for one in everyone),
+        "entropy": statistics.fmean(sampled) if sampled else 0.0,
+    }
+    if reward_by:
+        kinds: dict[str, list[float]] = defaultdict(list)
+        for one in everyone:
+            kinds[str(one.question.row.get(reward_by, "none"))].append(one.reward)
+        metrics |= {f"reward/{kind}": statistics.fmean(kinds[kind]) for kind in sorted(kinds)}
+    return metrics
+
+
+def to_look_at(
+    groups: Sequence[Sequence[Episode]], renderer: Renderer, step: int
+) -> Iterator[Rollout]:
+    """The answers of a step as the console and `tinkex run rollouts` show them."""
+    for number, group in enumerate(groups):
+        mean = statistics.fmean(one.reward for one in group)
+        for one in group:
+            start = len(one.question.tokens)
+            yield Rollout(
+                step=step,
+                group=number,
+                prompt=str(renderer.tokenizer.decode(one.question.tokens)),
+                text=renderer.text(one.said),
+                tokens=one.said,
+                pieces=pieces_of(renderer.tokenizer, one.said),
+                logprobs=one.logprobs[start:],
+                reward=one.reward,
+                advantage=one.reward - mean,
+                snapshot=f"step-{step:06d}",
+            )

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tinkex.errors import ConfigError
 
-__all__ = ["RunLog", "Saved", "Tracker", "make_trackers", "plot"]
+__all__ = ["RunLog", "Saved", "Tracker", "make_trackers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,38 +146,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-# ------------------------------------------------------------------------------ plots, trackers
-
-
-def plot(log: RunLog, names: Mapping[str, str], title: str) -> Path | None:
-    """Draw metrics over steps into `loss.png`; `names` maps a metric to its label.
-
-    Returns None where matplotlib is not installed or there is nothing to draw.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    records = log.read_metrics()
-    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
-    for name, label in names.items():
-        points = [(record["step"], record[name]) for record in records if name in record]
-        if points:
-            steps, values = zip(*points, strict=True)
-            axes.plot(steps, values, marker="o" if len(points) < 12 else None, label=label)
-    if not axes.lines:
-        plt.close(figure)
-        return None
-    axes.set(title=title, xlabel="step")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    target = log.folder / "loss.png"
-    figure.savefig(target, bbox_inches="tight")
-    plt.close(figure)
-    return target
+# ------------------------------------------------------------------------------ trackers
 
 
 class _Wandb:

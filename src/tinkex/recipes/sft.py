@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from tinkex import AdamParams, ServiceClient, TrainingClient
-from tinkex.errors import InvalidInputError
+from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient, TrainingClient
+from tinkex.chat.detokenizer import pieces_of
+from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.recipes.best import Watch, stopped_at
 from tinkex.recipes.data import Conversation, load_conversations, split_off
 from tinkex.recipes.loop import (
     DEFAULT_MODEL,
@@ -33,8 +35,17 @@ from tinkex.recipes.loop import (
     stop_between_steps,
     usable,
 )
+from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Rendered, Renderer
-from tinkex.recipes.run_log import RunLog, make_trackers, plot
+from tinkex.recipes.rollouts import Rollout, RolloutLog
+from tinkex.recipes.run_log import RunLog, make_trackers
+
+PANELS = (
+    Panel(
+        metrics={"loss": "training rows", "held_out_loss": "held-out rows"},
+        label="loss (nats per learned token)",
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +67,12 @@ class SftConfig:
     eval_share: float = 0.1
     """Share of the rows held out; at most 200."""
     eval_every: int = 20
+    samples: int = 1
+    """Held-out questions that are answered at each evaluation, to read along; 0 is none."""
+    keep_best: bool = False
+    """Keep a checkpoint of the lowest held-out loss."""
+    patience: int = 0
+    """Stop after this many evaluations without a lower held-out loss; 0 is never."""
     save_every: int = 50
     seed: int = 0
     trackers: tuple[str, ...] = ()
@@ -67,6 +84,12 @@ class SftConfig:
         )
         check_positive(self, "save_every")
         check_share(self)
+        if self.samples < 0:
+            raise ConfigError(f"samples must be at least 0, got {self.samples}.")
+        if not self.eval_share and (self.patience or self.keep_best):
+            raise ConfigError(
+                "patience and keep_best look at held-out rows: eval_share must be above 0."
+            )
 
 
 def train(
@@ -83,8 +106,20 @@ def train(
     rows = usable(loaded, lambda row: render(row, renderer, config))
     on_note(loaded.report())
     examples, held_out = split_off(rows, config.eval_share)
-    num_steps = math.ceil(len(examples) * config.epochs / config.batch_size)
+    on_note(figures(examples, config.batch_size))
+    to_ask = split_off(loaded.rows, config.eval_share)[1][: config.samples]
+    length = math.ceil(len(examples) * config.epochs / config.batch_size)
+    num_steps = start if stopped_at(config.log_dir, start) else length
     note_if_finished(on_note, log, start, num_steps)
+    rollouts = RolloutLog(config.log_dir, start_step=start)
+    watch = Watch(
+        log,
+        "held_out_loss",
+        mode="min",
+        keep=config.keep_best,
+        patience=config.patience,
+        on_note=on_note,
+    )
 
     metrics: dict[str, float] = {}
     with stop_between_steps(on_note) as stop:
@@ -93,12 +128,18 @@ def train(
             metrics = {}
             if held_out and step % config.eval_every == 0:
                 metrics["held_out_loss"] = mean_loss(training, held_out)
+                for said in answers(training, to_ask, renderer, step):
+                    rollouts.write([said])
+                    on_note(f"step {step}: {said.text}")
+                if watch.see(training, step, metrics["held_out_loss"]):
+                    log.metrics(step, metrics)
+                    return _end(training, log, step, metrics, watch)
 
             batch = batch_at(examples, config.batch_size, step, config.seed)
             # The server sums over tokens; dividing by their number makes the loss a mean.
             num_learned = sum(example.num_learned for example in batch)
             data = [example.datum(1 / num_learned) for example in batch]
-            rate = learning_rate_at(step, num_steps, config.learning_rate, config.schedule)
+            rate = learning_rate_at(step, length, config.learning_rate, config.schedule)
             forward_backward = training.forward_backward(data, "cross_entropy")
             optim_step = training.optim_step(AdamParams(learning_rate=rate))
             metrics["loss"] = forward_backward.result().metrics["loss:sum"]
@@ -120,9 +161,54 @@ def train(
     if held_out:
         metrics["held_out_loss"] = mean_loss(training, held_out)
         log.metrics(num_steps, {"held_out_loss": metrics["held_out_loss"]})
-    result = finish(training, log, num_steps, interrupted=False, metrics=metrics)
-    plot(log, {"loss": "training loss", "held_out_loss": "held-out loss"}, "SFT: loss per token")
+        if start < num_steps:
+            watch.see(training, num_steps, metrics["held_out_loss"])
+    return _end(training, log, num_steps, metrics, watch)
+
+
+def _end(
+    training: TrainingClient, log: RunLog, step: int, metrics: dict[str, float], watch: Watch
+) -> Result:
+    result = finish(training, log, step, interrupted=False, metrics=metrics, best=watch.best)
+    plot(log, PANELS, "SFT")
     return result
+
+
+def figures(examples: Sequence[Rendered], batch_size: int) -> str:
+    """How much there is to learn, for a person: rows, tokens, lengths."""
+    lengths = sorted(len(example.tokens) for example in examples)
+    learned = sum(example.num_learned for example in examples)
+    total = sum(lengths)
+    return (
+        f"{len(lengths)} rows to train on: {total:,} tokens, {learned:,} of them learned; "
+        f"{lengths[len(lengths) // 2]} in a typical row, {lengths[-1]} in the longest, "
+        f"about {total // len(lengths) * batch_size:,} a step"
+    )
+
+
+def answers(
+    training: TrainingClient, rows: Sequence[Conversation], renderer: Renderer, step: int
+) -> Iterator[Rollout]:
+    """Greedy answers to the last questions of some rows, as the model says them now."""
+    if not rows:
+        return
+    sampler = training.save_weights_and_get_sampling_client()
+    params = SamplingParams(max_tokens=48, temperature=0.0, stop=renderer.stop)
+    prompts = [renderer.prompt(row.messages[:-1]) for row in rows]
+    futures = [sampler.sample(ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
+    for number, (prompt, future) in enumerate(zip(prompts, futures, strict=True)):
+        sequence = future.result().sequences[0]
+        tokens = list(sequence.tokens)
+        yield Rollout(
+            step=step,
+            group=number,
+            prompt=str(renderer.tokenizer.decode(prompt)),
+            text=renderer.text(tokens),
+            tokens=tokens,
+            pieces=pieces_of(renderer.tokenizer, tokens),
+            logprobs=list(sequence.logprobs or []),
+            snapshot=f"step-{step:06d}",
+        )
 
 
 def render(row: Conversation, renderer: Renderer, config: SftConfig) -> Rendered:

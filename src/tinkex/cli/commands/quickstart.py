@@ -114,7 +114,7 @@ def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: 
         return
     for exchange in outcome.exchanges:
         click.echo(f"\n  {click.style(exchange.question, bold=True)}")
-        click.echo(f"    before  {_one_line(exchange.before)}")
+        click.echo(f"    before  {_one_line(exchange.before, 90)}")
         click.echo(f"    after   {click.style(_one_line(exchange.after), fg='green')}")
     click.echo(
         f"\nHeld-out loss {outcome.loss_before:.2f} -> {outcome.loss_after:.2f} "
@@ -124,5 +124,6 @@ def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: 
     stderr_console().print(f"\nNext: {program()} chat {outcome.result.sampler_path}", markup=False)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _one_line(text: str, most: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[:most].rpartition(" ")[0] + " ..."

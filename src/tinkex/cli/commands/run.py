@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.arguments import limit_option, offset_option
+from tinkex.cli.commands.rollouts import rollouts
 from tinkex.cli.output import MISSING, Table, ago, properties
 from tinkex.cli.paging import collect
 from tinkex.cli.state import Noun, State, pass_state
@@ -31,6 +32,9 @@ _DEFAULT_COLUMNS = "id,model,lora,updated,status"
 @click.group(cls=Noun)
 def run() -> None:
     """List and inspect training runs."""
+
+
+run.add_command(rollouts)
 
 
 def _columns(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:

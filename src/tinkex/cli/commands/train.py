@@ -1,4 +1,4 @@
-"""`tinkex train sft|dpo|rl`: run a recipe with options, a progress bar and a log folder.
+"""`tinkex train sft|dpo|rl|distill`: run a recipe with options, a progress bar and a log folder.
 
 The loops are in `tinkex.recipes`; this module turns options into a config and a result into text.
 """
@@ -28,7 +28,7 @@ Command = Callable[..., Any]
 
 @click.group(cls=Noun)
 def train() -> None:
-    """Fine-tune with SFT, RL or DPO. The loops live in tinkex/recipes: copy them freely."""
+    """Fine-tune: SFT, DPO, RL or distillation. The loops are in tinkex/recipes: copy them."""
 
 
 def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], Command]:
@@ -39,6 +39,9 @@ def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], C
             command = click.option(
                 flag, type=kind, default=None, help=text, cls=_RecipeOption, config=config
             )(command)
+        command = click.option(
+            "--plot", "show_plot", is_flag=True, help="Draw the curve in the terminal at the end."
+        )(command)
         return click.option(
             "--tracker",
             "trackers",
@@ -93,6 +96,10 @@ _EVAL: tuple[tuple[str, Any, str], ...] = (
     ("--eval-share", float, "Share of rows held out."),
     ("--eval-every", int, "Steps between evaluations."),
 )
+_STOP: tuple[tuple[str, Any, str], ...] = (
+    ("--keep-best", bool, "Keep a checkpoint of the best evaluation (true or false)."),
+    ("--patience", int, "Stop after this many evaluations without a better one; 0 is never."),
+)
 
 
 @train.command()
@@ -102,6 +109,8 @@ _EVAL: tuple[tuple[str, Any, str], ...] = (
     *_LENGTH,
     ("--learn", click.Choice(["all", "last"]), "Learn all assistant turns, or the last."),
     *_EVAL,
+    ("--samples", int, "Held-out questions answered at each evaluation, to read along."),
+    *_STOP,
 )
 @pass_state
 def sft(state: State, /, data: str, **options: Any) -> None:
@@ -110,10 +119,11 @@ def sft(state: State, /, data: str, **options: Any) -> None:
     from tinkex.recipes.sft import SftConfig
     from tinkex.recipes.sft import train as run
 
+    show_plot = options.pop("show_plot")
     config = SftConfig(data=data, **_given("sft", data, options))
     with state.service() as service, steps("sft") as on_step:
         result = run(config, service, on_step, on_step.note)
-    _show(state, config.log_dir, result)
+    _show(state, config.log_dir, result, show_plot)
 
 
 @train.command()
@@ -130,10 +140,11 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
     from tinkex.recipes.dpo import DpoConfig
     from tinkex.recipes.dpo import train as run
 
+    show_plot = options.pop("show_plot")
     config = DpoConfig(data=data, **_given("dpo", data, options))
     with state.service() as service, steps("dpo") as on_step:
         result = run(config, service, on_step, on_step.note)
-    _show(state, config.log_dir, result)
+    _show(state, config.log_dir, result, show_plot)
 
 
 @train.command()
@@ -145,19 +156,29 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
     ("--prompts-per-step", int, "Prompts per step."),
     ("--group-size", int, "Answers per prompt."),
     ("--max-tokens", int, "Longest answer."),
+    ("--max-turns", int, "Most answers of an episode, with an environment."),
     ("--temperature", float, "Sampling temperature."),
     (
         "--loss-fn",
         click.Choice(["importance_sampling", "ppo", "cispo"]),
         "Loss of the sampled answers.",
     ),
+    ("--updates-per-step", int, "Optimizer steps per batch of samples."),
+    ("--max-policy-kl", float, "Leave out the rest of a batch beyond this KL to its sampler."),
+    ("--kl-to", str, "Report the KL to `base` or to a checkpoint."),
+    ("--kl-coef", float, "Penalty on that KL."),
+    ("--reward-by", str, "Report rewards by this field of the rows, too."),
     *_EVAL,
+    *_STOP,
+    ("--stop-at-reward", float, "Stop when the held-out reward reaches this."),
 )
 @pass_state
 def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> None:
-    """Raise the reward of REWARD, a Python function named FILE.py:FUNCTION.
+    """Raise the reward of REWARD, a function or environment named FILE.py:NAME.
 
-    It is called as reward(completion, row) and returns a number; row is the prompt's row.
+    A function is called as reward(completion, row) and returns a number; row is the prompt's row.
+    An environment is a class with start() and step(answer), for several turns: see
+    tinkex/recipes/episodes.py.
     """
     from tinkex.recipes.rl import RlConfig
     from tinkex.recipes.rl import train as run
@@ -167,11 +188,37 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
         raise click.UsageError(
             "Give --prompts FILE, or define prompts() beside the reward, returning rows."
         )
+    show_plot = options.pop("show_plot")
     config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
     rows = prompts if prompts is not None else module.prompts()
     with state.service() as service, steps("rl") as on_step:
         result = run(config, service, function, rows, on_step, on_step.note)
-    _show(state, config.log_dir, result)
+    _show(state, config.log_dir, result, show_plot)
+
+
+@train.command()
+@click.argument("prompts")
+@click.option("--teacher", required=True, help="Base model or tinker:// path, on the same server.")
+@_options(
+    "distill:DistillConfig",
+    ("--steps", int, "Training steps."),
+    ("--prompts-per-step", int, "Prompts per step."),
+    ("--samples-per-prompt", int, "Answers per prompt."),
+    ("--max-tokens", int, "Longest answer."),
+    ("--temperature", float, "Sampling temperature."),
+    *_EVAL,
+)
+@pass_state
+def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None:
+    """Learn to speak like a teacher: answer PROMPTS, and learn from the teacher's scores."""
+    from tinkex.recipes.distill import DistillConfig
+    from tinkex.recipes.distill import train as run
+
+    show_plot = options.pop("show_plot")
+    config = DistillConfig(teacher=teacher, **_given("distill", prompts, options))
+    with state.service() as service, steps("distill") as on_step:
+        result = run(config, service, prompts, on_step, on_step.note)
+    _show(state, config.log_dir, result, show_plot)
 
 
 def load_function(name: str) -> tuple[Any, Callable[..., float]]:
@@ -205,7 +252,7 @@ def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _show(state: State, log_dir: str, result: Result) -> None:
+def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
     if result.interrupted:
         state.note(
             f"Stopped after step {result.step}; everything is saved.\n"
@@ -219,6 +266,8 @@ def _show(state: State, log_dir: str, result: Result) -> None:
                 **{label(name): f"{result.metrics[name]:.4g}" for name in _shown(result)},
                 "State": result.state_path,
                 "Sampler": result.sampler_path,
+                **({"Best": f"step {result.best_step}"} if result.best_step is not None else {}),
+                **({"Best sampler": result.best_path} if result.best_path else {}),
                 "Log": log_dir,
             },
         ),
@@ -228,12 +277,31 @@ def _show(state: State, log_dir: str, result: Result) -> None:
             "metrics": dict(result.metrics),
             "state_path": result.state_path,
             "sampler_path": result.sampler_path,
+            "best_step": result.best_step,
+            "best_path": result.best_path,
             "log_dir": log_dir,
         },
     )
+    if show_plot:
+        _draw(state, Path(log_dir))
     if result.interrupted:
         raise click.exceptions.Exit(130)
     state.note(f"Talk to it: {program()} chat {result.sampler_path}")
+
+
+def _draw(state: State, folder: Path) -> None:
+    """The curve that matters most, in characters, on stderr."""
+    import json
+
+    from tinkex.recipes.plots import terminal_plot
+
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    for name in ("reward", "kl", "loss"):
+        if drawn := terminal_plot(records, name, label(name)):
+            state.note(f"\n{drawn}\n")
+            return
+    state.note("Too few steps for a plot.")
 
 
 def _shown(result: Result) -> list[str]:

@@ -1,0 +1,98 @@
+"""`tinkex run rollouts`: read what a model said while it was trained.
+
+Reads `rollouts.jsonl` of a run's folder; no server is asked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinkex.cli.output import print_json
+from tinkex.cli.state import Leaf, State, pass_state
+
+
+@click.command(cls=Leaf)
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--step", type=int, help="Only this step; a negative one counts from the end.")
+@click.option("--best", is_flag=True, help="The best rewarded first.")
+@click.option("--worst", is_flag=True, help="The worst rewarded first.")
+@click.option("--contains", default="", help="Only answers with this text in them.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="Most answers shown."
+)
+@pass_state
+def rollouts(
+    state: State,
+    folder: Path,
+    step: int | None,
+    best: bool,
+    worst: bool,
+    contains: str,
+    limit: int,
+) -> None:
+    """Show the answers that were sampled in training, from the log folder FOLDER of a run."""
+    from tinkex.recipes.rollouts import FILE_NAME
+
+    if best and worst:
+        raise click.UsageError("--best and --worst exclude each other.")
+    file = folder / FILE_NAME
+    if not file.is_file():
+        raise click.ClickException(f"{folder} has no {FILE_NAME}: it is no folder of a run.")
+    if step is not None and step < 0:
+        step = _last_step(file) + 1 + step
+    found = (
+        one
+        for one in _read(file)
+        if (step is None or one["step"] == step) and contains in one["text"]
+    )
+    if best or worst:
+        rewarded = [one for one in found if one.get("reward") is not None]
+        found = iter(sorted(rewarded, key=lambda one: float(one["reward"]), reverse=best))
+    shown = list(itertools.islice(found, limit))
+    if state.format == "json":
+        print_json(shown)
+        return
+    for one in shown:
+        _show(one)
+    if not shown:
+        state.note("No such answers.")
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """Line by line: such a file may be large. A last line cut short by a crash is left out."""
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _last_step(file: Path) -> int:
+    return max((int(one["step"]) for one in _read(file)), default=0)
+
+
+def _show(one: dict[str, Any]) -> None:
+    reward, advantage = one.get("reward"), one.get("advantage")
+    head = f"step {one['step']}  group {one['group']}  {len(one['tokens'])} tokens"
+    if reward is not None:
+        head += f"  reward {reward:.3g}"
+    if advantage is not None:
+        head += f"  advantage {advantage:+.3g}"
+    colour = "green" if (advantage or 0) > 0 else "red" if (advantage or 0) < 0 else None
+    click.echo(click.style(head, bold=True, fg=colour))
+    click.echo(f"  prompt  {_indented(_question(one['prompt']))}")
+    click.echo(f"  answer  {_indented(one['text'])}\n")
+
+
+def _question(prompt: str) -> str:
+    """The end of a prompt, where the question is; templates begin with a long preface."""
+    return prompt if len(prompt) <= 400 else "... " + prompt[-400:]
+
+
+def _indented(text: str) -> str:
+    return text.strip().replace("\n", "\n          ")

@@ -1,0 +1,117 @@
+"""Which weights of a run were the best, and when to stop: a held-out metric, watched.
+
+Every improvement is a line of `best.jsonl` in the run's folder with the checkpoint that was saved
+for it; `stopped.json` says that a run ended early. A resumed run reads both and forgets what lies
+after the step it goes on from, so it stops where the undisturbed one would have stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tinkex.errors import ConfigError
+from tinkex.recipes.loop import save
+from tinkex.recipes.run_log import RunLog
+
+if TYPE_CHECKING:
+    from tinkex import TrainingClient
+
+__all__ = ["Best", "Watch", "stopped_at"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The best value so far and its weights; paths are empty where none were kept."""
+
+    step: int
+    value: float
+    state_path: str = ""
+    sampler_path: str = ""
+
+
+class Watch:
+    """Looks at each evaluation of one run."""
+
+    def __init__(
+        self,
+        log: RunLog,
+        metric: str,
+        *,
+        mode: Literal["min", "max"],
+        keep: bool = False,
+        patience: int = 0,
+        stop_at: float | None = None,
+        on_note: Callable[[str], None] = print,
+    ) -> None:
+        """Args:
+        keep: Save a checkpoint for every improvement.
+        patience: Evaluations without an improvement after which a run ends; 0 is never.
+        stop_at: A value that is good enough to end the run.
+        """
+        if patience < 0:
+            raise ConfigError(f"patience must be at least 0, got {patience}.")
+        self._log, self._metric, self._mode = log, metric, mode
+        self._keep, self._patience, self._stop_at = keep or patience > 0, patience, stop_at
+        self._note = on_note
+        self._file = log.folder / "best.jsonl"
+        self.best = self._read(log.last.step if log.last else 0)
+        values = [record for record in log.read_metrics() if metric in record]
+        after = self.best.step if self.best else 0
+        self._waited = sum(record["step"] > after for record in values)
+
+    def see(self, training: TrainingClient, step: int, value: float) -> bool:
+        """Note a value measured after `step` steps. True: the run should end here."""
+        if self._is_better(value):
+            self._waited = 0
+            paths: dict[str, Any] = {}
+            if self._keep:
+                saved = save(training, self._log, step, for_sampler=True)
+                paths = {"state_path": saved.state_path, "sampler_path": saved.sampler_path or ""}
+            self.best = Best(step=step, value=value, **paths)
+            with self._file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"step": step, "value": value, **paths}) + "\n")
+        elif self.best is None or step > self.best.step:
+            self._waited += 1
+        return self._should_stop(step, value)
+
+    def _is_better(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        return value < self.best.value if self._mode == "min" else value > self.best.value
+
+    def _should_stop(self, step: int, value: float) -> bool:
+        assert self.best is not None
+        reason = ""
+        if self._stop_at is not None and (
+            value <= self._stop_at if self._mode == "min" else value >= self._stop_at
+        ):
+            reason = f"{self._metric} has reached {value:.4g}"
+        elif self._patience and self._waited >= self._patience:
+            reason = (
+                f"{self._metric} has not improved for {self._waited} evaluations; "
+                f"the best was {self.best.value:.4g} at step {self.best.step}"
+            )
+        if reason:
+            self._note(f"Stopping at step {step}: {reason}.")
+            record = json.dumps({"step": step, "reason": reason})
+            (self._log.folder / "stopped.json").write_text(record + "\n", encoding="utf-8")
+        return bool(reason)
+
+    def _read(self, last_step: int) -> Best | None:
+        """The best so far. Lines of steps that will be trained again are dropped."""
+        if not self._file.exists():
+            return None
+        lines = self._file.read_text(encoding="utf-8").split("\n")[:-1]
+        kept = [line for line in lines if line and json.loads(line)["step"] <= last_step]
+        self._file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        return Best(**json.loads(kept[-1])) if kept else None
+
+
+def stopped_at(folder: str | Path, step: int) -> bool:
+    """Whether the run in this folder ended early at this very step."""
+    file = Path(folder) / "stopped.json"
+    return file.exists() and json.loads(file.read_text(encoding="utf-8"))["step"] == step

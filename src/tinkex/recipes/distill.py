@@ -1,0 +1,246 @@
+"""On-policy distillation: the student speaks, and the teacher says how well at every token.
+
+Copy this file and change it. The student samples answers; the teacher, a model or a checkpoint of
+the same server with the same tokens, scores them. A token's advantage is how much likelier it is
+for the teacher than for the student, so the student learns where it goes wrong by itself. The mean
+of it is minus the KL from student to teacher, which is what falls.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tinkex import AdamParams, Datum, SamplingClient, ServiceClient
+from tinkex.chat.detokenizer import pieces_of
+from tinkex.errors import ConfigError
+from tinkex.recipes.data import load_prompts, split_off
+from tinkex.recipes.episodes import Episode, Player, Question, Turn
+from tinkex.recipes.loop import (
+    DEFAULT_MODEL,
+    OnNote,
+    OnStep,
+    Result,
+    Schedule,
+    batch_at,
+    check_positive,
+    check_share,
+    finish,
+    learning_rate_at,
+    note_if_finished,
+    open_training,
+    print_step,
+    save,
+    stop_between_steps,
+    usable,
+)
+from tinkex.recipes.plots import Panel, plot
+from tinkex.recipes.render import Renderer
+from tinkex.recipes.rl import Gaps, datum_of, kl_of, reference_gaps
+from tinkex.recipes.rollouts import Rollout, RolloutLog
+from tinkex.recipes.run_log import RunLog, make_trackers
+
+PANELS = (
+    Panel(
+        metrics={"kl": "sampled answers", "held_out_kl": "held-out prompts"},
+        label="KL to the teacher (nats per token)",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillConfig:
+    log_dir: str
+    teacher: str
+    """Base model, or the `tinker://` path of a checkpoint, on the same server."""
+    model: str = DEFAULT_MODEL
+    """The student's base model."""
+    rank: int = 32
+    learning_rate: float = 5e-4
+    schedule: Schedule = "constant"
+    steps: int = 40
+    prompts_per_step: int = 8
+    samples_per_prompt: int = 2
+    max_tokens: int = 64
+    temperature: float = 1.0
+    eval_share: float = 0.1
+    """Share of the prompts held out; at most 32."""
+    eval_every: int = 10
+    save_every: int = 20
+    seed: int = 0
+    trackers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
+        check_positive(self, "samples_per_prompt", "temperature", "eval_every", "save_every")
+        check_share(self)
+        if not self.teacher:
+            raise ConfigError("A teacher is needed: a base model or a tinker:// path.")
+
+
+class _Listen:
+    """One answer per episode; the teacher judges it later, token by token."""
+
+    max_turns = 1
+
+    def begin(self, question: Question) -> None:
+        return None
+
+    def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
+        return [Turn() for _ in answers]
+
+
+def train(
+    config: DistillConfig,
+    service: ServiceClient,
+    prompts: str | Iterable[Mapping[str, Any]],
+    on_step: OnStep = print_step,
+    on_note: OnNote = print,
+) -> Result:
+    """Run, or resume, one distillation. Ctrl-C ends it after the current step, checkpointed."""
+    loaded = load_prompts(prompts)
+    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
+    may_change = frozenset({"steps"} if config.schedule == "constant" else ())
+    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    teacher = open_teacher(service, config.teacher)
+    training, start = open_training(
+        service, log, model=config.model, rank=config.rank, seed=config.seed
+    )
+    renderer = Renderer(training.get_tokenizer())
+    check_tokens(renderer, teacher)
+    player = Player(
+        task=_Listen(),
+        renderer=renderer,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+    )
+    questions = usable(
+        loaded,
+        lambda row: Question(
+            tokens=renderer.prompt(row.messages),
+            row=row.row,
+            line=row.line,
+            messages=row.messages,
+        ),
+    )
+    on_note(loaded.report())
+    questions, held_out = split_off(questions, config.eval_share, at_most=32)
+    note_if_finished(on_note, log, start, config.steps)
+    rollouts = RolloutLog(config.log_dir, start_step=start)
+
+    metrics: dict[str, float] = {}
+    with stop_between_steps(on_note) as stop:
+        for step in range(start, config.steps):
+            began = time.monotonic()
+            metrics = {}
+            student = training.save_weights_and_get_sampling_client()
+            if held_out and step % config.eval_every == 0:
+                metrics["held_out_kl"] = evaluate(student, teacher, held_out, player)
+            batch = batch_at(questions, config.prompts_per_step, step, config.seed)
+            seed = (config.seed * 1_000_003 + step) * 10_007
+            groups = player.play(student, batch, copies=config.samples_per_prompt, seed=seed)
+            gaps = reference_gaps(teacher, groups)
+            rollouts.write(to_look_at(groups, gaps, renderer, step))
+
+            rate = learning_rate_at(step, config.steps, config.learning_rate, config.schedule)
+            forward_backward = training.forward_backward(
+                list(distill_data(groups, gaps)), "importance_sampling"
+            )
+            optim_step = training.optim_step(AdamParams(learning_rate=rate))
+            forward_backward.result()
+            optim_step.result()
+
+            num_tokens = sum(one.num_sampled for group in groups for one in group)
+            metrics |= {
+                "kl": kl_of(groups, gaps),
+                "answer_tokens": num_tokens / sum(map(len, groups)),
+                "learning_rate": rate,
+                "tokens_per_s": num_tokens / (time.monotonic() - began),
+            }
+            log.metrics(step, metrics)
+            on_step(step, config.steps, metrics)
+            if stop.requested:
+                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
+            if (step + 1) % config.save_every == 0:
+                save(training, log, step + 1)
+
+    if held_out:
+        student = training.save_weights_and_get_sampling_client()
+        metrics["held_out_kl"] = evaluate(student, teacher, held_out, player)
+        log.metrics(config.steps, {"held_out_kl": metrics["held_out_kl"]})
+    result = finish(training, log, config.steps, interrupted=False, metrics=metrics)
+    plot(log, PANELS, "Distillation", "kl.png")
+    return result
+
+
+def open_teacher(service: ServiceClient, name: str) -> SamplingClient:
+    if name.startswith("tinker://"):
+        return service.create_sampling_client(model_path=name)
+    return service.create_sampling_client(base_model=name)
+
+
+def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
+    """Student and teacher must mean the same by a token: one text tells most of them apart."""
+    text = "Student and teacher: 123 + 456 = 579, \u00e9t\u00e9.\n\tEnd."
+    ours = list(renderer.tokenizer.encode(text, add_special_tokens=False))
+    theirs = list(teacher.get_tokenizer().encode(text, add_special_tokens=False))
+    if ours != theirs:
+        raise ConfigError(
+            "Student and teacher have different tokenizers, so the teacher cannot score the "
+            "student's tokens. Choose a teacher of the same family."
+        )
+
+
+def distill_data(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> Iterator[Datum]:
+    """The advantage of a sampled token is log p(teacher) - log p(student)."""
+    for group, of_group in zip(groups, gaps, strict=True):
+        for one, of_one in zip(group, of_group, strict=True):
+            if one.num_sampled:
+                yield datum_of(one, [-gap for gap in of_one])
+
+
+def evaluate(
+    student: SamplingClient,
+    teacher: SamplingClient,
+    questions: Sequence[Question],
+    player: Player,
+) -> float:
+    """KL to the teacher on prompts that are not trained on; the same seeds each time."""
+    groups = player.play(student, questions, copies=1, seed=7)
+    return kl_of(groups, reference_gaps(teacher, groups))
+
+
+def to_look_at(
+    groups: Sequence[Sequence[Episode]], gaps: Gaps, renderer: Renderer, step: int
+) -> Iterator[Rollout]:
+    """The answers of a step; their reward is minus the KL of the answer, per token."""
+    for number, (group, of_group) in enumerate(zip(groups, gaps, strict=True)):
+        scores = [
+            -statistics.fmean(
+                [
+                    math.exp(-gap) - 1 + gap
+                    for gap, said in zip(of_one, one.is_sampled, strict=True)
+                    if said
+                ]
+                or [0.0]
+            )
+            for one, of_one in zip(group, of_group, strict=True)
+        ]
+        mean = statistics.fmean(scores)
+        for one, score in zip(group, scores, strict=True):
+            yield Rollout(
+                step=step,
+                group=number,
+                prompt=str(renderer.tokenizer.decode(one.question.tokens)),
+                text=renderer.text(one.said),
+                tokens=one.said,
+                pieces=pieces_of(renderer.tokenizer, one.said),
+                logprobs=one.logprobs[len(one.question.tokens) :],
+                reward=score,
+                advantage=score - mean,
+                snapshot=f"step-{step:06d}",
+            )

@@ -1,0 +1,369 @@
+"""Conversations that are sampled to learn from: one answer, or several turns with an environment.
+
+A task is a reward function or an environment. A reward function judges one answer; written with
+`async def` all answers of a step are judged at the same time, and with the parameters `completions`
+and `rows` it gets them all in one call:
+
+    def reward(completion: str, row: dict) -> float: ...
+    async def reward(completion: str, row: dict) -> float: ...
+    def reward(completions: list[str], rows: list[dict]) -> list[float]: ...
+
+An environment is a class. It is made with the row, `start` gives the first message or messages, and
+`step` gets the model's answer and returns a `Turn`. A turn with a reply goes on, one without ends
+the episode. Rewards add up. A tool is an environment that answers calls.
+
+    class Game:
+        def __init__(self, row): ...
+        def start(self) -> str: ...
+        def step(self, answer: str) -> Turn: ...  # or async def
+
+An episode is one sequence of tokens: what the environment said is read, what the model said is
+learned. Knows sampling clients and texts; gradients and loops are `rl.py`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from tinkex import ModelInput, SamplingClient, SamplingParams
+from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.recipes.data import Message
+from tinkex.recipes.render import Renderer
+
+__all__ = ["Environment", "Episode", "Player", "Question", "Task", "Turn", "as_task"]
+
+Row: TypeAlias = Mapping[str, Any]
+Reward: TypeAlias = Callable[..., Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What an environment says to an answer. Without a `reply` the episode is over."""
+
+    reward: float = 0.0
+    reply: str | Sequence[Message] | None = None
+    """Text of the user, or messages, such as one with the role `tool`."""
+
+
+class Environment(Protocol):
+    """One conversation with something that answers back."""
+
+    def start(self) -> str | Sequence[Message]:
+        """What the model reads first. Depends on the row alone."""
+        ...
+
+    def step(self, answer: str) -> Turn | Awaitable[Turn]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """One row to play, and its tokens up to where the model begins to speak."""
+
+    tokens: list[int]
+    row: Row
+    line: int
+    messages: tuple[Message, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class Episode:
+    """One conversation as it was sampled."""
+
+    question: Question
+    tokens: list[int]
+    """Everything, the prompt included."""
+    logprobs: list[float]
+    """One per token; 0 where the model did not speak."""
+    is_sampled: list[bool]
+    reward: float = 0.0
+    answers: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    environment: Any = None
+    is_over: bool = False
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.is_sampled)
+
+    @property
+    def said(self) -> list[int]:
+        """All tokens after the prompt, replies of the environment included."""
+        return self.tokens[len(self.question.tokens) :]
+
+    def hear(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.is_sampled += [True] * len(tokens)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.is_sampled += [False] * len(tokens)
+
+
+# ------------------------------------------------------------------------------ tasks
+
+
+class Task(Protocol):
+    """Begins episodes and judges answers, all of a turn at once."""
+
+    max_turns: int
+
+    def begin(self, question: Question) -> Any:
+        """The environment of one episode; None where there is none."""
+        ...
+
+    def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]: ...
+
+
+class RewardTask:
+    """One answer per episode, judged by a function."""
+
+    max_turns = 1
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+        self._is_batched = "completions" in inspect.signature(reward).parameters
+
+    def begin(self, question: Question) -> None:
+        return None
+
+    def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
+        if self._is_batched:
+            given = self._all_at_once(episodes, answers)
+        else:
+            given = _each(
+                episodes,
+                answers,
+                lambda one, answer: self._reward(answer, one.question.row),
+                "the reward function failed",
+            )
+        return [
+            Turn(reward=_finite(value, one, answer))
+            for value, one, answer in zip(given, episodes, answers, strict=True)
+        ]
+
+    def _all_at_once(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Any]:
+        try:
+            given = self._reward(list(answers), [one.question.row for one in episodes])
+            values = list(_finished(given) if inspect.isawaitable(given) else given)
+        except Exception as exc:
+            raise InvalidInputError(
+                f"the reward function failed on a batch of {len(answers)} answers: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+        if len(values) != len(answers):
+            raise InvalidInputError(
+                f"the reward function returned {len(values)} rewards for {len(answers)} answers"
+            )
+        return values
+
+
+class EnvironmentTask:
+    """Several turns per episode, with an environment made for each."""
+
+    def __init__(self, make: Callable[[Row], Environment], max_turns: int = 16) -> None:
+        self._make = make
+        self.max_turns = max_turns
+
+    def begin(self, question: Question) -> Environment:
+        try:
+            return self._make(question.row)
+        except Exception as exc:
+            raise InvalidInputError(
+                f"the environment of prompt {question.line} could not be made: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+
+    def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
+        turns = _each(
+            episodes,
+            answers,
+            lambda one, answer: one.environment.step(answer),
+            "the environment failed",
+        )
+        for turn, one, answer in zip(turns, episodes, answers, strict=True):
+            if not isinstance(turn, Turn):
+                raise InvalidInputError(
+                    f"step() must return a Turn, got {type(turn).__name__} (prompt "
+                    f"{one.question.line}). Import it from tinkex.recipes.episodes."
+                )
+            _finite(turn.reward, one, answer)
+        return turns
+
+
+def as_task(judge: Any, *, max_turns: int = 16) -> Task:
+    """A task of a reward function, or of an environment's class."""
+    if inspect.isclass(judge):
+        missing = [name for name in ("start", "step") if not callable(getattr(judge, name, None))]
+        if missing:
+            raise ConfigError(f"{judge.__name__} is no environment: it has no {missing[0]}().")
+        make: Any = judge
+        return EnvironmentTask(make, max_turns)
+    return RewardTask(judge)
+
+
+def first_messages(environment: Environment) -> tuple[Message, ...]:
+    return _messages(environment.start())
+
+
+def _messages(said: str | Sequence[Message]) -> tuple[Message, ...]:
+    return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(said)
+
+
+def _each(
+    episodes: Sequence[Episode],
+    answers: Sequence[str],
+    call: Callable[[Episode, str], Any],
+    failed: str,
+) -> list[Any]:
+    """One result per episode. Awaitable ones run at the same time; a failure names its row."""
+
+    def error(one: Episode, answer: str, exc: Exception) -> InvalidInputError:
+        return InvalidInputError(
+            f"{failed} on prompt {one.question.line} with the answer {answer[:80]!r}: "
+            f"{type(exc).__name__}: {exc}"
+        )
+
+    results: list[Any] = []
+    for one, answer in zip(episodes, answers, strict=True):
+        try:
+            results.append(call(one, answer))
+        except Exception as exc:
+            raise error(one, answer, exc) from exc
+    waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
+    if waiting:
+        ended = _finished(_gathered([results[index] for index in waiting]))
+        for index, value in zip(waiting, ended, strict=True):
+            if isinstance(value, Exception):
+                raise error(episodes[index], answers[index], value) from value
+            results[index] = value
+    return results
+
+
+async def _gathered(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def _awaited(waiting: Awaitable[T]) -> T:
+    return await waiting
+
+
+def _finished(waiting: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
+    """Run to the end in a loop of its own: the caller may be inside a running one (a notebook)."""
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(asyncio.run(_awaited(waiting)))
+        except BaseException as exc:
+            failure.append(exc)
+
+    thread = threading.Thread(target=run, name="tinkex-rewards")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def _finite(value: Any, one: Episode, answer: str) -> float:
+    try:
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        reason = f"a reward must be a finite number, got {number}"
+    except (TypeError, ValueError) as exc:
+        reason = f"{type(exc).__name__}: {exc}"
+    raise InvalidInputError(
+        f"the reward function failed on prompt {one.question.line} with the answer "
+        f"{answer[:80]!r}: {reason}"
+    )
+
+
+# ------------------------------------------------------------------------------ playing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Player:
+    """Samples episodes of one task."""
+
+    task: Task
+    renderer: Renderer
+    max_tokens: int
+    """Of one answer."""
+    temperature: float = 1.0
+
+    def play(
+        self, sampler: SamplingClient, questions: Sequence[Question], *, copies: int, seed: int
+    ) -> list[list[Episode]]:
+        """`copies` episodes of each question, all sampled at once, turn by turn."""
+        groups = [[self._begin(question) for _ in range(copies)] for question in questions]
+        everyone = [one for group in groups for one in group]
+        futures = [
+            sampler.sample(ModelInput.from_ints(group[0].tokens), copies, self._params(seed + i))
+            for i, group in enumerate(groups)
+        ]
+        heard = [sequence for future in futures for sequence in future.result().sequences]
+        self._take(everyone, heard)
+        for turn in range(1, self.task.max_turns):
+            live = [one for one in everyone if not one.is_over]
+            if not live:
+                break
+            again = [
+                sampler.sample(
+                    ModelInput.from_ints(one.tokens), 1, self._params(seed + turn * 100_003 + i)
+                )
+                for i, one in enumerate(live)
+            ]
+            self._take(live, [future.result().sequences[0] for future in again])
+        return groups
+
+    def _begin(self, question: Question) -> Episode:
+        environment = self.task.begin(question)
+        if environment is not None and first_messages(environment) != question.messages:
+            raise InvalidInputError(
+                f"start() said two different things for prompt {question.line}; it must depend on "
+                "the row alone, since the answers of a group are compared"
+            )
+        return Episode(
+            question=question,
+            tokens=list(question.tokens),
+            logprobs=[0.0] * len(question.tokens),
+            is_sampled=[False] * len(question.tokens),
+            messages=list(question.messages),
+            environment=environment,
+        )
+
+    def _params(self, seed: int) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            stop=self.renderer.stop,
+            seed=seed,
+        )
+
+    def _take(self, episodes: Sequence[Episode], heard: Sequence[Any]) -> None:
+        """Add one answer to each episode, and what its environment says to it."""
+        answers = []
+        for one, sequence in zip(episodes, heard, strict=True):
+            one.hear(list(sequence.tokens), list(sequence.logprobs or []))
+            answers.append(self.renderer.text(sequence.tokens))
+            one.answers.append(answers[-1])
+        turns = self.task.judge(episodes, answers)
+        for one, sequence, answer, turn in zip(episodes, heard, answers, turns, strict=True):
+            one.reward += turn.reward
+            if turn.reply is None:
+                one.is_over = True
+                continue
+            replies = _messages(turn.reply)
+            one.read(self.renderer.between(one.messages, answer, replies, sequence.tokens))
+            one.messages += [{"role": "assistant", "content": answer}, *replies]
