@@ -54,6 +54,8 @@ RECIPES = {
     "sft": ("SftConfig", "train"),
     "dpo": ("DpoConfig", "train"),
     "rl": ("RlConfig", "train"),
+    "distill": ("DistillConfig", "train"),
+    "episodes": ("Turn", "Environment", "Episode", "Question", "Player", "as_task"),
     "render": ("Renderer", "Rendered"),
     "loop": ("Result",),
 }

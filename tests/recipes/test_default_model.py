@@ -13,7 +13,7 @@ from tinkex import ServiceClient
 from tinkex.recipes import dpo, rl, sft
 from tinkex.recipes.persona import rows
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_sums.py"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
@@ -92,7 +92,7 @@ def test_dpo_reaches_an_accuracy_above_90_percent_on_pairs_it_has_not_seen(
 
 def test_rl_raises_an_arithmetic_reward_by_0_3_within_60_steps(service, tmp_path, capsys):
     """The reward is one for the right sum and zero for anything else, whatever its form."""
-    spec = importlib.util.spec_from_file_location("arithmetic", EXAMPLE)
+    spec = importlib.util.spec_from_file_location("grpo_sums", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     config = rl.RlConfig(

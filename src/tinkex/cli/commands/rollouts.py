@@ -46,7 +46,7 @@ def rollouts(
         raise click.ClickException(f"{folder} has no {FILE_NAME}: it is no folder of a run.")
     if step is not None and step < 0:
         step = _last_step(file) + 1 + step
-    found = (
+    found: Iterator[dict[str, Any]] = (
         one
         for one in _read(file)
         if (step is None or one["step"] == step) and contains in one["text"]
