@@ -26,7 +26,7 @@ def train(service):
     losses = []
     for _ in range(8):
         result = training.forward_backward([datum], "cross_entropy")
-        training.optim_step(tinkex.AdamParams(learning_rate=2e-3))
+        training.optim_step(tinkex.AdamParams(learning_rate=1e-3))
         losses.append(result.result().metrics["loss:sum"])
     print(f"loss {losses[0]:.1f} -> {losses[-1]:.1f}")
     assert losses[-1] < losses[0] / 4

@@ -29,7 +29,7 @@ def train(base_url, user):
         losses = []
         for _ in range(8):
             result = training.forward_backward([datum], "cross_entropy")
-            training.optim_step(tinkex.AdamParams(learning_rate=2e-3))
+            training.optim_step(tinkex.AdamParams(learning_rate=1e-3))
             losses.append(result.result().metrics["loss:sum"])
         path = training.save_weights_for_sampler("line").result().path
         sampler = service.create_sampling_client(model_path=path)
