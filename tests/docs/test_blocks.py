@@ -172,7 +172,7 @@ def parse(words: list[str]) -> None:
             command, parent, words = found, context, words[1:]
         existing = [word for word in words if "/" in word and not word.startswith(("-", "tinker"))]
         for word in existing:  # A path that must exist stands for the reader's own.
-            if command.name == "import":
+            if command.name in ("import", "rollouts", "console"):
                 Path(word).mkdir(parents=True, exist_ok=True)
         command.make_context(command.name, list(words), parent=parent)
 

@@ -63,7 +63,8 @@ def _draw(axes: Any, panel: Panel, records: Sequence[Mapping[str, Any]]) -> None
         steps, values = zip(*points, strict=True)
         color = f"C{number}"
         if name.startswith("held_out") or len(points) < 8:
-            axes.plot(steps, values, "o--", color=color, label=label, linewidth=1, markersize=5)
+            line = "o" if name.startswith("held_out") else "o-"
+            axes.plot(steps, values, line, color=color, label=label, linewidth=1, markersize=6)
             continue
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
         axes.plot(steps, smoothed(values), color=color, label=f"{label} (smoothed)", linewidth=2)
