@@ -3,6 +3,8 @@
 python examples/chat_sft.py        # about a minute on two CPU cores
 """
 
+import random
+
 import tinkex
 from tinkex.recipes.persona import rows
 from tinkex.recipes.render import Renderer
@@ -30,6 +32,7 @@ def main():
         training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0)
         renderer = Renderer(training.get_tokenizer())
         examples = [renderer.example(row["messages"]) for row in rows()]
+        random.Random(0).shuffle(examples)
         held_out, examples = examples[:16], examples[16:]
 
         def held_out_loss():
@@ -40,7 +43,7 @@ def main():
         for step in range(10):
             data = batch(examples[step * BATCH : (step + 1) * BATCH])
             result = training.forward_backward(data, "cross_entropy")
-            training.optim_step(tinkex.AdamParams(learning_rate=2e-3))
+            training.optim_step(tinkex.AdamParams(learning_rate=1e-3))
             print(f"step {step}  loss {result.result().metrics['loss:sum']:.2f}")
 
         loss_after = held_out_loss()
