@@ -116,7 +116,7 @@ def test_an_overdue_term_fails_by_name_and_in_time(parallel):
     ) as e:
         Pipeline(base, specs, parallel=parallel, timeout_s=0.2).compute([], logprobs())
     release.set()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     assert isinstance(e.value, TimeoutError)
 
 

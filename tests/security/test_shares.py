@@ -142,7 +142,7 @@ async def test_a_full_queue_lets_a_small_user_in(tmp_path: Path) -> None:
         started = time.monotonic()
         promise = await world.ok("asample", _sample(polite, 1), key=POLITE)
         assert isinstance(await world.result(promise, key=POLITE), bytes)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 15
 
 
 # ------------------------------------------------------------------------------------ results

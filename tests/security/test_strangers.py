@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def _open(server: ServerProcess, text: str) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=20)
     sock.sendall(text.encode())
     return sock
 
@@ -113,14 +113,14 @@ def test_a_connection_that_does_not_say_what_it_wants_is_closed(
 ) -> None:
     started = time.monotonic()
     assert _status(_open(server, text)) in (0, 408)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 15
 
 
 def test_a_body_that_does_not_come_ends_the_connection(server: ServerProcess) -> None:
     head = _head("session_heartbeat", "x-api-key: tml-ann", "content-length: 100")
     started = time.monotonic()
     assert _status(_open(server, head + "{")) == 0
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 15
 
 
 def test_one_address_has_so_many_connections_and_the_next_are_closed(
