@@ -383,7 +383,7 @@ def small_results(steps):
         (result,) = trainer.train([train])
         logprobs = np.concatenate([output["logprobs"] for output in result.outputs])
         seen.append((logprobs.tolist(), resident.grad.clone()))
-        resident.grad = None
+        resident.grads.clear()
         resident.adapter.flat.mul_(1.001)  # as a step does: recordings must see new weights
     return seen, len(decoder._small._known)
 

@@ -183,7 +183,7 @@ def test_the_default_model_is_trained_as_exactly_as_fp32_can(default_world, loss
     data = world.data(loss_fn, rng)
     logprobs, loss, grads = truth(world.exact, data, loss_fn)
     *_, peers = truth(world.usual, data, loss_fn)
-    world.resident.grad = None
+    world.resident.grads.clear()
     (result,) = train(world.trainer, job(data, loss_fn))
     for ours, theirs in zip(result.outputs, logprobs, strict=True):
         assert_close(ours["logprobs"], theirs, "logprobs")
@@ -215,7 +215,7 @@ def test_the_default_model_takes_the_step_that_torch_takes(default_world, rng):
     world = default_world
     data = world.data("cross_entropy", rng)
     truth(world.exact, data, "cross_entropy")
-    world.resident.grad = None
+    world.resident.grads.clear()
     train(world.trainer, job(data))
     before = world.resident.adapter.flat.clone()
     norm, metrics = take_torchs_step(world.exact), take_our_step(world.trainer)

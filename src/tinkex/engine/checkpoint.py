@@ -41,6 +41,7 @@ from tinkex.engine.lora.adapter import (
 from tinkex.engine.lora.names import our_modules
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.train.optim import OptimizerState
+from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.engine.train.updates import UPDATES
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
@@ -57,13 +58,13 @@ _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.def
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a folder held. `optimizer` and `grad` are None where it held none or none was asked."""
+    """What a folder held. `optimizer` is None where it held none or none was asked."""
 
     adapter: Adapter
     spec: LoraSpec
     optimizer_kind: str | None
     optimizer: OptimizerState | None
-    grad: Tensor | None
+    grads: Mapping[int, Tensor]
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -96,7 +97,7 @@ def capture(
     optimizer: OptimizerState,
     with_optimizer: bool,
     base: Base | None = None,
-    grad: Tensor | None = None,
+    grads: Mapping[int, Tensor] | None = None,
     with_gradients: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Image:
@@ -108,8 +109,8 @@ def capture(
     if with_optimizer:
         moments = optimizer.moments.items()
         buffers[_OPTIMIZER] = {f".{slot}": _copied(flat) for slot, flat in moments}
-    if with_gradients and grad is not None:
-        buffers[_GRADIENTS] = {"": _copied(grad)}
+    if with_gradients and grads:
+        buffers[_GRADIENTS] = {_shard_ending(shard): _copied(grad) for shard, grad in grads.items()}
     manifest = {
         "format": 1,
         "base_model": base_model,
@@ -148,6 +149,11 @@ def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
         texts[_MANIFEST]["content_sha256"] = content.hexdigest()
 
     return write_whole(Path(folder), fill, texts, sync=sync)
+
+
+def _shard_ending(shard: int) -> str:
+    """Of the names of a virtual shard's gradients; most have only the first."""
+    return f".shard{shard}" if shard else ""
 
 
 def _copied(flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -311,10 +317,13 @@ def read(
                 "save with save_state, which keeps it."
             )
         optimizer = _read_optimizer(path, adapter, kind, manifest)
-    grad = None
+    grads: dict[int, Tensor] = {}
     if manifest.get("has_gradients") and (path / _GRADIENTS).is_file():
-        grad = _unname(adapter, _load_tensors(path / _GRADIENTS), "", manifest)
-    return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grad)
+        stored = _load_tensors(path / _GRADIENTS)
+        for shard in range(NUM_SHARDS):
+            if any(name.endswith(f".lora_A{_shard_ending(shard)}") for name in stored):
+                grads[shard] = _unname(adapter, stored, _shard_ending(shard), manifest)
+    return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grads)
 
 
 def read_adapter(

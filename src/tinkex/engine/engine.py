@@ -61,6 +61,8 @@ LaneJob = (
     | jobs.DropAdapterJob
     | jobs.TrainJob
     | jobs.OptimJob
+    | jobs.ShareGradientJob
+    | jobs.AddGradientJob
 )
 
 
@@ -303,6 +305,8 @@ class TorchEngine:
             if isinstance(job, jobs.SampleJob):
                 with self.pulse.work(job.job_id):
                     self._attempt(job, emit, partial(self._start_sample, job, emit))
+            elif isinstance(job, jobs.LoadModelJob):
+                self._attempt(job, emit, partial(self._load_model, job, emit))
             elif isinstance(job, jobs.DescribeModelJob):
                 with self.pulse.work(job.job_id, is_loading=True):  # it may have to be fetched
                     self._attempt(job, emit, partial(_describe, job.base_model))
@@ -372,6 +376,10 @@ class TorchEngine:
             base = self._bases[name] = _Base(source, decoder, trainer, identity)
         self._bases.move_to_end(name)
         return base
+
+    def _load_model(self, job: jobs.LoadModelJob, emit: Emit) -> jobs.AdapterResult:
+        self._base(job.base_model, job.job_id, emit)
+        return jobs.AdapterResult()
 
     def _make_room(self) -> None:
         """Forget base models that nothing uses, the longest unused first."""
@@ -459,6 +467,10 @@ class TorchEngine:
                     self._bases[name].trainer.drop(job.adapter_id)
             case jobs.OptimJob():
                 return self._trainer(job.adapter_id).optim(job)
+            case jobs.ShareGradientJob():
+                return self._trainer(job.adapter_id).share_gradient(job)
+            case jobs.AddGradientJob():
+                return self._trainer(job.adapter_id).add_gradient(job)
             case jobs.TrainJob():
                 raise AssertionError("training jobs are run by _train")
         return jobs.AdapterResult()

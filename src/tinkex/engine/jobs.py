@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import OptimizerParams
 from tinkex.contract.sampling import DrawSettings, SampleOptions
+from tinkex.engine.metrics import Tally
 from tinkex.engine.pulse import Pulse
 
 Array = NDArray[Any]
@@ -147,6 +148,9 @@ class TrainJob:
     backward: bool = True
     """False: forward only, no gradient is gathered."""
     custom_loss: CustomLoss | None = None
+    shards: tuple[int, ...] = ()
+    """The virtual shard of each datum (`train.shards`), of a job that is a part of a larger one;
+    empty: the engine deals them itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +160,8 @@ class TrainResult:
     metrics: Mapping[str, float]
     """`name:reduction` keys, one colon; `loss:sum` always present."""
     num_tokens: int
+    tally: Tally = field(default_factory=Tally)
+    """What the metrics are made of, to be joined with those of other parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +174,34 @@ class OptimJob:
 @dataclass(frozen=True, kw_only=True)
 class OptimResult:
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareGradientJob:
+    """Move the gradients gathered here into a file; none are left. Without any there is a file too.
+
+    Workers that share an adapter never wait for each other: each writes what it has gathered, and
+    when all have, each adds all files, in one order, and takes the same step.
+    """
+
+    job_id: str
+    adapter_id: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddGradientJob:
+    """Add the gradients in files, in the order given, to those gathered here."""
+
+    job_id: str
+    adapter_id: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientResult:
+    seconds: float
+    size_bytes: int
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -237,6 +271,14 @@ class DescribeModelJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadModelJob:
+    """Have a base model in memory before anybody waits for it. The answer is an `AdapterResult`."""
+
+    job_id: str
+    base_model: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     base_model: str
     arch: str
@@ -258,10 +300,13 @@ Job = (
     | DropAdapterJob
     | TrainJob
     | OptimJob
+    | ShareGradientJob
+    | AddGradientJob
     | SampleJob
     | DescribeModelJob
+    | LoadModelJob
 )
-Result = AdapterResult | TrainResult | OptimResult | SampleResult | ModelInfo
+Result = AdapterResult | TrainResult | OptimResult | GradientResult | SampleResult | ModelInfo
 
 
 # ------------------------------------------------------------------------------------ events

@@ -25,6 +25,12 @@ class ToyConfig:
     """Artificial time per job."""
     token_latency_s: float = 0.0
     """Artificial time per sampled token; a streaming job emits each token at its time."""
+    train_token_latency_s: float = 0.0
+    """Artificial time per token of a training pass; passes of all adapters take turns then."""
+    max_running: int = 0
+    """Samples that are generated at the same time; 0: any number."""
+    adapter_bytes: int = 0
+    """Weight that every checkpoint has beside its table, as a real adapter has."""
     hang_token: int = -1
     """Training data that begins with it hangs the engine for good, as a bug would; -1: none."""
     deterministic: bool = True

@@ -25,9 +25,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkex.engine import jobs
+from tinkex.engine import gradient_file, jobs
 from tinkex.engine.folders import write_whole
-from tinkex.engine.metrics import Gap, gap_summary, reduce_metrics
+from tinkex.engine.metrics import Gap, Tally
 from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
@@ -35,13 +35,14 @@ from tinkex.engine.toy.cache import PrefixCache, Recent
 from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.data import check_tokens, prepare
 from tinkex.engine.toy.losses import custom_loss_and_slopes, loss_and_slopes
-from tinkex.engine.toy.model import ToyAdapter
+from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
 from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
+from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, ModelNotFoundError
 
 log = logging.getLogger(__name__)
 Emit = Callable[[jobs.Event], None]
-MANIFEST = "manifest.json"
+MANIFEST, BALLAST = "manifest.json", "ballast.bin"
 
 
 @dataclass(order=True, slots=True)
@@ -68,6 +69,8 @@ class ToyEngine:
         self._agenda: list[_Due] = []
         self._order = itertools.count()
         self._lane_free_at: dict[str, float] = {}
+        self._device_free_at = 0.0
+        self._slots: list[float] = [0.0] * self.config.max_running  # a heap: when each is free
         self._spent: dict[str, float] = {}  # tokens of each tenant, as a start time (fair queueing)
         self._floor = 0.0
         self._cancelled: set[str] = set()
@@ -87,11 +90,18 @@ class ToyEngine:
                 return
             lane = getattr(job, "adapter_id", job.job_id)
             at = max(time.monotonic(), self._lane_free_at.get(lane, 0.0)) + self.config.latency_s
+            if (pass_s := self._pass_s(job)) > 0:
+                at = self._device_free_at = max(at, self._device_free_at) + pass_s
             if lane != job.job_id:
                 self._lane_free_at[lane] = at
             self._live[job.job_id] = emit
             heapq.heappush(self._agenda, _Due(at, next(self._order), job, emit))
             self._wake.notify()
+
+    def _pass_s(self, job: jobs.Job) -> float:
+        if not isinstance(job, jobs.TrainJob):
+            return 0.0
+        return self.config.train_token_latency_s * sum(len(datum.tokens) for datum in job.data)
 
     def cancel(self, job_id: str) -> None:
         with self._wake:
@@ -189,13 +199,22 @@ class ToyEngine:
         """Emit a result, sampled tokens first and each at its time."""
         job, at = due.job, due.at
         if isinstance(job, jobs.SampleJob) and isinstance(result, jobs.SampleResult):
+            starts = [self._start(at, len(s.tokens)) for s in result.sequences]
+            token_s = self.config.token_latency_s
             if job.stream:
-                for event in _token_events(job.job_id, result):
-                    at_token = at + self.config.token_latency_s * (event[0] + 1)
-                    self._later(at_token, due, event[1])
-            longest = max((len(s.tokens) for s in result.sequences), default=0)
-            at += self.config.token_latency_s * longest
+                for place, event in _token_events(job.job_id, result):
+                    self._later(starts[event.sample_index] + token_s * (place + 1), due, event)
+            ends = zip(starts, result.sequences, strict=True)
+            at = max([at, *(start + token_s * len(s.tokens) for start, s in ends)])
         self._later(at, due, jobs.Done(job_id=job.job_id, result=result))
+
+    def _start(self, at: float, num_tokens: int) -> float:
+        """When a sample of that length begins, and has a slot until it ends."""
+        if not self._slots:
+            return at
+        at = max(at, heapq.heappop(self._slots))
+        heapq.heappush(self._slots, at + self.config.token_latency_s * num_tokens)
+        return at
 
     def _later(self, at: float, due: _Due, event: jobs.Event) -> None:
         if self.config.token_latency_s == 0:
@@ -233,8 +252,15 @@ class ToyEngine:
             case jobs.OptimJob():
                 metrics = self._adapter(job.adapter_id).optim_step(job.params)
                 return jobs.OptimResult(metrics=metrics)
+            case jobs.ShareGradientJob():
+                return self._share(job)
+            case jobs.AddGradientJob():
+                return self._add(job)
             case jobs.SampleJob():
                 return self._sample(job, emit)
+            case jobs.LoadModelJob():
+                self._base(job.base_model)
+                return jobs.AdapterResult()
             case jobs.DescribeModelJob():
                 return self._describe(job.base_model)
 
@@ -311,11 +337,16 @@ class ToyEngine:
                 with_optimizer=with_optimizer,
                 with_gradients=manifest["has_gradients"],
             )
+        if self.config.adapter_bytes and np.fromfile(folder / BALLAST, np.uint8).any():
+            raise InvalidInputError(f"{BALLAST} of {folder.name} is damaged")
         return adapter
 
     def _save(self, job: jobs.SaveAdapterJob, due: _Due) -> jobs.AdapterResult | None:
         adapter, folder = self._adapter(job.adapter_id), Path(job.folder)
-        write = partial(_write_checkpoint, folder, *_capture(adapter, job))
+        ballast = np.zeros(self.config.adapter_bytes, np.uint8)
+        write = partial(
+            _write_checkpoint, folder, *_capture(adapter, job), ballast, sync=not job.ephemeral
+        )
         if not job.for_sampling:
             self._disk.submit(self._attempt, due, write)
             return None
@@ -330,6 +361,21 @@ class ToyEngine:
         return self._snapshots.get(folder, lambda: self._read(Path(folder), with_optimizer=False))
 
     # ------------------------------------------------------------------------------- training
+
+    def _share(self, job: jobs.ShareGradientJob) -> jobs.GradientResult:
+        began, adapter = time.perf_counter(), self._adapter(job.adapter_id)
+        size_bytes = gradient_file.write(job.file, pack_gradients(adapter.grads))
+        adapter.grads = {}
+        return jobs.GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
+
+    def _add(self, job: jobs.AddGradientJob) -> jobs.GradientResult:
+        began, adapter, size_bytes = time.perf_counter(), self._adapter(job.adapter_id), 0
+        for file in job.files:
+            arrays = gradient_file.read(file)
+            size_bytes += sum(array.nbytes for array in arrays.values())
+            for shard, grad in unpack_gradients(arrays).items():
+                adapter.gather(shard, grad)
+        return jobs.GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def _train(self, job: jobs.TrainJob) -> jobs.TrainResult:
         adapter, config = self._adapter(job.adapter_id), self.config
@@ -346,17 +392,24 @@ class ToyEngine:
             for datum, (targets, inputs) in zip(job.data, checked, strict=True)
         ]
         if job.backward:
-            for datum, (targets, _), done in zip(job.data, checked, work, strict=True):
-                adapter.backward(datum.tokens, targets, done.slopes)
+            shards = job.shards or deal([len(datum.tokens) for datum in job.data])
+            for i, ((targets, _), done) in enumerate(zip(checked, work, strict=True)):
+                adapter.backward(job.data[i].tokens, targets, done.slopes, shards[i])
         num_tokens = sum(len(datum.tokens) for datum in job.data)
-        metrics = {
-            "loss:sum": float(sum(done.loss for done in work)),
-            "num_tokens:sum": float(num_tokens),
-            **gap_summary(_gaps([done.logp for done in work], [inputs for _, inputs in checked])),
-            **reduce_metrics([done.metrics for done in work]),
-        }
+        pass_s = self._pass_s(job)
+        tally = Tally(
+            losses=tuple(done.loss for done in work),
+            sums={
+                "num_tokens:sum": float(num_tokens),
+                **({"train_time_s:sum": pass_s} if pass_s else {}),
+            },
+            gaps=_gaps([done.logp for done in work], [inputs for _, inputs in checked]),
+            custom=tuple(done.metrics for done in work),
+        )
         outputs = tuple({"logprobs": done.logp.astype(np.float32)} for done in work)
-        return jobs.TrainResult(outputs=outputs, metrics=metrics, num_tokens=num_tokens)
+        return jobs.TrainResult(
+            outputs=outputs, metrics=tally.metrics(), num_tokens=num_tokens, tally=tally
+        )
 
     # ------------------------------------------------------------------------------- sampling
 
@@ -467,18 +520,19 @@ def _evaluate(
 
 def _gaps(
     logps: Sequence[NDArray[np.float64]], inputs: Sequence[dict[str, NDArray[Any]]]
-) -> list[Gap]:
+) -> tuple[Gap, ...]:
     """How far the sampler's logprobs are from these, over the tokens that a sampler produced."""
     gaps = [
         (logp - x["logprobs"])[(x["logprobs"] != 0) | (x.get("advantages", 0) != 0)]
         for logp, x in zip(logps, inputs, strict=True)
         if logp.ndim == 1 and "logprobs" in x
     ]
-    gap = np.concatenate(gaps) if gaps else np.empty(0)
-    if gap.size == 0:
-        return []
+    return tuple(_gap(gap) for gap in gaps if gap.size)
+
+
+def _gap(gap: NDArray[np.float64]) -> Gap:
     k3 = np.exp(gap) - gap - 1
-    return [Gap(float(np.abs(gap).sum()), float(np.abs(gap).max()), float(k3.sum()), gap.size)]
+    return Gap(float(np.abs(gap).sum()), float(np.abs(gap).max()), float(k3.sum()), gap.size)
 
 
 def _capture(
@@ -488,7 +542,7 @@ def _capture(
     arrays = adapter.export()
     arrays["state"][:, [*([] if job.with_optimizer else [2, 3])]] = 0
     if not job.with_gradients:
-        arrays["state"][:, 1] = 0
+        arrays.update(pack_gradients({}))
     lora = adapter.lora
     config = {
         "peft_type": "TOY",
@@ -509,12 +563,19 @@ def _capture(
 
 
 def _write_checkpoint(
-    folder: Path, arrays: Mapping[str, NDArray[Any]], texts: Mapping[str, Mapping[str, Any]]
+    folder: Path,
+    arrays: Mapping[str, NDArray[Any]],
+    texts: Mapping[str, Mapping[str, Any]],
+    ballast: NDArray[np.uint8],
+    *,
+    sync: bool,
 ) -> jobs.AdapterResult:
     def fill(aside: Path) -> None:
         np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
+        if len(ballast):
+            ballast.tofile(aside / BALLAST)
 
-    return jobs.AdapterResult(size_bytes=write_whole(folder, fill, texts))
+    return jobs.AdapterResult(size_bytes=write_whole(folder, fill, texts, sync=sync))
 
 
 def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:

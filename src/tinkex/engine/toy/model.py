@@ -9,6 +9,7 @@ matters, and a resumed adapter continues to the bit. Knows numpy; no jobs, no fi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import OptimizerParams, check_params
 from tinkex.engine.jobs import LoraSpec
+from tinkex.engine.train.shards import tree_sum
 from tinkex.engine.train.updates import UPDATES
 
 GAIN = 100.0
@@ -24,6 +26,31 @@ GAIN = 100.0
 EMPTY_LOGPROB = -99999.0
 _NUM_FAVOURED = 6
 _EOS = 2
+
+
+Cell = tuple[int, int]
+Gradients = dict[int, dict[Cell, float]]
+"""By virtual shard and cell."""
+
+
+def _add(one: dict[Cell, float], other: dict[Cell, float]) -> dict[Cell, float]:
+    return {cell: one.get(cell, 0.0) + other.get(cell, 0.0) for cell in {**one, **other}}
+
+
+def pack_gradients(grads: Gradients) -> dict[str, NDArray[Any]]:
+    """Gradients as arrays."""
+    rows = [(shard, *cell, value) for shard, grad in grads.items() for cell, value in grad.items()]
+    return {
+        "grad_cells": np.array([row[:3] for row in rows], np.int64).reshape(-1, 3),
+        "grad_values": np.array([row[3] for row in rows]),
+    }
+
+
+def unpack_gradients(arrays: Mapping[str, NDArray[Any]]) -> Gradients:
+    grads: Gradients = {}
+    for row, value in zip(arrays["grad_cells"].tolist(), arrays["grad_values"], strict=True):
+        grads.setdefault(row[0], {})[row[1], row[2]] = float(value)
+    return grads
 
 
 def favoured(token: int, vocab_size: int) -> dict[int, float]:
@@ -69,9 +96,11 @@ class ToyAdapter:
         self.step = 0
         self._cells: dict[tuple[int, int], int] = {}
         self._tokens_of: dict[int, list[int]] = {}
-        # Columns: parameter, gradient, first moment, second moment.
+        # Columns: parameter, gradient of the step under way, first moment, second moment.
         self._state = np.zeros((64, 4))
         self._rows: dict[int, Row] = {}
+        self.grads: Gradients = {}
+        """Gathered since the last step."""
 
     # -------------------------------------------------------------------------------- reading
 
@@ -109,9 +138,18 @@ class ToyAdapter:
         return cell
 
     def backward(
-        self, tokens: NDArray[np.int64], targets: NDArray[np.int64], slopes: NDArray[np.float64]
+        self,
+        tokens: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        slopes: NDArray[np.float64],
+        shard: int = 0,
     ) -> None:
-        """Add the gradient of sum(slope * logprob): d logprob(v) / d logit(u) = [u = v] - p(u)."""
+        """Add the gradient of sum(slope * logprob): d logprob(v) / d logit(u) = [u = v] - p(u).
+
+        Over cells that a step has touched and those of this datum: it must not depend on which
+        other datums went through the same worker.
+        """
+        grad, mine = self.grads.setdefault(shard, {}), dict[int, dict[int, None]]()
         targets_TK, slopes_TK = targets.reshape(len(tokens), -1), slopes.reshape(len(tokens), -1)
         for context, row_targets, row_slopes in zip(
             tokens.tolist(), targets_TK.tolist(), slopes_TK.tolist(), strict=True
@@ -119,18 +157,33 @@ class ToyAdapter:
             if not any(row_slopes):
                 continue
             row = self.row(context)
+            known = mine.setdefault(context, dict.fromkeys(self._tokens_of.get(context, ())))
             for token, slope in zip(row_targets, row_slopes, strict=True):
                 if slope:
-                    cell = self._cell(context, token)  # may grow the table, so before it is indexed
-                    self._state[cell, 1] += GAIN * slope
+                    known[token] = None
+                    grad[context, token] = grad.get((context, token), 0.0) + GAIN * slope
             total = sum(row_slopes)
-            for token in self._tokens_of[context]:
-                p = math.exp(row.logprob(token))
-                self._state[self._cells[context, token], 1] -= GAIN * total * p
+            for token in known:
+                less = GAIN * total * math.exp(row.logprob(token))
+                grad[context, token] = grad.get((context, token), 0.0) - less
+
+    def gather(self, shard: int, more: Mapping[Cell, float]) -> None:
+        """Add what was gathered elsewhere."""
+        grad = self.grads.setdefault(shard, {})
+        for cell, value in more.items():
+            grad[cell] = grad.get(cell, 0.0) + value
+
+    def _sum_gradients(self) -> None:
+        """Put the gathered gradients into the table; cells that are new come in their own order."""
+        total = tree_sum(self.grads, _add) or {}
+        self.grads = {}
+        cells = [self._cell(*cell) for cell in sorted(total)]  # may grow the table
+        self._state[cells, 1] = [total[cell] for cell in sorted(total)]
 
     def optim_step(self, params: OptimizerParams) -> dict[str, float]:
         """Apply and clear the gathered gradients."""
         check_params(self.optimizer, params)
+        self._sum_gradients()
         used = self._state[: len(self._cells)]
         weights, grad, first, second = used.T
         norm = float(np.sqrt((grad**2).sum()))
@@ -152,6 +205,7 @@ class ToyAdapter:
             "cells": cells,
             "step": np.array(self.step),
             "state": self._state[: len(cells)].copy(),
+            **pack_gradients(self.grads),
         }
 
     def load(
@@ -162,7 +216,8 @@ class ToyAdapter:
         for context, token in self._cells:
             self._tokens_of.setdefault(context, []).append(token)
         self._state = np.zeros((max(64, len(self._cells)), 4))
-        keep = [0, *([1] if with_gradients else []), *([2, 3] if with_optimizer else [])]
+        self.grads = unpack_gradients(arrays) if with_gradients else {}
+        keep = [0, *([2, 3] if with_optimizer else [])]
         self._state[: len(self._cells), keep] = arrays["state"][:, keep]
         self.step = int(arrays["step"]) if with_optimizer else 0
         self._rows = {}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tinkex.engine.metrics import RouterCounts
 from tinkex.engine.model.mixture import Routing
 
 
@@ -19,7 +20,7 @@ class RouterLoad:
 
     def __init__(self) -> None:
         self._counts_LE: Tensor | None = None
-        self._entropy = torch.zeros((), dtype=torch.float64)
+        self._entropies: list[Tensor] = []
         self._num_routed = 0
 
     def add(self, routing: Routing, rows: slice, num_experts: int) -> None:
@@ -30,22 +31,14 @@ class RouterLoad:
         counts_LE = ones.new_zeros(len(layers), num_experts).scatter_add_(1, chosen_LX, ones)
         self._counts_LE = counts_LE if self._counts_LE is None else self._counts_LE + counts_LE
         entropy_LT = torch.stack([routing.entropy[layer][rows] for layer in layers])
-        self._entropy = self._entropy.to(entropy_LT.device) + entropy_LT.double().sum()
+        self._entropies.append(entropy_LT.double().sum())
         self._num_routed += entropy_LT.numel()
 
-    def metrics(self) -> dict[str, float]:
-        """A violation is how far an expert's load is from an equal share, relative to that."""
+    def counts(self) -> RouterCounts | None:
+        """What was counted; None where there is no router."""
         if self._counts_LE is None:
-            return {}
-        counts_LE = self._counts_LE.double().cpu()
-        load_LE = counts_LE / counts_LE.mean(1, keepdim=True)
-        most_L = load_LE.amax(1) - 1
-        return {
-            "e_frac_with_tokens:mean": float((counts_LE > 0).double().mean()),
-            "e_frac_oversubscribed:mean": float((load_LE > 1).double().mean()),
-            "e_max_violation:mean": float(most_L.mean()),
-            "e_max_violation:max": float(most_L.max()),
-            "e_min_violation:mean": float((load_LE.amin(1) - 1).mean()),
-            "e_entropy:mean": float(self._entropy) / self._num_routed,
-            "e_dropped:sum": 0.0,
-        }
+            return None
+        entropies = torch.stack(self._entropies).tolist()
+        return RouterCounts(
+            self._counts_LE.double().cpu().numpy(), tuple(entropies), self._num_routed
+        )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinkex.contract.losses import CUSTOM, Loss, find_loss, read_settings
 from tinkex.engine.jobs import Array, TrainJob, TrainResult
-from tinkex.engine.metrics import Gap, gap_summary, reduce_metrics
+from tinkex.engine.metrics import Gap, Tally, fsum
 from tinkex.engine.train.graph import build_loss
 from tinkex.engine.train.losses import (
     GAP_INPUTS,
@@ -33,6 +33,7 @@ from tinkex.engine.train.losses import (
 from tinkex.engine.train.packing import Item, Pass
 from tinkex.engine.train.router_load import RouterLoad
 from tinkex.engine.train.scoring import Evaluate, Run
+from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, TinkerError
 
 DIVERGED = (
@@ -76,21 +77,31 @@ class Task:
     def needs_backward(self, datum: Prepared) -> bool:
         return self.job.backward and bool(datum.active_T.any())
 
-    def total_loss(self) -> float:
-        return float(torch.stack(self.losses).sum()) if self.losses else 0.0
+    @property
+    def shards(self) -> Sequence[int]:
+        """The virtual shard of each datum."""
+        return self.job.shards or deal([len(datum.tokens_T) for datum in self.data])
+
+    def loss_parts(self) -> tuple[float, ...]:
+        """The losses of the runs; one copy from the device for all of them."""
+        return tuple(torch.stack(self.losses).double().tolist()) if self.losses else ()
 
     def result(self) -> TrainResult:
-        metrics = {
-            "loss:sum": self.total_loss(),
-            "num_tokens:sum": float(self.num_tokens),
-            "num_active_tokens:sum": float(sum(int(d.active_T.sum()) for d in self.data)),
-            "train_time_s:sum": self.seconds,
-            **gap_summary(self.gaps),
-            **self.router_load.metrics(),
-            **(reduce_metrics(self.metrics) if self.metrics else {}),
-        }
+        tally = Tally(
+            losses=self.loss_parts(),
+            sums={
+                "num_tokens:sum": float(self.num_tokens),
+                "num_active_tokens:sum": float(sum(int(d.active_T.sum()) for d in self.data)),
+                "train_time_s:sum": self.seconds,
+            },
+            gaps=tuple(self.gaps),
+            custom=tuple(self.metrics),
+            routers=self.router_load.counts(),
+        )
         outputs = tuple({"logprobs": array} for array in self.logprobs if array is not None)
-        return TrainResult(outputs=outputs, metrics=metrics, num_tokens=self.num_tokens)
+        return TrainResult(
+            outputs=outputs, metrics=tally.metrics(), num_tokens=self.num_tokens, tally=tally
+        )
 
 
 def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
@@ -196,7 +207,7 @@ def divergence(task: Task) -> TinkerError | None:
         if logprobs is None or not np.isfinite(logprobs).all():
             what = DIVERGED.format(what="logprobs are")
             return InvalidInputError(what, path=f"data[{index}]")
-    if math.isfinite(task.total_loss()):
+    if math.isfinite(fsum(task.loss_parts())):
         return None
     for index, (datum, logprobs) in enumerate(zip(task.data, task.logprobs, strict=True)):
         loss, _ = task.evaluate(torch.as_tensor(logprobs), datum.inputs)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,15 +20,18 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.optimizers import check_params
-from tinkex.engine import checkpoint
+from tinkex.engine import checkpoint, gradient_file
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.jobs import (
+    AddGradientJob,
     CreateAdapterJob,
+    GradientResult,
     LoadAdapterJob,
     LoraSpec,
     OptimJob,
     OptimResult,
     SaveAdapterJob,
+    ShareGradientJob,
     TrainJob,
     TrainResult,
 )
@@ -40,6 +43,7 @@ from tinkex.engine.rows import exactly
 from tinkex.engine.train.optim import OptimizerState, apply_step, global_norm
 from tinkex.engine.train.packing import Item, Pass, pack
 from tinkex.engine.train.scoring import score
+from tinkex.engine.train.shards import NUM_SHARDS, tree_sum
 from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
 from tinkex.errors import (
     ConfigError,
@@ -92,10 +96,25 @@ class ResidentAdapter:
     spec: LoraSpec
     base_model: str
     optimizer: OptimizerState
-    grad: Tensor | None = None
-    """Gathered since the last step, in the adapter's layout."""
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    """Gathered since the last step, in the adapter's layout, by virtual shard; all in shard 0 where
+    the order of sums may vary."""
     version: int = 0
     """Counts changes of the weights."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The sum of what was gathered; a copy when there are several shards."""
+        return tree_sum(self.grads, torch.add)
+
+    def gather(self, shard: int, grad: Tensor) -> None:
+        """Add a gradient, which is the resident's from now on."""
+        self.grads[shard] = self.grads[shard].add_(grad) if shard in self.grads else grad
+
+    def take_grad(self) -> Tensor | None:
+        """The sum of what was gathered, which is gone then."""
+        grads, self.grads = self.grads, {}
+        return tree_sum(grads, lambda one, other: one.add_(other))
 
 
 class Trainer:
@@ -120,6 +139,7 @@ class Trainer:
         self.config = config or TrainerConfig.for_device(decoder.device)
         self.adapters: dict[str, ResidentAdapter] = {}
         self._after_pass = after_pass
+        self._gathered: dict[tuple[str, int], Tensor] = {}  # by adapter and shard, until settled
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -167,7 +187,7 @@ class Trainer:
             stored.spec,
             job.base_model,
             optimizer,
-            stored.grad,
+            dict(stored.grads),
             previous.version + 1 if previous is not None else 0,
         )
 
@@ -187,9 +207,9 @@ class Trainer:
             base=self.base,
             optimizer=resident.optimizer,
             with_optimizer=job.with_optimizer or job.with_gradients,
-            grad=resident.grad,
+            grads=resident.grads,
             with_gradients=job.with_gradients,
-            dtype=torch.bfloat16 if job.ephemeral and rounds else None,
+            dtype=torch.bfloat16 if job.ephemeral and job.for_sampling and rounds else None,
         )
 
     def drop(self, adapter_id: str) -> None:
@@ -233,11 +253,10 @@ class Trainer:
         resident = self.find(job.adapter_id)
         check_params(resident.optimizer.kind, job.params)
         began = time.perf_counter()
-        grad = resident.grad
+        grad = resident.take_grad()
         if grad is None:
             grad = torch.zeros_like(resident.adapter.flat)
         norm = apply_step(resident.adapter, resident.optimizer, grad, job.params)
-        resident.grad = None
         resident.version += 1
         metrics = {
             "grad_norm:mean": norm,
@@ -245,6 +264,28 @@ class Trainer:
             "optim_time_s:sum": time.perf_counter() - began,
         }
         return OptimResult(metrics=metrics)
+
+    def share_gradient(self, job: ShareGradientJob) -> GradientResult:
+        """Move what was gathered here into a file."""
+        began = time.perf_counter()
+        resident = self.find(job.adapter_id)
+        arrays = {str(shard): grad.cpu().numpy() for shard, grad in resident.grads.items()}
+        size_bytes = gradient_file.write(job.file, arrays)
+        resident.grads.clear()
+        return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
+
+    def add_gradient(self, job: AddGradientJob) -> GradientResult:
+        """Add what others gathered, file by file."""
+        began = time.perf_counter()
+        resident = self.find(job.adapter_id)
+        size_bytes = 0
+        for file in job.files:
+            for shard, array in gradient_file.read(file).items():
+                if array.shape != resident.adapter.flat.shape:
+                    raise EngineError(f"gradients of shape {array.shape} do not fit the adapter")
+                resident.gather(int(shard), torch.from_numpy(array).to(self.decoder.device))
+                size_bytes += array.nbytes
+        return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def _run(self, tasks: Sequence[Task]) -> None:
         """All passes; when memory runs out, once more in pieces an eighth the size."""
@@ -265,13 +306,20 @@ class Trainer:
             # Torch's own faults are RuntimeErrors too. No job has been committed yet, so every
             # adapter is as it was.
             self._forget_passes(tasks)
+            num_tokens = sum(task.num_tokens for task in tasks)
+            advice = (
+                f". The pass held {num_tokens} tokens; send fewer or shorter datums at a time"
+                if isinstance(exc, torch.OutOfMemoryError | MemoryError)
+                else ""
+            )
             for task in tasks:
-                task.error = EngineError(f"the training pass failed: {exc}")
+                task.error = EngineError(f"the training pass failed: {exc}{advice}")
 
     def _forget_passes(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.restart()
             self.adapters[task.job.adapter_id].adapter.drop_grad()
+        self._gathered.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -290,14 +338,19 @@ class Trainer:
             for d, datum in enumerate(task.data)
         ]
         alone = config.deterministic and not self.decoder.batch_invariant
-        for one in pack(items, max_tokens=config.max_tokens, alone=alone):
-            began = time.perf_counter()
-            with exactly(config.deterministic and self.decoder.device.type == "cpu"):
-                self._run_pass(one, tasks, adapters, config)
-            seconds_per_token = (time.perf_counter() - began) / one.num_tokens
-            for item in one.items:
-                tasks[item.job].seconds += seconds_per_token * item.length
-            self._after_pass()
+        for shard, mine in _by_shard(items, tasks, config.deterministic):
+            for one in pack(mine, max_tokens=config.max_tokens, alone=alone):
+                began = time.perf_counter()
+                with exactly(config.deterministic and self.decoder.device.type == "cpu"):
+                    self._run_pass(one, tasks, adapters, config)
+                seconds_per_token = (time.perf_counter() - began) / one.num_tokens
+                for item in one.items:
+                    tasks[item.job].seconds += seconds_per_token * item.length
+                self._after_pass()
+            for owner, adapter in zip(owners, adapters, strict=True):
+                if adapter.grad is not None:
+                    self._gathered[owner, shard] = adapter.grad
+                    adapter.drop_grad()
 
     def _run_pass(
         self, one: Pass, tasks: Sequence[Task], adapters: Sequence[Adapter], config: TrainerConfig
@@ -360,14 +413,16 @@ class Trainer:
             resident = self.adapters[adapter_id]
             mine = {i: task for i, task in tasks.items() if task.job.adapter_id == adapter_id}
             good = [index for index, task in mine.items() if task.error is None]
-            if len(good) == len(mine) and _finite(resident.adapter.grad):
-                _commit(resident)
+            new = {s: grad for (owner, s), grad in self._gathered.items() if owner == adapter_id}
+            if len(good) == len(mine) and all(map(_finite, new.values())):
+                for shard, grad in new.items():
+                    resident.gather(shard, grad)
             elif len(mine) > 1:
                 again += good
             else:
                 for index in good:
                     mine[index].error = InvalidInputError(DIVERGED.format(what="gradient is"))
-            resident.adapter.drop_grad()
+        self._gathered.clear()
         return again
 
 
@@ -390,12 +445,18 @@ class _Handed(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
-def _finite(grad: Tensor | None) -> bool:
-    return grad is None or math.isfinite(global_norm(grad))
+def _by_shard(
+    items: Sequence[Item], tasks: Sequence[Task], deterministic: bool
+) -> Iterator[tuple[int, list[Item]]]:
+    """The items of each virtual shard; all in one where the order of sums may vary."""
+    if not deterministic:
+        yield 0, list(items)
+        return
+    shards = [task.shards for task in tasks]
+    for shard in range(NUM_SHARDS):
+        if mine := [item for item in items if shards[item.job][item.datum] == shard]:
+            yield shard, mine
 
 
-def _commit(resident: ResidentAdapter) -> None:
-    """Add what the passes left to the adapter's gathered gradients."""
-    new = resident.adapter.grad
-    if new is not None:
-        resident.grad = new if resident.grad is None else resident.grad.add_(new)
+def _finite(grad: Tensor) -> bool:
+    return math.isfinite(global_norm(grad))
