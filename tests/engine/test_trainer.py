@@ -7,12 +7,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from training import LENGTHS, assert_close, job, make, make_data, named_grads, train
+from training import (
+    LENGTHS,
+    assert_close,
+    custom_graph,
+    job,
+    make,
+    make_data,
+    named_grads,
+    train,
+)
 
 from tinkex.contract.optimizers import OPTIMIZERS, AdamParams
 from tinkex.engine.jobs import (
     CreateAdapterJob,
-    CustomLoss,
     LoraSpec,
     OptimJob,
     TrainDatum,
@@ -156,26 +164,6 @@ def test_equal_seeds_give_equal_adapters_whatever_else_is_trained(tiny):
 
 
 # ----------------------------------------------------------------------------------- custom losses
-
-
-def custom_graph(metric_scale: float = 2.0) -> CustomLoss:
-    """loss = sum(exp(logprobs) * advantages), metric = its double."""
-    nodes = [
-        *({"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}}
-          for name in ("logprobs", "advantages")),
-        {"op": "call_function", "name": "e", "target": "torch.exp",
-         "args": [{"ref": "logprobs"}], "kwargs": {}},
-        {"op": "call_function", "name": "m", "target": "operator.mul",
-         "args": [{"ref": "e"}, {"ref": "advantages"}], "kwargs": {}},
-        {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "m"}], "kwargs": {}},
-        {"op": "call_function", "name": "d", "target": "operator.mul",
-         "args": [{"ref": "s"}, metric_scale], "kwargs": {}},
-        {"op": "output", "name": "output", "target": "output", "kwargs": {},
-         "args": [{"tuple": [{"ref": "s"}, {"dict": {"custom/double:sum": {"ref": "d"}}}]}]},
-    ]  # fmt: skip
-    return CustomLoss(
-        inputs=(("logprobs", 1), ("advantages", 1)), graph={"format": 1, "nodes": nodes}
-    )
 
 
 def test_a_traced_custom_loss_trains_in_one_pass(tiny, rng):

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkex.engine.jobs import CreateAdapterJob, LoraSpec, TrainDatum, TrainJob, TrainResult
+from tinkex.engine.jobs import (
+    CreateAdapterJob,
+    CustomLoss,
+    LoraSpec,
+    TrainDatum,
+    TrainJob,
+    TrainResult,
+)
 from tinkex.errors import TinkerError
 
 FAMILIES = [
@@ -80,3 +87,23 @@ def distance(ours, theirs) -> float:
 
 def assert_close(ours, theirs, what: str, tolerance: float = 1e-5) -> None:
     assert (error := distance(ours, theirs)) < tolerance, f"{what}: off by {error:.2e}"
+
+
+def custom_graph(metric_scale: float = 2.0) -> CustomLoss:
+    """loss = sum(exp(logprobs) * advantages), metric = its double."""
+    nodes = [
+        *({"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}}
+          for name in ("logprobs", "advantages")),
+        {"op": "call_function", "name": "e", "target": "torch.exp",
+         "args": [{"ref": "logprobs"}], "kwargs": {}},
+        {"op": "call_function", "name": "m", "target": "operator.mul",
+         "args": [{"ref": "e"}, {"ref": "advantages"}], "kwargs": {}},
+        {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "m"}], "kwargs": {}},
+        {"op": "call_function", "name": "d", "target": "operator.mul",
+         "args": [{"ref": "s"}, metric_scale], "kwargs": {}},
+        {"op": "output", "name": "output", "target": "output", "kwargs": {},
+         "args": [{"tuple": [{"ref": "s"}, {"dict": {"custom/double:sum": {"ref": "d"}}}]}]},
+    ]  # fmt: skip
+    return CustomLoss(
+        inputs=(("logprobs", 1), ("advantages", 1)), graph={"format": 1, "nodes": nodes}
+    )

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from app_world import open_app
+from pools import child, opened
 from wire_client import loss_of
 
 from tinkex.engine.jobs import SampleJob, SampleResult, Tokens
 from tinkex.errors import ConfigError, InvalidInputError, WorkerLostError
 from tinkex.server.config import ServerConfig
 from tinkex.server.serve import make_worker
-from tinkex.server.workers.child import WorkerSpec
-from tinkex.server.workers.pool import Pool
-from tinkex.server.workers.process_worker import ProcessWorker
 
 
-@asynccontextmanager
-async def open_pool(size: int, engine: str = "toy", **spec: Any) -> AsyncIterator[Pool]:
-    spec_ = WorkerSpec(engine=engine, **spec)
-    pool = Pool([ProcessWorker(spec_, name=f"worker-{i}") for i in range(size)])
-    await pool.start()
-    try:
-        await asyncio.gather(*(member.wait_ready() for member in pool.members))
-        yield pool
-    finally:
-        await pool.close()
+def open_pool(size: int, engine: str = "toy") -> Any:
+    return opened([child(engine) for _ in range(size)])
 
 
 def sample(prompt: Sequence[int], number: int = 0, **options: Any) -> SampleJob:
@@ -54,7 +43,7 @@ async def test_the_death_of_one_worker_is_no_business_of_the_models_on_the_other
         await asyncio.gather(*(member.wait_ready() for member in pool.members))
         session = await world.session()
         models = [await world.model(session, number) for number in range(6)]
-        homes = [pool._homes[model].member for model in models]
+        homes = [pool._homes[model].leader for model in models]
         assert [homes.count(member) for member in pool.members] == [3, 3]
         losses = [
             loss_of(await world.result((await world.train(model, 1, [1, 2, 3])).json()))

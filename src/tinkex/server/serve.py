@@ -273,9 +273,13 @@ def make_pool(config: ServerConfig) -> Pool:
     if config.ray:
         return _make_cluster_pool(config)
     devices = config.worker_devices
-    threads = max(1, cores() // len(devices)) if len(devices) > 1 else None
+    # Sums may depend on the number of threads: in deterministic mode all have as many as one would.
+    shares_cores = len(devices) > 1 and not config.deterministic
+    threads = max(1, cores() // len(devices)) if shares_cores else None
     return Pool(
-        [make_worker(config, index, device, threads) for index, device in enumerate(devices)]
+        [make_worker(config, index, device, threads) for index, device in enumerate(devices)],
+        exchange=config.data_dir / "exchange",
+        deterministic=config.deterministic or config.is_toy,
     )
 
 

@@ -1,9 +1,9 @@
 """Several workers that act as one: every member holds the base model and does every kind of job.
 
-An adapter lives on one member, its home, and its jobs run there in order. Samples go to any member,
-because a checkpoint's folder can be read by all (`routing`). A member that dies or hangs replaces
-itself; until then the pool is what is left. It restores nothing: an adapter whose home was lost has
-a new generation, its owner sees that and restores it, on a member that is there.
+An adapter has a home (`home`): one member, or several that share its passes. Samples go to any
+member, because a checkpoint's folder can be read by all (`routing`). A member that dies or hangs
+replaces itself; until then the pool is what is left. It restores nothing: an adapter whose home was
+lost has a new generation, its owner sees that and restores it, on members that are there.
 
 The pool knows jobs and members. It knows nothing of tensors, and nothing of processes or machines.
 """
@@ -12,32 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
-from tinkex.engine.jobs import DescribeModelJob, DropAdapterJob, Job, Result, SampleJob
+from tinkex.engine.jobs import DescribeModelJob, Job, LoadModelJob, Result, SampleJob, TrainJob
 from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.workers.home import Home, Shared
 from tinkex.server.workers.routing import Router
 from tinkex.server.workers.worker import OnEvent, Worker
 
 logger = logging.getLogger(__name__)
 MAX_EMPTY = 4096
 """Homes of adapters that were dropped, kept in case they come back."""
-
-
-@dataclass(slots=True)
-class _Home:
-    """Where an adapter lives."""
-
-    generation: int
-    member: Worker
-    member_generation: int
-    is_empty: bool = True
-
-    @property
-    def is_lost(self) -> bool:
-        return not self.member.is_ready or self.member.generation != self.member_generation
 
 
 class Pool:
@@ -48,12 +38,22 @@ class Pool:
     num_left_out = 0
     """Machines of its cluster that cannot have one."""
 
-    def __init__(self, members: Sequence[Worker], *, name: str = "the pool") -> None:
+    def __init__(
+        self,
+        members: Sequence[Worker],
+        *,
+        name: str = "the pool",
+        exchange: Path | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        """`exchange` is a folder that all members reach; without it no pass is split."""
         if not members:
             raise ValueError("a pool needs at least one member")
         self.name = name if len(members) > 1 else members[0].name
         self.members = list(members)
-        self._homes: dict[str, _Home] = {}
+        self._shared = Shared(exchange, deterministic)
+        self._homes: dict[str, Home] = {}
+        self._loaded: dict[tuple[int, int, str], bool] = {}  # base models by member: asked, there
         self._num_homes = 0
         self._router = Router()
         self._watchers: list[Callable[[], None]] = []
@@ -118,6 +118,8 @@ class Pool:
 
     async def start(self) -> None:
         self._is_started = True
+        if self._shared.exchange is not None:
+            await asyncio.to_thread(_make_empty, self._shared.exchange)
         for member in self.members:
             await member.start()
 
@@ -150,14 +152,15 @@ class Pool:
         if not self.is_ready:
             return self._lost("no member takes jobs")
         if isinstance(job, SampleJob):
-            return self._router.post(job, self.ready, on_event)
-        if isinstance(job, DescribeModelJob):
+            with_model = self._with_model(job.base_model) or self.ready
+            return self._router.post(job, with_model, on_event)
+        if isinstance(job, DescribeModelJob | LoadModelJob):
             return self.ready[0].post(job, on_event)
         home = self._home(job.adapter_id)
         if home is None or generation not in (None, home.generation):
             return self._lost(f"{job.adapter_id} was lost with its worker")
-        home.is_empty = isinstance(job, DropAdapterJob)
-        return home.member.post(job, on_event, generation=home.member_generation)
+        helpers = self._with_model(home.base_model) if isinstance(job, TrainJob) else ()
+        return home.post(job, on_event, helpers)
 
     def cancel(self, job_id: str) -> None:
         for member in self.ready:
@@ -168,7 +171,7 @@ class Pool:
 
     # ------------------------------------------------------------------------ homes
 
-    def _home(self, adapter_id: str) -> _Home | None:
+    def _home(self, adapter_id: str) -> Home | None:
         """Where an adapter lives, or would; None when no member is ready."""
         home = self._homes.get(adapter_id)
         if home is not None and not home.is_lost:
@@ -176,10 +179,10 @@ class Pool:
         self._homes.pop(adapter_id, None)
         if not (ready := self.ready):
             return None
-        taken = Counter(id(home.member) for home in self._homes.values() if not home.is_empty)
+        taken = Counter(id(home.leader) for home in self._homes.values() if not home.is_empty)
         member = min(ready, key=lambda member: taken[id(member)])
         self._num_homes += 1
-        home = self._homes[adapter_id] = _Home(self._num_homes, member, member.generation)
+        home = self._homes[adapter_id] = Home(adapter_id, self._num_homes, member, self._shared)
         self._forget_empty()
         return home
 
@@ -189,7 +192,40 @@ class Pool:
             for name in empty[: max(0, len(empty) - MAX_EMPTY)]:
                 del self._homes[name]
 
+    def _with_model(self, base_model: str) -> list[Worker]:
+        """The members that have a base model in memory, of several.
+
+        Those that have not are told to load it; nobody waits for them.
+        """
+        if len(self.members) == 1:
+            return []
+        there = []
+        for member in self.ready:
+            key = (id(member), member.generation, base_model)
+            if key not in self._loaded:
+                self._loaded[key] = False
+                job = LoadModelJob(job_id=f"load-{secrets.token_hex(8)}", base_model=base_model)
+                member.post(job).add_done_callback(partial(self._note_loaded, key))
+            if self._loaded[key]:
+                there.append(member)
+        return there
+
+    def _note_loaded(self, key: tuple[int, int, str], answer: asyncio.Future[Result]) -> None:
+        if not answer.cancelled() and answer.exception() is None:
+            self._loaded[key] = True
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """What training took since the start: compute, wait, reduce and transfer."""
+        return self._shared.seconds
+
     def _lost(self, reason: str) -> asyncio.Future[Result]:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         future.set_exception(WorkerLostError(f"{self.name}: {reason}"))
         return future
+
+
+def _make_empty(folder: Path) -> None:
+    """What an earlier server left there is of no use."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)

@@ -1,0 +1,100 @@
+"""How a training pass is cut into parts for several members, and its answer put together again.
+
+Parts are as even as their tokens allow, given what each member has to do already. In deterministic
+mode whole virtual shards move, and one that a member has begun stays with it until the next step.
+Numbers and jobs only; who the members are, and whether it pays to split, `home` decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tinkex.engine.jobs import Array, TrainJob, TrainResult
+from tinkex.engine.metrics import join
+from tinkex.engine.train.shards import NUM_SHARDS, deal
+from tinkex.errors import InvalidInputError
+
+_DATUM = re.compile(r"\bdata\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some datums of a job, for the member at one place."""
+
+    place: int
+    indices: tuple[int, ...]
+    shards: tuple[int, ...]
+    """Of these datums; empty where the order of sums may vary."""
+    num_tokens: int
+
+
+def split(
+    costs: Sequence[int], loads: Sequence[float], pins: Mapping[int, int] | None
+) -> list[Part]:
+    """Deal datums to places, whose `loads` are what they have to do already.
+
+    Args:
+        pins: The place of each virtual shard that has one; None: there are no shards.
+    """
+    shards: list[int] = []
+    if pins is None:
+        places = deal(costs, len(loads), loads)
+    else:
+        shards = deal(costs)
+        places_of = _places_of_shards(costs, shards, loads, pins)
+        places = [places_of[shard] for shard in shards]
+    parts = []
+    for place in sorted(set(places)):
+        indices = tuple(i for i, chosen in enumerate(places) if chosen == place)
+        of_shards = tuple(shards[i] for i in indices) if shards else ()
+        parts.append(Part(place, indices, of_shards, sum(costs[i] for i in indices)))
+    return parts
+
+
+def _places_of_shards(
+    costs: Sequence[int], shards: Sequence[int], loads: Sequence[float], pins: Mapping[int, int]
+) -> dict[int, int]:
+    weights = [0] * NUM_SHARDS
+    for cost, shard in zip(costs, shards, strict=True):
+        weights[shard] += cost
+    filled = list(loads)
+    for shard, place in pins.items():
+        filled[place] += weights[shard]
+    free = [shard for shard in range(NUM_SHARDS) if shard not in pins]
+    dealt = deal([weights[shard] for shard in free], len(loads), filled)
+    return {**pins, **dict(zip(free, dealt, strict=True))}
+
+
+def part_of(job: TrainJob, part: Part) -> TrainJob:
+    return replace(
+        job,
+        job_id=f"{job.job_id}/{part.place}",
+        data=tuple(job.data[i] for i in part.indices),
+        shards=part.shards,
+    )
+
+
+def joined(parts: Sequence[Part], results: Sequence[TrainResult]) -> TrainResult:
+    """The answer to the whole job, in the order of its datums."""
+    outputs: dict[int, Mapping[str, Array]] = {}
+    for part, result in zip(parts, results, strict=True):
+        outputs.update(zip(part.indices, result.outputs, strict=True))
+    tally = join([result.tally for result in results])
+    return TrainResult(
+        outputs=tuple(outputs[i] for i in range(len(outputs))),
+        metrics=tally.metrics(),
+        num_tokens=sum(result.num_tokens for result in results),
+        tally=tally,
+    )
+
+
+def renumbered(error: InvalidInputError, part: Part) -> InvalidInputError:
+    """A refusal of a part, its datums counted as in the whole job."""
+
+    def whole(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return f"data[{part.indices[index]}]" if index < len(part.indices) else found[0]
+
+    return InvalidInputError(_DATUM.sub(whole, str(error)))
