@@ -27,6 +27,25 @@ class TinkerError(Exception):
         return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
+def how_to_install(extra: str) -> str:
+    """The command that adds an extra to the tinkex that runs, from where that was installed."""
+    import json
+    from importlib import metadata
+    from pathlib import Path
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        origin = json.loads(metadata.distribution("tinkex").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        origin = {}
+    url = str(origin.get("url", ""))
+    place = Path(unquote(urlsplit(url).path))
+    if not url.startswith("file:") or not place.exists():
+        return f"pip install 'tinkex[{extra}]'"
+    editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
+    return f"pip install {editable}'{place}[{extra}]'"
+
+
 MAX_PATH, MAX_MESSAGE = 300, 2000
 
 
@@ -69,6 +88,12 @@ class WrongBaseError(InvalidInputError):
     """A checkpoint was trained on other base weights than those it is used on."""
 
     code = "wrong_base"
+
+
+class HubError(TinkerError, ConnectionError):
+    """The Hugging Face hub could not be reached, or refused what was asked of it."""
+
+    code = "hub_failed"
 
 
 class ModelNotFoundError(TinkerError, LookupError):

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tinkex.client.rest import downloads
-from tinkex.errors import APIConnectionError, APIStatusError, InvalidInputError
+from tinkex.errors import APIConnectionError, APIStatusError, HubError, InvalidInputError
 
 CONTENT = bytes(range(256)) * 2000
 
@@ -274,3 +274,14 @@ def test_a_bar_is_drawn_only_where_a_person_looks(tty):
 def test_a_folder_is_named_after_run_kind_and_name():
     name = downloads.folder_name("tinker://s-1:train:0/weights/step-5")
     assert name == "s-1_train_0_weights_step-5"
+
+
+def test_a_push_without_network_is_told_in_words(adapter):
+    import httpx
+
+    class Offline(RecordingHub):
+        def create_repo(self, *args, **kwargs):
+            raise httpx.ConnectError("[Errno -2] Name or service not known")
+
+    with pytest.raises(HubError, match="was not pushed.*Name or service not known.*hf auth login"):
+        downloads.push_to_hub(adapter, "me/thing", api=Offline())

@@ -118,11 +118,13 @@ def cli(ctx: click.Context) -> None:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code. Nothing is raised."""
+    args, state = list(sys.argv[1:] if argv is None else argv), State()
     try:
-        outcome = cli.main(
-            args=None if argv is None else list(argv), prog_name="tinkex", standalone_mode=False
-        )
+        outcome = cli.main(args=args, prog_name="tinkex", standalone_mode=False, obj=state)
     except click.ClickException as exc:
+        if state.format == "json" or "--json" in args:
+            code = "usage" if isinstance(exc, click.UsageError) else "failed"
+            return _as_json(code, exc.format_message(), exc.exit_code)
         exc.show()
         return exc.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -133,7 +135,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as exc:
-        return _report(exc)
+        return _report(exc, as_json=state.format == "json")
     return outcome if isinstance(outcome, int) else 0
 
 
@@ -142,11 +144,21 @@ def main() -> None:
     sys.exit(run())
 
 
-def _report(exc: Exception) -> int:
+def _report(exc: Exception, *, as_json: bool) -> int:
     if os.environ.get("TINKEX_DEBUG"):
         traceback.print_exception(exc)
+    if as_json:
+        return _as_json(getattr(exc, "code", "error"), words(exc), 1)
     click.echo(f"Error: {words(exc)}", err=True)
     return 1
+
+
+def _as_json(code: str, message: str, exit_code: int) -> int:
+    """What a program reads instead of a result: one object on stdout, as every result is."""
+    from tinkex.cli.output import print_json
+
+    print_json({"error": {"code": code, "message": message}})
+    return exit_code
 
 
 def _set_up_logging() -> None:

@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tinkex.errors import APIStatusError, TinkerError
+from tinkex.errors import APIStatusError, TinkerError, how_to_install
 
 __all__ = ["program", "words"]
 
@@ -41,8 +41,7 @@ _REQUEST = re.compile(r"^Error code: \d+ on [A-Z]+ \S+ - ")
 def words(exc: Exception) -> str:
     if isinstance(exc, ModuleNotFoundError) and (root := (exc.name or "").split(".")[0]):
         if extra := _EXTRA_OF.get(root):
-            install = f"pip install 'tinkex[{extra}]' (in a clone: '.[{extra}]')"
-            return f"this command needs {root}. Install it with: {install}"
+            return f"this command needs {root}. Install it with: {how_to_install(extra)}"
     if isinstance(exc, APIStatusError):
         return _answer(exc)
     if isinstance(exc, OSError) and exc.filename is not None and exc.strerror:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from tinkex.cli.messages import words
-from tinkex.cli.output import properties
+from tinkex.cli.output import print_json, properties
 from tinkex.cli.state import Noun, State, pass_state
 
 _CONSOLE = "https://tinker.thinkingmachines.ai/keys"
@@ -87,9 +87,15 @@ def status(state: State) -> None:
     except TinkerError as exc:
         reason = words(exc)
     needless = not available and not reason and _is_local(state)
-    said = "yes" if available else "no (this server needs none)" if needless else "no"
-    click.echo(f"Credentials available: {said}")
-    click.echo(f"Tinker accessible: {'no' if reason else 'yes'}")
+    if state.format == "json":
+        facts = {"credentials": available, "needs_credentials": not needless}
+        print_json({**facts, "accessible": not reason, "reason": reason or None})
+        if reason:
+            raise click.exceptions.Exit(1)
+    else:
+        said = "yes" if available else "no (this server needs none)" if needless else "no"
+        click.echo(f"Credentials available: {said}")
+        click.echo(f"Tinker accessible: {'no' if reason else 'yes'}")
     if reason:
         raise click.ClickException(reason)
     if not available and not needless:

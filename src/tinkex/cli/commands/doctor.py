@@ -25,7 +25,7 @@ from tinkex import __version__
 from tinkex.cli.output import Table, size
 from tinkex.cli.progress import waiting
 from tinkex.cli.state import Leaf, State, pass_state
-from tinkex.errors import TinkerError
+from tinkex.errors import TinkerError, how_to_install
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient
@@ -173,8 +173,7 @@ def _package(name: str) -> Finding:
         return Finding(
             check=name,
             verdict="warn",
-            detail="not installed; a local server needs it: pip install 'tinkex[local]' "
-            "(in a clone: '.[local]')",
+            detail=f"not installed; a local server needs it: {how_to_install('local')}",
         )
 
 

@@ -29,8 +29,11 @@ from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
     ConfigError,
+    HubError,
     InvalidInputError,
     NotSupportedError,
+    TinkerError,
+    how_to_install,
     status_error_class,
 )
 
@@ -56,6 +59,7 @@ _MAX_RATIO = 20
 _EXPORT_TTL_S = 3600
 _HUB_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # What resumes a run is no use to those who load an adapter, and twice its size.
+_HUB_LIBRARIES = ("huggingface_hub", "httpx", "requests", "urllib3")
 _NOT_FOR_THE_HUB = ("optimizer*", "gradients*", "tinkex.json", "*.part")
 
 
@@ -342,10 +346,10 @@ def push_to_hub(
             path="folder",
         )
     hub = _hub_api() if api is None else api
-    hub.create_repo(repo_id, private=not public, exist_ok=True, repo_type="model")
-    if revision is not None and not create_pr:
-        hub.create_branch(repo_id, branch=revision, exist_ok=True)
-    with _with_card(source, repo_id, wanted=model_card) as upload:
+    with _told_in_words(repo_id), _with_card(source, repo_id, wanted=model_card) as upload:
+        hub.create_repo(repo_id, private=not public, exist_ok=True, repo_type="model")
+        if revision is not None and not create_pr:
+            hub.create_branch(repo_id, branch=revision, exist_ok=True)
         done = hub.upload_folder(
             repo_id=repo_id,
             folder_path=str(upload),
@@ -358,11 +362,29 @@ def push_to_hub(
     return str(getattr(done, "commit_url", done))
 
 
+@contextlib.contextmanager
+def _told_in_words(repo_id: str) -> Iterator[None]:
+    """Turn what the hub's library and its HTTP library raise into one error of ours."""
+    try:
+        yield
+    except (TinkerError, KeyboardInterrupt):
+        raise
+    except Exception as exc:
+        kind = type(exc)
+        if kind.__module__.split(".")[0] not in _HUB_LIBRARIES and not isinstance(exc, OSError):
+            raise
+        said = next((line.strip() for line in str(exc).splitlines() if line.strip()), kind.__name__)
+        raise HubError(
+            f"{repo_id!r} was not pushed: {said[:300]}. Check the network and your token (`hf auth "
+            "login`), then run it again; the checkpoint itself is untouched."
+        ) from exc
+
+
 def _hub_api() -> Any:
     try:
         from huggingface_hub import HfApi
     except ImportError as exc:
-        raise ConfigError("Pushing needs huggingface_hub: pip install 'tinkex[hub]'.") from exc
+        raise ConfigError(f"Pushing needs huggingface_hub: {how_to_install('hub')}.") from exc
     return HfApi()
 
 

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tinkex.contract.models import DEFAULT_MODEL
-from tinkex.errors import LocalServerError
+from tinkex.errors import LocalServerError, how_to_install
 
 __all__ = ["LocalServer", "data_folder", "join_local_server", "state_folder"]
 
@@ -359,8 +359,8 @@ def _check_installed() -> None:
     missing = [name for name in ("fastapi", "uvicorn", "sqlalchemy") if find_spec(name) is None]
     if missing:
         raise LocalServerError(
-            f"The embedded server needs {', '.join(missing)}. Install it with "
-            "`pip install 'tinkex[local]'`, or pass base_url= or api_key=."
+            f"The private server needs {', '.join(missing)}, and only the SDK is installed: "
+            f"{how_to_install('local')}. Or name a server: base_url=, or api_key= for the hosted."
         )
 
 
