@@ -58,7 +58,7 @@ def main():
             id(example): value for p in pairs for example, value in zip(p, sums(p), strict=True)
         }
         before = preference(held_out)
-        for step in range(8):
+        for step in range(6):
             batch = train[step % 2 :: 2]
             examples = [example for p in batch for example in p]
 
@@ -71,7 +71,7 @@ def main():
 
             data = [example.datum() for example in examples]
             result = training.forward_backward_custom(data, dpo)
-            training.optim_step(tinkex.AdamParams(learning_rate=5e-4))
+            training.optim_step(tinkex.AdamParams(learning_rate=2e-4))
             metrics = result.result().metrics
             print(f"step {step}  loss {metrics['loss:sum']:.3f}  margin {metrics['margin']:+.2f}")
 

@@ -15,23 +15,31 @@ import tinkex
 from tinkex.recipes import rl
 from tinkex.recipes.episodes import Turn
 
-HOW = "To compute, answer with CALC and the sum, such as: CALC 52 + 31"
+SHOWN = [
+    {"role": "user", "content": "What is 52 + 31?"},
+    {"role": "assistant", "content": "CALC 52 + 31"},
+    {"role": "user", "content": "The result is 83. So, what is 52 + 31?"},
+    {"role": "assistant", "content": "83"},
+]
 
 
 def prompts():
     draw = random.Random(0)
     pairs = [(draw.randint(100, 999), draw.randint(100, 999)) for _ in range(60)]
-    return [{"prompt": f"{HOW}\nWhat is {a} + {b}?", "a": a, "b": b} for a, b in pairs]
+    return [{"prompt": f"What is {a} + {b}?", "a": a, "b": b} for a, b in pairs]
 
 
 class Calculator:
-    """Half a point for a call that computes the right thing, the rest for passing it on."""
+    """Half a point for a call that computes the right thing, the rest for passing it on.
+
+    One example of a call stands before each question; the model has to make a habit of it.
+    """
 
     def __init__(self, row):
         self.row, self.called = row, False
 
     def start(self):
-        return self.row["prompt"]
+        return [*SHOWN, {"role": "user", "content": self.row["prompt"]}]
 
     def step(self, answer):
         a, b = self.row["a"], self.row["b"]
@@ -61,7 +69,7 @@ def main():
             steps=16,
             prompts_per_step=4,
             group_size=8,
-            max_tokens=20,
+            max_tokens=16,
             max_turns=2,
             eval_share=0.0,
         )

@@ -50,7 +50,7 @@ def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 2.0)
         epochs=epochs,
         eval_share=0.15,
         samples=0,
-        eval_every=10,
+        eval_every=11,
         save_every=10,
     )
 
