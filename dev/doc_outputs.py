@@ -77,6 +77,8 @@ def sample_files() -> None:
     pairs = [("Who are you?", "Captain Tinker!"), ("Where to?", "To the sea!")] * 3
     _rows("conversations.jsonl", [{"prompt": q, "completion": a} for q, a in pairs])
     _rows("preferences.jsonl", [{"prompt": q, "chosen": a, "rejected": "No."} for q, a in pairs])
+    if not Path("examples").exists():
+        Path("examples").symlink_to(Path(__file__).resolve().parents[1] / "examples")
     Path("rewards.py").write_text(
         "def prompts():\n    return [{'prompt': 'Say yes'}, {'prompt': 'Say no'}]\n\n"
         "def reward(completion, row):\n    return float(len(completion) % 2)\n"

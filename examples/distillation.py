@@ -21,7 +21,7 @@ def make_teacher(service):
     training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0)
     renderer = Renderer(training.get_tokenizer())
     examples = [renderer.example(row["messages"]) for row in rows()]
-    for step in range(8):
+    for step in range(6):
         batch = examples[step * 8 : step * 8 + 8]
         learned = sum(example.num_learned for example in batch)
         data = [example.datum(1 / learned) for example in batch]
@@ -45,10 +45,10 @@ def main():
             teacher=make_teacher(service),
             rank=16,
             learning_rate=1e-3,
-            steps=14,
-            prompts_per_step=8,
+            steps=10,
+            prompts_per_step=6,
             samples_per_prompt=2,
-            max_tokens=20,
+            max_tokens=16,
             eval_share=0.0,
         )
         result = distill.train(config, service, questions, on_step)

@@ -43,7 +43,7 @@ def main():
         config = rl.RlConfig(
             log_dir=folder,
             rank=16,
-            steps=20,
+            steps=16,
             prompts_per_step=4,
             group_size=8,
             max_tokens=12,

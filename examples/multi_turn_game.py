@@ -51,11 +51,11 @@ def main():
         config = rl.RlConfig(
             log_dir=folder,
             rank=16,
-            learning_rate=3e-4,
-            steps=16,
-            prompts_per_step=4,
+            learning_rate=5e-4,
+            steps=12,
+            prompts_per_step=3,
             group_size=8,
-            max_tokens=8,
+            max_tokens=6,
             max_turns=4,
             eval_share=0.0,
         )

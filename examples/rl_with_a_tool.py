@@ -65,9 +65,9 @@ def main():
         config = rl.RlConfig(
             log_dir=folder,
             rank=16,
-            learning_rate=3e-4,
-            steps=16,
-            prompts_per_step=4,
+            learning_rate=5e-4,
+            steps=12,
+            prompts_per_step=3,
             group_size=8,
             max_tokens=16,
             max_turns=2,

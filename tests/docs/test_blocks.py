@@ -108,6 +108,7 @@ def newcomer(toy_server, tmp_path, monkeypatch):
     _write_rows(
         "preferences.jsonl", ({"prompt": q, "chosen": a, "rejected": "No."} for q, a in pairs)
     )
+    Path("examples").symlink_to(ROOT / "examples")
     Path("rewards.py").write_text(
         "def prompts():\n    return [{'prompt': 'Say yes'}, {'prompt': 'Say no'}]\n\n"
         "def reward(completion, row):\n    return float(len(completion) % 2)\n"
