@@ -41,9 +41,11 @@ def steps(page: str) -> list[Step]:
         lines = block.replace("\\\n", " ").splitlines()
         starts = [i for i, line in enumerate(lines) if line.startswith("$ ")]
         for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
-            typed = tuple(line[2:] for line in lines[start + 1 : end] if line.startswith("> "))
+            part = lines[start:end]
+            typed = tuple(line[1:].strip() for line in part if line.startswith(">"))
+            command = "\n".join(line for line in part if not line.startswith(">"))
             last = start == starts[-1]
-            found.append(Step(lines[start][2:], typed, shown if last else ""))
+            found.append(Step(command.removeprefix("$ "), typed, shown if last else ""))
     return found
 
 
@@ -132,7 +134,10 @@ def main() -> int:
         for step in steps(PAGE.read_text(encoding="utf-8")):
             began = time.monotonic()
             status, printed = run(step, Path(name), env)
-            print(f"{time.monotonic() - began:6.1f} s  {step.command[:100]}", flush=True)
+            print(
+                f"{time.monotonic() - began:6.1f} s  {step.command.splitlines()[0][:100]}",
+                flush=True,
+            )
             allowed = (137,) if "-s KILL" in step.command else (0,)
             if status not in allowed and not (status == 0 and 137 in allowed):
                 print(f"ended with {status}:\n{printed}")

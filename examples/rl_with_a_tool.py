@@ -66,7 +66,7 @@ def main():
             log_dir=folder,
             rank=16,
             learning_rate=5e-4,
-            steps=12,
+            steps=8,
             prompts_per_step=3,
             group_size=8,
             max_tokens=16,
@@ -76,7 +76,7 @@ def main():
         rl.train(config, service, Calculator, prompts(), on_step)
     first, last = (
         {name: statistics.fmean(m[name] for m in part) for name in ("reward", "turns")}
-        for part in (history[:3], history[-3:])
+        for part in (history[:2], history[-2:])
     )
     print(f"\nreward {first['reward']:.2f} -> {last['reward']:.2f}")
     print(f"answers with a call {first['turns'] - 1:.0%} -> {last['turns'] - 1:.0%}")
