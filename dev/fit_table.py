@@ -76,8 +76,8 @@ def total(it: Needs) -> float:
 
 def table(dtype: torch.dtype) -> str:
     lines = [
-        "| model | parameters | weights | adapter | a training row | recomputed | a sample | "
-        + ("smallest card |" if dtype == torch.bfloat16 else "memory |"),
+        f"| model | {'smallest card' if dtype == torch.bfloat16 else 'memory'} | parameters | "
+        "weights | adapter | a training row | recomputed | a sample |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, config in MODELS.items():
@@ -91,7 +91,7 @@ def table(dtype: torch.dtype) -> str:
         else:
             last = f"**{needed:.0f} GB**"
         parameters = it.weights / dtype.itemsize / 1e9
-        lines.append(f"| {name} | {parameters:.2f} B | {' | '.join(cells)} | {last} |")
+        lines.append(f"| {name} | {last} | {parameters:.2f} B | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

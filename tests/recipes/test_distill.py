@@ -54,7 +54,7 @@ def test_a_tokens_advantage_is_how_much_likelier_it_is_for_the_teacher():
     )
     gaps = [[[0.0, -1.0 - -3.0, -2.0 - -0.5]]]  # the teacher's: -3.0 and -0.5
     (datum,) = distill.distill_data([[one]], gaps)
-    assert datum.loss_fn_inputs["advantages"].tolist() == [-2.0, 1.5]
+    assert datum.loss_fn_inputs["advantages"].tolist() == [-1.75, 1.75]  # around their mean
     assert datum.loss_fn_inputs["logprobs"].tolist() == [-1.0, -2.0]
 
 
@@ -62,7 +62,7 @@ def test_answers_are_logged_with_what_the_teacher_thinks(service, tmp_path):
     distill.train(config(tmp_path, MODEL, steps=2), service, PROMPTS, quiet, quiet)
     told = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert len(told) == 2 * 4 * 2
-    assert all(one["reward"] <= 0 for one in told)
+    assert told[0]["reward"] == pytest.approx(0, abs=1e-6)  # it is its own teacher
     assert [line["step"] for line in metrics(tmp_path) if "held_out_kl" in line] == [0, 2]
 
 

@@ -352,11 +352,11 @@ Gaps = Sequence[Sequence[Sequence[float]]]
 
 def kl_of(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> float:
     """Mean over the sampled tokens of exp(-d) - 1 + d: unbiased and never negative."""
-    values = [math.exp(-d) - 1 + d for d in _of_sampled(groups, gaps)]
+    values = [math.exp(-d) - 1 + d for d in of_sampled(groups, gaps)]
     return statistics.fmean(values) if values else 0.0
 
 
-def _of_sampled(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> list[float]:
+def of_sampled(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> list[float]:
     return [
         d
         for group, of_group in zip(groups, gaps, strict=True)
@@ -372,7 +372,7 @@ def with_penalty(groups: Sequence[Sequence[Episode]], gaps: Gaps, coef: float) -
     The mean of the penalty over the batch is its baseline, so that it moves tokens against each
     other and not all of them down. Groups without a signal take part: the penalty is one.
     """
-    sampled = _of_sampled(groups, gaps)
+    sampled = of_sampled(groups, gaps)
     baseline = statistics.fmean(sampled) if sampled else 0.0
     data = []
     for group, of_group in zip(groups, gaps, strict=True):
