@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -274,3 +275,11 @@ def test_a_run_stops_at_a_reward_that_is_good_enough_and_stays_stopped(service, 
     again = rl.train(stopping, service, lambda completion, row: 1.0, PROMPTS, quiet, notes.append)
     assert again.step == 0
     assert "holds a finished run" in notes[-2] + notes[-1]
+
+
+def test_every_metric_of_a_run_is_explained(service, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "api" / "metrics.md").read_text(encoding="utf-8")
+    changes = {"kl_to": "base", "reward_by": "kind", "eval_share": 0.2}
+    rl.train(config(tmp_path, **changes), service, parity, PROMPTS, quiet, quiet)
+    told = {name for line in metrics(tmp_path) for name in line} - {"step", "time"}
+    assert {name for name in told if f"`{name}`" not in page and "reward/" not in name} == set()
