@@ -40,6 +40,7 @@ quickstart: $(STAMP)
 test: $(STAMP)
 	sh tests/store/install_postgres.sh
 	sh tests/browser/install_chromium.sh
+	sh tests/browser/install_axe.sh
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not cluster"
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
@@ -66,6 +67,7 @@ test-slow: $(STAMP)
 # The console in Debian's Chromium; TINKEX_SCREENSHOTS=1 makes the pictures of docs/console.md.
 test-browser: $(STAMP)
 	sh tests/browser/install_chromium.sh
+	sh tests/browser/install_axe.sh
 	$(BIN)/python -m pytest tests/browser
 
 # Clients of the OpenAI and Anthropic APIs, as released.

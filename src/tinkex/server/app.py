@@ -210,7 +210,7 @@ class FrontDoor:
             self._presence.request_ended()
             name = scope["path"] if hot else getattr(scope.get("route"), "path", "unknown")
             spent_s = time.perf_counter() - started
-            self._metrics.observe(name, status, spent_s)
+            self._metrics.observe(name, status, spent_s, scope.get("tinkex.user") or "")
             if self._log_access:
                 _log(scope, name, request_id, status, spent_s)
 

@@ -10,6 +10,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,40 @@ if TYPE_CHECKING:
 
 LAG_EVERY_S = 0.25
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+MAX_SLOW = 20
+SLOW_S = 1.0
+SLOW_TTL_S = 86_400.0
+_WAITS = ("retrieve_future", "/live", "stream", "/v1/chat", "/v1/completions", "/v1/responses")
+"""Parts of routes that are held until there is something to say."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Slow:
+    seconds: float
+    at: float
+    route: str
+    status: int
+    user: str
+
+
+class SlowRequests:
+    """The slowest requests of a day, of those that do not wait by design."""
+
+    def __init__(self) -> None:
+        self._found: list[_Slow] = []
+
+    def note(self, route: str, status: int, seconds: float, user: str) -> None:
+        if seconds < SLOW_S or any(part in route for part in _WAITS):
+            return
+        now = time.time()
+        self._found = [one for one in self._found if now - one.at < SLOW_TTL_S]
+        self._found.append(_Slow(seconds, now, route, status, user))
+        self._found = sorted(self._found, reverse=True)[:MAX_SLOW]
+
+    def told(self) -> list[dict[str, Any]]:
+        return [asdict(one) for one in self._found]
 
 
 class Metrics:
@@ -66,10 +101,15 @@ class Metrics:
             )
         }
         self._started = time.monotonic()
+        self.slow = SlowRequests()
         self._worst_lag_s = 0.0
         self._children: dict[tuple[str, int], Any] = {}
 
-    def observe(self, route: str, status: int, seconds: float) -> None:
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def observe(self, route: str, status: int, seconds: float, user: str = "") -> None:
         found = self._children.get((route, status))
         if found is None:
             found = self._children[(route, status)] = (
@@ -78,6 +118,8 @@ class Metrics:
             )
         found[0].inc()
         found[1].observe(seconds)
+        if seconds >= SLOW_S:
+            self.slow.note(route, status, seconds, user)
 
     def count_telemetry(self, severities: Iterable[str]) -> None:
         known = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -96,7 +138,7 @@ class Metrics:
         place = service.place
         worst_lag_s, self._worst_lag_s = self._worst_lag_s, 0.0
         values = {
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": process_memory(),
             "kept_result_memory_bytes": service.samples.kept.memory_bytes,
             "kept_result_bytes": service.samples.kept.kept_bytes,
             "disk_free_bytes": shutil.disk_usage(service.config.data_dir).free,
@@ -110,15 +152,18 @@ class Metrics:
             "nodes": place.pool.num_nodes,
             "nodes_left_out": place.pool.num_left_out,
             "worker_starts": place.pool.generation,
-            "uptime_seconds": time.monotonic() - self._started,
+            "uptime_seconds": self.uptime_s,
         }
         for name, value in values.items():
             self._gauges[name].set(value)
         return generate_latest(self._registry)
 
 
-def _memory_bytes() -> int:
+def process_memory(pid: int | None = None) -> int:
+    """Bytes that a process, this one by default, has in memory; 0 where that is not known."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return (
+            int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1]) * 4096
+        )
     except (OSError, IndexError, ValueError):  # no /proc here
         return 0

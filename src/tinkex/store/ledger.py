@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Connection, Engine, func, select
 
 from tinkex.store import schema
 from tinkex.store.records import UsageCount, UsageRow
@@ -20,6 +20,8 @@ from tinkex.store.writer import GroupWriter
 
 _table = schema.usage
 BUCKET_S = 3600
+OPERATORS_KIND = "device_seconds"
+"""Counted for who runs the server; users' bills know tokens."""
 _KEYS = ("bucket_start", "user_id", "session_id", "model_id", "kind", "base_model", "project_id")
 _Key = tuple[int, str, str, str, str, str, str]
 
@@ -49,12 +51,27 @@ class Ledger:
         self._writer.flush()
         query = (
             select(_table)
-            .where(_table.c.user_id == user_id)
+            .where(_table.c.user_id == user_id, _table.c.kind != OPERATORS_KIND)
             .where(_table.c.bucket_start >= int(start), _table.c.bucket_start < int(end))
             .order_by(*(_table.c[name] for name in _KEYS))
         )
         with self._reader.connect() as connection:
             return [_usage_row(row) for row in connection.execute(query).mappings()]
+
+    def totals(self, start: float, limit: int = 5000) -> list[UsageRow]:
+        """Sums over the buckets that end after `start`, of every user, run and kind."""
+        keys = [_table.c[name] for name in ("user_id", "model_id", "kind")]
+        amount = func.sum(_table.c.count)
+        query = (
+            select(*keys, amount.label("count"))
+            .where(_table.c.bucket_start > int(start) - BUCKET_S)
+            .group_by(*keys)
+            .order_by(amount.desc())
+            .limit(limit)
+        )
+        rest = {"bucket_start": 0, "session_id": "", "base_model": "", "project_id": ""}
+        with self._reader.connect() as connection:
+            return [_usage_row({**rest, **row}) for row in connection.execute(query).mappings()]
 
     def _gathered_write(self) -> Callable[[Connection], None] | None:
         with self._lock:

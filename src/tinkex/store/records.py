@@ -18,6 +18,7 @@ UsageKind = Literal[
     "sampling_sample",
     "checkpoint",
     "storage",
+    "device_seconds",
 ]
 
 

@@ -16,7 +16,7 @@ from tinkex.cli.state import Leaf, State, pass_state
 @click.command(cls=Leaf)
 @click.option(
     "--log-dir",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     help="Show the run folders under this one, and ask no server.",
 )
 @click.option("--port", type=int, default=0, help="Port for --log-dir; any free one by default.")
@@ -48,6 +48,8 @@ def console(state: State, log_dir: Path | None, port: int, no_browser: bool) -> 
 def _show_folders(state: State, log_dir: Path, port: int, no_browser: bool) -> None:
     from tinkex.server.console.local import LocalConsole
 
+    if not log_dir.is_dir():
+        raise click.ClickException(f"There is no folder {log_dir}.")
     try:
         local = LocalConsole(log_dir, port)
     except (OSError, OverflowError) as exc:

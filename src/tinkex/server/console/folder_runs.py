@@ -204,7 +204,7 @@ class FolderRuns:
     def _name(self, path: Path) -> str:
         return path.name if path == self._root else str(path.relative_to(self._root))
 
-    async def run(self, user: User, run_id: str) -> dict[str, Any]:
+    async def run(self, user: User | None, run_id: str) -> dict[str, Any]:
         return await asyncio.to_thread(self._run, run_id)
 
     def _run(self, run_id: str) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class FolderRuns:
             "folder": str(folder.path),
         }
 
-    async def check(self, user: User, run_id: str) -> None:
+    async def check(self, user: User | None, run_id: str) -> None:
         await asyncio.to_thread(self._folder, run_id)
 
     async def curves(self, run_id: str) -> dict[str, Curve]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from tinkex.server.auth import OPEN_USER
-from tinkex.server.console import pages, run_pages, shell
+from tinkex.server.console import pages, playground, run_pages, server_page, shell
 from tinkex.server.console.server_runs import ServerRuns
 
 
@@ -14,5 +14,5 @@ def install(app: FastAPI) -> None:
     app.state.console = ServerRuns(app.state.service, app.state.voices)
     if app.state.auth.is_open:  # its only user set `keep_rollouts`
         app.state.service.rollouts.agree(OPEN_USER, True)
-    for module in (shell, pages, run_pages):
+    for module in (shell, pages, run_pages, playground, server_page):
         app.include_router(module.router)

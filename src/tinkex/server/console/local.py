@@ -20,7 +20,7 @@ from tinkex.server import problems
 from tinkex.server.console import run_pages, shell
 from tinkex.server.console.folder_runs import FolderRuns
 from tinkex.server.console.shell import PageRoute, page
-from tinkex.server.console.visitors import log_in
+from tinkex.server.console.visitors import leave_cookie
 from tinkex.server.problems import ApiError
 from tinkex.store import User
 
@@ -40,15 +40,15 @@ class LinkAuth:
             raise ApiError(401, "Open the link that `tinkex console` printed.")
         return User(user_id="", name="", email="", created_at=0.0)
 
-    async def issue_token(self, credential: str | None) -> str:
-        await self.user_of(credential)
-        return self._secret
+    async def is_admin(self, credential: str | None) -> bool:
+        return False
 
 
 @router.get("/enter")
 async def enter(request: Request, token: Annotated[str, Query(max_length=200)]) -> Response:
     response = RedirectResponse("/console", status_code=303)
-    await log_in(request, response, token, max_age_s=None)
+    await request.app.state.auth.user_of(token)
+    leave_cookie(request, response, token, max_age_s=None)
     return response
 
 

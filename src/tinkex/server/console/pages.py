@@ -1,4 +1,4 @@
-"""The pages of a server that change something: its door, checkpoints, rollouts, the playground."""
+"""The pages of a server that change something: its door, checkpoints, tags, what is kept."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Annotated
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from tinkex.server.compat import fields, openai_shapes
-from tinkex.server.compat.dialogue import Dialogue
-from tinkex.server.compat.openai_chat import ChatRequest, Turn
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import source_of
 from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in
@@ -27,7 +24,7 @@ router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=F
 
 
 @router.get("/login")
-async def loginpage(request: Request) -> Response:
+async def login_page(request: Request) -> Response:
     return page(request, "login.html", None, message="")
 
 
@@ -132,25 +129,3 @@ async def set_tags(
     assert model is not None
     await store.call(store.sessions.set_tags, model.session_id, found)
     return RedirectResponse(f"/console/runs/{run}", status_code=303)
-
-
-# ------------------------------------------------------------------------------------ playground
-
-
-@router.get("/playground")
-async def playground(
-    request: Request, user: Visitor, model: Annotated[str, Query(max_length=1000)] = ""
-) -> Response:
-    service = service_of(request)
-    rows, _ = await service.store.call(service.store.checkpoints.page, user.user_id, 200, 0)
-    names = [*service.catalog.names, *(r.path for r in rows if r.kind == "sampler_weights")]
-    return page(request, "playground.html", user, models=names, chosen=model or names[0])
-
-
-@router.post("/api/chat")
-async def chat(request: Request, user: Visitor, _: Changing) -> Response:
-    """The OpenAI endpoint's chat for a visitor with a cookie; streams."""
-    body = await fields.read(request, ChatRequest)
-    body.ignored()
-    dialogue = await Dialogue.open(request, user, body.asked(None))
-    return await openai_shapes.streamed(Turn(body, dialogue).lines(), {})

@@ -19,6 +19,7 @@ from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import Source, source_of, told_curves
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.exchange import answer
+from tinkex.server.problems import ApiError
 from tinkex.store import User
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
@@ -33,7 +34,14 @@ Sort = Literal["newest", "oldest", "active"]
 Status = Literal["", "running", "idle", "finished", "lost"]
 
 
+def _eyes(request: Request, user: User) -> User | None:
+    """Whose runs are shown: the visitor's own; None, everybody's, for an administrator."""
+    return None if request.state.is_admin else user
+
+
 async def _runs(request: Request, user: User, query: sources.Query) -> dict[str, Any]:
+    if query.everyone and not request.state.is_admin:
+        raise ApiError(403, "The runs of others are shown to administrators.")
     found = await source_of(request).page(user, query)
     return {**found, "page": query.page}
 
@@ -48,9 +56,16 @@ async def runs_page(
     model: Text = "",
     status: Status = "",
     sort: Sort = "newest",
+    everyone: bool = False,
 ) -> Response:
     query = sources.Query(
-        page=page_number, search=q, tag=tag, model=model, status=status, sort=sort
+        page=page_number,
+        search=q,
+        tag=tag,
+        model=model,
+        status=status,
+        sort=sort,
+        everyone=everyone,
     )
     found = await _runs(request, user, query)
     return page(
@@ -74,15 +89,18 @@ async def runs_json(
     model: Text = "",
     status: Status = "",
     sort: Sort = "newest",
+    everyone: bool = False,
 ) -> Response:
-    query = sources.Query(page=page, search=q, tag=tag, model=model, status=status, sort=sort)
+    query = sources.Query(
+        page=page, search=q, tag=tag, model=model, status=status, sort=sort, everyone=everyone
+    )
     return answer(await _runs(request, user, query))
 
 
 @router.get("/runs/{run_id}")
 async def run_page(request: Request, user: Visitor, run_id: str) -> Response:
     source = source_of(request)
-    found = await source.run(user, run_id)
+    found = await source.run(_eyes(request, user), run_id)
     curves = await source.curves(run_id)
     last = {name: curve.values[-1] for name, curve in sorted(curves.items()) if curve.values}
     has_rollouts = bool(await source.rollout_steps(run_id))
@@ -92,7 +110,7 @@ async def run_page(request: Request, user: Visitor, run_id: str) -> Response:
 @router.get("/api/runs/{run_id}")
 async def run_json(request: Request, user: Visitor, run_id: str) -> Response:
     source = source_of(request)
-    found = await source.run(user, run_id)
+    found = await source.run(_eyes(request, user), run_id)
     return answer({**found, "curves": told_curves(await source.curves(run_id))})
 
 
@@ -100,7 +118,7 @@ async def run_json(request: Request, user: Visitor, run_id: str) -> Response:
 async def run_live(request: Request, user: Visitor, run_id: str) -> Response:
     """Server-sent events: whatever of the curves grew, once a second."""
     source = source_of(request)
-    await source.check(user, run_id)
+    await source.check(_eyes(request, user), run_id)
     return StreamingResponse(_growth(source, run_id), media_type="text/event-stream")
 
 
@@ -203,4 +221,4 @@ async def _compared(
     ids = list(dict.fromkeys(run_id for run_id in given if run_id))[:MAX_COMPARED]
     if baseline in ids:
         ids = [baseline, *(one for one in ids if one != baseline)]
-    return [await source_of(request).run(user, one) for one in ids]
+    return [await source_of(request).run(_eyes(request, user), one) for one in ids]

@@ -39,9 +39,8 @@ class ServerRuns:
             busy=tuple(self._service.busy_models()),
             order=query.sort,
         )
-        found = await store.call(
-            store.models.filtered, user.user_id, wanted, PAGE, query.page * PAGE
-        )
+        owner = None if query.everyone else user.user_id
+        found = await store.call(store.models.filtered, owner, wanted, PAGE, query.page * PAGE)
         curves = await self._service.curves.of_runs([m.model_id for m in found.models], LISTED)
         return {
             "runs": [
@@ -98,17 +97,17 @@ class ServerRuns:
             return "idle", "waiting for its client"
         return "parked", f"client last seen {age_of(silent_s)}"
 
-    async def _model(self, user: User, run_id: str) -> Model:
+    async def _model(self, user: User | None, run_id: str) -> Model:
         store = self._service.store
         model = await store.call(store.models.get, run_id)
-        if model is None or model.user_id != user.user_id:
+        if model is None or (user is not None and model.user_id != user.user_id):
             raise ApiError(404, f"No run {run_id[:200]!r} of yours.")
         return model
 
-    async def check(self, user: User, run_id: str) -> None:
+    async def check(self, user: User | None, run_id: str) -> None:
         await self._model(user, run_id)
 
-    async def run(self, user: User, run_id: str) -> dict[str, Any]:
+    async def run(self, user: User | None, run_id: str) -> dict[str, Any]:
         store = self._service.store
         model = await self._model(user, run_id)
         session = await store.call(store.sessions.get, model.session_id)

@@ -74,7 +74,7 @@ def page(
         user=user,
         is_open=request.app.state.auth.is_open,
         is_local=source_of(request).is_local,
-        is_admin=False,
+        is_admin=getattr(request.state, "is_admin", False),
         form_token=form_token(request),
         **facts,
     )

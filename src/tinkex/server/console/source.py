@@ -31,6 +31,8 @@ class Query:
     model: str = ""
     status: str = ""
     sort: str = "newest"
+    everyone: bool = False
+    """Of all users, for administrators."""
 
     def address(self, **changes: Any) -> str:
         """The page's address with some of it changed; what is default is left out."""
@@ -56,15 +58,15 @@ class Source(Protocol):
         """`runs` of one page, their `total`, `pages`, and the `models` there are to choose from."""
         ...
 
-    async def run(self, user: User, run_id: str) -> dict[str, Any]:
-        """Everything about one run but its curves.
+    async def run(self, user: User | None, run_id: str) -> dict[str, Any]:
+        """Everything about one run but its curves; `user` None may see anybody's.
 
         Raises:
             ApiError: 404, there is none, or it is not the visitor's to see.
         """
         ...
 
-    async def check(self, user: User, run_id: str) -> None:
+    async def check(self, user: User | None, run_id: str) -> None:
         """Raises ApiError 404 like `run`, for less."""
         ...
 

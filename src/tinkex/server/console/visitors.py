@@ -32,13 +32,17 @@ def _cookie(request: Request) -> str | None:
 async def visitor(request: Request) -> User:
     """FastAPI dependency: the user behind the cookie, or a 401 that the pages turn into a login."""
     auth: Auth = request.app.state.auth
-    return await auth.user_of(_cookie(request))
+    user = await auth.user_of(_cookie(request))
+    request.state.is_admin = await auth.is_admin(_cookie(request))
+    return user
 
 
 async def admin_visitor(request: Request) -> User:
     """FastAPI dependency: the same for pages of administrators, or a 403."""
     auth: Auth = request.app.state.auth
-    return await auth.admin_of(_cookie(request))
+    user = await auth.admin_of(_cookie(request))
+    request.state.is_admin = True
+    return user
 
 
 Visitor = Annotated[User, Depends(visitor)]
@@ -69,10 +73,8 @@ async def check_form(request: Request) -> None:
 Changing = Annotated[None, Depends(check_form)]
 
 
-async def log_in(
-    request: Request, response: Response, key: str, *, max_age_s: int | None = TOKEN_TTL_S
-) -> None:
-    """Take a key and leave a cookie; with `max_age_s` None, for as long as the browser is open.
+async def log_in(request: Request, response: Response, key: str) -> None:
+    """Take a key and leave a cookie.
 
     Raises:
         ApiError: 401, the key is not known.
@@ -81,6 +83,13 @@ async def log_in(
     token = await auth.issue_token(key)
     user = await auth.user_of(token)
     request.app.state.oversight.note_login(user.user_id, address_of(request), by="console")
+    leave_cookie(request, response, token, max_age_s=TOKEN_TTL_S)
+
+
+def leave_cookie(
+    request: Request, response: Response, token: str, *, max_age_s: int | None
+) -> None:
+    """Let a browser in; with `max_age_s` None, for as long as it is open."""
     response.set_cookie(
         cookie_name(request),
         token,

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.store import Store, StoredCurve
+from tinkex.store import Model, Store, StoredCurve, UsageCount
 
 logger = logging.getLogger(__name__)
 MAX_POINTS = 2048
@@ -110,13 +110,26 @@ class Curves:
 
     # ------------------------------------------------------------------------ what happens
 
-    def worked(self, model_id: str, part: str, started_at: float, ended_at: float) -> None:
+    def worked(self, model: Model, part: str, started_at: float, ended_at: float) -> None:
         """The worker had a request; requests sent ahead overlap, and time counts once."""
-        run = self._runs.get(model_id)
+        run = self._runs.get(model.model_id)
+        before = max(run.busy_until, run.stepped_at) if run is not None else 0.0
+        seconds = max(0.0, ended_at - max(started_at, before))
         if run is not None:
-            seconds = max(0.0, ended_at - max(started_at, run.busy_until, run.stepped_at))
             run.spent[part] = run.spent.get(part, 0.0) + seconds
             run.busy_until = max(run.busy_until, ended_at)
+        self._store.usage.add(
+            [
+                UsageCount(
+                    kind="device_seconds",
+                    count=seconds,
+                    user_id=model.user_id,
+                    session_id=model.session_id,
+                    model_id=model.model_id,
+                    base_model=model.base_model,
+                )
+            ]
+        )
 
     async def passed(self, model_id: str, metrics: Mapping[str, float]) -> None:
         """A forward_backward ran; its numbers belong to the step that follows."""

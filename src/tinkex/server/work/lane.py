@@ -65,7 +65,7 @@ class Means:
     operations: dict[str, Operation[Any]]
     open_work: OpenWork
     gap_limit_s: float
-    on_worked: Callable[[str, str, float, float], None]
+    on_worked: Callable[[Model, str, float, float], None]
     """Told the model, the part of a step, and from when to when the worker had it."""
 
 
@@ -462,9 +462,7 @@ class Lane:
             self._retire(request)
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
-        self.means.on_worked(
-            self.model.model_id, operation.part_of_step, request.started_at, ended_at
-        )
+        self.means.on_worked(self.model, operation.part_of_step, request.started_at, ended_at)
         try:
             concluded = await operation.conclude(request.asked, self._turn(request), job, result)
         except InvalidInputError as exc:

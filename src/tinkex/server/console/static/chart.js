@@ -164,6 +164,9 @@ function controls(change) {
   return view;
 }
 
+// Where the time of a step goes: shown together, not one chart each.
+const PARTS = new Map([["pass_time_s", "forward and backward"], ["optim_time_s", "optimizer"], ["save_time_s", "saving"], ["other_time_s", "client, samples, waiting"]]);
+
 // What people look at first stands first.
 const FIRST = ["loss_per_token", "loss", "reward", "held_out_loss", "held_out_reward", "env/all/reward/total", "grad_norm", "tokens_per_s", "learning_rate"];
 function byInterest(one, other) {

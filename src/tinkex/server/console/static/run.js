@@ -5,11 +5,10 @@ const place = document.getElementById("charts");
 const charts = new Map();
 const known = {};
 const view = controls((now) => { for (const chart of charts.values()) chart.show(now); });
-const PARTS = [["pass_time_s", "forward and backward"], ["optim_time_s", "optimizer"], ["save_time_s", "saving"], ["other_time_s", "client, samples, waiting"]];
 
 function take(curves) {
   Object.assign(known, curves);
-  for (const name of Object.keys(curves).sort(byInterest)) {
+  for (const name of Object.keys(curves).filter((one) => !PARTS.has(one)).sort(byInterest)) {
     if (!charts.has(name)) {
       const chart = new Chart(place, name);
       chart.view = view();
@@ -20,14 +19,14 @@ function take(curves) {
   split();
 }
 
-// The mean of the last twenty steps, part by part.
+// The median of the last twenty steps, part by part: a pause of the client is no part of a step.
 function split() {
   const box = document.getElementById("split");
-  const mean = (name) => {
-    const last = known[name] ? known[name].values.slice(-20) : [];
-    return last.length ? last.reduce((sum, value) => sum + value, 0) / last.length : 0;
+  const middle = (name) => {
+    const last = known[name] ? known[name].values.slice(-20).sort((a, b) => a - b) : [];
+    return last.length ? last[Math.floor(last.length / 2)] : 0;
   };
-  const parts = PARTS.map(([name, says]) => [says, mean(name)]);
+  const parts = [...PARTS].map(([name, says]) => [says, middle(name)]);
   const whole = parts.reduce((sum, [, value]) => sum + value, 0);
   box.hidden = !whole;
   if (!whole) return;
@@ -54,11 +53,23 @@ function split() {
   box.replaceChildren(head, bar, list);
 }
 
+// The status at the top follows what the server does.
+const status = document.getElementById("status"), doing = document.getElementById("doing");
+const first = [status.textContent, doing.textContent];
+function say(now) {
+  const busy = ["running", "waiting"];
+  const rest = busy.includes(first[0]) ? ["idle", "waiting for its client"] : first;
+  const [word, why] = now ? [/^(waiting|restoring|the worker)/.test(now) ? "waiting" : "running", now] : rest;
+  status.textContent = word;
+  status.className = `status ${word}`;
+  doing.textContent = why;
+}
+
 const live = new EventSource(place.dataset.live);
 live.onmessage = (event) => {
   const told = JSON.parse(event.data);
   take(told.curves);
-  if (told.doing) document.getElementById("doing").textContent = told.doing;
+  say(told.doing);
 };
 addEventListener("pagehide", () => live.close());
 

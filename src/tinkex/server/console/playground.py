@@ -1,0 +1,59 @@
+"""The playground: chat and completion, by the routes of the OpenAI API for who has a cookie."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+
+from tinkex.server.compat import fields
+from tinkex.server.compat.dialogue import Dialogue
+from tinkex.server.compat.names import target_of
+from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
+from tinkex.server.compat.openai_completions import CompletionRequest, completions
+from tinkex.server.console.shell import PageRoute, page
+from tinkex.server.console.visitors import Changing, Visitor
+from tinkex.server.exchange import answer, service_of
+
+router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
+
+
+@router.get("/playground")
+async def playground(
+    request: Request, user: Visitor, model: Annotated[str, Query(max_length=1000)] = ""
+) -> Response:
+    service = service_of(request)
+    rows, _ = await service.store.call(service.store.checkpoints.page, user.user_id, 200, 0)
+    names = [*service.catalog.names, *(r.path for r in rows if r.kind == "sampler_weights")]
+    return page(request, "playground.html", user, models=names, chosen=model or names[0])
+
+
+@router.post("/api/chat")
+async def chat(request: Request, user: Visitor, _: Changing) -> Response:
+    request.app.state.quotas.spend(user.user_id)
+    return await chat_completions(request, user)
+
+
+@router.post("/api/completion")
+async def completion(request: Request, user: Visitor, _: Changing) -> Response:
+    request.app.state.quotas.spend(user.user_id)
+    return await completions(request, user)
+
+
+@router.post("/api/count/{kind}")
+async def count(
+    request: Request, user: Visitor, _: Changing, kind: Literal["chat", "completion"]
+) -> Response:
+    """How many tokens the model would read."""
+    request.app.state.quotas.spend(user.user_id)
+    if kind == "chat":
+        chat_body = await fields.read(request, ChatRequest)
+        dialogue = await Dialogue.open(request, user, chat_body.asked(None))
+        return answer({"num_tokens": len(dialogue.prompt)})
+    body = await fields.read(request, CompletionRequest)
+    target = await target_of(service_of(request), user, body.model)
+    voice = await request.app.state.voices.of(target.base_model)
+    prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
+    counted = await asyncio.to_thread(lambda: sum(len(voice.encode(x)) for x in prompts))
+    return answer({"num_tokens": counted})

@@ -1,0 +1,238 @@
+"""The server's own page, for administrators: health, workers, queues, users, keys, usage, audit.
+
+What may be done is in `work/oversight.py`, the same that `/tinkex/v1/admin` calls; this module
+shows it and takes forms. A key that is made is shown once, in the answer to its form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Form, Query, Request, Response
+from fastapi.responses import RedirectResponse
+
+from tinkex.server.auth import is_configured
+from tinkex.server.console.shell import PageRoute, page
+from tinkex.server.console.source import age
+from tinkex.server.console.visitors import AdminVisitor, Changing
+from tinkex.server.exchange import answer, service_of
+from tinkex.server.guard.quotas import QUOTAS
+from tinkex.server.metrics import Metrics, process_memory
+from tinkex.server.problems import ApiError
+from tinkex.server.work.oversight import Oversight
+
+router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
+MAX_USERS = 200
+MAX_AUDIT = 100
+MAX_RUNS = 100
+HOUR_S = 3600.0
+DAY_S = 86_400.0
+Text = Annotated[str, Form(max_length=200)]
+
+
+def _oversight(request: Request) -> Oversight:
+    found: Oversight = request.app.state.oversight
+    return found
+
+
+@router.get("/server")
+async def server_page(request: Request, user: AdminVisitor) -> Response:
+    return page(request, "server.html", user, **await _facts(request))
+
+
+@router.get("/api/server")
+async def server_json(
+    request: Request, user: AdminVisitor, brief: Annotated[bool, Query()] = False
+) -> Response:
+    """Everything on the page; with `brief` only what moves."""
+    return answer(await _moving(request) if brief else await _facts(request))
+
+
+async def _facts(request: Request) -> dict[str, Any]:
+    oversight = _oversight(request)
+    users, num_users = await oversight.users(MAX_USERS)
+    keys = await oversight.keys()
+    runs, num_busy = await oversight.runs(MAX_RUNS, busy_only=True)
+    audit = await oversight.audit(MAX_AUDIT)
+    return {
+        **await _moving(request),
+        "users": [one.model_dump(mode="json") for one in users],
+        "num_users": num_users,
+        "quotas": list(QUOTAS),
+        "keys": [
+            {
+                "key_id": key.key_id,
+                "user_id": key.user_id,
+                "name": key.name,
+                "is_admin": key.is_admin,
+                "is_configured": is_configured(key),
+                "age": age(key.created_at),
+            }
+            for key in keys
+            if key.revoked_at is None
+        ],
+        "busy": [one.model_dump(mode="json") for one in runs],
+        "num_busy": num_busy,
+        "usage": await _usage(request),
+        "audit": [
+            {
+                "at": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.timestamp)),
+                "user_id": entry.user_id,
+                "event": entry.event,
+                "details": ", ".join(f"{k} {v}" for k, v in entry.details.items() if v != ""),
+            }
+            for entry in audit
+        ],
+    }
+
+
+async def _moving(request: Request) -> dict[str, Any]:
+    """What changes while one looks."""
+    service = service_of(request)
+    metrics: Metrics = request.app.state.metrics
+    place = service.place
+    rollouts, kept = service.rollouts, service.samples.kept
+    free = await asyncio.to_thread(lambda: shutil.disk_usage(service.config.data_dir).free)
+    return {
+        "at": time.time(),
+        "trouble": place.trouble(),
+        "uptime_s": metrics.uptime_s,
+        "workers": [
+            {
+                "name": member.name,
+                "is_ready": member.is_ready,
+                "is_moving": member.is_moving,
+                "starts": member.generation,
+                "memory_bytes": process_memory(getattr(member, "pid", 0)),
+            }
+            for member in place.pool.members
+        ],
+        "memory": {
+            "API process": process_memory(),
+            "results not fetched": kept.memory_bytes,
+            "request bodies": request.app.state.bodies.held_bytes,
+            "rollouts": rollouts.kept_bytes,
+        },
+        "disk": {"free": free, "results not fetched": kept.kept_bytes},
+        "queues": [
+            {"name": name, "places": gate.num_places, "waiting": gate.num_waiting}
+            for name, gate in (("training", place.training), ("sampling", place.sampling))
+        ],
+        "num_models": service.num_lanes,
+        "tokens": await _tokens(request),
+        "slow": [{**one, "age": age(one["at"])} for one in metrics.slow.told()],
+    }
+
+
+async def _tokens(request: Request) -> dict[str, float]:
+    """Tokens of this hour and the one before, by kind: two looks give a throughput."""
+    store = service_of(request).store
+    rows = await store.call(store.usage.totals, time.time() - HOUR_S)
+    sums: dict[str, float] = {}
+    for row in rows:
+        if row.kind in ("training", "sampling_prefill", "sampling_sample"):
+            sums[row.kind] = sums.get(row.kind, 0.0) + row.count
+    return sums
+
+
+async def _usage(request: Request) -> list[dict[str, Any]]:
+    """What each user's runs used in the last day, most training time first."""
+    store = service_of(request).store
+    rows = await store.call(store.usage.totals, time.time() - DAY_S)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = (row.user_id, row.model_id or "")
+        one = found.setdefault(key, {"user_id": key[0], "run_id": key[1], "counts": {}})
+        one["counts"][row.kind] = one["counts"].get(row.kind, 0.0) + row.count
+    order = sorted(found.values(), key=lambda one: -sum(one["counts"].values()))
+    return order[:MAX_RUNS]
+
+
+# ------------------------------------------------------------------------------------ changes
+
+
+def _back() -> Response:
+    return RedirectResponse("/console/server", status_code=303)
+
+
+@router.post("/server/keys")
+async def add_key(
+    request: Request,
+    admin: AdminVisitor,
+    _: Changing,
+    user_id: Annotated[str, Form(min_length=1, max_length=200)],
+    name: Text = "",
+    is_admin: Annotated[bool, Form()] = False,
+) -> Response:
+    key, made = await _oversight(request).add_key(
+        admin, user_id.strip(), name=name, is_admin=is_admin
+    )
+    return page(request, "server.html", admin, new_key=key, made=made, **await _facts(request))
+
+
+@router.post("/server/keys/revoke")
+async def revoke_key(
+    request: Request,
+    admin: AdminVisitor,
+    _: Changing,
+    key_id: Annotated[int, Form(ge=0, le=2**31 - 1)],
+) -> Response:
+    await _oversight(request).revoke_key(admin, key_id)
+    return _back()
+
+
+@router.post("/server/users")
+async def change_user(
+    request: Request,
+    admin: AdminVisitor,
+    _: Changing,
+    user_id: Text,
+    action: Text,
+    reason: Annotated[str, Form(max_length=1000)] = "",
+) -> Response:
+    """End a user's work, refuse the user, or let them in again."""
+    oversight = _oversight(request)
+    if action == "stop":
+        await oversight.stop_user(admin, user_id, reason)
+    elif action == "disable":
+        await oversight.disable(admin, user_id, reason)
+    elif action == "enable":
+        await oversight.enable(admin, user_id)
+    else:
+        raise ApiError(400, f"No action {action[:40]!r}; use stop, disable or enable.")
+    return _back()
+
+
+@router.post("/server/quotas")
+async def set_quota(
+    request: Request,
+    admin: AdminVisitor,
+    _: Changing,
+    user_id: Text,
+    name: Text,
+    limit: Annotated[str, Form(max_length=30)] = "",
+) -> Response:
+    """One limit of one user; an empty one goes back to the server's own."""
+    await _oversight(request).set_quotas(admin, user_id, {name: _amount(limit)})
+    return _back()
+
+
+def _amount(text: str) -> float | None:
+    if not text.strip():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 2**62:
+        raise ApiError(400, f"A limit is a number of at least 0, got {text[:30]!r}.")
+    return value
+
+
+@router.post("/server/runs/stop")
+async def stop_run(request: Request, admin: AdminVisitor, _: Changing, run_id: Text) -> Response:
+    await _oversight(request).stop_run(admin, run_id)
+    return _back()

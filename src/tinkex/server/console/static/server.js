@@ -1,0 +1,27 @@
+// The server's page: what moves is asked for again every few seconds.
+"use strict";
+
+let before = null;
+async function look() {
+  if (document.hidden) return;
+  const answer = await fetch("/console/api/server?brief=true").catch(() => null);
+  if (!answer || !answer.ok) return;
+  const told = await answer.json();
+  for (const place of document.querySelectorAll("[data-rate]")) {
+    const kind = place.dataset.rate;
+    const made = before ? (told.tokens[kind] || 0) - (before.tokens[kind] || 0) : 0;
+    if (before) place.textContent = short(Math.max(0, made / (told.at - before.at)));
+  }
+  for (const line of told.queues) {
+    const place = document.querySelector(`[data-waiting="${CSS.escape(line.name)}"]`);
+    if (place) place.textContent = line.waiting;
+  }
+  before = told;
+}
+look();
+setTimeout(look, 1500);
+setInterval(look, 5000);
+
+for (const form of document.querySelectorAll("form.asks")) {
+  form.addEventListener("submit", (event) => { if (!confirm(form.dataset.question)) event.preventDefault(); });
+}

@@ -1,0 +1,138 @@
+"""The server's page: administrators see all and change it by forms; nobody else gets in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from app_world import AppWorld, open_app
+from visits import HOSTILE, token_of
+
+ADMIN, ANN = "tml-admin", "tml-ann"
+TOKENS = [1, 2, 3, 4]
+FORMS = [
+    ("/console/server/keys", {"user_id": "eve"}),
+    ("/console/server/keys/revoke", {"key_id": "1"}),
+    ("/console/server/users", {"user_id": "ann", "action": "stop"}),
+    ("/console/server/quotas", {"user_id": "ann", "name": "models", "limit": "1"}),
+    ("/console/server/runs/stop", {"run_id": "x"}),
+]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[AppWorld]:
+    """Ann has trained a step; root has an admin key."""
+    async with open_app(tmp_path, api_keys=("tml-ann=ann",)) as world:
+        store = world.service.store
+        await store.call(store.accounts.ensure_user, "root")
+        await store.call(store.accounts.add_key, ADMIN, "root", is_admin=True)
+        model = await world.model(key=ANN)
+        await world.result((await world.train(model, 1, TOKENS, key=ANN)).json(), key=ANN)
+        await world.result((await world.step(model, 2, key=ANN)).json(), key=ANN)
+        world.run_id = model
+        yield world
+
+
+@asynccontextmanager
+async def log_in(world: AppWorld, key: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(world.app),
+        base_url="http://127.0.0.1:1",
+        follow_redirects=True,
+    ) as client:
+        assert (await client.post("/console/login", data={"key": key})).status_code == 200
+        yield client
+
+
+async def form(client: httpx.AsyncClient, path: str, **given: str) -> httpx.Response:
+    token = token_of((await client.get("/console")).text)
+    return await client.post(path, data={**given, "form_token": token})
+
+
+async def test_an_ordinary_key_gets_nowhere(world):
+    async with log_in(world, ANN) as ann:
+        assert "/console/server" not in (await ann.get("/console")).text
+        for path in ("/console/server", "/console/api/server", "/console?everyone=true"):
+            assert (await ann.get(path)).status_code == 403, path
+        for path, given in FORMS:
+            assert (await form(ann, path, **given)).status_code == 403, path
+
+
+async def test_a_change_needs_a_form_of_the_page(world):
+    async with log_in(world, ADMIN) as root:
+        for path, given in FORMS:
+            assert (await root.post(path, data=given)).status_code == 403, path
+
+
+async def test_the_page_shows_health_users_usage_and_audit(world):
+    async with log_in(world, ADMIN) as root:
+        world.service.store.flush()
+        page = (await root.get("/console/server")).text
+        told = (await root.get("/console/api/server")).json()
+    assert "healthy" in page
+    assert {user["user_id"] for user in told["users"]} >= {"ann", "root"}
+    usage = next(one for one in told["usage"] if one["run_id"] == world.run_id)
+    assert usage["user_id"] == "ann"
+    assert usage["counts"]["training"] == len(TOKENS)
+    assert usage["counts"]["device_seconds"] > 0
+    assert told["workers"][0]["is_ready"]
+    assert any(entry["event"] == "login" for entry in told["audit"])
+
+
+async def test_a_key_is_made_shown_once_and_revoked(world):
+    async with log_in(world, ADMIN) as root:
+        page = (await form(root, "/console/server/keys", user_id="eve", name=HOSTILE)).text
+        key = re.search(r'id="new-key">(tml-[\w-]+)<', page)[1]
+        assert HOSTILE not in page
+        assert key not in (await root.get("/console/server")).text
+        async with log_in(world, key) as eve:
+            assert (await eve.get("/console/api/runs")).json()["total"] == 0
+        told = (await root.get("/console/api/server")).json()
+        number = next(one["key_id"] for one in told["keys"] if one["user_id"] == "eve")
+        await form(root, "/console/server/keys/revoke", key_id=str(number))
+        told = (await root.get("/console/api/server")).json()
+        assert [one for one in told["keys"] if one["user_id"] == "eve"] == []
+    stranger = httpx.AsyncClient(transport=httpx.ASGITransport(world.app), base_url="http://l:1")
+    assert (await stranger.post("/console/login", data={"key": key})).status_code == 401
+
+
+async def test_users_are_limited_disabled_and_let_in_again(world):
+    async with log_in(world, ADMIN) as root:
+        page = await form(root, "/console/server/quotas", user_id="ann", name="models", limit="7")
+        assert "models 7" in page.text
+        wrong = await form(root, "/console/server/quotas", user_id="ann", name="models", limit="-")
+        assert (wrong.status_code, "at least 0" in wrong.text) == (400, True)
+        await form(root, "/console/server/users", user_id="ann", action="disable")
+        denied = await world.post("auth/token", {}, key=ANN)
+        assert denied.status_code == 403
+        await form(root, "/console/server/users", user_id="ann", action="enable")
+        assert (await world.post("auth/token", {}, key=ANN)).status_code == 200
+
+
+async def test_an_administrator_sees_all_runs_and_changes_none_of_them(world):
+    async with log_in(world, ADMIN) as root:
+        assert (await root.get("/console/api/runs")).json()["total"] == 0
+        everyone = (await root.get("/console/api/runs?everyone=true")).json()
+        assert [run["owner"] for run in everyone["runs"]] == ["ann"]
+        page = await root.get(f"/console/runs/{world.run_id}")
+        assert (page.status_code, "of ann" in page.text) == (200, True)
+        assert (await root.get(f"/console/runs/{world.run_id}/rollouts")).status_code == 404
+        tagged = await form(root, "/console/tags", run=world.run_id, tags="mine")
+        assert tagged.status_code == 404
+
+
+async def test_slow_requests_are_shown_and_polls_are_not_among_them(world):
+    metrics = world.app.state.metrics
+    metrics.observe("/api/v1/retrieve_future", 200, 30.0, "ann")
+    metrics.observe("/api/v1/save_weights", 200, 0.5, "ann")
+    for number in range(50):
+        metrics.observe("/api/v1/create_model", 200, 2.0 + number, HOSTILE)
+    async with log_in(world, ADMIN) as root:
+        slow = (await root.get("/console/api/server?brief=true")).json()["slow"]
+        assert [one["seconds"] for one in slow] == [51.0 - number for number in range(20)]
+        assert {one["route"] for one in slow} == {"/api/v1/create_model"}
+        assert HOSTILE not in (await root.get("/console/server")).text
