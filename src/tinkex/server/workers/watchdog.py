@@ -3,7 +3,8 @@
 Every job gets a budget by its size, counted anew whenever the engine gets on: a turn of its thread
 (a training pass, a decode step), an answer, a word about its progress. The watchdog looks once a
 second at what the engine says of itself (`engine.pulse`). Loading a base model has a budget of its
-own.
+own. A process that does not run at all, not even its thread that only counts, was stopped from
+outside or is starved; that is noticed sooner, and no job is failed for it at the first time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Budget:
     """More for each token of the job it works on."""
     load_s: float = 3600.0
     """For loading a base model."""
+    breath_s: float = 30.0
+    """For a process that has work and does not run at all."""
 
 
 class Watchdog:
@@ -35,7 +38,7 @@ class Watchdog:
         self._budget = budget
         self._clock = clock
         self._beat = Beat()
-        self._moved_at = clock()
+        self._moved_at = self._breathed_at = clock()
         self._num_tokens: dict[str, int] = {}
         self._samples: set[str] = set()
 
@@ -60,6 +63,8 @@ class Watchdog:
         idles = not beat.is_busy and beat.num_breaths != before.num_breaths
         if beat.num_turns != before.num_turns or idles:
             self.heard()
+        if beat.num_breaths != before.num_breaths or not beat.num_breaths:  # 0: it does not count
+            self._breathed_at = self._clock()
         self._beat = beat
 
     # ------------------------------------------------------------------------ what it says
@@ -72,10 +77,20 @@ class Watchdog:
     @property
     def suspects(self) -> list[str]:
         """The jobs that the engine works on. None when it samples: many share a step there."""
+        if self._is_frozen:
+            return []
         return [job_id for job_id in self._beat.job_ids if job_id in self._num_tokens]
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether the process has not run for the better part of the time without progress."""
+        now = self._clock()
+        return now - self._breathed_at > max(1.0, (now - self._moved_at) / 2)
 
     def is_blameless(self, job_id: str) -> bool:
         """A sample may be the reason when nothing better is known; what only waits is not."""
+        if self._is_frozen:
+            return job_id not in self._beat.job_ids
         return bool(self.suspects) or job_id not in self._samples
 
     def limit_s(self) -> float:
@@ -88,6 +103,7 @@ class Watchdog:
         """Look once a second until the engine hangs; says how it shows."""
         self._beat = Beat()
         self.heard()
+        self._breathed_at = self._clock()
         tick_s = min(1.0, self._budget.turn_s / 4)
         while True:
             slept_at = self._clock()
@@ -95,10 +111,15 @@ class Watchdog:
             late_s = self._clock() - slept_at - tick_s
             if late_s > tick_s:  # it is this process that hung: events wait unread
                 self._moved_at += late_s
+                self._breathed_at += late_s
             self.beat(look())
             quiet_s = self._clock() - self._moved_at
             if self._num_tokens and quiet_s > self.limit_s():
                 return f"no progress in {quiet_s:.0f} s"
+            breathless_s = min(quiet_s, self._clock() - self._breathed_at)
+            if self._num_tokens and not self._beat.is_loading:
+                if breathless_s > self._budget.breath_s:
+                    return f"its process has not run for {breathless_s:.0f} s"
 
 
 def _num_tokens(job: Job) -> int:
