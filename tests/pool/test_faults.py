@@ -87,7 +87,9 @@ async def test_members_that_are_killed_cost_time_and_nothing_else(tmp_path: Path
             members = await run.shared(3)
             await run.step(lambda members=members, v=victim: os.kill(members[v].pid, 9))
             await run.step()
-        assert await world.service.store.call(world.service.store.flush) is None
+        text = (await world.http.get("/metrics")).text
+        assert 'tinkex_training_seconds{phase="reduce"}' in text
+        assert run.pool.seconds["reduce"] > 0
     assert run.losses == await calm(tmp_path / "calm", 9)
 
 

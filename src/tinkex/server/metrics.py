@@ -100,6 +100,12 @@ class Metrics:
                 ("connections_refused", "Connections refused since the server started"),
             )
         }
+        self._training = Gauge(
+            "tinkex_training_seconds",
+            "Seconds of training passes and steps since the server started",
+            ["phase"],
+            registry=self._registry,
+        )
         self._started = time.monotonic()
         self.slow = SlowRequests()
         self._worst_lag_s = 0.0
@@ -156,6 +162,8 @@ class Metrics:
         }
         for name, value in values.items():
             self._gauges[name].set(value)
+        for phase in ("compute", "wait", "reduce", "transfer"):
+            self._training.labels(phase).set(place.pool.seconds.get(phase, 0.0))
         return generate_latest(self._registry)
 
 

@@ -337,7 +337,7 @@ class ToyEngine:
                 with_optimizer=with_optimizer,
                 with_gradients=manifest["has_gradients"],
             )
-        if self.config.adapter_bytes and np.fromfile(folder / BALLAST, np.uint8).any():
+        if (size := self.config.adapter_bytes) and len(np.fromfile(folder / BALLAST, "u1")) != size:
             raise InvalidInputError(f"{BALLAST} of {folder.name} is damaged")
         return adapter
 

@@ -405,7 +405,8 @@ class Home:
         began, loaded = time.perf_counter(), list[Answer]()
         try:
             await saved
-            for seat in [Seat(member, member.generation) for member in members]:
+            wanted = [] if self._is_broken else members
+            for seat in [Seat(member, member.generation) for member in wanted]:
                 job = LoadAdapterJob(
                     job_id=_id(),
                     adapter_id=self._adapter_id,
@@ -415,9 +416,8 @@ class Home:
                 )
                 loaded.append(answer := seat.post(job))
                 answer.add_done_callback(partial(self._note_load, seat))
-                if not self._is_broken:
-                    self.seats.append(seat)
-        except (EngineError, InvalidInputError, asyncio.CancelledError) as exc:
+                self.seats.append(seat)
+        except (EngineError, InvalidInputError) as exc:
             logger.warning("%s is not shared: %s", self._adapter_id, exc)
             self._unfit.update((id(member), member.generation) for member in members)
         finally:
@@ -425,8 +425,8 @@ class Home:
             self._go_on()
         await asyncio.gather(*loaded, return_exceptions=True)
         self._join_s = time.perf_counter() - began
-        await asyncio.to_thread(shutil.rmtree, folder, True)
         logger.info("%s is shared by %d workers", self._adapter_id, len(self.seats))
+        await asyncio.to_thread(shutil.rmtree, folder, True)
 
     def _note_load(self, seat: Seat, answer: Answer) -> None:
         if answer.cancelled() or answer.exception() is None:
