@@ -93,6 +93,7 @@ bench: $(STAMP)
 
 # All pages as a site in build/site, with search that works offline; a broken link fails.
 docs: $(STAMP)
+	$(BIN)/python dev/reference.py
 	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 
