@@ -149,7 +149,12 @@ def test_the_commands_of_a_block_succeed(block, capsys):
 @pytest.mark.parametrize("block", of("console setup"), ids=lambda block: block.where)
 def test_commands_that_do_not_run_here_have_real_names_and_options(block):
     for command in commands(block):
-        words = [w for w in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", w)]
+        # What a shell would put in or take away: a path from a file, an output to a file.
+        plain = re.sub(r"\$\([^)]*\)", "tinker://RUN/sampler_weights/NAME", command)
+        plain = re.sub(r"\s>\s*\S+$", "", plain)
+        if "<<" in plain:
+            continue
+        words = [w for w in shlex.split(plain, comments=True) if not re.match(r"[A-Z_]+=", w)]
         if words[:1] == ["tinkex"]:
             parse(words[1:])
         elif words[:2] == ["make"] or words[:1] == ["make"]:
