@@ -12,6 +12,9 @@ from typing import Any
 
 from tinkex.errors import InvalidInputError
 
+MANIFESTS = ("tinkex.json", "manifest.json")
+"""Of the engine, and of the toy."""
+
 
 def write_whole(
     target: Path,
@@ -47,6 +50,17 @@ def write_whole(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return size_bytes
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What an engine of ours wrote about a folder; empty for folders from elsewhere."""
+    for name in MANIFESTS:
+        try:
+            found = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError):
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def make_safe(folder: str | Path) -> None:

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from tinkex.types.sampling.samplers import (
         JoinSamplingSessionResponse as JoinSamplingSessionResponse,
     )
+    from tinkex.types.sampling.snapshot import WeightsSnapshot as WeightsSnapshot
     from tinkex.types.sampling.stop_reason import StopReason as StopReason
     from tinkex.types.sampling.trajectory import Trajectory as Trajectory
     from tinkex.types.sampling.trajectory import TrajectoryAnswer as TrajectoryAnswer
@@ -372,6 +373,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SampleResponse",
         "SampledSequence",
     ),
+    "sampling.snapshot": ("WeightsSnapshot",),
     "sampling.samplers": (
         "CreateSamplingSessionResponse",
         "GetSamplerResponse",

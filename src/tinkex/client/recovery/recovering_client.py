@@ -135,7 +135,7 @@ class RecoveringTrainingClient(TrainingClient):
         self.client = run
         """The client of the current run; another one after a recovery."""
         self.holder, self.model_id, self.model_seq_id = run.holder, run.model_id, run.model_seq_id
-        self.base_model = run.base_model
+        self.base_model, self._steps = run.base_model, run._steps
         run._watch = QueueWatch(f"Training of {run.model_id}", self)
         self._lost = self._rebuilding = None
         self.run_ids.append(run.model_id)

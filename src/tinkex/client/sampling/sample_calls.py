@@ -48,6 +48,7 @@ class SampleCalls:
         record_stability_info: bool = False,
         is_clone: bool = False,
         base_model: str | None = None,
+        model_path: str | None = None,
     ) -> None:
         self.holder = holder
         self.sampling_session_id = sampling_session_id
@@ -63,6 +64,7 @@ class SampleCalls:
         self._collector: Collector | None = None
         self._batch: BatchSubmitter | None = None
         self._base_model_name = base_model
+        self._model_path = model_path
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
@@ -74,6 +76,19 @@ class SampleCalls:
         if self._clone_id is None:
             await self._join()
         return fields.body(self.sampling_session_id, self._next_seq_id())
+
+    def stamped(self, answer: types.SampleResponse, said: Any) -> types.SampleResponse:
+        """The answer, each sequence with the weights that made it, as far as they are known."""
+        facts = said if isinstance(said, dict) else {}
+        step, content = facts.get("step"), facts.get("content")
+        made_by = types.WeightsSnapshot(
+            self.sampling_session_id,
+            path=facts.get("path") or self._model_path,
+            step=step if isinstance(step, int) else None,
+            content=content if isinstance(content, str) else None,
+        )
+        answer.sequences[:] = [sequence.made_by(made_by) for sequence in answer.sequences]
+        return answer
 
     # -- one sample
 
@@ -145,7 +160,8 @@ class SampleCalls:
         except asyncio.CancelledError:
             self._forget(request_id)
             raise
-        return fields.finished(answer, promise.get("sample_sequence_ids"))
+        finished = fields.finished(answer, promise.get("sample_sequence_ids"))
+        return self.stamped(finished, promise.get("snapshot"))
 
     def _forget(self, request_id: str) -> None:
         self.holder.cancel_sample(request_id)

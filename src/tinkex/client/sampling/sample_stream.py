@@ -123,7 +123,8 @@ class SampleStream:
             )
             return False
         if kind == "done":
-            self._result = types.SampleResponse._from_dict(event)
+            whole = types.SampleResponse._from_dict(event)
+            self._result = self._client.stamped(whole, event.get("snapshot"))
             return True
         if kind == "error":
             raise RequestFailedError(

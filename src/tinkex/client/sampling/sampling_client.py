@@ -103,6 +103,7 @@ class SamplingClient(SampleCalls):
             retry_config=retry_config,
             record_stability_info=record_stability_info,
             base_model=base_model if model_path is None else None,
+            model_path=model_path,
         )
 
     # -- sampling

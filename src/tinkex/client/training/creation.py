@@ -51,7 +51,10 @@ async def create_from_state(
     promise = await holder.post("load_weights", request, types.UntypedAPIFuture, waiting=waiting)
     expect = Expect("LoadWeights", types.LoadWeightsResponse)
     await holder.poller.wait(promise.request_id, expect, waiting=waiting)
-    return TrainingClient(holder, number, f"{holder.session_id}:train:{number}", wanted.base_model)
+    model_id = f"{holder.session_id}:train:{number}"
+    client = TrainingClient(holder, number, model_id, wanted.base_model)
+    client._steps.loaded()
+    return client
 
 
 async def _create_then_load(

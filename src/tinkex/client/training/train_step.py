@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tinkex import types
 
@@ -15,11 +16,14 @@ class TrainStepResult:
 
     forward_backward: types.ForwardBackwardOutput
     optim_step: types.OptimStepResponse
+    ages: Mapping[str, float] = field(default_factory=dict)
+    """How old the samples are that it trained on, when it was told which."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of both halves; a name they share is the optimizer's."""
-        return {**self.forward_backward.metrics, **(self.optim_step.metrics or {})}
+        """The metrics of both halves, and ages; a name they share is the optimizer's."""
+        halves = {**self.forward_backward.metrics, **(self.optim_step.metrics or {})}
+        return {**halves, **self.ages}
 
     @property
     def loss(self) -> float | None:

@@ -21,6 +21,7 @@ from tinkex.client.http import codec
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.session.holder import Holder
+from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import Part, Submission, SubmitQueue
 from tinkex.wire import requests
 from tinkex.wire.chunking import combine
@@ -47,6 +48,7 @@ class TrainingCalls:
         self._submits = SubmitQueue(holder)
         self._watch = QueueWatch(f"Training of {model_id}", self)
         self._open: set[APIFuture[Any]] = set()
+        self._steps = StepCount()
         self._warned_of_no_signal = False
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tinkex import types
@@ -18,9 +19,11 @@ from tinkex.client.direct import DirectFuture, awaited, submitted
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
+from tinkex.client.training.sample_age import Fresh, keep_fresh
 from tinkex.client.training.submission import Part
 from tinkex.client.training.train_step import TrainStepResult
 from tinkex.client.training.training_calls import TrainingCalls
+from tinkex.errors import InvalidInputError
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 
@@ -89,7 +92,17 @@ class TrainingClient(TrainingCalls):
 
         request = types.OptimStepRequest(optim_params=params, model_id=self.model_id)
         expect = Expect("OptimStep", types.OptimStepResponse)
-        return self._submit_json("optim_step", request, expect)
+        with self._lock:
+            number = self._steps.asked()
+            future = self._submit_json("optim_step", request, expect)
+        future.add_done_callback(lambda done: self._count_step(number, done))
+        return future
+
+    def _count_step(self, number: int, done: Future[types.OptimStepResponse]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            step = (done.result().metrics or {}).get("step:max")
+            if step is not None:
+                self._steps.told(number, step)
 
     optim_step_async = submitted(optim_step)
 
@@ -101,6 +114,9 @@ class TrainingClient(TrainingCalls):
         loss_fn_config: Mapping[str, float | str] | None = None,
         *,
         skip_without_signal: bool = False,
+        samples: Sequence[types.SampledSequence | None] | None = None,
+        max_age_steps: int | None = None,
+        drop_stale: bool = False,
     ) -> APIFuture[TrainStepResult]:
         """`forward_backward` and `optim_step`, submitted together: one whole training step.
 
@@ -109,11 +125,22 @@ class TrainingClient(TrainingCalls):
         Args:
             skip_without_signal: When every advantage is zero, only compute the loss: nothing is
                 gathered, no step is made, and the metrics have `skipped:max` 1.
+            samples: The sampled sequence that each datum was made from, None for one that was not
+                sampled. The metrics then say how many steps ago their weights were frozen
+                (`sample_age_steps:mean` and `:max`).
+            max_age_steps: Refuse the step when a sample is older than this, or does not say.
+            drop_stale: Leave such datums out instead; `samples_dropped:sum` counts them.
         """
         validation.check_optim_params(optim_params, None)
         data = list(data)
+        ages: dict[str, float] = {}
+        if samples is not None:
+            fresh = self._fresh(data, samples, max_age_steps, drop_stale)
+            data, ages = [data[place] for place in fresh.kept], fresh.metrics
+        elif max_age_steps is not None:
+            raise InvalidInputError("needs `samples`, which say how old they are", path="samples")
         if skip_without_signal and not validation.has_signal(data):
-            return self._skipped_step(self.forward(data, loss_fn, loss_fn_config))
+            return self._skipped_step(self.forward(data, loss_fn, loss_fn_config), ages)
         with self._lock:
             loss = self.forward_backward(data, loss_fn, loss_fn_config)
             step = self.optim_step(optim_params)
@@ -123,7 +150,7 @@ class TrainingClient(TrainingCalls):
             try:
                 first = await loss
                 future.follow(step)
-                return TrainStepResult(first, await step)
+                return TrainStepResult(first, await step, ages)
             finally:
                 step.cancel()  # no effect once it ended; else nobody would hear its error
 
@@ -133,12 +160,27 @@ class TrainingClient(TrainingCalls):
 
     train_step_async = submitted(train_step)
 
+    def _fresh(
+        self,
+        data: Sequence[types.Datum],
+        samples: Sequence[types.SampledSequence | None],
+        max_age_steps: int | None,
+        drop_stale: bool,
+    ) -> Fresh:
+        if len(samples) != len(data):
+            raise InvalidInputError(
+                f"expected one for each of the {len(data)} datums, got {len(samples)}",
+                path="samples",
+            )
+        ages = [self._steps.age(sequence) for sequence in samples]
+        return keep_fresh(ages, max_age_steps=max_age_steps, drop_stale=drop_stale)
+
     def _skipped_step(
-        self, loss: APIFuture[types.ForwardBackwardOutput]
+        self, loss: APIFuture[types.ForwardBackwardOutput], ages: dict[str, float]
     ) -> APIFuture[TrainStepResult]:
         async def without_step(waiting: Waiting) -> TrainStepResult:
             skipped = types.OptimStepResponse(metrics={"skipped:max": 1.0})
-            return TrainStepResult(await loss, skipped)
+            return TrainStepResult(await loss, skipped, ages)
 
         future = spawn(without_step)
         future.follow(loss)
@@ -301,7 +343,9 @@ class TrainingClient(TrainingCalls):
             weights_access_token=weights_access_token,
         )
         expect = Expect("LoadWeights", types.LoadWeightsResponse)
-        return self._submit_json("load_weights", request, expect)
+        with self._lock:
+            self._steps.loaded()
+            return self._submit_json("load_weights", request, expect)
 
     # -- sampling
 
@@ -346,10 +390,14 @@ class TrainingClient(TrainingCalls):
             return self._json_call("save_weights_for_sampler", request, max_retries=0)
 
         expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponseInternal)
-        saved = self._submit("save_weights_for_sampler", [Part(encode)], expect)
+        with self._lock:
+            num_steps = self._steps.num_asked
+            saved = self._submit("save_weights_for_sampler", [Part(encode)], expect)
 
         async def make(waiting: Waiting) -> SamplingClient:
             answer = await saved
+            if answer.sampling_session_id is not None:
+                self._steps.saved(answer.sampling_session_id, num_steps)
             return await SamplingClient._make(
                 holder,
                 model_path=answer.path if answer.sampling_session_id is None else None,

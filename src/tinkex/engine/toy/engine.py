@@ -9,6 +9,7 @@ not. It knows nothing of tensors, devices or HTTP.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import json
@@ -556,6 +557,7 @@ def _capture(
         "lora": asdict(lora),
         "optimizer": adapter.optimizer,
         "step": adapter.step,
+        "content_sha256": hashlib.sha256(arrays["state"][:, 0].tobytes()).hexdigest(),
         "has_optimizer": job.with_optimizer,
         "has_gradients": job.with_gradients,
     }

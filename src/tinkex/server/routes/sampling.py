@@ -85,7 +85,8 @@ async def _one_of_many(service: Service, user: User, item: Any) -> dict[str, Any
         if not isinstance(item, dict):
             raise InvalidInputError("must be an object", path="requests")
         asked = json_codec.read(types.SampleRequest, item)
-        return _promise(await service.samples.submit(user, asked, item))
+        accepted = await service.samples.submit(user, asked, item)
+        return _promise(accepted) | {"snapshot": accepted.snapshot}
     except InvalidInputError as exc:
         return {"status": 400, "error": str(exc), "category": "user"}
     except ApiError as exc:
@@ -109,11 +110,12 @@ async def sample_stream(request: Request, user: CurrentUser) -> Response:
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
         if getattr(asked, name):
             raise NotSupportedError("a stream does not carry it; use asample.", path=name)
+    snapshot = await service.samples.snapshot(user, asked)
     events: asyncio.Queue[Event | None] = asyncio.Queue()
     promise, task, sequence_ids = await service.samples.stream(user, asked, events.put_nowait)
     promise.on_settle = lambda _: events.put_nowait(None)
     return StreamingResponse(
-        _events(promise, task, events, sequence_ids),
+        _events(promise, task, events, sequence_ids, snapshot),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
@@ -124,13 +126,14 @@ async def _events(
     task: asyncio.Task[None],
     events: asyncio.Queue[Event | None],
     sequence_ids: tuple[str, ...],
+    snapshot: dict[str, Any],
 ) -> AsyncIterator[bytes]:
     try:
         while (event := await events.get()) is not None:
             if isinstance(event, Tokens):
                 yield _sse("tokens", _tokens(event, sequence_ids))
         assert promise.outcome is not None
-        yield _last(promise.outcome, sequence_ids)
+        yield _last(promise.outcome, sequence_ids, snapshot)
     finally:
         task.cancel()
 
@@ -146,9 +149,10 @@ def _tokens(event: Tokens, sequence_ids: tuple[str, ...]) -> bytes:
     )
 
 
-def _last(outcome: Outcome, sequence_ids: tuple[str, ...]) -> bytes:
+def _last(outcome: Outcome, sequence_ids: tuple[str, ...], snapshot: dict[str, Any]) -> bytes:
     if outcome.ok:
-        return _sse("done", encode.sample_json(outcome.payload, sequence_ids))
+        whole = encode.sample_json(outcome.payload, sequence_ids)
+        return _sse("done", whole[:-1] + b',"snapshot":' + orjson.dumps(snapshot) + b"}")
     category = outcome.category if outcome.category in ("user", "server") else "user"
     return _sse("error", orjson.dumps({"error": outcome.error, "category": category}))
 

@@ -31,6 +31,7 @@ from tinkex.server.problems import ApiError
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.open_work import OpenWork
+from tinkex.server.work.origins import Origins
 from tinkex.server.workers.place import Place
 from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
 from tinkex.types import SampleRequest
@@ -48,6 +49,8 @@ ACCESS_S = 1.0
 class Accepted:
     promise: Promise
     sequence_ids: tuple[str, ...]
+    snapshot: dict[str, Any]
+    """Which weights it is from; see `Origins`."""
 
 
 class Samples:
@@ -83,6 +86,7 @@ class Samples:
         self._open_work = open_work
         self._num_open: Counter[str] = Counter()  # samples of each user that wait or run
         self._on_sampled = on_sampled
+        self._origins = Origins(shelf)
         self._on_use = on_use  # a session shows a sign of life, if it may
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
         self._logs: dict[tuple[str, int], FinishedLog] = {}
@@ -195,6 +199,7 @@ class Samples:
             ApiError: 429 when too many wait.
         """
         session = await self._session_of(user, asked)
+        snapshot = await self._origins.of(session)
         request_id = self._request_id(session, asked)
         digest = hashlib.blake2b(
             orjson.dumps(fields, option=orjson.OPT_SORT_KEYS), digest_size=16
@@ -207,11 +212,12 @@ class Samples:
                     "every sample needs a new number.",
                     path="seq_id",
                 )
-            return Accepted(known, _sequence_ids(request_id, asked.num_samples))
+            return Accepted(known, _sequence_ids(request_id, asked.num_samples), snapshot)
         job = await self._job(session, asked)
         self._check_room(user.user_id)
         self._quotas.check(user.user_id, "result_bytes", self.kept.bytes_of(user.user_id))
-        return self._start(user, session, request_id, job, digest)
+        promise = self._start(user, session, request_id, job, digest)
+        return Accepted(promise, _sequence_ids(request_id, job.num_samples), snapshot)
 
     def _check_room(self, user_id: str) -> None:
         """Refuse a sample when too many wait, in all or of this user.
@@ -247,6 +253,10 @@ class Samples:
         promise = Promise(request_id, user.user_id, "Sample")
         task = self._launch(promise, user, session, job, on_event)
         return promise, task, _sequence_ids(request_id, job.num_samples)
+
+    async def snapshot(self, user: User, asked: SampleRequest) -> dict[str, Any]:
+        """Which weights a request would sample from."""
+        return await self._origins.of(await self._session_of(user, asked))
 
     async def _session_of(self, user: User, asked: SampleRequest) -> SamplingSession:
         if asked.sampling_session_id is not None:
@@ -300,7 +310,7 @@ class Samples:
         request_id: str,
         job: SampleJob,
         digest: bytes,
-    ) -> Accepted:
+    ) -> Promise:
         self._ledger.promised(request_id)
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
@@ -309,7 +319,7 @@ class Samples:
             self._pending.setdefault(key, {})[request_id] = promise
         task = self._launch(promise, user, session, job, None)
         promise.cancel = task.cancel  # type: ignore[assignment]
-        return Accepted(promise, _sequence_ids(request_id, job.num_samples))
+        return promise
 
     def _settled(self, promise: Promise) -> None:
         self._promises.settled(promise)

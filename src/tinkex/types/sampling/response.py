@@ -17,6 +17,7 @@ from tinkex.types._value import Value, comparable, nest, readonly, set_field, sh
 from tinkex.types.data.arrays import pack_flat, token_array
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.data.topk_logprobs import TopkList, TopkLogprobs
+from tinkex.types.sampling.snapshot import WeightsSnapshot
 from tinkex.types.sampling.stop_reason import StopReason
 
 
@@ -31,7 +32,8 @@ class PromptAltTokens:
 class SampledSequence(Value):
     """One sampled sequence. `tokens`, `logprobs` and `topk_logprobs` are lists made on first use.
 
-    `sequence_id` is empty when the server is too old to give ids.
+    `sequence_id` is empty when the server is too old to give ids. `snapshot` says which weights
+    made it, where a client sampled it; equality does not look at it.
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class SampledSequence(Value):
         "_tokens",
         "logprobs_np",
         "sequence_id",
+        "snapshot",
         "stop_reason",
         "tokens_np",
         "topk_logprobs_np",
@@ -48,6 +51,7 @@ class SampledSequence(Value):
     tokens_np: NDArray[np.int32]
     logprobs_np: NDArray[np.float32] | None
     topk_logprobs_np: TopkLogprobs | None
+    snapshot: WeightsSnapshot | None
     _tokens: list[int] | None
     _logprobs: list[float] | None
 
@@ -72,6 +76,7 @@ class SampledSequence(Value):
         set_field(self, "tokens_np", token_array([] if given is None else given))
         set_field(self, "logprobs_np", None if values is None else logprob_array(values))
         set_field(self, "topk_logprobs_np", topk_logprobs_np)
+        set_field(self, "snapshot", None)
         set_field(self, "_tokens", None)
         set_field(self, "_logprobs", None)
 
@@ -83,6 +88,7 @@ class SampledSequence(Value):
         tokens_np: NDArray[np.int32],
         logprobs_np: NDArray[np.float32] | None,
         topk_logprobs_np: TopkLogprobs | None = None,
+        snapshot: WeightsSnapshot | None = None,
     ) -> Self:
         """Take arrays of the right dtype as they are."""
         made = cls.__new__(cls)
@@ -91,9 +97,15 @@ class SampledSequence(Value):
         set_field(made, "tokens_np", tokens_np)
         set_field(made, "logprobs_np", logprobs_np)
         set_field(made, "topk_logprobs_np", topk_logprobs_np)
+        set_field(made, "snapshot", snapshot)
         set_field(made, "_tokens", None)
         set_field(made, "_logprobs", None)
         return made
+
+    def made_by(self, snapshot: WeightsSnapshot) -> Self:
+        """The same sequence, with the weights that made it."""
+        arrays = self.tokens_np, self.logprobs_np, self.topk_logprobs_np
+        return self.wrap(self.stop_reason, self.sequence_id, *arrays, snapshot)
 
     @property
     def tokens(self) -> list[int]:
