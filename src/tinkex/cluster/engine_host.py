@@ -17,12 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinkex.cluster import job_paths
 from tinkex.engine import pulse
-from tinkex.engine.jobs import Done, Engine, Event, Failed, Job, SaveAdapterJob
+from tinkex.engine.jobs import Done, Engine, Event, Failed, Job
 from tinkex.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,23 +40,23 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove a folder that no job here needs."""
+    """Remove what no job here needs."""
 
-    folder: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A job that wrote a folder is done; the folder is still on the node."""
+    """A job that wrote a folder or a file is done; what it wrote is still on the node."""
 
     done: Done
-    folder: str
+    path: str
     """On the server."""
     sizes: dict[str, int]
     is_ephemeral: bool
     """It need not outlive the server's machine at once."""
-    is_for_sampling: bool
-    """It stays on the node, to be sampled from."""
+    stays: bool
+    """It is needed on the node too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ class EngineHost:
         if isinstance(message, Cancel):
             self._engine.cancel(message.job_id)
         elif isinstance(message, Forget):
-            shutil.rmtree(self._path(message.folder), ignore_errors=True)
+            remove(self._path(message.path))
         else:
             self._submit(self._engine, message)
 
@@ -146,15 +147,17 @@ class EngineHost:
         return pickle.dumps(found, protocol=5), pulse.look(self._memory)
 
     def _emitter(self, job: Job) -> Callable[[Event], None]:
-        if not isinstance(job, SaveAdapterJob):
+        path = job_paths.written_by(job)
+        if path is None:
             return self._events.put
+        # Gradients are read again by the one who wrote them, and nobody needs them after a crash.
+        is_ephemeral, stays = getattr(job, "ephemeral", True), getattr(job, "for_sampling", True)
 
         def emit(event: Event) -> None:
             if isinstance(event, Done):
-                here = self._path(job.folder)
-                sizes = {file.name: file.stat().st_size for file in sorted(here.iterdir())}
-                written = Written(event, job.folder, sizes, job.ephemeral, job.for_sampling)
-                self._events.put(written)
+                files = job_paths.parts(self._path(path))
+                sizes = {name: file.stat().st_size for name, file in files}
+                self._events.put(Written(event, path, sizes, is_ephemeral, stays))
             else:
                 self._events.put(event)
 
@@ -166,28 +169,37 @@ class EngineHost:
         return self._scratch / folder.lstrip("/")
 
     def _moved_here(self, job: Job) -> Job:
-        changes: dict[str, Any] = {k: str(self._path(v)) for k, v in folders_of(job).items()}
-        return replace(job, **changes)
+        if (path := job_paths.written_by(job)) is not None:
+            self._path(path).parent.mkdir(parents=True, exist_ok=True)
+        return job_paths.moved(job, self._path)
 
-    def receive(self, folder: str, sizes: dict[str, int], *pieces: Any) -> None:
-        """Write a folder of the server: the bytes of its files, one after the other."""
-        here = self._path(folder)
+    def receive(self, path: str, sizes: dict[str, int], *pieces: Any) -> None:
+        """Write a folder or file of the server: the bytes of its files, one after the other."""
+        here = self._path(path)
         if here.exists():
             return
         aside = here.with_name(f".{here.name}.new")
-        aside.mkdir(parents=True, exist_ok=True)
+        here.parent.mkdir(parents=True, exist_ok=True)
+        if job_paths.WHOLE not in sizes:
+            aside.mkdir(exist_ok=True)
         left = list(pieces)
         for name, size in sizes.items():
             with (aside / name).open("wb") as out:
                 while size:
-                    piece = left.pop(0)
-                    size -= out.write(piece)
+                    size -= out.write(left.pop(0))
         aside.rename(here)
 
-    def read(self, folder: str, name: str, start: int, size: int) -> bytes:
-        with (self._path(folder) / name).open("rb") as stream:
+    def read(self, path: str, name: str, start: int, size: int) -> bytes:
+        with (self._path(path) / name).open("rb") as stream:
             stream.seek(start)
             return stream.read(size)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def clear_scratch() -> None:
@@ -196,9 +208,3 @@ def clear_scratch() -> None:
         pid = folder.name.removeprefix(_SCRATCH).partition("-")[0]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def folders_of(job: Job) -> dict[str, str]:
-    """The fields of a job that name a folder on the server, and what they say."""
-    found = {name: getattr(job, name, None) for name in ("folder", "adapter_folder")}
-    return {name: path for name, path in found.items() if path is not None}

@@ -1,4 +1,4 @@
-"""Folders on their way to engines: read once, put into the cluster's object store once.
+"""Folders and files on their way to engines: read once, put into the object store once.
 
 Several engines need the same weights at about the same moment, so the last few folders are kept
 there; ray brings them from node to node.
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tinkex.cluster import job_paths
 from tinkex.errors import EngineError
 
 PIECE_BYTES = 16 << 20
@@ -32,30 +33,30 @@ class Parcels:
         self._ray = ray
         self._kept: OrderedDict[str, asyncio.Task[Parcel]] = OrderedDict()
 
-    async def get(self, folder: str) -> Parcel:
-        """A folder's files, in the object store.
+    async def get(self, path: str) -> Parcel:
+        """A folder's files, or a file, in the object store.
 
         Raises:
             EngineError: It is not on the disk.
         """
-        task = self._kept.get(folder)
+        task = self._kept.get(path)
         if task is None or (task.done() and task.exception() is not None):
-            task = self._kept[folder] = asyncio.create_task(asyncio.to_thread(self._pack, folder))
-        self._kept.move_to_end(folder)
+            task = self._kept[path] = asyncio.create_task(asyncio.to_thread(self._pack, path))
+        self._kept.move_to_end(path)
         parcel = await asyncio.shield(task)
         self._drop_oldest()
         return parcel
 
-    def _pack(self, folder: str) -> Parcel:
+    def _pack(self, path: str) -> Parcel:
         parcel = Parcel({}, [])
         try:
-            for file in sorted(f for f in Path(folder).iterdir() if f.is_file()):
-                parcel.sizes[file.name] = file.stat().st_size
+            for name, file in job_paths.parts(Path(path)):
+                parcel.sizes[name] = file.stat().st_size
                 with file.open("rb") as stream:
                     while piece := stream.read(PIECE_BYTES):
                         parcel.pieces.append(self._ray.put(piece))
         except OSError as exc:
-            raise EngineError(f"{Path(folder).name} cannot be read: {exc.strerror}.") from exc
+            raise EngineError(f"{Path(path).name} cannot be read: {exc.strerror}.") from exc
         return parcel
 
     def _drop_oldest(self) -> None:

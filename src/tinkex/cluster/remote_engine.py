@@ -1,4 +1,4 @@
-"""A handle to one actor with an engine: jobs out, events back, folders both ways.
+"""A handle to one actor with an engine: jobs out, events back, files both ways.
 
 Every call may find the actor gone; that is a `ConnectionError`, whatever ray calls it. Nothing here
 starts an engine again.
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tinkex.cluster.engine_host import Cancel, Forget, Started, Written
+from tinkex.cluster.job_paths import WHOLE
 from tinkex.cluster.parcels import PIECE_BYTES, Parcels
 from tinkex.engine.folders import make_safe
 from tinkex.engine.jobs import Event, Job
@@ -63,29 +64,28 @@ class RemoteEngine:
         frame, beat = await self._ask("events", "events", timeout_s=timeout_s)
         return pickle.loads(frame), beat
 
-    # ------------------------------------------------------------------------ folders
+    # ------------------------------------------------------------------------ files
 
-    async def send_folder(self, folder: str) -> None:
-        """Have a folder of this machine there."""
-        parcel = await self._parcels.get(folder)
-        await self._ask("files", "receive", folder, parcel.sizes, *parcel.pieces)
+    async def bring(self, path: str) -> None:
+        """Have a folder or a file of this machine there."""
+        parcel = await self._parcels.get(path)
+        await self._ask("files", "receive", path, parcel.sizes, *parcel.pieces)
 
-    async def fetch_folder(self, written: Written) -> None:
-        """Bring a folder back that a job wrote there; here it is whole or not at all."""
-        target = Path(written.folder)
+    async def fetch(self, written: Written) -> None:
+        """Bring back what a job wrote there; here it is whole or not at all."""
+        target = Path(written.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+        is_file = WHOLE in written.sizes
         try:
             for name, size in written.sizes.items():
                 for start in range(0, max(size, 1), PIECE_BYTES):
-                    piece = await self._ask(
-                        "files", "read", written.folder, name, start, PIECE_BYTES
-                    )
-                    await asyncio.to_thread(_append, aside / name, piece)
+                    piece = await self._ask("files", "read", written.path, name, start, PIECE_BYTES)
+                    await asyncio.to_thread(_append, aside / (name or target.name), piece)
             aside.chmod(0o755)
             if not written.is_ephemeral:
                 await asyncio.to_thread(make_safe, aside)
-            aside.rename(target)
+            (aside / target.name if is_file else aside).rename(target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

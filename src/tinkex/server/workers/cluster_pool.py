@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tinkex.cluster import node_facts
 from tinkex.cluster.connection import Cluster, Node
@@ -39,6 +40,8 @@ class Wish:
     """0: one for each GPU, or one for each node where there are none."""
     start_timeout_s: float = 300.0
     budget: Budget = field(default_factory=Budget)
+    exchange: Path | None = None
+    """Where members' gradients meet, on the server's disk; None: passes are never split."""
 
 
 class Survey:
@@ -95,7 +98,13 @@ class ClusterPool(Pool):
         nodes = self._survey.look()
         self._check(nodes)
         members = [self._make(node) for node in self._missing(nodes, [])]
-        super().__init__(members, name="the cluster")
+        spec = wish.spec
+        super().__init__(
+            members,
+            name="the cluster",
+            exchange=wish.exchange,
+            deterministic=spec.deterministic or spec.engine.startswith("toy"),
+        )
         self._count()
 
     # ------------------------------------------------------------------------ members
@@ -147,11 +156,15 @@ class ClusterPool(Pool):
     def _make(self, node: Node) -> RemoteWorker:
         self._num_made += 1
         uses_gpu = self._uses_gpus([node])
-        threads = None if self._wish.num_workers else max(1, node.num_cpus)
+        # Sums may depend on the number of threads: in deterministic mode all have as many as one
+        # would have there.
+        spec = self._wish.spec
+        is_free = bool(self._wish.num_workers) or spec.deterministic
+        threads = None if is_free else max(1, node.num_cpus)
         return RemoteWorker(
             self._cluster,
             node,
-            replace(self._wish.spec, threads=threads),
+            replace(spec, threads=threads),
             name=f"worker-{self._num_made - 1}",
             num_gpus=1 if uses_gpu else 0,
             start_timeout_s=self._wish.start_timeout_s,

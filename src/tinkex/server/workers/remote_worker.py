@@ -14,11 +14,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from tinkex.cluster import job_paths
 from tinkex.cluster.connection import Cluster, Node
 from tinkex.cluster.engine_host import Cancel as CancelThere
-from tinkex.cluster.engine_host import Forget, Written, folders_of
+from tinkex.cluster.engine_host import Forget, Written
 from tinkex.cluster.remote_engine import RemoteEngine
-from tinkex.engine.jobs import Event, Failed, Job, Result, SaveAdapterJob
+from tinkex.engine.jobs import Event, Failed, Job, Result
 from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError
 from tinkex.server.workers.child import Cancel, Ready, Refused, WorkerSpec, build_engine
@@ -26,7 +27,7 @@ from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget
 
 logger = logging.getLogger(__name__)
-MAX_FOLDERS = 256
+MAX_BROUGHT = 256
 """Folders kept on a node; those that were not used for longest go first."""
 
 
@@ -58,6 +59,7 @@ class RemoteWorker(SupervisedWorker):
         self._beat = Beat()
         self._end_text = "did not start"
         self._reading: dict[str, tuple[str, ...]] = {}
+        self._read_once: set[str] = set()
         self._brought: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
         self._last_of: dict[str, asyncio.Task[None]] = {}
         self._errands: set[asyncio.Task[None]] = set()
@@ -69,6 +71,7 @@ class RemoteWorker(SupervisedWorker):
         self._brought.clear()
         self._last_of.clear()
         self._reading.clear()
+        self._read_once.clear()
         self._end_text = "is gone"
         try:
             self._engine = engine = await self._start_engine()
@@ -155,57 +158,66 @@ class RemoteWorker(SupervisedWorker):
             self._take(event)
 
     def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
-        self._reading.pop(job_id, None)
+        paths = self._reading.pop(job_id, ())
+        if job_id in self._read_once:
+            self._read_once.discard(job_id)
+            for path in paths:
+                self._drop(path)
         super()._forget(job_id, future)
 
-    # ------------------------------------------------------------------------ folders
+    # ------------------------------------------------------------------------ files
 
     def _bring(self, job: Job) -> list[asyncio.Task[None]]:
         """Begin to bring what a job reads; gives what is still on its way."""
-        if isinstance(job, SaveAdapterJob):
-            return []
         tasks = []
-        folders = self._reading[job.job_id] = tuple(folders_of(job).values())
-        for folder in folders:
-            task = self._brought.get(folder)
+        paths = job_paths.reads(job)
+        if paths:
+            self._reading[job.job_id] = paths
+        if job_paths.is_read_once(job):
+            self._read_once.add(job.job_id)
+        for path in paths:
+            task = self._brought.get(path)
             if task is None or (task.done() and (task.cancelled() or task.exception())):
-                task = self._brought[folder] = self._run(self._send_folder(folder))
-            self._brought.move_to_end(folder)
+                task = self._brought[path] = self._run(self._bring_one(path))
+            self._brought.move_to_end(path)
             tasks.append(task)
         self._drop_oldest()
         return [task for task in tasks if not task.done()]
 
-    async def _send_folder(self, folder: str) -> None:
+    async def _bring_one(self, path: str) -> None:
         assert self._engine is not None
-        await self._engine.send_folder(folder)
+        await self._engine.bring(path)
 
     def _drop_oldest(self) -> None:
-        if len(self._brought) <= MAX_FOLDERS:
+        if len(self._brought) <= MAX_BROUGHT:
             return
-        in_use = {folder for folders in self._reading.values() for folder in folders}
-        for folder in [folder for folder in self._brought if folder not in in_use]:
-            if len(self._brought) <= MAX_FOLDERS:
+        in_use = {path for paths in self._reading.values() for path in paths}
+        for path in [path for path in self._brought if path not in in_use]:
+            if len(self._brought) <= MAX_BROUGHT:
                 return
-            del self._brought[folder]
-            self._tell(Forget(folder))
+            self._drop(path)
+
+    def _drop(self, path: str) -> None:
+        self._brought.pop(path, None)
+        self._tell(Forget(path))
 
     async def _fetch(self, written: Written) -> None:
-        """Bring a saved folder here, then say that the job is done."""
+        """Bring what it wrote here, then say that the job is done."""
         engine = self._engine
         if engine is None:
             return
         try:
-            await engine.fetch_folder(written)
+            await engine.fetch(written)
         except ConnectionError:
             self._kill()
         except (EngineError, OSError) as exc:
             failed = Failed(job_id=written.done.job_id, message=str(exc), category="server")
             self._deliver(failed)
         else:
-            if written.is_for_sampling:
-                self._brought[written.folder] = self._run(asyncio.sleep(0))
+            if written.stays:
+                self._brought[written.path] = self._run(asyncio.sleep(0))
             else:
-                self._tell(Forget(written.folder))
+                self._tell(Forget(written.path))
             self._deliver(written.done)
 
     def _run(self, work: Any) -> asyncio.Task[None]:
