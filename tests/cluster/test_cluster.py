@@ -141,6 +141,22 @@ def test_nodes_give_the_bits_of_a_single_worker(
     assert "adapter_model.safetensors" in alone[1]
 
 
+def test_nodes_share_the_passes_of_one_run_and_give_the_bits_of_a_single_worker(
+    cluster: RayCluster, nodes: list[str], tmp_path: Path
+) -> None:
+    """Gradients travel from node to node, and nothing of them is left on the way."""
+    command = [sys.executable, str(Path(__file__).parent / "shared_run.py")]
+    done = subprocess.run(
+        [*command, cluster.address, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == {"num_workers": 2, "is_equal": True, "left": []}
+
+
 # ------------------------------------------------------------------------------ who comes and goes
 
 

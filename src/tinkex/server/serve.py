@@ -292,6 +292,7 @@ def _make_cluster_pool(config: ServerConfig) -> Pool:
         num_workers=config.num_workers,
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
+        exchange=config.data_dir / "exchange",
     )
     cluster = Cluster.connect(config.ray)
     try:
