@@ -12,7 +12,7 @@ CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 PACKAGES = {
     "openai": ("openai",),
     "anthropic": ("anthropic",),
-    "litellm": ("litellm",),
+    "litellm": ("litellm", "mcp"),  # without mcp its completion() cannot take tools
     "langchain": ("langchain-openai",),
     "inspect": ("inspect-ai", "openai"),
     "lm-eval": ("lm-eval[api]", "transformers"),
@@ -27,11 +27,12 @@ def client_python(name: str) -> Path:
     stamp = folder / ".complete"
     with (home / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not stamp.exists():
+        wanted = " ".join(PACKAGES[name])
+        if not stamp.exists() or stamp.read_text() != wanted:
             _run([sys.executable, "-m", "venv", str(folder)])
             pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
             _run([*pip, "-c", str(CONSTRAINTS), *PACKAGES[name]])
-            stamp.write_text(" ".join(PACKAGES[name]))
+            stamp.write_text(wanted)
     return folder / "bin" / "python"
 
 

@@ -1,7 +1,7 @@
 """What each foreign client does against a server; runs inside the client's own environment.
 
-`python scenarios.py CLIENT BASE_URL MODEL` prints one JSON object of facts; a failed check is an
-AssertionError and a non-zero exit.
+`python scenarios.py CLIENT BASE_URL MODEL CALLER` prints one JSON object of facts; a failed check
+is an AssertionError and a non-zero exit. CALLER is a checkpoint that learned one tool call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ TOOL = {
     "description": "The weather of a city.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
+WEATHER_ASK = [{"role": "user", "content": "How is the weather in Paris?"}]
+CITY = {"city": "Paris"}
 KEY = "tml-client"
 
 
-def openai(base_url: str, model: str) -> dict[str, Any]:
+def openai(base_url: str, model: str, caller: str) -> dict[str, Any]:
     import openai as library
 
     client = library.OpenAI(base_url=f"{base_url}/v1", api_key=KEY)
@@ -38,11 +40,8 @@ def openai(base_url: str, model: str) -> dict[str, Any]:
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == said.message.content
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-    tools = [{"type": "function", "function": TOOL}]
-    with_tools = client.chat.completions.create(**fields, tools=tools)
-    assert with_tools.choices[0].finish_reason in ("stop", "length", "tool_calls")
-    response = client.responses.create(model=model, input="Say hi", max_output_tokens=8)
-    assert response.output_text
+    _openai_tools(client, caller)
+    _openai_responses(client, model, caller)
 
     async def ask() -> str:
         async with library.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=KEY) as other:
@@ -54,10 +53,49 @@ def openai(base_url: str, model: str) -> dict[str, Any]:
         client.chat.completions.create(**{**fields, "model": "nobody"})
     except library.NotFoundError as exc:
         refused = exc.body["code"]
-    return {"version": library.__version__, "text": text, "refused": refused}
+    assert refused == "model_not_found"
+    tried = "sync, async, streams, logprobs, tools both ways, responses, refusals"
+    return {"version": library.__version__, "tried": tried}
 
 
-def anthropic(base_url: str, model: str) -> dict[str, Any]:
+def _openai_tools(client: Any, caller: str) -> None:
+    """A call is made, answered, and the conversation goes on."""
+    tools = [{"type": "function", "function": TOOL}]
+    asked: dict[str, Any] = {"model": caller, "tools": tools, "max_tokens": 64, "temperature": 0}
+    said = client.chat.completions.create(**asked, messages=WEATHER_ASK).choices[0]
+    (call,) = said.message.tool_calls
+    assert said.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", CITY)
+    with client.chat.completions.stream(**asked, messages=WEATHER_ASK) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert json.loads(streamed.function.arguments) == CITY
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    more = client.chat.completions.create(**asked, messages=[*WEATHER_ASK, said.message, result])
+    assert more.usage.prompt_tokens > 0
+
+
+def _openai_responses(client: Any, model: str, caller: str) -> None:
+    asked: dict[str, Any] = {"model": model, "input": "Say hi", "max_output_tokens": 8}
+    assert client.responses.create(**asked).output_text
+    events = list(client.responses.create(**asked, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == events[-1].response.output_text
+    asked = {"model": caller, "tools": [{"type": "function", **TOOL}]}
+    asked |= {"max_output_tokens": 64, "temperature": 0}
+    first = client.responses.create(**asked, input=WEATHER_ASK)
+    call = next(item for item in first.output if item.type == "function_call")
+    assert (call.name, json.loads(call.arguments)) == ("weather", CITY)
+    with client.responses.stream(**asked, input=WEATHER_ASK) as stream:
+        kinds = [event.type for event in stream]
+        last = stream.get_final_response().output[-1]
+    assert "response.function_call_arguments.done" in kinds
+    assert json.loads(last.arguments) == CITY
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    more = client.responses.create(**asked, input=[*WEATHER_ASK, *first.output, result])
+    assert more.status in ("completed", "incomplete")
+
+
+def anthropic(base_url: str, model: str, caller: str) -> dict[str, Any]:
     import anthropic as library
 
     client = library.Anthropic(base_url=base_url, api_key=KEY)
@@ -69,8 +107,8 @@ def anthropic(base_url: str, model: str) -> dict[str, Any]:
         last = stream.get_final_message()
     assert text == whole.content[0].text
     assert last.usage.output_tokens == whole.usage.output_tokens
-    tool = {"name": TOOL["name"], "input_schema": TOOL["parameters"]}
-    client.messages.create(**fields, tools=[tool], system="Be brief.")
+    client.messages.create(**fields, system="Be brief.")
+    _anthropic_tools(client, caller)
     counted = client.messages.count_tokens(model=model, messages=ASK).input_tokens
     usage = whole.usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
@@ -85,10 +123,35 @@ def anthropic(base_url: str, model: str) -> dict[str, Any]:
         client.messages.create(**{**fields, "model": "nobody"})
     except library.NotFoundError as exc:
         refused = exc.body["error"]["type"]
-    return {"version": library.__version__, "text": text, "refused": refused}
+    assert refused == "not_found_error"
+    tried = "sync, async, streams, system prompts, tools both ways, counting, refusals"
+    return {"version": library.__version__, "tried": tried}
 
 
-def litellm(base_url: str, model: str) -> dict[str, Any]:
+def _anthropic_tools(client: Any, caller: str) -> None:
+    tool = {k: TOOL[k] for k in ("name", "description")} | {"input_schema": TOOL["parameters"]}
+    asked: dict[str, Any] = {"model": caller, "tools": [tool], "max_tokens": 64}
+    asked["extra_body"] = {"temperature": 0}
+    said = client.messages.create(**asked, messages=WEATHER_ASK)
+    use = said.content[-1]
+    assert (said.stop_reason, use.type, use.name, use.input) == (
+        "tool_use",
+        "tool_use",
+        "weather",
+        CITY,
+    )
+    with client.messages.stream(**asked, messages=WEATHER_ASK) as stream:
+        assert stream.get_final_message().content[-1].input == CITY
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "sunny"}
+    turns = [
+        *WEATHER_ASK,
+        {"role": "assistant", "content": said.content},
+        {"role": "user", "content": [result]},
+    ]
+    assert client.messages.create(**asked, messages=turns).usage.output_tokens
+
+
+def litellm(base_url: str, model: str, caller: str) -> dict[str, Any]:
     from importlib.metadata import version
 
     import litellm as library
@@ -105,23 +168,35 @@ def litellm(base_url: str, model: str) -> dict[str, Any]:
     chunks = library.completion(**fields, stream=True)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
-    return {"version": version("litellm"), "text": text}
+    tools = [{"type": "function", "function": TOOL}]
+    fields |= {"model": f"openai/{caller}", "messages": WEATHER_ASK, "max_tokens": 64}
+    (call,) = library.completion(**fields, tools=tools).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == CITY
+    return {"version": version("litellm"), "tried": "completion, streams, tools"}
 
 
-def langchain(base_url: str, model: str) -> dict[str, Any]:
+def langchain(base_url: str, model: str, caller: str) -> dict[str, Any]:
     from importlib.metadata import version
 
+    from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(
-        base_url=f"{base_url}/v1", api_key=KEY, model=model, temperature=0, max_tokens=12
-    )
+    fields: dict[str, Any] = {"base_url": f"{base_url}/v1", "api_key": KEY, "temperature": 0}
+    chat = ChatOpenAI(**fields, model=model, max_tokens=12)
     whole = chat.invoke(ASK[0]["content"]).content
     assert "".join(str(part.content) for part in chat.stream(ASK[0]["content"])) == whole
-    return {"version": version("langchain-openai"), "text": whole}
+    bound = ChatOpenAI(**fields, model=caller, max_tokens=64).bind_tools(
+        [{"type": "function", "function": TOOL}]
+    )
+    asked = [HumanMessage(WEATHER_ASK[0]["content"])]
+    said = bound.invoke(asked)
+    (call,) = said.tool_calls
+    assert (call["name"], call["args"]) == ("weather", CITY)
+    assert bound.invoke([*asked, said, ToolMessage("sunny", tool_call_id=call["id"])])
+    return {"version": version("langchain-openai"), "tried": "invoke, stream, tools both ways"}
 
 
-def inspect(base_url: str, model: str) -> dict[str, Any]:
+def inspect(base_url: str, model: str, caller: str) -> dict[str, Any]:
     from importlib.metadata import version
 
     from inspect_ai import Task, eval
@@ -146,28 +221,70 @@ def inspect(base_url: str, model: str) -> dict[str, Any]:
             display="none",
         )
     assert log.status == "success", log.error
-    score = log.results.scores[0].metrics["accuracy"].value
-    return {"version": version("inspect-ai"), "accuracy": score}
+    assert 0 <= log.results.scores[0].metrics["accuracy"].value <= 1
+    return {"version": version("inspect-ai"), "tried": "an eval with `generate` and `includes`"}
 
 
-def lm_eval(base_url: str, model: str) -> dict[str, Any]:
-    """A loglikelihood task on made data; the test compares its numbers with `compute_logprobs`."""
+def lm_eval(base_url: str, model: str, caller: str) -> dict[str, Any]:
+    """A multiple-choice task on made data, whose numbers are compared with `compute_logprobs`."""
     from importlib.metadata import version
 
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    import lm_eval as library
+    from lm_eval.tasks import TaskManager
 
-    harness = LocalCompletionsAPI(
-        model=model,
-        base_url=f"{base_url}/v1/completions",
-        tokenizer_backend="huggingface",
-        tokenizer=str(Path(model)),
-        header={"Authorization": f"Bearer {KEY}"},
-    )
-    pairs = [("The capital of France is", " Paris"), ("Two plus two is", " four")]
-    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    found = harness.loglikelihood(requests)
-    return {"version": version("lm-eval"), "loglikelihoods": [float(one[0]) for one in found]}
+    rows = [
+        {"question": "The capital of France is", "options": ["Paris", "a blue cheese"], "right": 0},
+        {"question": "Two plus two is", "options": ["seven hundred", "four"], "right": 1},
+        {"question": "Grüße aus", "options": ["Zürich", "Bern"], "right": 0},
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        data, task = Path(folder) / "made.jsonl", Path(folder) / "made.yaml"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task.write_text(
+            f"""
+task: made
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{options}}}}"
+doc_to_target: right
+metric_list: [{{metric: acc}}]
+"""
+        )
+        arguments = {
+            "model": model,
+            "base_url": f"{base_url}/v1/completions",
+            "tokenizer": model,
+            "tokenizer_backend": "huggingface",
+            "num_concurrent": 2,
+        }
+        found = library.simple_evaluate(
+            model="local-completions",
+            model_args=arguments,
+            tasks=["made"],
+            task_manager=TaskManager(include_path=folder),
+            bootstrap_iters=0,
+        )
+    measured = [
+        {"context": context, "answer": answer, "loglikelihood": float(response[0])}
+        for sample in found["samples"]["made"]
+        for (context, answer), response in zip(
+            _pairs(sample["arguments"]), sample["filtered_resps"], strict=True
+        )
+    ]
+    assert len(measured) == 6
+    assert 0 <= found["results"]["made"]["acc,none"] <= 1
+    tried = "`local-completions`, a multiple-choice task; loglikelihoods equal `compute_logprobs`"
+    return {"version": version("lm-eval"), "tried": tried, "measured": measured}
+
+
+def _pairs(arguments: Any) -> list[tuple[str, str]]:
+    """Context and continuation of each request; written as a dict or as a list by version."""
+    if isinstance(arguments, dict):
+        return [(one["arg_0"], one["arg_1"]) for one in arguments.values()]
+    return [(one[0], one[1]) for one in arguments]
 
 
 SCENARIOS = {
@@ -180,4 +297,4 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
-    print(json.dumps(SCENARIOS[sys.argv[1]](sys.argv[2], sys.argv[3])))
+    print(json.dumps(SCENARIOS[sys.argv[1]](*sys.argv[2:5])))

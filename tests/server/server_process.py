@@ -12,8 +12,9 @@ from pathlib import Path
 
 
 class ServerProcess:
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, one_thread: bool = True) -> None:
         self.folder = folder
+        self._one_thread = one_thread
         self.port = _free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._flags = flags
@@ -41,10 +42,10 @@ class ServerProcess:
         command += ["--data-dir", str(self.folder / "data"), *self._flags]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
         env["TINKEX_HOME"] = str(self.folder)
+        if self._one_thread:
+            env["OMP_NUM_THREADS"] = "1"
         with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, env=env | {"OMP_NUM_THREADS": "1"}
-            )
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env)
         if wait:
             self.wait_started()
 

@@ -26,7 +26,7 @@ from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClien
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.creation import create_from_state, create_model
 from tinkex.client.training.training_client import TrainingClient, TrainingClientFuture
-from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 from tinkex.types.account.console_urls import session_url
 
 __all__ = ["ServiceClient"]
@@ -90,6 +90,25 @@ class ServiceClient:
             return self._holder.latest
 
     # -- the service
+
+    def openai_options(self) -> dict[str, str]:
+        """What an OpenAI client needs to talk to this server: `OpenAI(**service.openai_options())`.
+
+        Waits until the server answers; the embedded one is started.
+
+        Raises:
+            NotSupportedError: The key comes from a credential command, whose tokens end; give the
+                client a key of its own.
+        """
+        self.get_server_capabilities().result()
+        config = self._sessionless().config
+        if config.api_key is None:
+            raise NotSupportedError(
+                "A credential command's tokens end while an OpenAI client lives. Make the client "
+                f"with base_url={config.base_url}/v1 and an API key.",
+                path="api_key",
+            )
+        return {"base_url": f"{config.base_url}/v1", "api_key": config.api_key}
 
     def get_server_capabilities(self) -> DirectFuture[types.GetServerCapabilitiesResponse]:
         """Which models the server offers."""
