@@ -93,7 +93,8 @@ def run(name: str, served: SimpleNamespace) -> dict[str, Any]:
 
 
 def write_row(name: str, found: dict[str, Any]) -> None:
-    package = PACKAGES[name][0].partition("[")[0]
+    order = [packages[0].partition("[")[0] for packages in PACKAGES.values()]
+    package = order[list(PACKAGES).index(name)]
     row = f"| `{package}` {found['version']} | {found['tried']} |"
     head, begin, table, end, tail = re.split(
         r"(<!-- clients:begin -->\n|<!-- clients:end -->)", PAGE.read_text()
@@ -102,7 +103,8 @@ def write_row(name: str, found: dict[str, Any]) -> None:
     rows[package] = row
     about = f"{date.today()}, {platform.machine()}, Python {platform.python_version()}"
     lines = [f"{about}, `make test-clients`", "", "| client | tried |", "| --- | --- |"]
-    PAGE.write_text(head + begin + "\n".join([*lines, *rows.values(), ""]) + end + tail)
+    lines += [rows[one] for one in order if one in rows]
+    PAGE.write_text(head + begin + "\n".join([*lines, ""]) + end + tail)
 
 
 @pytest.mark.peers

@@ -210,6 +210,11 @@ def test_the_second_chat_api_gives_the_same_text(world, api):
     assert kept.status_code == 400
 
 
+def test_a_service_client_says_where_openai_clients_go(world):
+    options = world.service.openai_options()
+    assert options == {"base_url": f"{world.base_url}/v1", "api_key": KEY}
+
+
 def test_usage_counts_for_the_caller(world: SimpleNamespace, api):
     counted = chat(api, world.model).json()["usage"]
     assert counted["total_tokens"] == counted["prompt_tokens"] + counted["completion_tokens"]
