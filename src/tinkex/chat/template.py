@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["MAX_TEXT", "render"]
+__all__ = ["MAX_TEXT", "TooLongError", "render"]
 
 MAX_SECONDS = 5.0
 MAX_TEXT = 32_000_000
@@ -38,15 +38,18 @@ def render(
     tools: Sequence[Mapping[str, Any]] | None = None,
     special_tokens: Mapping[str, str] | None = None,
     add_generation_prompt: bool = False,
+    max_seconds: float | None = None,
     **options: Any,
 ) -> str:
     """The text of a conversation.
 
     Args:
+        max_seconds: Less than the limit that is always held.
         options: What some templates read besides, such as Qwen's `enable_thinking`.
 
     Raises:
         InvalidInputError: The template refuses the messages, fails, or exceeds a limit.
+        TooLongError: It takes longer than it may.
     """
     try:
         return _within_limits(
@@ -58,6 +61,7 @@ def render(
                 "tools": list(tools) if tools else None,
                 "add_generation_prompt": add_generation_prompt,
             },
+            MAX_SECONDS if max_seconds is None else max_seconds,
         )
     except TemplateError as exc:
         raise InvalidInputError(f"the chat template refuses this conversation: {exc}") from exc
@@ -67,6 +71,10 @@ def render(
         ) from exc
     except (MemoryError, RecursionError) as exc:
         raise InvalidInputError("the chat template needs more than it may have") from exc
+
+
+class TooLongError(InvalidInputError):
+    """A template took longer than it may."""
 
 
 class _TooMuchError(TemplateError):
@@ -194,8 +202,8 @@ def _compiled(template: str) -> Template:
     return _environment().from_string(template)
 
 
-def _within_limits(template: Template, variables: Mapping[str, Any]) -> str:
-    ends_at = time.monotonic() + MAX_SECONDS
+def _within_limits(template: Template, variables: Mapping[str, Any], max_seconds: float) -> str:
+    ends_at = time.monotonic() + max_seconds
     seen = 0
 
     def watch(frame: FrameType, event: str, arg: Any) -> Any:
@@ -203,7 +211,7 @@ def _within_limits(template: Template, variables: Mapping[str, Any]) -> str:
         seen += 1
         if seen % 1024 == 0:
             if time.monotonic() > ends_at:
-                raise _TooMuchError(f"it ran for more than {MAX_SECONDS:g} s")
+                raise TooLongError(f"the chat template ran for more than {max_seconds:g} s")
         return watch
 
     before = sys.gettrace()

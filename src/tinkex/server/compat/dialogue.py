@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +16,19 @@ from fastapi import Request
 
 from tinkex.chat.messages import Message, Tool
 from tinkex.chat.reading import Piece, joined
+from tinkex.chat.template import TooLongError
 from tinkex.server.compat.generation import Generation, NewTokens, Wish
-from tinkex.server.compat.names import target_of
+from tinkex.server.compat.names import Names
 from tinkex.server.compat.trajectories import Recording, Trajectories, fresh
 from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.compat.wording import Speaker
 from tinkex.server.exchange import service_of
+from tinkex.server.off_loop import LARGE_BYTES
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
+
+MOMENT_S = 0.01
+"""How long a chat template may hold up the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,15 @@ class Answer:
     sequence: SampledSequence
 
 
+async def _fresh(asked: Asked, voice: Voice) -> Recording:
+    """Here when it is a matter of a moment, which most are: a thread costs more than that."""
+    size = sum(len(message.content) for message in asked.messages)
+    if size < LARGE_BYTES and not asked.tools:
+        with suppress(TooLongError):
+            return fresh(asked, voice, max_seconds=MOMENT_S)
+    return await asyncio.to_thread(fresh, asked, voice)
+
+
 @dataclass(slots=True)
 class Dialogue:
     asked: Asked
@@ -68,10 +83,11 @@ class Dialogue:
         service = service_of(request)
         voices: Voices = request.app.state.voices
         trajectories: Trajectories = request.app.state.trajectories
-        target = await target_of(service, user, asked.model)
+        names: Names = request.app.state.names
+        target = await names.target(user, asked.model)
         voice = await voices.of(target.base_model)
         if asked.trajectory is None:
-            recording = await asyncio.to_thread(fresh, asked, voice)
+            recording = await _fresh(asked, voice)
         else:
             recording = await trajectories.open(user, asked, voice)
         wish = Wish(

@@ -109,13 +109,15 @@ class Generation:
         )
         promise.on_settle = lambda _: events.put_nowait(None)
         try:
-            event = await self._first(events)
-            while event is not None:
-                if isinstance(event, Tokens):
-                    yield NewTokens(
-                        event.sample_index, event.tokens.tolist(), event.logprobs.tolist()
-                    )
-                event = await events.get()
+            waiting: list[Event | None] = [await self._first(events)]
+            while True:
+                while not events.empty():
+                    waiting.append(events.get_nowait())
+                for new in _merged(waiting):
+                    yield new
+                if waiting[-1] is None:
+                    break
+                waiting = [await events.get()]
             assert promise.outcome is not None
             self.result = _read(promise.outcome)
         finally:
@@ -127,6 +129,17 @@ class Generation:
                 return await asyncio.wait_for(events.get(), GONE_CHECK_S)
             except TimeoutError:
                 await self._check_both_sides()
+
+
+def _merged(events: Sequence[Event | None]) -> list[NewTokens]:
+    """The tokens of each answer, in one piece: whoever lags behind catches up."""
+    found: dict[int, NewTokens] = {}
+    for event in events:
+        if isinstance(event, Tokens):
+            new = found.setdefault(event.sample_index, NewTokens(event.sample_index, [], []))
+            new.tokens.extend(event.tokens.tolist())
+            new.logprobs.extend(event.logprobs.tolist())
+    return list(found.values())
 
 
 def _read(outcome: Outcome) -> SampleResponse:

@@ -11,6 +11,7 @@ from tinkex.server.compat import (
     openai_responses,
     records,
 )
+from tinkex.server.compat.names import Names
 from tinkex.server.compat.refusals import PREFIXES
 from tinkex.server.compat.trajectories import Trajectories
 from tinkex.server.compat.voices import Voices
@@ -18,7 +19,8 @@ from tinkex.server.service import Service
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Mount the routes; sets `voices` and `trajectories` on `app.state`."""
+    """Mount the routes; sets `names`, `voices` and `trajectories` on `app.state`."""
+    app.state.names = Names(service)
     app.state.voices = Voices(service.catalog)
     app.state.trajectories = Trajectories(service.store, service.shelf)
     for prefix in PREFIXES:

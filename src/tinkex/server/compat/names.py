@@ -6,6 +6,7 @@ a base model.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from tinkex.errors import InvalidInputError
@@ -14,6 +15,8 @@ from tinkex.server.service import Service
 from tinkex.store import User
 
 MAX_LISTED = 1000
+MAX_KNOWN = 10_000
+KNOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +29,55 @@ class Target:
     model_path: str | None = None
 
 
-async def target_of(service: Service, user: User, name: str) -> Target:
-    """The weights behind a name.
+class Names:
+    """Which weights the names of each user mean.
 
-    Raises:
-        ApiError: 404, with what there is.
+    What was found is taken for granted for a second: the sample itself asks again whether its
+    checkpoint may be read, and two questions of the database cost a short answer its latency.
     """
-    path = name
-    if not name.startswith("tinker://"):
-        named = await service.store.call(service.store.names.get, user.user_id, name)
-        if named is None:
-            return Target(name, _base(service, name))
-        path = named.path
-    found = await service.shelf.readable(path, user)
-    return Target(name, found.base_model, path)
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._known: dict[tuple[str, str], tuple[float, Target]] = {}
+
+    async def target(self, user: User, name: str) -> Target:
+        """The weights behind a name.
+
+        Raises:
+            ApiError: 404, with what there is.
+        """
+        key, now = (user.user_id, name), time.monotonic()
+        until, target = self._known.get(key, (0.0, None))
+        if target is None or until < now:
+            target = await self._find(user, name)
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = (now + KNOWN_S, target)
+        return target
+
+    def forget(self, user: User, name: str) -> None:
+        """The name means something else from now on."""
+        self._known.pop((user.user_id, name), None)
+
+    async def _find(self, user: User, name: str) -> Target:
+        service, path = self._service, name
+        if not name.startswith("tinker://"):
+            named = await service.store.call(service.store.names.get, user.user_id, name)
+            if named is None:
+                return Target(name, _base(service, name))
+            path = named.path
+        found = await service.shelf.readable(path, user)
+        return Target(name, found.base_model, path)
+
+    async def listed(self, user: User) -> list[Target]:
+        """Every model of the caller: base models, names, sampler checkpoints; newest last."""
+        store = self._service.store
+        found = [Target(name, name) for name in self._service.catalog.names]
+        for named in await store.call(store.names.of_user, user.user_id):
+            found.append(Target(named.name, "", named.path))
+        rows, _ = await store.call(store.checkpoints.page, user.user_id, MAX_LISTED, 0)
+        sampled = [row for row in rows if row.kind != "external_weights"]
+        return found + [Target(row.path, row.base_model, row.path) for row in sampled]
 
 
 def _base(service: Service, name: str) -> str:
@@ -55,14 +93,3 @@ def _base(service: Service, name: str) -> str:
             path="model",
         ) from exc
     return name
-
-
-async def listed(service: Service, user: User) -> list[Target]:
-    """Every model of the caller: base models, names, sampler checkpoints; newest last."""
-    store = service.store
-    found = [Target(name, name) for name in service.catalog.names]
-    for named in await store.call(store.names.of_user, user.user_id):
-        found.append(Target(named.name, "", named.path))
-    rows, _ = await store.call(store.checkpoints.page, user.user_id, MAX_LISTED, 0)
-    found += [Target(r.path, r.base_model, r.path) for r in rows if r.kind != "external_weights"]
-    return found

@@ -17,10 +17,10 @@ from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.names import listed, target_of
+from tinkex.server.compat.names import Names
 from tinkex.server.compat.openai_shapes import chat_logprobs, line, usage
 from tinkex.server.compat.trajectories import trajectory_of
-from tinkex.server.exchange import answer, service_of
+from tinkex.server.exchange import answer
 from tinkex.types import SampledSequence
 
 router = APIRouter(tags=["openai"])
@@ -183,7 +183,8 @@ def _words(content: str | list[_Part] | None) -> str:
 @router.get("/models")
 async def list_models(request: Request, user: ForeignUser) -> Response:
     """Base models, aliases, the caller's named checkpoints and checkpoints."""
-    found = await listed(service_of(request), user)
+    names: Names = request.app.state.names
+    found = await names.listed(user)
     if "anthropic-version" in request.headers:
         return answer(
             {
@@ -201,7 +202,8 @@ async def list_models(request: Request, user: ForeignUser) -> Response:
 
 @router.get("/models/{name:path}")
 async def get_model(request: Request, user: ForeignUser, name: str) -> Response:
-    target = await target_of(service_of(request), user, name)
+    names: Names = request.app.state.names
+    target = await names.target(user, name)
     return answer({**_model(name), "base_model": target.base_model, "path": target.model_path})
 
 
@@ -285,14 +287,18 @@ class Turn:
         body, dialogue = self._body, self._dialogue
         # The likeliest tokens are known only when the sample is whole, and then they are told.
         late = bool(body.top_logprobs)
+        scored = not late and bool(body.logprobs or body.return_token_ids)
         num_calls = [0] * (body.n or 1)
         said = await dialogue.begun()
         for index in range(body.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""})
         async for index, pieces, new in said:
-            scored = SampledSequence(stop_reason="length", tokens=new.tokens, logprobs=new.logprobs)
-            told = None if late or not new.tokens else scored
-            if pieces or (told is not None and (body.logprobs or body.return_token_ids)):
+            told = None
+            if scored and new.tokens:
+                told = SampledSequence(
+                    stop_reason="length", tokens=new.tokens, logprobs=new.logprobs
+                )
+            if pieces or told is not None:
                 delta = _delta(pieces, num_calls[index])
                 num_calls[index] += sum(piece.call is not None for piece in pieces)
                 yield self._chunk(index, delta, told)

@@ -21,12 +21,13 @@ from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.generation import Generation, Wish, prompt_scores
-from tinkex.server.compat.names import Target, target_of
+from tinkex.server.compat.names import Names, Target
 from tinkex.server.compat.openai_shapes import likeliest, line, usage
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.compat.wording import Speaker, token_text
 from tinkex.server.exchange import answer, service_of
+from tinkex.server.off_loop import off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
 
@@ -121,13 +122,15 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     body.check()
     why = "there are no turns here to go on from; use /chat/completions."
     fields.refuse(trajectory_of(None, request), "trajectory", why)
-    service = service_of(request)
     voices: Voices = request.app.state.voices
-    target = await target_of(service, user, body.model)
+    names: Names = request.app.state.names
+    target = await names.target(user, body.model)
     voice = await voices.of(target.base_model)
     number = f"cmpl-{secrets.token_hex(12)}"
     call = _Call(body, request, user, target, voice, number, int(time.time()))
-    prompts = await asyncio.to_thread(_encoded, voice, body.prompts())
+    given = body.prompts()
+    size = sum(len(prompt) for prompt in given)
+    prompts = await off_loop(size, _encoded, voice, given)
     if body.stream:
         return await openai_shapes.streamed(_lines(call, prompts[0]), headers)
     made = await _together([call.generation(prompt).whole() for prompt in prompts])

@@ -11,6 +11,7 @@ from pydantic import Field
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.compat import fields
+from tinkex.server.compat.names import Names
 from tinkex.server.compat.trajectories import Trajectories, check_id
 from tinkex.server.exchange import answer, service_of
 from tinkex.server.files.checkpoints import check_name
@@ -81,6 +82,8 @@ async def give_name(request: Request, user: CurrentUser) -> Response:
         )
     found = await service.shelf.readable(body.path, user)
     await service.store.call(service.store.names.put, user.user_id, body.name, found.path)
+    names: Names = request.app.state.names
+    names.forget(user, body.name)
     return answer({"name": body.name, "path": found.path})
 
 
@@ -89,4 +92,6 @@ async def remove_name(request: Request, user: CurrentUser, name: str) -> Respons
     store = service_of(request).store
     if not await store.call(store.names.remove, user.user_id, name):
         raise ApiError(404, f"No checkpoint of yours is named {name[:200]!r}.")
+    names: Names = request.app.state.names
+    names.forget(user, name)
     return answer({"name": name})

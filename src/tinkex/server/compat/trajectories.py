@@ -130,9 +130,10 @@ def tokens_of(answer: TrajectoryAnswer, known: Sequence[TrajectoryAnswer]) -> li
     return [int(token) for token in np.frombuffer(b"".join(reversed(parts)), "<i4")]
 
 
-def fresh(asked: Asked, voice: Voice) -> Recording:
+def fresh(asked: Asked, voice: Voice, **limits: float) -> Recording:
     """A prompt that goes on from nothing."""
-    text = voice.chat.text(asked.messages, asked.tools, generate=True, **asked.options)
+    options = {**asked.options, **limits}
+    text = voice.chat.text(asked.messages, asked.tools, generate=True, **options)
     return Recording(text, voice.chat.encode(text))
 
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from tinkex.server.compat import fields
 from tinkex.server.compat.dialogue import Dialogue
-from tinkex.server.compat.names import target_of
+from tinkex.server.compat.names import Names
 from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
 from tinkex.server.console.shell import PageRoute, page
@@ -52,7 +52,8 @@ async def count(
         dialogue = await Dialogue.open(request, user, chat_body.asked(None))
         return answer({"num_tokens": len(dialogue.prompt)})
     body = await fields.read(request, CompletionRequest)
-    target = await target_of(service_of(request), user, body.model)
+    names: Names = request.app.state.names
+    target = await names.target(user, body.model)
     voice = await request.app.state.voices.of(target.base_model)
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
     counted = await asyncio.to_thread(lambda: sum(len(voice.encode(x)) for x in prompts))
