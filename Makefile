@@ -14,7 +14,7 @@ VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: test-cluster venv lint format test test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
+.PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
 
 venv: $(STAMP)
 
@@ -42,6 +42,11 @@ test: $(STAMP)
 	sh tests/browser/install_chromium.sh
 	sh tests/browser/install_axe.sh
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not cluster"
+
+# Damaged requests to every endpoint, so many to each.
+COUNT ?= 5000
+fuzz: $(STAMP)
+	$(BIN)/python tests/security/fuzz.py --count $(COUNT)
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
 # Triton's interpreter and a training step of the real engine.

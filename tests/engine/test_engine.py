@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -20,11 +21,13 @@ from datums import train_datum
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import checkpoint, jobs
 from tinkex.engine.engine import EngineConfig, TorchEngine
+from tinkex.engine.holdings import tensor_bytes
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import ConfigError
 
 VOCAB = 97
+NUM_RUNS = 10
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +230,79 @@ def test_tokens_stream_while_a_long_batch_trains_and_both_end(start):
     assert stream.result.num_sampled_tokens == 30
     assert long.result.num_tokens == 4800
     assert client.ended[-2:] == [stream.job.job_id, long.job.job_id]
+
+
+def test_a_short_job_does_not_wait_for_a_long_one_and_neither_changes(start):
+    """One key with huge batches must not starve the small ones of others."""
+    alone = start(trainer=TrainerConfig(max_tokens=64))
+    many, few = tuple(random_datum(60, i) for i in range(40)), (random_datum(12, 99),)
+    alone.create("big").wait()
+    alone.create("small", seed=1).wait()
+    expected = [alone.train("big", data=many).result, alone.train("small", data=few).result]
+    client = start(trainer=TrainerConfig(max_tokens=64))
+    client.create("big").wait()
+    client.create("small", seed=1).wait()
+    long = client.train("big", data=many)
+    after_long = client.step("big")
+    short, stepped = client.train("small", data=few), client.step("small")
+    results = [long.result, short.result]
+    assert client.ended.index(short.job.job_id) < client.ended.index(long.job.job_id)
+    assert client.ended.index(stepped.job.job_id) < client.ended.index(long.job.job_id)
+    after_long.wait()
+    assert client.ended[-2:] == [long.job.job_id, after_long.job.job_id], "in order, as ever"
+    for got, wanted in zip(results, expected, strict=True):
+        assert got.metrics["loss:sum"] == wanted.metrics["loss:sum"]
+
+
+def test_two_long_jobs_take_turns_with_short_ones_only(start):
+    client = start(trainer=TrainerConfig(max_tokens=64))
+    for name in ("one", "two", "small"):
+        client.create(name).wait()
+    data = tuple(random_datum(60, i) for i in range(30))
+    longs = [client.train(name, data=data) for name in ("one", "two")]
+    shorts = [client.train("small") for _ in range(5)]
+    for ticket in [*longs, *shorts]:
+        assert ticket.result.num_tokens > 0
+    last = max(client.ended.index(ticket.job.job_id) for ticket in shorts)
+    assert last < client.ended.index(longs[0].job.job_id)
+
+
+def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
+    """A worker held 6.5 GiB after 42 runs and 107 snapshots."""
+    client = start(idle_s=0.2)
+
+    def held(kind: str) -> int:
+        return client.engine.pulse._held[kind]
+
+    for number in range(NUM_RUNS):
+        name = f"run{number}"
+        client.create(name)
+        client.train(name)
+        client.step(name)
+        for index in range(2):
+            client.save(tmp_path / f"{name}-{index}", name, for_sampling=True).wait()
+        client.sample(tmp_path / f"{name}-0", max_tokens=2).wait()
+        if number == 0:
+            one_run = tensor_bytes(client.engine._bases[client.base].trainer.adapters)
+    _until(lambda: held("adapters") == NUM_RUNS * one_run)
+    peak = dict(client.engine.pulse._held)
+    assert peak["base"] > 0
+    assert peak["snapshots"] > 0
+    for number in range(NUM_RUNS):
+        client.put(jobs.DropAdapterJob, adapter_id=f"run{number}")
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    _until(lambda: not any(held(kind) for kind in ("adapters", "snapshots", "kv", "packed")))
+    assert held("base") == peak["base"]
+    client.create("again")
+    assert client.sample(max_tokens=4).result.num_sampled_tokens == 4, "and it goes on"
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, "it never was so"
+        time.sleep(0.02)
 
 
 def test_training_goes_on_under_an_endless_stream_of_samples(start):

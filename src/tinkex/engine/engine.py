@@ -35,9 +35,11 @@ import torch
 
 from tinkex.engine import checkpoint, folders, jobs
 from tinkex.engine.fingerprint import Base, fingerprint, witness_of
+from tinkex.engine.holdings import give_back, tensor_bytes
 from tinkex.engine.lora.adapter import Adapter
+from tinkex.engine.model import packed_weights
 from tinkex.engine.model.base_model import ModelSource, resolve
-from tinkex.engine.model.decoder import DecoderLike, load_decoder, runs_kernels
+from tinkex.engine.model.decoder import Decoder, DecoderLike, load_decoder, runs_kernels
 from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.scheduler import FairShare
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _SNAPSHOT_IDLE_S = 600.0
 """Sampling weights that nobody used for this long are forgotten when others come."""
+MEASURE_EVERY_S, RESTING_S = 10.0, 60.0
+"""How often memory is looked at: while there is work, and while there is none."""
 _LATER_S = 0.5
 """How long unnamed weights wait for the disk: first the server's journal hears of them."""
 Emit = Callable[[jobs.Event], None]
@@ -84,6 +88,9 @@ class EngineConfig:
     snapshot_bytes: int | None = None
     """Memory for sampling weights that no running job uses. None: a 32nd of the machine's, from
     256 MiB to 2 GiB; what is forgotten is read from disk again."""
+    idle_s: float = 300.0
+    """After so long without work, what can be made again is given up: on a CPU the KV cache and
+    packed copies, and everywhere what the allocators keep."""
     train_share: float = 0.5
     """Share of the device's time for training while both have work."""
     any_base: bool = False
@@ -131,7 +138,23 @@ class _Base:
     decoder: DecoderLike
     trainer: Trainer
     identity: Base
+    size_bytes: int
     sampler: Sampler | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        sampler = self.sampler
+        return 0 if sampler is None else tensor_bytes(sampler.cache, sampler.states)
+
+    @property
+    def packed_bytes(self) -> int:
+        if not isinstance(self.decoder, Decoder):
+            return 0
+        return packed_weights.held_bytes(self.decoder.matrices())
+
+    @property
+    def adapter_bytes(self) -> int:
+        return tensor_bytes(self.trainer.adapters)
 
 
 @dataclass(slots=True)
@@ -193,6 +216,10 @@ class TorchEngine:
         self._wake = threading.Condition()
         self._closed = False
         self._train_began = 0.0
+        self._training: set[str] = set()  # adapters of the job that runs; nothing else may use them
+        self._is_between = False  # a short job runs in the middle of a long one
+        self._measured_at = 0.0
+        self._is_resting = True
         # Unnamed weights for sampling do not wait for a large checkpoint that is being written.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-disk")
         self._quick_disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-quick-disk")
@@ -230,8 +257,14 @@ class TorchEngine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closed or self._inbox or self._ready())
+                woken = self._wake.wait_for(
+                    lambda: self._closed or self._inbox or self._ready(), self._patience_s()
+                )
                 closed = self._closed
+            if not woken:
+                self._rest()
+                continue
+            self._is_resting = False
             self._take_in()
             if closed:
                 self._end_all()
@@ -240,6 +273,45 @@ class TorchEngine:
                 return
             if ready := self._ready():
                 self._turn(self._turns.pick(ready))
+            if not self._ready() or time.monotonic() - self._measured_at > MEASURE_EVERY_S:
+                self._measure()
+
+    def _measure(self) -> None:
+        """Say what the memory is for, and forget weights whose folder is gone."""
+        self._measured_at = time.monotonic()
+        for key, kept in list(self._snapshots.items()):
+            if kept.written is not None and _written(key[1]) is None:
+                del self._snapshots[key]
+        bases = list(self._bases.values())
+        self.pulse.hold(
+            base=sum(base.size_bytes for base in bases),
+            packed=sum(base.packed_bytes for base in bases),
+            kv=sum(base.kv_bytes for base in bases),
+            adapters=sum(base.adapter_bytes for base in bases),
+            snapshots=sum(kept.size_bytes for kept in self._snapshots.values()),
+        )
+
+    def _patience_s(self) -> float | None:
+        """How long to wait for work before something is given up; None: there is nothing."""
+        if not self._is_resting:
+            return self.config.idle_s
+        return min(self.config.idle_s, RESTING_S) if self._snapshots else None
+
+    def _rest(self) -> None:
+        """Nothing came for long: give up what can be made again. Later only folders are watched."""
+        if self._is_resting:
+            self._measure()
+            return
+        self._is_resting = True
+        for base in self._bases.values():
+            if (
+                self.device.type == "cpu"
+            ):  # a GPU's memory is nobody else's, and its graphs are dear
+                base.sampler = None
+                if isinstance(base.decoder, Decoder):
+                    packed_weights.unpack(base.decoder.matrices())
+        give_back()
+        self._measure()
 
     def _ready(self) -> list[str]:
         """The kinds of work that wait now."""
@@ -274,6 +346,31 @@ class TorchEngine:
         while self._sampling() and self._turns.pick(("train", "sample")) == "sample":
             self._sample_turn(training=True)
         self._train_began = time.perf_counter()
+        if not self._is_between:
+            self._let_short_ones_by()
+
+    def _let_short_ones_by(self) -> None:
+        """In the middle of a long training job, run what others wait for, if a pass can hold it.
+
+        So a job of many passes delays a short one of another adapter by one pass, and is itself
+        delayed by one pass of theirs for each of its own.
+        """
+        fronts = [lane[0] for lane in self._lanes.values() if lane]
+        fronts = [w for w in fronts if w.job.adapter_id not in self._training and self._is_short(w)]
+        if not fronts:
+            return
+        self._is_between = True
+        try:
+            self._run_first(min(fronts, key=lambda w: w.order))
+        finally:
+            self._is_between = False
+
+    def _is_short(self, waiting: _Waiting) -> bool:
+        job, name = waiting.job, self._base_of.get(waiting.job.adapter_id)
+        if not isinstance(job, jobs.TrainJob) or name is None:
+            return True
+        most = self._bases[name].trainer.config.max_tokens
+        return sum(len(datum.tokens) for datum in job.data) <= most
 
     def _sample_turn(self, *, training: bool) -> None:
         """One pass of each sampler. While training takes turns, no token waits for the next."""
@@ -373,7 +470,8 @@ class TorchEngine:
                 after_pass=self._between_passes,
                 base=identity,
             )
-            base = self._bases[name] = _Base(source, decoder, trainer, identity)
+            size_bytes = tensor_bytes(decoder)
+            base = self._bases[name] = _Base(source, decoder, trainer, identity, size_bytes)
         self._bases.move_to_end(name)
         return base
 
@@ -405,7 +503,11 @@ class TorchEngine:
 
     def _train_turn(self) -> None:
         """Run the oldest waiting job, with the training jobs that can share its passes."""
-        first = min((lane[0] for lane in self._lanes.values() if lane), key=lambda w: w.order)
+        self._run_first(
+            min((lane[0] for lane in self._lanes.values() if lane), key=lambda w: w.order)
+        )
+
+    def _run_first(self, first: _Waiting) -> None:
         if isinstance(first.job, jobs.TrainJob):
             self._train(self._companions(first))
         else:
@@ -420,7 +522,8 @@ class TorchEngine:
         base = self._base_of.get(first.job.adapter_id)
         budget = self._bases[base].trainer.config.max_tokens if base is not None else 0
         chosen: list[tuple[jobs.TrainJob, Emit]] = []
-        lanes = sorted((lane for lane in self._lanes.values() if lane), key=lambda x: x[0].order)
+        lanes = [x for name, x in self._lanes.items() if x and name not in self._training]
+        lanes.sort(key=lambda lane: (lane[0] is not first, lane[0].order))
         for lane in lanes:
             while lane and isinstance(job := lane[0].job, jobs.TrainJob):
                 size = sum(len(datum.tokens) for datum in job.data)
@@ -433,6 +536,8 @@ class TorchEngine:
         return chosen
 
     def _train(self, chosen: list[tuple[jobs.TrainJob, Emit]]) -> None:
+        mine = {job.adapter_id for job, _ in chosen}
+        self._training |= mine
         try:
             self.stats.train_jobs += len(chosen)
             trainer = self._trainer(chosen[0][0].adapter_id)
@@ -446,6 +551,8 @@ class TorchEngine:
             for job, emit in chosen:
                 _tell(emit, _failure(job.job_id, exc))
             return
+        finally:
+            self._training -= mine
         for (job, emit), result in zip(chosen, results, strict=True):
             if isinstance(result, jobs.TrainResult):
                 _tell(emit, jobs.Done(job_id=job.job_id, result=result))

@@ -9,6 +9,7 @@ be read even while the engine holds its whole process up.
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import threading
 import time
@@ -17,11 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 SIZE_BYTES = 4096
+KINDS = ("base", "packed", "kv", "adapters", "snapshots", "process")
+"""What an engine's memory is for: the base model, copies of it arranged for sampling, keys and
+values, adapters with gradients and optimizer state, weights to sample from; all of its process."""
 BREATH_S = 0.25
 _HEAD = struct.Struct("<Q??H")
 _BREATHS = struct.Struct("<Q")
 _BREATHS_AT = SIZE_BYTES - _BREATHS.size
-_MAX_NAMES = _BREATHS_AT - _HEAD.size
+_HELD = struct.Struct(f"<{len(KINDS)}Q")
+_HELD_AT = _BREATHS_AT - _HELD.size
+_MAX_NAMES = _HELD_AT - _HEAD.size
+MEASURE_EVERY = 8
+"""Breaths between two looks at the memory of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +44,15 @@ class Beat:
     """Of what it works on; none while it samples, where many share a step."""
     num_breaths: int = 0
     """Counted by a thread beside the engine's: its process is alive, and lets others run."""
+    held_bytes: tuple[int, ...] = (0,) * len(KINDS)
+    """By `KINDS`."""
 
 
 class Pulse:
     def __init__(self) -> None:
         self.now = Beat()
         self._memory: memoryview = memoryview(bytearray(SIZE_BYTES))
+        self._held = dict.fromkeys(KINDS, 0)
 
     def share(self, memory: memoryview) -> None:
         """Write to this memory, of `SIZE_BYTES`, from now on."""
@@ -52,7 +63,14 @@ class Pulse:
     def _breathe(self) -> None:
         for count in itertools.count(1):
             _BREATHS.pack_into(self._memory, _BREATHS_AT, count)
+            if count % MEASURE_EVERY == 1:
+                self.hold(process=process_bytes())
             time.sleep(BREATH_S)
+
+    def hold(self, **held_bytes: int) -> None:
+        """Say how much memory some of the `KINDS` take."""
+        self._held.update(held_bytes)
+        _HELD.pack_into(self._memory, _HELD_AT, *self._held.values())
 
     def turned(self) -> None:
         """Count a turn in the middle of work."""
@@ -83,4 +101,14 @@ def look(memory: memoryview) -> Beat:
     names = bytes(memory[_HEAD.size : _HEAD.size + size]).decode(errors="replace")
     (num_breaths,) = _BREATHS.unpack_from(memory, _BREATHS_AT)
     job_ids = tuple(names.split("\n")) if names else ()
-    return Beat(num_turns, is_busy, is_loading, job_ids, num_breaths)
+    held = _HELD.unpack_from(memory, _HELD_AT)
+    return Beat(num_turns, is_busy, is_loading, job_ids, num_breaths, held)
+
+
+def process_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0

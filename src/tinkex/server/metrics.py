@@ -1,7 +1,8 @@
 """What operators watch: requests, latencies, queues, promises and workers, in Prometheus text.
 
 Counters are plain integers updated on the event loop; gauges are read when asked for. Nothing here
-names a user, a session or a model, so the cardinality stays small and no secret can leak.
+names a session or a model. Users are named to administrators only, and at most `MAX_USERS` of them:
+who comes later is counted as `other`, so that the number of series has a bound.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tinkex.server.service import Service
 
 LAG_EVERY_S = 0.25
+MAX_USERS = 100
+OTHER = "other"
 _BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
@@ -78,6 +81,27 @@ class Metrics:
         self._telemetry = Counter(
             "tinkex_client_events", "Events clients reported", ["severity"], registry=self._registry
         )
+        self._worker_memory = Gauge(
+            "tinkex_worker_memory_bytes",
+            "Memory of a worker: base, packed, kv, adapters, snapshots, and its whole process",
+            ["worker", "kind"],
+            registry=self._registry,
+        )
+        self._users = CollectorRegistry()
+        self._user_requests = Counter(
+            "tinkex_user_requests",
+            "Requests of a user",
+            ["user", "status"],
+            registry=self._users,
+        )
+        self._user_gauges = {
+            name: Gauge(f"tinkex_user_{name}", text, ["user"], registry=self._users)
+            for name, text in (
+                ("open_requests", "Training requests and samples of a user that wait or run"),
+                ("result_bytes", "Samples of a user that wait to be fetched"),
+            )
+        }
+        self._named: set[str] = set()
         self._gauges = {
             name: Gauge(f"tinkex_{name}", text, registry=self._registry)
             for name, text in (
@@ -115,7 +139,20 @@ class Metrics:
     def uptime_s(self) -> float:
         return time.monotonic() - self._started
 
+    def _name_of(self, user_id: str) -> str:
+        if user_id not in self._named:
+            if len(self._named) >= MAX_USERS:
+                return OTHER
+            self._named.add(user_id)
+        return user_id
+
     def observe(self, route: str, status: int, seconds: float, user: str = "") -> None:
+        if user:
+            key = (self._name_of(user), status // 100)
+            known = self._children.get(key)
+            if known is None:
+                known = self._children[key] = self._user_requests.labels(key[0], f"{key[1]}xx")
+            known.inc()
         found = self._children.get((route, status))
         if found is None:
             found = self._children[(route, status)] = (
@@ -140,7 +177,7 @@ class Metrics:
             late_s = time.monotonic() - started - LAG_EVERY_S
             self._worst_lag_s = max(self._worst_lag_s, late_s)
 
-    def render(self, service: Service, **others: float) -> bytes:
+    def render(self, service: Service, *, with_users: bool = False, **others: float) -> bytes:
         place = service.place
         worst_lag_s, self._worst_lag_s = self._worst_lag_s, 0.0
         values = {
@@ -164,7 +201,23 @@ class Metrics:
             self._gauges[name].set(value)
         for phase in ("compute", "wait", "reduce", "transfer"):
             self._training.labels(phase).set(place.pool.seconds.get(phase, 0.0))
-        return generate_latest(self._registry)
+        self._worker_memory.clear()
+        for member in service.place.pool.members:
+            for kind, size_bytes in member.held_bytes.items():
+                self._worker_memory.labels(member.name, kind).set(size_bytes)
+        text = generate_latest(self._registry)
+        return text + self._render_users(service) if with_users else text
+
+    def _render_users(self, service: Service) -> bytes:
+        open_work, kept = service.open_work.by_user, service.samples.kept.by_user
+        for name, amounts in (("open_requests", open_work), ("result_bytes", kept)):
+            sums = dict.fromkeys(self._named, 0)
+            for user_id, amount in amounts.items():
+                label = self._name_of(user_id)
+                sums[label] = sums.get(label, 0) + amount
+            for label, total in sums.items():
+                self._user_gauges[name].labels(label).set(total)
+        return generate_latest(self._users)
 
 
 def process_memory(pid: int | None = None) -> int:

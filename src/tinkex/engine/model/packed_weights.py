@@ -52,6 +52,18 @@ def pack(weights: Iterable[Tensor]) -> bool:
     return True
 
 
+def held_bytes(weights: Iterable[Tensor]) -> int:
+    """What the copies take."""
+    return sum(w.numel() * w.element_size() for w in weights if hasattr(w, _ATTRIBUTE))
+
+
+def unpack(weights: Iterable[Tensor]) -> None:
+    """Give the copies up; `pack` makes them again."""
+    for weight in weights:
+        if hasattr(weight, _ATTRIBUTE):
+            delattr(weight, _ATTRIBUTE)
+
+
 def free_bytes() -> int:
     """Memory that new allocations can take: free, or held by the file cache."""
     try:

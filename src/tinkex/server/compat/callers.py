@@ -24,10 +24,20 @@ async def foreign_user(request: Request) -> User:
     These clients cannot be made without a key, so an open server takes whatever they send.
     """
     auth: Auth = request.app.state.auth
+    return await auth.user_of(_taken(request, auth))
+
+
+async def foreign_is_admin(request: Request) -> bool:
+    """Whether the caller's key is an admin's."""
+    auth: Auth = request.app.state.auth
+    return await auth.is_admin(_taken(request, auth))
+
+
+def _taken(request: Request, auth: Auth) -> str | None:
     credential = foreign_credential(request)
     if auth.is_open and credential and not credential.startswith(("tml-", "eyJ")):
-        credential = None
-    return await auth.user_of(credential)
+        return None
+    return credential
 
 
 ForeignUser = Annotated[User, Depends(foreign_user)]

@@ -12,6 +12,7 @@ import logging
 import secrets
 import shutil
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,10 @@ class KeptResults:
     @property
     def kept_bytes(self) -> int:
         return self._kept.total()
+
+    @property
+    def by_user(self) -> Mapping[str, int]:
+        return self._kept
 
     def bytes_of(self, user_id: str) -> int:
         """Of one user, in memory and on disk."""

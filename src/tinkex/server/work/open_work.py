@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from tinkex.server.guard.quotas import Quotas
@@ -29,6 +29,11 @@ class OpenWork:
             ApiError: 429.
         """
         self._quotas.check(user_id, "queued", self._open[user_id])
+
+    @property
+    def by_user(self) -> Mapping[str, int]:
+        """What each user has open."""
+        return self._open
 
     def begin(self, user_id: str) -> None:
         self._open[user_id] += 1

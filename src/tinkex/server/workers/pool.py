@@ -116,6 +116,13 @@ class Pool:
     def is_moving(self) -> bool:
         return any(member.is_ready and member.is_moving for member in self.members)
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        held: Counter[str] = Counter()
+        for member in self.members:
+            held.update(member.held_bytes)
+        return dict(held)
+
     async def start(self) -> None:
         self._is_started = True
         if self._shared.exchange is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
-from tinkex.engine.pulse import Beat
+from tinkex.engine.pulse import KINDS, Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
 from tinkex.server.workers.child import Cancel, Ready, Refused
 from tinkex.server.workers.watchdog import Budget, Watchdog
@@ -84,6 +84,12 @@ class SupervisedWorker(ABC):
     @property
     def is_moving(self) -> bool:
         return self._watchdog.is_moving
+
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        if not self._ready.is_set():
+            return {}
+        return dict(zip(KINDS, self._look().held_bytes, strict=True))
 
     def generation_of(self, adapter_id: str) -> int:
         return self.generation

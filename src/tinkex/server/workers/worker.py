@@ -51,6 +51,10 @@ class Worker(Protocol):
     def is_moving(self) -> bool:
         """It did something lately, or has nothing to do."""
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """Its memory by `pulse.KINDS`; empty while it starts."""
+
     def generation_of(self, adapter_id: str) -> int:
         """Changes whenever the memory of this adapter was lost, so that its owner can tell.
 

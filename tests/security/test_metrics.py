@@ -1,0 +1,56 @@
+"""Operators see what each user and each worker takes; users see no other's name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from app_world import AppWorld, open_app
+
+from tinkex.engine.pulse import KINDS, Pulse, look
+from tinkex.server.metrics import MAX_USERS, Metrics
+
+KEYS = ("tml-ann=ann", "tml-bob=bob")
+
+
+async def _metrics(world: AppWorld, key: str) -> str:
+    return (await world.http.get("/metrics", headers={"x-api-key": key})).text
+
+
+async def test_only_an_admin_sees_who_does_what(tmp_path: Path) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        accounts = world.service.store.accounts
+        await asyncio.to_thread(accounts.ensure_user, "root")
+        await asyncio.to_thread(accounts.add_key, "tml-root", "root", is_admin=True)
+        await world.model(key="tml-bob")
+        seen, told = await _metrics(world, "tml-ann"), await _metrics(world, "tml-root")
+        assert 'user="bob"' not in seen
+        assert 'tinkex_user_requests_total{status="2xx",user="bob"}' in told
+        assert 'tinkex_user_open_requests{user="bob"} 0.0' in told
+        for name in ("loop_lag_seconds", "disk_free_bytes", "memory_bytes"):
+            assert f"tinkex_{name} " in seen
+
+
+async def test_each_worker_says_what_its_memory_is_for(tmp_path: Path) -> None:
+    async with open_app(tmp_path) as world:
+        await world.facts()
+        told = await _metrics(world, "tml-ann")
+        for kind in KINDS:
+            assert f'tinkex_worker_memory_bytes{{kind="{kind}",worker=' in told
+
+
+def test_the_number_of_named_users_has_a_bound() -> None:
+    metrics = Metrics()
+    for number in range(MAX_USERS + 50):
+        metrics.observe("/x", 200, 0.1, f"user{number}")
+    assert {metrics._name_of(f"user{n}") for n in range(MAX_USERS, MAX_USERS + 50)} == {"other"}
+    assert len({key for key in metrics._children if key[1] == 2}) == MAX_USERS + 1
+
+
+def test_memory_travels_with_the_pulse() -> None:
+    pulse, memory = Pulse(), memoryview(bytearray(4096))
+    pulse._memory = memory
+    pulse.hold(base=5, kv=2**40)
+    with pulse.work(*(f"job{n}" * 50 for n in range(100))):
+        held = dict(zip(KINDS, look(memory).held_bytes, strict=True))
+    assert (held["base"], held["kv"], held["snapshots"]) == (5, 2**40, 0)
