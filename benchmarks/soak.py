@@ -1,10 +1,10 @@
-"""A long run of random tenants while worker and server are killed and the data folder is renamed.
+"""A long run of random tenants while processes are killed, the disk fills and folders are renamed.
 
-Each round a few tenants train a step, save a checkpoint, sample, delete an old checkpoint; then one
-of: nothing, `kill -9` of the worker, `kill -9` of the server, a stop. A server that starts again is
-given another spelling of its data folder. At the end every checkpoint that was saved and not
-deleted is loaded. Files, memory and sockets of the API process are compared between a third of the
-time and the end.
+Each round a few tenants train a step, save a checkpoint, delete an old checkpoint; then one of:
+nothing, `kill -9` of the worker, `kill -9` of the server, a stop, a full disk. A server that starts
+again is given another spelling of its data folder. For the last two thirds of the time the server
+itself is left alone, so that files, memory and sockets of one process are compared between a third
+and the end. Then it starts again, and every checkpoint that was saved and not deleted is loaded.
 
     python benchmarks/soak.py [--no-bar] [--minutes 30]
 """
@@ -24,12 +24,14 @@ import report
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "server"))
 from server_process import ServerProcess  # noqa: E402
-from wire_client import Failed, WireClient  # noqa: E402
+from small_disk import Disk, small_disk  # noqa: E402
+from wire_client import PROTO, Failed, WireClient, loss_of, train_body  # noqa: E402
 
 NUM_TENANTS = 6
 KEEP = 4
 """Checkpoints a tenant keeps; older ones are deleted."""
-MIB = 1024**2
+DISK_BYTES, MIN_FREE_BYTES = 200_000_000, 8_000_000
+FULL = 507
 
 
 class Tenant:
@@ -53,6 +55,29 @@ class Tenant:
             self._save()
         while len(self.saved) > KEEP:
             self._delete(self.saved.pop(0))
+
+    def work_on_full_disk(self, disk: Disk) -> int:
+        """What is refused keeps its number, what is accepted ends; gives how many were refused."""
+        num_refused = 0
+        if not self.model:
+            return 0
+        disk.fill()
+        time.sleep(1.5)  # the server looks at the room every second
+        accepted = []
+        for _ in range(3):
+            body = train_body(self.model, self.seq_id + 1, [1, 2, 3])
+            answer = self.client.post("forward_backward", body, headers=PROTO)
+            if answer.status_code == FULL:
+                num_refused += 1
+                continue
+            assert answer.status_code == 200, answer.text
+            self.seq_id += 1
+            accepted.append(answer.json())
+        disk.clear()
+        time.sleep(1.5)
+        for promise in accepted:
+            assert loss_of(self.client.result(promise)) > 0
+        return num_refused
 
     def _next(self) -> int:
         self.seq_id += 1
@@ -100,9 +125,19 @@ def weigh(pid: int) -> dict[str, float]:
     }
 
 
-def disturb(server: ServerProcess, spellings: list[Path], rng: random.Random) -> str:
+def settle(tenants: list[Tenant], rng: random.Random) -> None:
+    """Every tenant has just called, so that as many connections are open as before."""
+    for tenant in tenants:
+        tenant.act(rng)
+
+
+def disturb(
+    server: ServerProcess, spellings: list[Path], rng: random.Random, *, spare_server: bool
+) -> str:
     """One of the things that happen to servers."""
-    what = rng.choice(["nothing", "nothing", "worker", "kill", "stop"])
+    what = rng.choice(["nothing", "nothing", "worker", "full", "kill", "stop"])
+    if what in ("kill", "stop") and spare_server:
+        what = "worker"
     if what == "worker":
         server.kill_worker()
     elif what in ("kill", "stop"):
@@ -119,11 +154,19 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
     (folder / "link").symlink_to(home)
     spellings = [home, folder / "link", home / ".." / "home", folder / "." / "home"]
     keys = [flag for n in range(NUM_TENANTS) for flag in ("--api-key", f"tml-{n}=user{n}")]
-    counts = dict.fromkeys(("nothing", "worker", "kill", "stop"), 0)
-    with ServerProcess(home, "--engine", "toy", *keys) as server:
+    settings = folder / "settings.toml"
+    settings.write_text(f"min_free_bytes = {MIN_FREE_BYTES}\n")
+    counts = dict.fromkeys(("nothing", "worker", "full", "kill", "stop"), 0)
+    server = ServerProcess(home, "--engine", "toy", "--config", str(settings), *keys)
+    num_rounds = num_refused = 0
+    with (
+        small_disk(home / "data", lambda: [server.pid, *server.worker_pids()], DISK_BYTES) as disk,
+        server,
+    ):
         tenants = [Tenant(server, n) for n in range(NUM_TENANTS)]
         started, early = time.monotonic(), None
         while (spent := time.monotonic() - started) < minutes * 60:
+            num_rounds += 1
             for tenant in rng.sample(tenants, 3):
                 try:
                     tenant.act(rng)
@@ -131,14 +174,19 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
                     print(f"a call failed: {exc}", file=sys.stderr)
                     tenant.failures, tenant.model = tenant.failures + 1, ""
             if rng.random() < 0.2:
-                counts[disturb(server, spellings, rng)] += 1
+                what = disturb(server, spellings, rng, spare_server=spent > minutes * 18)
+                counts[what] += 1
+                if what == "full":
+                    num_refused += rng.choice(tenants).work_on_full_disk(disk)
             if early is None and spent > minutes * 20:
+                settle(tenants, rng)
                 early = weigh(server.pid)
-        server.stop()
-        server.start()  # both weights are of a server that ran for a while, not of a fresh one
-        for tenant in tenants:
-            tenant.act(rng)
+        settle(tenants, rng)
         late = weigh(server.pid)
+        server.stop()
+        server.folder = rng.choice(spellings)
+        server.start()
+        settle(tenants, rng)
         num_lost = sum(tenant.lost() for tenant in tenants)
         num_kept = sum(len(tenant.saved) for tenant in tenants)
         for tenant in tenants:
@@ -148,6 +196,8 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
     figures = [
         report.Figure(name="lost_checkpoints", ours=num_lost, unit="errors", bar=0, note=note),
         report.Figure(name="checkpoints_kept", ours=num_kept, unit="count"),
+        report.Figure(name="rounds", ours=num_rounds, unit="count"),
+        report.Figure(name="refused_on_full_disk", ours=num_refused, unit="count"),
         report.Figure(
             name="failed_calls", ours=sum(t.failures for t in tenants), unit="errors", bar=0
         ),

@@ -78,10 +78,12 @@ def _limit(pid: int, size: int) -> None:
 
 
 @contextmanager
-def small_disk(folder: Path, pids: Callable[[], list[int]]) -> Iterator[Disk]:
+def small_disk(
+    folder: Path, pids: Callable[[], list[int]], size_bytes: int = SIZE_BYTES
+) -> Iterator[Disk]:
     """Mount a small disk at `folder`, which need not exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    options = f"size={SIZE_BYTES},mode=755"
+    options = f"size={size_bytes},mode=755"
     command = ["mount", "-t", "tmpfs", "-o", options, "tinkex-test", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True) if os.name == "posix" else None
     if done is None or done.returncode:

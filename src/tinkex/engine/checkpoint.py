@@ -321,7 +321,9 @@ def read(
     if manifest.get("has_gradients") and (path / _GRADIENTS).is_file():
         stored = _load_tensors(path / _GRADIENTS)
         for shard in range(NUM_SHARDS):
-            if any(name.endswith(f".lora_A{_shard_ending(shard)}") for name in stored):
+            # Either side may be left out: a fresh adapter's A has no gradient yet.
+            endings = tuple(f".lora_{side}{_shard_ending(shard)}" for side in "AB")
+            if any(name.endswith(endings) for name in stored):
                 grads[shard] = _unname(adapter, stored, _shard_ending(shard), manifest)
     return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grads)
 
