@@ -45,21 +45,15 @@ def main():
             teacher=make_teacher(service),
             rank=16,
             learning_rate=5e-4,
-            steps=10,
+            steps=14,
             prompts_per_step=8,
             samples_per_prompt=4,
             max_tokens=16,
             eval_share=0.0,
         )
-        result = distill.train(config, service, questions, on_step)
-        sampler = service.create_sampling_client(model_path=result.sampler_path)
-        renderer = Renderer(sampler.get_tokenizer())
-        prompt = renderer.prompt([{"role": "user", "content": "What is the capital of Hungary?"}])
-        params = tinkex.SamplingParams(max_tokens=24, temperature=0, stop=renderer.stop)
-        answer = sampler.sample(tinkex.ModelInput.from_ints(prompt), 1, params).result()
-        print("\nThe student, asked about Hungary:", renderer.text(answer.sequences[0].tokens))
+        distill.train(config, service, questions, on_step)
     first, last = statistics.fmean(curve[:2]), statistics.fmean(curve[-3:])
-    print(f"KL to the teacher {first:.2f} -> {last:.2f}")
+    print(f"\nKL to the teacher {first:.2f} -> {last:.2f}")
     assert last < first * 0.7
 
 

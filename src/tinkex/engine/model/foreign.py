@@ -214,7 +214,7 @@ class ForeignDecoder:
             )
         error = float((logits_TV - expected_TV).abs().max() / expected_TV.abs().max())
         if not error < (1e-4 if self.dtype == torch.float32 else 0.1):
-            self._refuse(f"arithmetic that our wrapper does not see (logits differ by {error:.1e})")
+            self._refuse(f"a part we do not compute (its logits would be off by {error:.1e})")
 
     def _refuse(self, what: str, cause: Exception | None = None) -> NoReturn:
         raise NotSupportedError(
