@@ -328,7 +328,7 @@ def test_a_question_does_not_wait_for_transformers(toy_server, default_model_dir
         "import sys; from tinkex.cli.app import run; code = run(sys.argv[1:]); "
         "sys.exit(code or sum(name in sys.modules for name in ('transformers', 'torch')))"
     )
-    args = [*command, "--max-tokens", "2", "--base-url", toy_server]
+    args = [*command, "--max-tokens", "8", "--seed", "1", "--base-url", toy_server]
     env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
     env["TINKEX_CACHE"] = str(default_model_dir.parents[1])
     done = subprocess.run(

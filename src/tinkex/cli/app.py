@@ -51,6 +51,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "keys": ("tinkex.cli.commands.keys:keys", "Add, list and revoke keys of your own server."),
     "model": ("tinkex.cli.commands.model:model", "What the server can train and sample."),
+    "pull": ("tinkex.cli.commands.pull:pull", "Fetch a base model, and say what it needs."),
     "quickstart": (
         "tinkex.cli.commands.quickstart:quickstart",
         "Fine-tune a small model, right now.",

@@ -64,3 +64,12 @@ class IsoMoment(_Moment):
         except ValueError:
             self.fail(f"'{value}' is not an ISO date such as 2026-11-15 or 2026-11-15T08:00Z.")
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def named(model: str | None) -> str | None:
+    """A run's name or folder as its checkpoint; everything else as it is."""
+    if model is None:
+        return None
+    from tinkex.recipes.runs import find_path
+
+    return find_path(model) or model

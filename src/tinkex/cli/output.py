@@ -6,6 +6,7 @@ Pure presentation. It never talks to a server and prints only to stdout.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 MISSING = "N/A"
+_TO_COPY = re.compile(r"tinker://|[0-9a-f]{8}-[0-9a-f]{4}-")
+"""Paths and ids are there to be copied: they are not folded."""
 _NARROW = 30  # What a column of words should have before it is folded.
 _PIPE_WIDTH = 1000  # Nobody wraps lines in a pipe: a cut id is worse than a long line.
 
@@ -45,7 +48,7 @@ def print_table(table: Table) -> None:
     wide = 0
     for index, column in enumerate(table.columns):
         longest = max([len(column), *(len(row[index]) for row in rows)])
-        whole = any(row[index].startswith("tinker://") for row in rows)
+        whole = any(_TO_COPY.match(row[index]) for row in rows)
         shown.add_column(column, overflow="fold", no_wrap=whole)
         wide += longest + 3 if whole else min(longest, _NARROW) + 3
     for row in rows:

@@ -53,10 +53,18 @@ class State:
         yield AdminClient(shared_holder(self.config(patient=False)))
 
     @contextlib.contextmanager
-    def service(self, *, patient: bool = True) -> Iterator[ServiceClient]:
+    def service(
+        self, *, patient: bool = True, model: str | None = None, name: str | None = None
+    ) -> Iterator[ServiceClient]:
+        """`model` is the base model wanted, `name` what the session is called in listings."""
         from tinkex import ServiceClient
 
-        with ServiceClient(config=self.config(patient=patient)) as client:
+        config = self.config(patient=patient)
+        if model is not None and not model.startswith("tinker://"):
+            config = config.replace(model=model)
+        if name:
+            config = config.replace(display_name=name)
+        with ServiceClient(config=config) as client:
             yield client
 
     def config(self, *, patient: bool) -> ClientConfig:

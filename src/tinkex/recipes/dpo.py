@@ -29,6 +29,7 @@ from tinkex.recipes.loop import (
     note_if_finished,
     open_training,
     print_step,
+    sampler_of,
     save,
     stop_between_steps,
     usable,
@@ -92,11 +93,12 @@ def train(
     """Run, or resume, one DPO run. Ctrl-C ends it after the current step, with a checkpoint."""
     loaded = load_preferences(config.data)
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
-    log = RunLog(config.log_dir, asdict(config), trackers=trackers)
+    may_change = frozenset({"epochs"})  # a finished run may be prolonged
+    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )
-    reference = service.create_sampling_client(base_model=config.model)
+    reference = sampler_of(service, config.model)
     renderer = Renderer(training.get_tokenizer())
     pairs = usable(loaded, lambda row: render(row, renderer, config))
     on_note(loaded.report())

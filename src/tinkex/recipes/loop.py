@@ -21,7 +21,7 @@ from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, Reques
 from tinkex.recipes.run_log import RunLog, Saved
 
 if TYPE_CHECKING:
-    from tinkex import APIFuture, ServiceClient, TrainingClient
+    from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient
     from tinkex.recipes.best import Best
     from tinkex.recipes.data import Loaded
 
@@ -57,7 +57,8 @@ def open_training(
 ) -> tuple[TrainingClient, int]:
     """A fresh LoRA on `model`, or the run's last saved state with its optimizer; and the step.
 
-    From here on the console of the server draws the metrics of the log, too.
+    A `model` that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer. From here
+    on the console of the server draws the metrics of the log, too.
     """
     training, step = _opened(service, log, model=model, rank=rank, seed=seed)
     log.follow(ServerTracker(training))
@@ -67,6 +68,8 @@ def open_training(
 def _opened(
     service: ServiceClient, log: RunLog, *, model: str, rank: int, seed: int
 ) -> tuple[TrainingClient, int]:
+    if log.last is None and model.startswith("tinker://"):
+        return service.create_training_client_from_state(model), 0
     if log.last is None:
         return service.create_lora_training_client(base_model=model, rank=rank, seed=seed), 0
     try:
@@ -77,6 +80,13 @@ def _opened(
             "server it ran on, or start over in another log folder (quickstart: --fresh)."
         ) from exc
     return training, log.last.step
+
+
+def sampler_of(service: ServiceClient, model: str) -> SamplingClient:
+    """What a run on `model` starts from: a base model or a checkpoint."""
+    if model.startswith("tinker://"):
+        return service.create_sampling_client(model_path=model)
+    return service.create_sampling_client(base_model=model)
 
 
 class ServerTracker:
@@ -221,8 +231,8 @@ def note_if_finished(on_note: OnNote, log: RunLog, start: int, num_steps: int) -
     """A run that has nothing left to do should not look like one that was just trained."""
     if start >= num_steps:
         on_note(
-            f"{log.folder} holds a finished run of {start} steps; nothing is trained. "
-            "For another run name another log folder."
+            f"{log.folder} holds a finished run of {start} steps; nothing is trained, and what "
+            "follows is that run's. Raise --epochs or --steps to train on, or name another folder."
         )
 
 

@@ -50,6 +50,7 @@ from tinkex.recipes.loop import (
     note_if_finished,
     open_training,
     print_step,
+    sampler_of,
     save,
     stop_between_steps,
     usable,
@@ -320,7 +321,7 @@ def open_reference(service: ServiceClient, config: RlConfig) -> SamplingClient |
     if not name:
         return None
     if name == "base":
-        return service.create_sampling_client(base_model=config.model)
+        return sampler_of(service, config.model)
     return service.create_sampling_client(model_path=name)
 
 

@@ -98,7 +98,8 @@ def train(
     """Run, or resume, one SFT run. Ctrl-C ends it after the current step, with a checkpoint."""
     loaded = load_conversations(config.data)
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
-    log = RunLog(config.log_dir, asdict(config), trackers=trackers)
+    may_change = frozenset({"epochs"})  # a finished run may be prolonged
+    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )

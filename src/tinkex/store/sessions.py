@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,14 @@ class Sessions:
         )
         with self._reader.connect() as connection:
             return [_session(row) for row in connection.execute(statement).mappings()]
+
+    def called(self, session_ids: Collection[str]) -> dict[str, tuple[str | None, bool]]:
+        """The display name of each, and whether it is active."""
+        columns = (_table.c.session_id, _table.c.display_name, _table.c.status_type)
+        query = select(*columns).where(_table.c.session_id.in_(session_ids))
+        with self._reader.connect() as connection:
+            rows = connection.execute(query).all()
+        return {row[0]: (row[1], row[2] == "active") for row in rows}
 
     def _beats_write(self) -> Callable[[Connection], None] | None:
         with self._lock:

@@ -1,22 +1,43 @@
-"""`tinkex chat`: talk to a base model or a checkpoint, its words shown as they come."""
+"""`tinkex chat`: talk to a base model, a run or a checkpoint, its words shown as they come.
+
+On a terminal there are line editing, a history that outlives the program, colours and commands
+(`/help`); Ctrl-C stops an answer, not the program. Elsewhere it reads lines and prints answers.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.commands.sample import open_sampler
+from tinkex.cli.arguments import named
+from tinkex.cli.commands.sample import default_model
+from tinkex.cli.completions import complete_model
+from tinkex.cli.live_text import LiveText
 from tinkex.cli.state import Leaf, State, pass_state
+from tinkex.errors import TinkerError
 
 if TYPE_CHECKING:
-    from tinkex import SamplingClient
+    from tinkex import SamplingClient, ServiceClient
     from tinkex.recipes.render import Renderer
+
+HELP = """\
+  /system TEXT    set the system message and begin anew; without TEXT take it away
+  /model NAME     talk to another base model, run or tinker:// checkpoint
+  /compare NAME   let NAME answer too, for comparison; without NAME the base model; again: stop
+  /save FILE      add the conversation to FILE as a row to train on (JSON lines)
+  /clear          begin anew
+  /exit           end, as Ctrl-D does; Ctrl-C stops an answer"""
+_HISTORY_LINES = 1000
 
 
 @click.command(cls=Leaf)
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=complete_model)
 @click.option("--system", help="System message.")
 @click.option("-p", "--prompt", help="Ask this and end, instead of a conversation.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, help="Longest answer.")
@@ -32,60 +53,240 @@ def chat(
     temperature: float,
     seed: int | None,
 ) -> None:
-    """Talk to MODEL: a base model, a tinker:// checkpoint, or the server's first model.
+    """Talk to MODEL: a base model, a run's name or folder, or a tinker:// checkpoint.
 
-    An empty line or Ctrl-D ends the conversation.
+    Without MODEL it is the server's first one. On a terminal /help lists commands, Ctrl-C stops an
+    answer and Ctrl-D ends; from a pipe every line is a question, and an empty one ends.
     """
-    from tinkex import SamplingParams
-    from tinkex.client.tokenizers import load_tokenizer
-    from tinkex.recipes.render import Renderer
+    settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    chosen = named(model)
+    if chosen and not chosen.startswith("tinker://"):
+        from tinkex.cli.commands.pull import prepare
 
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    with state.service() as service:
-        sampler = open_sampler(service, model)
-        renderer = Renderer(load_tokenizer(sampler.get_base_model()))
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, seed=seed, stop=renderer.stop
-        )
-        while text := prompt or _ask(state):
-            messages.append({"role": "user", "content": text})
-            said = _answer(state, sampler, renderer, messages, params)
-            messages.append({"role": "assistant", "content": said})
-            if prompt:
-                break
+        prepare(state, chosen)
+    with state.service(model=chosen) as service:
+        talk = Conversation(state, service, settings)
+        talk.voice = talk.open(chosen, model)
+        talk.set_system(system)
+        if prompt:
+            talk.ask(prompt)
+        elif sys.stdin.isatty() and sys.stdout.isatty() and state.format != "json":
+            _at_terminal(talk)
+        else:
+            while text := sys.stdin.readline().strip():
+                talk.ask(text)
     if state.format == "json":
         from tinkex.cli.output import print_json
 
-        print_json({"messages": messages})
+        print_json({"messages": talk.messages})
 
 
-def _ask(state: State) -> str:
-    if sys.stdin.isatty():
-        click.echo("you> ", nl=False, err=True)
-    return sys.stdin.readline().strip()
+# --------------------------------------------------------------------------------- conversation
 
 
-def _answer(
-    state: State,
-    sampler: SamplingClient,
-    renderer: Renderer,
-    messages: list[dict[str, str]],
-    params: Any,
-) -> str:
-    """Print the answer while it is generated, and return it whole."""
-    from tinkex import ModelInput
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """Something that answers."""
 
-    tokens: list[int] = []
-    shown = ""
-    for event in sampler.stream(ModelInput.from_ints(renderer.prompt(messages)), params):
-        tokens.extend(event.tokens)
-        text = renderer.text(tokens)
-        # A character of several tokens decodes to U+FFFD until its last token is there.
-        if state.format != "json" and not text.endswith("�") and text.startswith(shown):
-            click.echo(text[len(shown) :], nl=False)
-            sys.stdout.flush()
-            shown = text
-    whole = renderer.text(tokens)
-    if state.format != "json":
-        click.echo(whole[len(shown) :] if whole.startswith(shown) else "")
-    return whole
+    label: str
+    base_model: str
+    path: str
+    """Its checkpoint; empty for a base model."""
+    sampler: SamplingClient
+    renderer: Renderer
+
+
+@dataclass(slots=True)
+class Conversation:
+    state: State
+    service: ServiceClient
+    settings: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+    voice: Voice = None  # type: ignore[assignment]
+    other: Voice | None = None
+    """Answers too, for comparison; what it says is not remembered."""
+
+    def open(self, model: str | None, label: str | None = None) -> Voice:
+        from tinkex.client.tokenizers import load_tokenizer
+        from tinkex.recipes.render import Renderer
+
+        chosen = model or default_model(self.service)
+        is_path = chosen.startswith("tinker://")
+        sampler = self.service.create_sampling_client(
+            model_path=chosen if is_path else None, base_model=None if is_path else chosen
+        )
+        base = sampler.get_base_model()
+        renderer = Renderer(load_tokenizer(base))
+        return Voice(label or chosen, base, chosen if is_path else "", sampler, renderer)
+
+    def set_system(self, text: str | None) -> None:
+        self.messages = [{"role": "system", "content": text}] if text else []
+
+    def ask(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+        if self.other is not None:
+            self._label(self.other, "yellow")
+            self._answer(self.other)
+            self._label(self.voice, "green")
+        said = self._answer(self.voice)
+        self.messages.append({"role": "assistant", "content": said})
+
+    def take_back(self) -> None:
+        """Forget a question that was not answered."""
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages.pop()
+
+    def _label(self, voice: Voice, colour: str) -> None:
+        if self.state.format != "json":
+            click.echo(click.style(f"{voice.label}> ", fg=colour, bold=True), nl=False)
+
+    def _answer(self, voice: Voice) -> str:
+        """Print the answer while it is generated, and return it whole, or as far as it came."""
+        from tinkex import ModelInput, SamplingParams
+
+        params = SamplingParams(**self.settings, stop=voice.renderer.stop)
+        prompt = ModelInput.from_ints(voice.renderer.prompt(self.messages))
+        out = LiveText(voice.renderer, quiet=self.state.format == "json")
+        try:
+            # A closed stream cancels its sample.
+            stream: Any = iter(voice.sampler.stream(prompt, params))
+            with contextlib.closing(stream) as events:
+                for event in events:
+                    out.add(event.tokens)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            out.end()
+            click.echo(click.style("(stopped)", dim=True), err=True)
+            return out.whole
+        out.end()
+        return out.whole
+
+
+# ------------------------------------------------------------------------------------- terminal
+
+
+def _at_terminal(talk: Conversation) -> None:
+    _banner(talk)
+    with _line_editing():
+        while True:
+            try:
+                text = input(_prompt("you> ")).strip()
+            except EOFError:
+                click.echo()
+                return
+            except KeyboardInterrupt:
+                click.echo("\n(Ctrl-D or /exit ends)", err=True)
+                continue
+            if text in ("/exit", "/quit"):
+                return
+            try:
+                if text.startswith("/"):
+                    _command(talk, *text[1:].partition(" ")[::2])
+                elif text:
+                    talk.ask(text)
+            except KeyboardInterrupt:  # before the answer began
+                talk.take_back()
+                click.echo(click.style("\n(stopped)", dim=True), err=True)
+            except TinkerError as exc:
+                from tinkex.cli.messages import words
+
+                talk.take_back()
+                click.echo(click.style(f"Error: {words(exc)}", fg="red"), err=True)
+
+
+def _banner(talk: Conversation) -> None:
+    voice = talk.voice
+    lines = [click.style(voice.label, bold=True, fg="green")]
+    if voice.path:
+        lines.append(f"  checkpoint  {voice.path}")
+    if voice.label != voice.base_model:
+        lines.append(f"  base model  {voice.base_model}")
+    lines.append(
+        click.style("  /help lists commands, Ctrl-C stops an answer, Ctrl-D ends", dim=True)
+    )
+    click.echo("\n".join(lines))
+
+
+def _prompt(text: str) -> str:
+    """Coloured; the marks tell readline which characters take no room."""
+    return f"\001\033[1;36m\002{text}\001\033[0m\002"
+
+
+@contextlib.contextmanager
+def _line_editing() -> Any:
+    """Arrow keys, and a history of its own, where Python has readline."""
+    try:
+        import readline
+    except ImportError:  # Windows
+        yield
+        return
+    from tinkex.client.session.local import state_folder
+
+    file = state_folder() / "chat_history"
+    readline.clear_history()
+    readline.set_history_length(_HISTORY_LINES)
+    with contextlib.suppress(OSError):
+        readline.read_history_file(file)
+    commands = [line.split()[0] for line in HELP.splitlines()]
+    readline.set_completer(
+        lambda text, n: [c for c in commands if c.startswith(text)][n : n + 1][0]
+    )
+    readline.parse_and_bind("tab: complete")
+    readline.set_completer_delims(" ")
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            readline.write_history_file(file)
+            file.chmod(0o600)
+
+
+def _command(talk: Conversation, name: str, rest: str) -> None:
+    rest = rest.strip()
+    match name:
+        case "help":
+            click.echo(HELP)
+        case "system":
+            talk.set_system(rest or None)
+            click.echo(f"System message {'set' if rest else 'taken away'}; a new conversation.")
+        case "clear":
+            kept = [m for m in talk.messages if m["role"] == "system"]
+            talk.messages = kept
+            click.echo("A new conversation.")
+        case "model" if rest:
+            talk.voice = talk.open(named(rest), rest)
+            _banner(talk)
+        case "compare":
+            _compare(talk, rest)
+        case "save" if rest:
+            _save(talk, Path(rest).expanduser())
+        case _:
+            click.echo(f"There is no command /{name}{'' if rest else ' without more'}.\n{HELP}")
+
+
+def _compare(talk: Conversation, rest: str) -> None:
+    if talk.other is not None and not rest:
+        talk.other = None
+        click.echo("Comparing no more.")
+        return
+    if not rest and not talk.voice.path:
+        click.echo("This is the base model itself; name what to compare with: /compare NAME.")
+        return
+    wanted = rest or talk.voice.base_model
+    talk.other = talk.open(named(wanted), wanted)
+    click.echo(f"{wanted} answers too, first.")
+
+
+def _save(talk: Conversation, file: Path) -> None:
+    if not any(message["role"] == "assistant" for message in talk.messages):
+        click.echo("Nothing was said yet.")
+        return
+    try:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"messages": talk.messages}, ensure_ascii=False) + "\n")
+    except OSError as exc:
+        click.echo(click.style(f"Error: {file}: {exc.strerror}", fg="red"), err=True)
+        return
+    click.echo(f"Added to {file}; train on it with `tinkex train sft {file}`.")

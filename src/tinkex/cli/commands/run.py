@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from tinkex.types import TrainingRun
 
 _PAGE = 100
+_STYLES = {"OK": "green", "Failed": "red", "lost": "red", "running": "green"}
 _TITLES = {
+    "name": "Name",
+    "state": "State",
+    "steps": "Steps",
+    "loss": "Loss",
     "id": "Run ID",
     "model": "Base Model",
     "owner": "Owner",
@@ -26,7 +31,7 @@ _TITLES = {
     "checkpoint": "Last Checkpoint",
     "checkpoint_time": "Checkpoint Time",
 }
-_DEFAULT_COLUMNS = "id,model,lora,updated,status"
+_DEFAULT_COLUMNS = "name,state,steps,loss,updated,id"
 
 
 @click.group(cls=Noun)
@@ -75,7 +80,7 @@ def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
             title=f"Training runs ({count})",
             columns=[_TITLES[name] for name in columns],
             rows=[[_field(run, name) for name in columns] for run in runs],
-            styles={"OK": "green", "Failed": "red"},
+            styles=_STYLES,
         ),
         {"runs": runs},
     )
@@ -95,7 +100,7 @@ def info(state: State, run_id: str) -> None:
 
 
 def _info_table(run: TrainingRun) -> Table:
-    pairs: dict[str, Any] = {_TITLES[name]: _field(run, name) for name in list(_TITLES)[:6]}
+    pairs: dict[str, Any] = {_TITLES[name]: _field(run, name) for name in list(_TITLES)[:10]}
     for title, checkpoint in (
         ("Last Checkpoint", run.last_checkpoint),
         ("Last Sampler Checkpoint", run.last_sampler_checkpoint),
@@ -110,6 +115,10 @@ def _info_table(run: TrainingRun) -> Table:
 def _field(run: TrainingRun, name: str) -> Any:
     last = run.last_checkpoint
     return {
+        "name": run.name or "",
+        "state": run.state or ("lost" if run.corrupted else ""),
+        "steps": "" if run.num_steps is None else run.num_steps,
+        "loss": "" if run.loss is None else f"{run.loss:.4g}",
         "id": run.training_run_id,
         "model": run.base_model,
         "owner": run.model_owner,

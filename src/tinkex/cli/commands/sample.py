@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.arguments import named
+from tinkex.cli.completions import complete_model
+from tinkex.cli.live_text import LiveText
 from tinkex.cli.output import Table
 from tinkex.cli.state import Leaf, State, pass_state
 
@@ -16,7 +19,12 @@ if TYPE_CHECKING:
 
 @click.command(cls=Leaf)
 @click.argument("prompt")
-@click.option("-m", "--model", help="Base model or tinker:// checkpoint.")
+@click.option(
+    "-m",
+    "--model",
+    shell_complete=complete_model,
+    help="Base model, a run's name or folder, or a tinker:// checkpoint.",
+)
 @click.option("-n", "--num-samples", type=click.IntRange(min=1), default=1, help="How many.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, help="Longest answer.")
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, help="0 is greedy.")
@@ -45,8 +53,9 @@ def sample(
     from tinkex.recipes.render import Renderer
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    with state.service() as service:
-        model = model or default_model(service)
+    chosen = named(model)
+    with state.service(model=chosen) as service:
+        model = chosen or default_model(service)
         sampler = open_sampler(service, model)
         tokenizer = load_tokenizer(sampler.get_base_model())
         renderer = Renderer(tokenizer)
@@ -63,6 +72,12 @@ def sample(
             if raw
             else renderer.prompt([{"role": "user", "content": text}])
         )
+        if num_samples == 1 and not raw and state.format != "json":
+            out = LiveText(renderer, quiet=False)
+            for event in sampler.stream(ModelInput.from_ints(tokens), params):
+                out.add(event.tokens)
+            out.end()
+            return
         answer = sampler.sample(ModelInput.from_ints(tokens), num_samples, params).result()
     sequences = [
         {

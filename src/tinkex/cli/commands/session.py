@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinkex.cli.arguments import limit_option, offset_option
-from tinkex.cli.output import Table, properties, size
+from tinkex.cli.output import Table, ago, properties, size
 from tinkex.cli.paging import collect
 from tinkex.cli.state import Noun, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex import RestClient
+    from tinkex.types import SessionSummary
 
 
 @click.group(cls=Noun)
@@ -23,18 +27,47 @@ def session() -> None:
 @offset_option()
 @pass_state
 def list_(state: State, limit: int, offset: int) -> None:
-    """List session ids, newest first."""
+    """List sessions, newest first."""
     with state.rest() as rest:
 
         def fetch(count: int, start: int) -> tuple[list[str], Any]:
             return list(rest.list_sessions(limit=count, offset=start).result().sessions), None
 
         ids, _ = collect(fetch, limit=limit, offset=offset, page=100)
+        known = _summaries(rest, ids) if state.format != "json" else {}
     state.show(
         Table(
-            title=f"Sessions ({len(ids)})", columns=("Session ID",), rows=[(name,) for name in ids]
+            title=f"Sessions ({len(ids)})",
+            columns=("Name", "Status", "Started", "Checkpoints", "Session ID"),
+            rows=[(*_words(known.get(name)), name) for name in ids],
         ),
         {"sessions": ids},
+    )
+
+
+def _summaries(rest: RestClient, ids: list[str]) -> dict[str, SessionSummary]:
+    """What a search says of the newest sessions; nothing where the server has no search."""
+    from tinkex import TinkerError, types
+
+    try:
+        request = types.SessionSearchRequest(limit=max(1, min(len(ids), 100)))
+        found = rest.search_sessions(request).result().sessions
+    except TinkerError:
+        return {}
+    return {one.session_id: one for one in found}
+
+
+def _words(session: SessionSummary | None) -> tuple[str, str, str, str]:
+    if session is None:
+        return "", "", "", ""
+    status = session.status.type if session.status else ""
+    reason = getattr(getattr(session.status, "reason", None), "type", "")
+    shown = {"client_finished": f"ended: {reason}"}.get(status, status)
+    return (
+        session.display_name or "",
+        shown,
+        ago(session.created_at),
+        str(session.checkpoints_count or ""),
     )
 
 

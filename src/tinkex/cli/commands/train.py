@@ -5,15 +5,17 @@ The loops are in `tinkex.recipes`; this module turns options into a config and a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.completions import complete_run
 from tinkex.cli.messages import program
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
@@ -21,6 +23,7 @@ from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tinkex import ServiceClient
     from tinkex.recipes.loop import Result
 
 Command = Callable[..., Any]
@@ -39,6 +42,15 @@ def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], C
             command = click.option(
                 flag, type=kind, default=None, help=text, cls=_RecipeOption, config=config
             )(command)
+        command = click.option(
+            "--name", help="Call the run this: `tinkex chat NAME`, `--from NAME`."
+        )(command)
+        command = click.option(
+            "--from",
+            "start",
+            shell_complete=complete_run,
+            help="Train on from a run (its name or folder) or a tinker:// checkpoint.",
+        )(command)
         command = click.option(
             "--plot", "show_plot", is_flag=True, help="Draw the curve in the terminal at the end."
         )(command)
@@ -121,7 +133,7 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 
     show_plot = options.pop("show_plot")
     config = SftConfig(data=data, **_given("sft", data, options))
-    with state.service() as service, steps("sft") as on_step:
+    with _service(state, config) as service, steps("sft") as on_step:
         result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -142,7 +154,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
 
     show_plot = options.pop("show_plot")
     config = DpoConfig(data=data, **_given("dpo", data, options))
-    with state.service() as service, steps("dpo") as on_step:
+    with _service(state, config) as service, steps("dpo") as on_step:
         result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -191,7 +203,7 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
     show_plot = options.pop("show_plot")
     config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
     rows = prompts if prompts is not None else module.prompts()
-    with state.service() as service, steps("rl") as on_step:
+    with _service(state, config) as service, steps("rl") as on_step:
         result = run(config, service, function, rows, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -216,7 +228,7 @@ def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None
 
     show_plot = options.pop("show_plot")
     config = DistillConfig(teacher=teacher, **_given("distill", prompts, options))
-    with state.service() as service, steps("distill") as on_step:
+    with _service(state, config) as service, steps("distill") as on_step:
         result = run(config, service, prompts, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -243,12 +255,38 @@ def load_function(name: str) -> tuple[Any, Callable[..., float]]:
     return module, function
 
 
+@contextlib.contextmanager
+def _service(state: State, config: Any) -> Iterator[ServiceClient]:
+    """The server, once the model is here; in its listings the run has the name of its folder."""
+    from tinkex.cli.commands.pull import prepare
+
+    prepare(state, config.model)
+    with state.service(model=config.model, name=Path(config.log_dir).name) as service:
+        yield service
+
+
 def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given; the recipe's defaults stand for the others."""
+    from tinkex.recipes.runs import find_path, remember
+
+    name, start = options.pop("name"), options.pop("start")
     given = {name: value for name, value in options.items() if value is not None}
     given["trackers"] = tuple(given.get("trackers", ()))
     # Named after what is trained on: a second file never meets the log of the first.
-    given.setdefault("log_dir", f"runs/{recipe}-{Path(source).stem}")
+    folder = f"runs/{name}" if name else f"runs/{recipe}-{Path(source).stem}"
+    given.setdefault("log_dir", folder)
+    if start is not None:
+        if "model" in given or "rank" in given:
+            raise click.UsageError(
+                "--from brings its model and rank; leave --model and --rank out."
+            )
+        given["model"] = find_path(start, for_training=True)
+        if given["model"] is None:
+            raise click.UsageError(
+                f"'{start}' is no run here: --from takes a name, a log folder, or a tinker:// path."
+            )
+    if name:
+        remember(name, given["log_dir"])
     return given
 
 
@@ -286,7 +324,7 @@ def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
         _draw(state, Path(log_dir))
     if result.interrupted:
         raise click.exceptions.Exit(130)
-    state.note(f"Talk to it: {program()} chat {result.sampler_path}")
+    state.note(f"Talk to it: {program()} chat {_called(log_dir)}")
 
 
 def _draw(state: State, folder: Path) -> None:
@@ -302,6 +340,14 @@ def _draw(state: State, folder: Path) -> None:
             state.note(f"\n{drawn}\n")
             return
     state.note("Too few steps for a plot.")
+
+
+def _called(log_dir: str) -> str:
+    """The shortest thing that `tinkex chat` takes for this run."""
+    from tinkex.recipes.runs import known
+
+    place = Path(log_dir).resolve()
+    return next((run.name for run in known() if run.folder == place), log_dir)
 
 
 def _shown(result: Result) -> list[str]:

@@ -190,6 +190,13 @@ def _hf_cache_dir() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
 
 
+def cached_names() -> list[str]:
+    """The hub's models that lie in the Hugging Face cache, whole."""
+    found = [folder.name.split("--", 1)[1] for folder in _hf_cache_dir().glob("models--*")]
+    names = [name.replace("--", "/", 1) for name in found]
+    return sorted(name for name in names if _in_hf_cache(name) is not None)
+
+
 def _in_hf_cache(name: str) -> Path | None:
     """The newest complete snapshot of `org/model`, without importing huggingface_hub."""
     repo = _hf_cache_dir() / f"models--{name.replace('/', '--')}"

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
@@ -14,9 +16,11 @@ from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor, read
 from tinkex.server.rest.views import run_view, weights_view
+from tinkex.server.work.curves import Curve
 from tinkex.store import Model, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
+_LOSS = "loss_per_token"
 
 
 @serve(router, "list_training_runs")
@@ -37,7 +41,7 @@ async def list_runs(
         project_id=project_id,
         with_public=access_scope == "accessible",
     )
-    views = await store.call(_with_checkpoints, store, models)
+    views = await _with_progress(request, models)
     where = cursor(offset, limit, total)
     return answer(types.TrainingRunsResponse(training_runs=views, cursor=where))
 
@@ -48,8 +52,7 @@ async def get_run(
 ) -> Response:
     store: Store = request.app.state.store
     model = await visible_run(store, run_id, user, with_public=access_scope == "accessible")
-    views = await store.call(_with_checkpoints, store, [model])
-    return answer(views[0])
+    return answer((await _with_progress(request, [model]))[0])
 
 
 @serve(router, "weights_info")
@@ -82,6 +85,40 @@ async def visible_run(store: Store, run_id: str, user: User, *, with_public: boo
     if model is not None and with_public and await store.call(store.models.has_public, run_id):
         return model
     raise ApiError(404, f"No training run {run_id!r} of yours. List them with GET /training_runs.")
+
+
+async def _with_progress(request: Request, models: list[Model]) -> list[types.TrainingRun]:
+    """Runs as the contract has them, with what a person wants to know about each."""
+    store: Store = request.app.state.store
+    views = await store.call(_with_checkpoints, store, models)
+    service = getattr(request.app.state, "service", None)
+    if service is None:
+        return views
+    called = await store.call(store.sessions.called, {model.session_id for model in models})
+    curves = await service.curves.of_runs([model.model_id for model in models], [_LOSS])
+    busy = set(service.busy_models())
+    return [
+        view.model_copy(update=_progress(model, called, curves.get((model.model_id, _LOSS)), busy))
+        for view, model in zip(views, models, strict=True)
+    ]
+
+
+def _progress(
+    model: Model,
+    called: dict[str, tuple[str | None, bool]],
+    loss: Curve | None,
+    busy: set[str],
+) -> dict[str, Any]:
+    name, is_active = called.get(model.session_id, (None, False))
+    state = "idle" if is_active and not model.unloaded else "finished"
+    if model.corrupted:
+        state = "lost"
+    elif model.model_id in busy:
+        state = "running"
+    known: dict[str, Any] = {"name": name, "state": state}
+    if loss is not None and loss.steps:
+        known |= {"num_steps": int(loss.steps[-1]), "loss": loss.values[-1]}
+    return known
 
 
 def _with_checkpoints(store: Store, models: list[Model]) -> list[types.TrainingRun]:

@@ -104,6 +104,13 @@ class TrainingRun(Response):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: Texts | None = None
+    name: str | None = None
+    """What its session is called. This and what follows only Tinkex servers say."""
+    state: str | None = None
+    """`running`, `idle`, `finished` or `lost`."""
+    num_steps: int | None = None
+    loss: float | None = None
+    """Of the last step, a token."""
 
 
 class TrainingRunsResponse(Response):

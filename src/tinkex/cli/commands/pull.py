@@ -1,0 +1,143 @@
+"""`tinkex pull`: fetch a base model once, and say what it needs before it is loaded.
+
+`prepare` does the same for commands that are about to use a model on this machine. Sizes come from
+the headers of the files, so neither torch nor a server is started for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from tinkex.cli.completions import complete_model
+from tinkex.cli.output import properties, size
+from tinkex.cli.state import Leaf, State, pass_state
+from tinkex.errors import ModelNotFoundError
+
+if TYPE_CHECKING:
+    from tinkex.engine.model.base_model import ModelSource
+
+_CPU_BYTES = 4
+"""A weight on a CPU is a float32; on a GPU it is a bfloat16, half of that."""
+
+
+@click.command(cls=Leaf)
+@click.argument("model", shell_complete=complete_model)
+@pass_state
+def pull(state: State, model: str) -> None:
+    """Fetch MODEL from the Hugging Face hub, once, and show what it needs."""
+    found = fetch(model)
+    needs = need_of(found)
+    state.show(
+        properties(
+            None,
+            {
+                "Model": model,
+                "Folder": found.path,
+                "On disk": size(needs.disk_bytes),
+                "Parameters": f"{needs.parameters / 1e6:.0f} million",
+                "Memory": needs.words(),
+                **({"Note": found.note} if found.note else {}),
+            },
+        ),
+        {
+            "model": model,
+            "folder": str(found.path),
+            "disk_bytes": needs.disk_bytes,
+            "parameters": needs.parameters,
+            "memory_bytes": needs.memory_bytes,
+            "free_bytes": needs.free_bytes,
+            "fits": needs.fits,
+            "note": found.note or None,
+        },
+    )
+    if not needs.fits:
+        state.note("It does not fit into the memory of this machine's CPU.")
+
+
+def prepare(state: State, model: str) -> None:
+    """Before a server on this machine loads a base model: fetch it in sight, and say its size."""
+    from tinkex.client.config import LOCAL, ClientConfig
+
+    if model.startswith("tinker://"):
+        return
+    if ClientConfig.from_env(base_url=state.base_url).base_url != LOCAL:
+        return
+    if os.environ.get("TINKEX_LOCAL_ENGINE"):
+        return  # a toy has no weights
+    needs = need_of(fetch(model))
+    state.note(f"{model}: {needs.words()}.")
+
+
+def fetch(model: str) -> ModelSource:
+    """The model's files, fetched with a bar when they are not here."""
+    from tinkex.engine.model.base_model import resolve
+
+    try:
+        return resolve(model, allow_fetch=False)
+    except ModelNotFoundError:
+        click.echo(f"Fetching {model} ...", err=True)
+        try:
+            return resolve(model)
+        except ModelNotFoundError as exc:
+            from tinkex.recipes.runs import known
+
+            names = ", ".join(run.name for run in known()) or "none"
+            raise ModelNotFoundError(f"{exc} Runs with a name: {names}.") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    parameters: int
+    disk_bytes: int
+    free_bytes: int | None
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.parameters * _CPU_BYTES
+
+    @property
+    def fits(self) -> bool:
+        return self.free_bytes is None or self.memory_bytes <= self.free_bytes
+
+    def words(self) -> str:
+        needed = f"needs {size(self.memory_bytes)} on a CPU, half of that on a GPU"
+        if self.free_bytes is None:
+            return needed
+        return f"{needed}; {size(self.free_bytes)} of memory are free"
+
+
+def need_of(source: ModelSource) -> Need:
+    if source.is_gguf:
+        from tinkex.engine.model.gguf import GgufFile
+
+        shapes = [list(tensor.shape) for tensor in GgufFile(source.path).tensors.values()]
+        files = [source.path]
+    else:
+        files = sorted(source.path.glob("*.safetensors"))
+        shapes = [shape for file in files for shape in _shapes(file)]
+    disk_bytes = sum(file.stat().st_size for file in files)
+    return Need(sum(math.prod(shape) for shape in shapes), disk_bytes, _free_bytes())
+
+
+def _shapes(file: Path) -> list[list[int]]:
+    """The shapes of all tensors, from the header of a safetensors file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(min(length, 100_000_000)))
+    return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+
+
+def _free_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo") as lines:
+            found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        return int(found[0]) << 10 if found else None
+    except OSError:
+        return None

@@ -1,0 +1,74 @@
+"""What the shell offers after TAB: runs, checkpoints, models and files.
+
+Runs and models come from the files of this machine, checkpoints from the server. A failure offers
+nothing rather than printing something into the prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import click
+from click.shell_completion import CompletionItem
+
+__all__ = ["complete_checkpoint", "complete_model", "complete_run"]
+
+
+def complete_run(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Names of runs, else files and folders."""
+    found = [CompletionItem(name, help=text) for name, text in _runs() if _fits(name, incomplete)]
+    return found or [CompletionItem(incomplete, type="dir")]
+
+
+def complete_checkpoint(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Checkpoints of the server."""
+    return [
+        CompletionItem(path, help=text) for path, text in _checkpoints() if _fits(path, incomplete)
+    ]
+
+
+def complete_model(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Runs by name, base models of this machine, checkpoints, folders."""
+    if incomplete.startswith("tinker:"):
+        return complete_checkpoint(ctx, param, incomplete)
+    found = [*_runs(), *_models()]
+    items = [CompletionItem(name, help=text) for name, text in found if _fits(name, incomplete)]
+    return items or [CompletionItem(incomplete, type="dir")]
+
+
+def _fits(name: str, incomplete: str) -> bool:
+    return name.startswith(incomplete)
+
+
+def _runs() -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(Exception):
+        from tinkex.recipes.runs import known
+
+        for run in known():
+            yield run.name, f"{run.recipe}, {run.step} steps"
+
+
+def _models() -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(Exception):
+        from tinkex.contract.models import DEFAULT_MODEL
+        from tinkex.engine.model.base_model import cached_names
+
+        yield DEFAULT_MODEL, "the default model"
+        for name in cached_names():
+            yield name, "on this machine"
+
+
+def _checkpoints() -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(Exception):
+        from tinkex.cli.state import State
+
+        with State().rest() as rest:
+            for one in rest.list_user_checkpoints(limit=100).result().checkpoints:
+                yield one.tinker_path, one.checkpoint_type
