@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-def test_there_are_ten_and_the_readme_of_them_names_each():
-    assert len(EXAMPLES) == 10
+def test_the_readme_of_them_names_each():
+    assert EXAMPLES
     told = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     assert [example.name for example in EXAMPLES if f"({example.name})" not in told] == []
 
