@@ -32,6 +32,7 @@ from tinkex.server.exchange import let_go, receive_body
 from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
+from tinkex.server.guard.logs import answering
 from tinkex.server.guard.origin import check_local
 from tinkex.server.guard.quotas import Quotas, Strangers
 from tinkex.server.metrics import Metrics
@@ -93,6 +94,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
             app.state.shelf,
             quarantine_ttl_s=config.quarantine_ttl_s,
             audit_ttl_s=config.audit_ttl_s,
+            session_ttl_s=config.session_ttl_s,
         )
         sweeper = asyncio.create_task(work.run())
         lag = asyncio.create_task(app.state.metrics.watch_loop())
@@ -189,6 +191,7 @@ class FrontDoor:
         started = time.perf_counter()
         status = 500
         request_id = _request_id(scope)
+        answering.set(request_id.decode())
 
         async def watch(message: Message) -> None:
             nonlocal status

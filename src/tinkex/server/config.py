@@ -110,6 +110,8 @@ class ServerConfig:
     """`auto` or `HOST:PORT` of a Ray cluster: workers run on its nodes, one a GPU."""
     access_log: bool = False
     """Log every request as a line of JSON: id, user, route, status and seconds."""
+    log_format: str = "text"
+    """`text`, or `json`: an object a line, with the id of the request it belongs to."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`; the log goes to stderr."""
 
@@ -138,6 +140,10 @@ class ServerConfig:
     """How long it outlives a session that its client closed; nobody can train on there."""
     audit_ttl_s: float = 365 * 86_400.0
     """How long entries of the audit log are kept."""
+    session_ttl_s: float = 90 * 86_400.0
+    """How long a session without a run is kept after its last sign of life."""
+    journal_ttl_s: float = 7 * 86_400.0
+    """How long the journal remembers a request that ended; a repeat finds it until then."""
     quarantine_ttl_s: float = 30 * 86_400.0
     """How long a folder of `data_dir` that no row knows is kept in `quarantine/`."""
     snapshot_every_ops: int = 256
@@ -243,6 +249,8 @@ class ServerConfig:
             raise ConfigError(
                 f"log_level must be debug, info, warning or error, got {self.log_level!r}."
             )
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format must be text or json, got {self.log_format!r}.")
         if not self.devices:
             raise ConfigError("devices is empty; use ('auto',) for one worker.")
         named = tuple(device.strip() for entry in self.devices for device in entry.split(","))

@@ -35,6 +35,7 @@ from tinkex.server.files import disk
 from tinkex.server.files.beacon import Beacon
 from tinkex.server.files.private import close_to_others, make_private
 from tinkex.server.greeting import greeting
+from tinkex.server.guard import logs
 from tinkex.server.guard.connections import (
     SPARE_FILES,
     ConnectionLimits,
@@ -117,12 +118,7 @@ def run(config: ServerConfig, *, for_person: bool = False) -> None:
     Args:
         for_person: Say on stdout what a person wants to know, instead of one line of JSON.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,  # the command line has set up its own, which shows warnings only
-    )
+    logs.set_up(config.log_level, config.log_format)
     for noisy in ("alembic", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
@@ -239,10 +235,14 @@ def _has_stored_key(config: ServerConfig) -> bool:
 
 def connect_store(config: ServerConfig) -> Store:
     """The database a config names, shared with others; SQLite in the data folder by default."""
-    ttl_s, sync = config.result_ttl_s, config.power_safe
+    how: dict[str, Any] = {
+        "full_sync": config.power_safe,
+        "result_ttl_s": config.result_ttl_s,
+        "row_ttl_s": config.journal_ttl_s,
+    }
     if config.database:
-        return Store(config.database, full_sync=sync, result_ttl_s=ttl_s)
-    return Store.in_folder(config.data_dir, full_sync=sync, result_ttl_s=ttl_s)
+        return Store(config.database, **how)
+    return Store.in_folder(config.data_dir, **how)
 
 
 def open_store(config: ServerConfig) -> Store:
@@ -403,6 +403,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 )
 @click.option("--quota", "quotas", multiple=True, help="NAME=NUMBER for each user, repeatable.")
 @click.option("--access-log", is_flag=True, default=None, help="Log requests as lines of JSON.")
+@click.option("--log-format", help="text, or json: one object a line.")
 @click.option("--log-level", help="debug, info, warning or error.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the address as JSON on a terminal too."

@@ -56,11 +56,16 @@ class _End:
 
 class Journal:
     def __init__(
-        self, reader: Engine, writer: GroupWriter, result_ttl_s: float = RESULT_TTL_S
+        self,
+        reader: Engine,
+        writer: GroupWriter,
+        result_ttl_s: float = RESULT_TTL_S,
+        row_ttl_s: float = ROW_TTL_S,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._result_ttl_s = result_ttl_s
+        self._row_ttl_s = row_ttl_s
 
     def append(self, op: NewRow) -> Future[Appended]:
         """Record a request; when the future is done the row is durable. Never blocks.
@@ -148,7 +153,7 @@ class Journal:
         # Results first: a row without one is small, and is kept for days so that repeats find it.
         ripe = _some(_table.c.drop_result_at < now)
         self._repeat(update(_table).where(_table.c.request_id.in_(ripe)).values(gone))
-        old = _some(_table.c.finished_at < now - ROW_TTL_S, _table.c.body.is_(None))
+        old = _some(_table.c.finished_at < now - self._row_ttl_s, _table.c.body.is_(None))
         self._repeat(_table.delete().where(_table.c.request_id.in_(old)))
 
     def _repeat(self, statement: Any) -> None:

@@ -19,6 +19,7 @@ from tinkex.store.writer import GroupWriter
 
 ACTIVE = {"type": "active"}
 _table = schema.sessions
+FORGET_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,27 @@ class Sessions:
         )
         with self._reader.connect() as connection:
             return [_session(row) for row in connection.execute(query).mappings()]
+
+    def forget(self, before: float) -> int:
+        """Drop sessions without a run that were last seen before a moment, so many at a time.
+
+        Their samplers go with them, except those whose weights are still on disk.
+        """
+        samplers, losses = schema.sampling_sessions, schema.custom_losses
+        runs = select(schema.models.c.session_id)
+        kept = select(samplers.c.session_id).where(
+            samplers.c.ephemeral.is_(True), samplers.c.folder.is_not(None)
+        )
+        old = select(_table.c.session_id).where(_table.c.last_heartbeat < before)
+        old = old.where(_table.c.session_id.not_in(runs), _table.c.session_id.not_in(kept))
+
+        def write(connection: Connection) -> int:
+            chosen = list(connection.execute(old.limit(FORGET_AT_ONCE)).scalars())
+            for table in (samplers, losses, _table):
+                connection.execute(table.delete().where(table.c.session_id.in_(chosen)))
+            return len(chosen)
+
+        return self._writer.run(write)
 
     def search(self, query: SessionQuery, limit: int) -> list[Session]:
         """Newest first. Conditions on metadata and finish reasons are the caller's to filter."""

@@ -23,7 +23,7 @@ from tinkex.store.claim import Claim, Fence
 from tinkex.store.curves import Curves
 from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.folders import Folders
-from tinkex.store.journal import RESULT_TTL_S, Journal
+from tinkex.store.journal import RESULT_TTL_S, ROW_TTL_S, Journal
 from tinkex.store.ledger import Ledger
 from tinkex.store.models import Models
 from tinkex.store.names import Names
@@ -43,7 +43,12 @@ class Store:
     """
 
     def __init__(
-        self, url: str, *, full_sync: bool = True, result_ttl_s: float = RESULT_TTL_S
+        self,
+        url: str,
+        *,
+        full_sync: bool = True,
+        result_ttl_s: float = RESULT_TTL_S,
+        row_ttl_s: float = ROW_TTL_S,
     ) -> None:
         self._database = open_database(url, full_sync=full_sync)
         self._writer = GroupWriter(self._database.writer)
@@ -54,7 +59,7 @@ class Store:
         self.sessions = Sessions(reader, self._writer)
         self.models = Models(reader, self._writer)
         self.usage = Ledger(reader, self._writer)
-        self.journal = Journal(reader, self._writer, result_ttl_s)
+        self.journal = Journal(reader, self._writer, result_ttl_s, row_ttl_s)
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)
         self.folders = Folders(reader, self._writer)
@@ -64,12 +69,10 @@ class Store:
         self.audit = Audit(reader, self._writer)
 
     @classmethod
-    def in_folder(
-        cls, data_dir: Path, *, full_sync: bool = True, result_ttl_s: float = RESULT_TTL_S
-    ) -> Store:
-        """The SQLite store of a data folder, which is made when absent."""
+    def in_folder(cls, data_dir: Path, **how: Any) -> Store:
+        """The SQLite store of a data folder, which is made when absent; `how` as for `Store`."""
         data_dir.mkdir(parents=True, exist_ok=True)
-        return cls(sqlite_url(data_dir), full_sync=full_sync, result_ttl_s=result_ttl_s)
+        return cls(sqlite_url(data_dir), **how)
 
     def claim(self, timeout_s: float = 10.0, *, data_dir: Path | None = None) -> None:
         """Make sure that no other server uses this database, until `close`. Blocks.

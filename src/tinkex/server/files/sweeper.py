@@ -34,12 +34,14 @@ class Sweeper:
         round_s: float = ROUND_S,
         quarantine_ttl_s: float = 30 * 86_400.0,
         audit_ttl_s: float = 365 * 86_400.0,
+        session_ttl_s: float = 90 * 86_400.0,
     ) -> None:
         self._store = store
         self._shelf = shelf
         self._round_s = round_s
         self._quarantine_ttl_s = quarantine_ttl_s
         self._audit_ttl_s = audit_ttl_s
+        self._session_ttl_s = session_ttl_s
         self._clock = SteadyClock()
         self._last_count: float | None = None
 
@@ -57,6 +59,7 @@ class Sweeper:
         await self._store.call(self._store.journal.sweep, now)
         await self._store.call(self._store.checkpoints.forget_keys, now - 86_400)
         await self._store.call(self._store.audit.forget, now - self._audit_ttl_s)
+        await self._store.call(self._store.sessions.forget, now - self._session_ttl_s)
         await self._store.call(self._store.trajectories.forget_before, now - TRAJECTORY_TTL_S)
         await self._store.call(self._count_storage, now)
         await self._drop_ephemeral(now)
