@@ -224,7 +224,7 @@ async def model_tokens_per_s(size: int, threads: int) -> float:
 
     data = batch(16, 64, num_ids=1000)
     async with opened(size, "torch", threads) as pool:
-        rate = await steps_per_s(pool, default_model.NAMES[0], data, 4)
+        rate = await steps_per_s(pool, default_model.NAME, data, 4)
         return rate * sum(len(datum.tokens) for datum in data)
 
 

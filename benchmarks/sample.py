@@ -66,7 +66,7 @@ def ours(engine: TorchEngine, requests: list[Request]) -> None:
     for i, request in enumerate(requests):
         job = jobs.SampleJob(
             job_id=f"{time.monotonic_ns()}-{i}",
-            base_model=default_model.NAMES[0],
+            base_model=default_model.NAME,
             adapter_folder=None,
             prompt=request.prompt,
             max_tokens=request.num_tokens,

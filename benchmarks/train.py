@@ -52,7 +52,7 @@ def datums(lengths: list[int], vocab_size: int) -> list[TrainDatum]:
 
 
 def our_trainer(num_adapters: int) -> Trainer:
-    name = default_model.NAMES[0]
+    name = default_model.NAME
     trainer = Trainer(load_decoder(str(default_model.folder())), base_model=name)
     for index in range(num_adapters):
         spec = LoraSpec(rank=RANK, seed=index)
