@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,16 @@ def test_tokens_stream_while_a_long_batch_trains_and_both_end(start):
     assert client.ended[-2:] == [stream.job.job_id, long.job.job_id]
 
 
+@contextmanager
+def held_up(client: Client) -> Iterator[None]:
+    """The engine stands still meanwhile, so that what is put in waits together."""
+    gate = threading.Event()
+    job = jobs.DropAdapterJob(job_id="hold", adapter_id="nobody")
+    client.engine.submit(job, lambda _: gate.wait(60))
+    yield
+    gate.set()
+
+
 def test_a_short_job_does_not_wait_for_a_long_one_and_neither_changes(start):
     """One key with huge batches must not starve the small ones of others."""
     alone = start(trainer=TrainerConfig(max_tokens=64))
@@ -242,9 +253,10 @@ def test_a_short_job_does_not_wait_for_a_long_one_and_neither_changes(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create("big").wait()
     client.create("small", seed=1).wait()
-    long = client.train("big", data=many)
-    after_long = client.step("big")
-    short, stepped = client.train("small", data=few), client.step("small")
+    with held_up(client):
+        long = client.train("big", data=many)
+        after_long = client.step("big")
+        short, stepped = client.train("small", data=few), client.step("small")
     results = [long.result, short.result]
     assert client.ended.index(short.job.job_id) < client.ended.index(long.job.job_id)
     assert client.ended.index(stepped.job.job_id) < client.ended.index(long.job.job_id)
@@ -259,8 +271,9 @@ def test_two_long_jobs_take_turns_with_short_ones_only(start):
     for name in ("one", "two", "small"):
         client.create(name).wait()
     data = tuple(random_datum(60, i) for i in range(30))
-    longs = [client.train(name, data=data) for name in ("one", "two")]
-    shorts = [client.train("small") for _ in range(5)]
+    with held_up(client):
+        longs = [client.train(name, data=data) for name in ("one", "two")]
+        shorts = [client.train("small") for _ in range(5)]
     for ticket in [*longs, *shorts]:
         assert ticket.result.num_tokens > 0
     last = max(client.ended.index(ticket.job.job_id) for ticket in shorts)

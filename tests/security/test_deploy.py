@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import json
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -32,6 +33,23 @@ async def test_the_dashboard_shows_metrics_that_exist(app_world: AppWorld) -> No
     assert {name for name in names if name not in text} == set()
 
 
+def test_the_script_that_tries_the_image_follows_every_step(tmp_path: Path) -> None:
+    script = runpy.run_path(str(DEPLOY / "try_image.py"))
+    steps = script["steps"]((DEPLOY / "Dockerfile").read_text())
+    image = script["Image"](tmp_path, {"TORCH": "cuda"})
+    for instruction, rest in steps:
+        if instruction not in ("RUN", "COPY"):
+            image.do(instruction, rest)
+    assert image.env["TORCH"] == "cuda"
+    assert image.env["TINKEX_HOME"] == f"{tmp_path}/data"
+    assert image.command[:2] == ["tinkex", "serve"]
+    assert f"{tmp_path}/run/secrets/tinkex_keys" in image.command
+    assert (
+        image.moved("http://x/data /opt/tinkex/bin") == f"http://x/data {tmp_path}/opt/tinkex/bin"
+    )
+    assert "healthz" in " ".join(image.health)
+
+
 def test_the_settings_of_a_shared_server_are_settings(tmp_path: Path) -> None:
     values = tomllib.loads((DEPLOY / "server.toml").read_text())
     keys = tmp_path / "keys"
@@ -51,7 +69,7 @@ def test_image_and_unit_start_the_server_with_flags_it_has() -> None:
         assert Path(command[0]).name == "tinkex"
         assert command[1] == "serve"
         assert {word for word in command if word.startswith("--")} <= _flags(serve)
-    assert "USER tinkex" in image
+    assert "USER 10001" in image
     assert unit["Service"]["UMask"] == "0077"
 
 
