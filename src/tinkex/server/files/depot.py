@@ -9,6 +9,7 @@ never does. Recovery snapshots and unnamed sampler weights stay on the disk, bes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
@@ -128,7 +129,8 @@ class Depot:
                 return
             folder = self._folders.path(name)
             aside = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
-            folder.rename(aside)  # whole or not at all, for whoever looks
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                folder.rename(aside)  # whole or not at all, for whoever looks
             shutil.rmtree(aside, ignore_errors=True)
             excess -= sizes[name]
 
@@ -162,6 +164,7 @@ def refuse_without(data_dir: Path) -> None:
 
 
 def _size(folder: Path) -> int:
-    if not folder.is_dir():
+    try:
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    except FileNotFoundError:  # it goes while we look
         return 0
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
