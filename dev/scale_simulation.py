@@ -26,8 +26,8 @@ import numpy as np
 import tinkex
 from tinkex import types
 
-SLOWER = 60.0
-TRAIN_SLOWER = 6.0
+SLOWER = 30.0
+TRAIN_SLOWER = 3.0
 BATCH = 128
 DECODE_STEP_S = BATCH / 11_204
 """One token for each of 128 sequences with 16 adapters: gpu_decode_128_16_adapters."""
