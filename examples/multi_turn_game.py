@@ -11,11 +11,17 @@ import tinkex
 from tinkex.recipes import rl
 from tinkex.recipes.episodes import Turn
 
-RULES = "I think of a number from 1 to 9. Guess it. Answer with one number only."
+SHOWN = [
+    {"role": "user", "content": "I think of a number from 1 to 9. Guess it."},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "Higher!"},
+    {"role": "assistant", "content": "7"},
+]
+AGAIN = "Right! I think of a new number from 1 to 9. Guess it."
 
 
 def prompts():
-    return [{"prompt": RULES, "secret": secret} for secret in range(1, 10)]
+    return [{"prompt": AGAIN, "secret": secret} for secret in range(1, 10)]
 
 
 class HigherLower:
@@ -25,7 +31,7 @@ class HigherLower:
         self.secret, self.guesses = row["secret"], 0
 
     def start(self):
-        return RULES
+        return [*SHOWN, {"role": "user", "content": AGAIN}]
 
     def step(self, answer):
         self.guesses += 1
@@ -52,7 +58,7 @@ def main():
             log_dir=folder,
             rank=16,
             learning_rate=5e-4,
-            steps=12,
+            steps=10,
             prompts_per_step=3,
             group_size=8,
             max_tokens=6,

@@ -81,3 +81,12 @@ def test_the_shell_completes_runs_and_models(workshop):
         item.value for item in complete_model(None, None, "tin")
     }
     assert [item.type for item in complete_run(None, None, "./")] == ["dir"]
+
+
+def test_a_named_run_is_exported(workshop, tmp_path):
+    cli = workshop
+    assert sft(cli, 1).code == 0
+    ran = cli("export", "pirate", "-o", str(tmp_path / "adapter"))
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    assert "is not a checkpoint" in cli("export", "nobody", "-o", str(tmp_path / "other")).err

@@ -29,7 +29,7 @@ def test_the_page_has_its_commands_and_what_is_typed_into_them(walk):
     assert ["tinkex", "quickstart"] in commands
     chat = next(step for step in steps if step.command.startswith("tinkex chat"))
     assert chat.typed[0] == "What is the capital of Austria?"
-    assert chat.typed[-1] == ""
+    assert chat.typed[-1] == "/exit"
     heredoc = next(step for step in steps if step.command.startswith("cat >"))
     assert heredoc.command.endswith("END")
 

@@ -42,7 +42,13 @@ def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) ->
     return value
 
 
+def check_run_or_path(ctx: click.Context, param: click.Parameter, value: str) -> Any:
+    """A click callback: a run's name or folder stands for its checkpoint."""
+    return check_tinker_path(ctx, param, named(value))
+
+
 path_argument = click.argument("path", callback=check_tinker_path)
+run_or_path_argument = click.argument("path", callback=check_run_or_path)
 
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.arguments import path_argument
+from tinkex.cli.arguments import run_or_path_argument
 from tinkex.cli.output import properties, size
 from tinkex.cli.state import Leaf, State, pass_state
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Leaf)
-@path_argument
+@run_or_path_argument
 @click.option(
     "-o",
     "--output",
