@@ -64,7 +64,7 @@ def chat(
         from tinkex.cli.commands.pull import prepare
 
         prepare(state, chosen)
-    with state.service(model=chosen) as service:
+    with state.service(model=chosen, name="chat") as service:
         talk = Conversation(state, service, settings)
         talk.voice = talk.open(chosen, model)
         talk.set_system(system)
@@ -118,6 +118,15 @@ class Conversation:
         base = sampler.get_base_model()
         renderer = Renderer(load_tokenizer(base))
         return Voice(label or chosen, base, chosen if is_path else "", sampler, renderer)
+
+    def find(self, name: str) -> Voice:
+        """Who is called that: a base model, a run or a checkpoint."""
+        from tinkex.cli.commands.pull import prepare
+
+        chosen = named(name) or name
+        if chosen != self.voice.base_model:
+            prepare(self.state, chosen)
+        return self.open(chosen, name)
 
     def set_system(self, text: str | None) -> None:
         self.messages = [{"role": "system", "content": text}] if text else []
@@ -256,7 +265,7 @@ def _command(talk: Conversation, name: str, rest: str) -> None:
             talk.messages = kept
             click.echo("A new conversation.")
         case "model" if rest:
-            talk.voice = talk.open(named(rest), rest)
+            talk.voice = talk.find(rest)
             _banner(talk)
         case "compare":
             _compare(talk, rest)
@@ -275,7 +284,7 @@ def _compare(talk: Conversation, rest: str) -> None:
         click.echo("This is the base model itself; name what to compare with: /compare NAME.")
         return
     wanted = rest or talk.voice.base_model
-    talk.other = talk.open(named(wanted), wanted)
+    talk.other = talk.find(wanted)
     click.echo(f"{wanted} answers too, first.")
 
 

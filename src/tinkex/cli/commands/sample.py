@@ -54,7 +54,7 @@ def sample(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     chosen = named(model)
-    with state.service(model=chosen) as service:
+    with state.service(model=chosen, name="sample") as service:
         model = chosen or default_model(service)
         sampler = open_sampler(service, model)
         tokenizer = load_tokenizer(sampler.get_base_model())

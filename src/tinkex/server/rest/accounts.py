@@ -24,7 +24,8 @@ router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 async def exchange_token(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
     token = await auth.issue_token(credential_of(request))
-    request.app.state.oversight.note_login(user.user_id, address_of(request), by="token")
+    store: Store = request.app.state.store
+    store.audit.record(user.user_id, "login", {"by": "token", "address": address_of(request)})
     return answer(types.AuthTokenResponse(jwt=token))
 
 
