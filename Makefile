@@ -89,7 +89,7 @@ test-peers: $(STAMP)
 
 # Every table of docs/benchmarks.md, except the GPU's where there is none. Exits 1 below a bar.
 bench: $(STAMP)
-	status=0; for name in wire client server train memory sample openai abuse pool; do \
+	status=0; for name in wire client server train memory sample openai abuse pool console; do \
 	  $(BIN)/python benchmarks/$$name.py --write || status=1; done; \
 	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  $(BIN)/python benchmarks/gpu.py --write || status=1; \

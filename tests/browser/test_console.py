@@ -202,12 +202,12 @@ def test_rollouts_are_kept_after_the_agreement(page, world):
     assert page.locator("article.said").count() == 8
     page.select_option("select[name=color]", "advantage")
     page.get_by_role("button", name="Show").click()
-    page.wait_for_selector(".up3")
-    assert page.locator(".down3").count() > 0
+    page.wait_for_selector("article .up3")
+    assert page.locator("article .down3").count() > 0
     _check_access(page)
     page.select_option("select[name=color]", "logprob")
     page.get_by_role("button", name="Show").click()
-    page.wait_for_selector(".l4")
+    page.wait_for_selector("article span[title^=logprob][class^=l]")
     _picture(page, "rollouts")
     page.get_by_role("button", name="Stop, and drop them").click()
     page.get_by_role("button", name="Keep mine").wait_for()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.console.source import Growth
 from tinkex.server.work.curves import MAX_CURVES, MAX_POINTS, Curve, Curves
 from tinkex.store import Store
 
@@ -36,6 +37,34 @@ async def test_what_was_logged_is_there_after_a_restart(tmp_path: Path):
     await Curves(store).drop("m")
     assert await Curves(store).of_run("m") == {}
     store.close()
+
+
+async def test_a_curve_in_short_is_the_same_from_memory_and_store(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = Curves(store)
+    for step in range(5000):
+        await curves.log("m", {"reward": step / 8}, step)
+    await curves.flush()
+    here = await curves.of_runs(["m", "absent"], ["reward", "other"])
+    stored = await Curves(store).of_runs(["m", "absent"], ["reward", "other"])
+    assert here == stored
+    (course,) = here.values()
+    assert (course.last_step, len(course.values) <= 120) == (4999, True)
+    assert course.total == pytest.approx(sum(range(5000)) / 8, rel=0.01)
+    store.close()
+
+
+def test_a_page_that_looks_on_is_told_what_is_new_and_all_after_a_thinning():
+    growth, curve = Growth(), Curve()
+    shown: list[float] = []
+    for step in range(10_000):
+        curve.add(step, float(step), 0.0)
+        if step % 7 == 0:
+            told = growth.of({"loss": curve}).get("loss", {"steps": [], "isMore": True})
+            shown = shown + told["steps"] if told["isMore"] else told["steps"]
+            assert shown == curve.steps
+    assert growth.of({"loss": curve})["loss"]["isMore"]
+    assert growth.of({"loss": curve}) == {}
 
 
 async def test_steps_are_counted_on_after_a_restart(tmp_path: Path):

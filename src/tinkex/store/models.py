@@ -31,6 +31,7 @@ from sqlalchemy import (
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
 from tinkex.store.records import Model, Session, Snapshot
+from tinkex.store.sessions import session_of
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
 
@@ -185,20 +186,23 @@ class Models:
         """The runs of a user that fit, with their sessions; of all users where it is None."""
         owned = [_table.c.user_id == user_id] if user_id is not None else []
         where = [*owned, *wanted.conditions()]
-        query = select(_table).where(*where).order_by(*wanted.ordering())
-        models = self._all(query.limit(limit).offset(offset))
-        total = select(func.count()).select_from(_table).where(*where)
+        # A search looks at every row, so it counts in the same scan; an index counts all rows.
+        counted = [func.count().over().label("total")] if wanted.search else []
+        query = select(_table, *counted).where(*where).order_by(*wanted.ordering())
+        count = select(func.count()).select_from(_table).where(*where)
         names = select(_table.c.base_model).where(*owned).distinct().limit(200)
-        of_page = schema.sessions.c.session_id.in_({model.session_id for model in models})
         with self._reader.connect() as connection:
+            found = connection.execute(query.limit(limit).offset(offset)).mappings().all()
+            models = [_model(row) for row in found]
+            total = int(found[0]["total"]) if found and counted else offset + len(models)
+            if (len(models) == limit and not counted) or (offset and not models):
+                total = int(connection.execute(count).scalar_one())
+            of_page = schema.sessions.c.session_id.in_({model.session_id for model in models})
             rows = connection.execute(select(schema.sessions).where(of_page)).mappings()
-            sessions = [
-                Session(**{name: row[name] for name in Session.__slots__}) for row in rows.all()
-            ]
             return FilteredRuns(
                 models=models,
-                sessions={session.session_id: session for session in sessions},
-                total=int(connection.execute(total).scalar_one()),
+                sessions={row["session_id"]: session_of(row) for row in rows},
+                total=total,
                 base_models=sorted(connection.execute(names).scalars()),
             )
 

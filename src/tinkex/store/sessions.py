@@ -64,7 +64,7 @@ class Sessions:
         with self._reader.connect() as connection:
             query = select(_table).where(_table.c.session_id == session_id)
             row = connection.execute(query).mappings().first()
-        return _session(row) if row else None
+        return session_of(row) if row else None
 
     def heartbeat(self, session_id: str, at: float | None = None) -> None:
         """Note a sign of life. Returns at once; the row follows within about a second."""
@@ -112,7 +112,7 @@ class Sessions:
             _table.c.status_type == "active", _table.c.last_heartbeat < moment
         )
         with self._reader.connect() as connection:
-            return [_session(row) for row in connection.execute(query).mappings()]
+            return [session_of(row) for row in connection.execute(query).mappings()]
 
     def forget(self, before: float) -> int:
         """Drop sessions without a run that were last seen before a moment, so many at a time.
@@ -144,7 +144,7 @@ class Sessions:
             .limit(limit)
         )
         with self._reader.connect() as connection:
-            return [_session(row) for row in connection.execute(statement).mappings()]
+            return [session_of(row) for row in connection.execute(statement).mappings()]
 
     def called(self, session_ids: Collection[str]) -> dict[str, tuple[str | None, bool]]:
         """The display name of each, and whether it is active."""
@@ -192,5 +192,5 @@ def _conditions(query: SessionQuery) -> list[Any]:
     return wanted
 
 
-def _session(row: Any) -> Session:
+def session_of(row: Any) -> Session:
     return Session(**{name: row[name] for name in Session.__slots__})

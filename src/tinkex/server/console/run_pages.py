@@ -16,7 +16,7 @@ from fastapi.responses import StreamingResponse
 from tinkex.server.console import source as sources
 from tinkex.server.console.rollout_view import Coloring, rollout_view
 from tinkex.server.console.shell import PageRoute, page
-from tinkex.server.console.source import Source, source_of, told_curves
+from tinkex.server.console.source import Growth, Source, source_of, told_curves
 from tinkex.server.console.visitors import Visitor
 from tinkex.server.exchange import answer
 from tinkex.server.problems import ApiError
@@ -123,13 +123,14 @@ async def run_live(request: Request, user: Visitor, run_id: str) -> Response:
 
 
 async def _growth(source: Source, run_id: str) -> AsyncIterator[bytes]:
-    seen: dict[str, int] = {}
+    growth = Growth()
+    before = None
     while not source.is_ending:
-        found = await source.curves(run_id)
-        grown = told_curves(found, seen)
-        seen = {name: curve.num_made for name, curve in found.items()}
+        grown = growth.of(await source.curves(run_id))
         told = {"curves": grown, "doing": source.doing(run_id)}
-        yield b"data: " + orjson.dumps(told) + b"\n\n"
+        # A line that says nothing keeps the connection known to proxies.
+        yield b"data: " + orjson.dumps(told) + b"\n\n" if grown or told != before else b":\n\n"
+        before = told
         await asyncio.sleep(LIVE_S)
 
 

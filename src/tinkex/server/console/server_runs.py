@@ -10,7 +10,7 @@ from tinkex.server.console.source import PAGE, Query, age, age_of
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
-from tinkex.server.work.curves import Curve
+from tinkex.server.work.curves import Course, Curve
 from tinkex.server.work.rollouts import told
 from tinkex.store import Checkpoint, Model, RunFilter, Session, User
 
@@ -53,14 +53,14 @@ class ServerRuns:
         }
 
     def _row(
-        self, model: Model, session: Session | None, curves: dict[tuple[str, str], Curve]
+        self, model: Model, session: Session | None, curves: dict[tuple[str, str], Course]
     ) -> dict[str, Any]:
         loss, rate, tokens = (curves.get((model.model_id, name)) for name in LISTED)
         return {
             **self._head(model, session),
-            "steps": int(rate.steps[-1]) if rate and rate.steps else 0,
-            "loss": loss.values[-1] if loss and loss.values else None,
-            "tokens": int(sum(tokens.values) * tokens.stride) if tokens else 0,
+            "steps": int(rate.last_step) if rate else 0,
+            "loss": loss.last_value if loss else None,
+            "tokens": int(tokens.total) if tokens else 0,
             "spark": spark(loss.values) if loss else "",
         }
 

@@ -90,19 +90,39 @@ def source_of(request: Request) -> Source:
     return found
 
 
-def told_curves(found: dict[str, Curve], after: dict[str, int] | None = None) -> dict[str, Any]:
-    """Curves as JSON; with `after`, only those that grew since that many points."""
-    told = {}
-    for name, curve in sorted(found.items()):
-        if after is None or after.get(name) != curve.num_made:
-            told[name] = {
-                "steps": curve.steps,
-                "values": curve.values,
-                "at": curve.moments,
-                "stride": curve.stride,
-                "made": curve.num_made,
-            }
-    return told
+def told_curves(found: dict[str, Curve]) -> dict[str, Any]:
+    """Curves as JSON."""
+    return {name: _told(curve) for name, curve in sorted(found.items())}
+
+
+def _told(curve: Curve, start: int = 0) -> dict[str, Any]:
+    return {
+        "steps": curve.steps[start:],
+        "values": curve.values[start:],
+        "at": curve.moments[start:],
+        "stride": curve.stride,
+    }
+
+
+class Growth:
+    """What a page has seen of a run's curves, and what it has not."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def of(self, found: dict[str, Curve]) -> dict[str, Any]:
+        """Curves that grew: their new points (`isMore`), or all where they were thinned."""
+        told = {}
+        for name, curve in sorted(found.items()):
+            stride, num_made = self._seen.get(name, (0, 0))
+            num_new = curve.num_made - num_made
+            if stride == curve.stride and num_new == 0:
+                continue
+            is_more = stride == curve.stride and 0 < num_new <= len(curve.steps)
+            start = len(curve.steps) - num_new if is_more else 0
+            told[name] = {**_told(curve, start), "isMore": is_more}
+            self._seen[name] = (curve.stride, curve.num_made)
+        return told
 
 
 def age(moment: float) -> str:

@@ -25,6 +25,7 @@ from tinkex.store import Model, Store, StoredCurve, UsageCount
 logger = logging.getLogger(__name__)
 MAX_POINTS = 2048
 MAX_CURVES = 200
+MAX_COURSE = 120
 MAX_RUNS = 256
 """Runs whose curves are kept in memory."""
 PARTS = ("pass_time_s", "optim_time_s", "save_time_s")
@@ -35,6 +36,18 @@ MEASURED = frozenset(
 )
 """Names of the server's own curves. A client's number of such a name has a curve of its own."""
 _POINT = np.dtype([("step", "<f8"), ("value", "<f4"), ("at", "<f8")])
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A curve in short, for a list of runs."""
+
+    last_step: float
+    last_value: float
+    total: float
+    """Of all values that went into it."""
+    values: Sequence[float]
+    """At most `MAX_COURSE` of them, evenly chosen."""
 
 
 @dataclass(slots=True)
@@ -69,6 +82,11 @@ class Curve:
         self.steps, self.moments = self.steps[1::2], self.moments[1::2]
         self.stride *= 2
 
+    def course(self) -> Course:
+        every = math.ceil(len(self.values) / MAX_COURSE)
+        total = sum(self.values) * self.stride
+        return Course(self.steps[-1], self.values[-1], total, self.values[::every])
+
     def packed(self) -> bytes:
         array = np.empty(len(self.steps), _POINT)
         array["step"], array["value"], array["at"] = self.steps, self.values, self.moments
@@ -98,6 +116,16 @@ class _Run:
     busy_until: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
     """Seconds of the worker since the last step, by part."""
+
+
+def _course(stored: StoredCurve) -> Course:
+    """The same as `Curve.unpacked(stored).course()`, for a tenth of the time."""
+    array: NDArray[np.void] = np.frombuffer(stored.points, _POINT)
+    values = array["value"]
+    every = math.ceil(len(values) / MAX_COURSE)
+    total = float(values.sum(dtype=np.float64)) * stored.stride
+    last = array[-1]
+    return Course(float(last["step"]), float(last["value"]), total, values[::every].tolist())
 
 
 class Curves:
@@ -197,19 +225,24 @@ class Curves:
 
     async def of_runs(
         self, model_ids: Sequence[str], names: Sequence[str]
-    ) -> dict[tuple[str, str], Curve]:
-        """Some curves of many runs: those in memory as they are, the others from the store."""
-        found: dict[tuple[str, str], Curve] = {}
+    ) -> dict[tuple[str, str], Course]:
+        """Some curves of many runs in short: from memory, or from the store."""
+        found: dict[tuple[str, str], Course] = {}
         elsewhere = [model_id for model_id in model_ids if model_id not in self._runs]
         if elsewhere:
-            stored = await self._store.call(self._store.curves.of_runs, elsewhere, names)
-            found = {(one.model_id, one.name): Curve.unpacked(one) for one in stored}
+            found = await self._store.call(self._stored_courses, elsewhere, names)
         for model_id in model_ids:
             run = self._runs.get(model_id)
             for name in names:
-                if run is not None and name in run.curves:
-                    found[model_id, name] = run.curves[name]
+                if run is not None and name in run.curves and run.curves[name].values:
+                    found[model_id, name] = run.curves[name].course()
         return found
+
+    def _stored_courses(
+        self, model_ids: Sequence[str], names: Sequence[str]
+    ) -> dict[tuple[str, str], Course]:
+        stored = self._store.curves.of_runs(model_ids, names)
+        return {(one.model_id, one.name): _course(one) for one in stored if one.points}
 
     def num_steps(self, model_id: str) -> int:
         """Steps of a run that is in use; 0 for one that is not."""

@@ -7,14 +7,17 @@ const known = {};
 const view = controls((now) => { for (const chart of charts.values()) chart.show(now); });
 
 function take(curves) {
-  Object.assign(known, curves);
+  for (const [name, grown] of Object.entries(curves)) {
+    if (!grown.isMore) known[name] = grown;
+    else for (const part of ["steps", "values", "at"]) known[name][part].push(...grown[part]);
+  }
   for (const name of Object.keys(curves).filter((one) => !PARTS.has(one)).sort(byInterest)) {
     if (!charts.has(name)) {
       const chart = new Chart(place, name);
       chart.view = view();
       charts.set(name, chart);
     }
-    charts.get(name).set([{ ...curves[name], tokens: known.tokens || known.num_tokens }]);
+    charts.get(name).set([{ ...known[name], tokens: known.tokens || known.num_tokens }]);
   }
   split();
 }
