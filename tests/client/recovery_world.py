@@ -103,6 +103,7 @@ def quick(server: Server, **options) -> RecoveryPolicy:
         "attempt_timeout_s": 10.0,
         "monitor_interval_s": 0.0,
         "unreachable_s": 2.0,
+        "max_attempts": 60,  # a server may take long to start on a busy machine
         "connect": server.connect,
     }
     return RecoveryPolicy(**{**defaults, **options})

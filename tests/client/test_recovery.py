@@ -82,7 +82,7 @@ def test_it_survives_downtime_longer_than_one_attempt(server):
     expected = undisturbed(server, 5)
     attempts = []
     end = events.subscribe(lambda e: attempts.append(e) if e.name.startswith("recovery") else None)
-    client = new_client(server).with_recovery(quick(server, max_attempts=30))
+    client = new_client(server).with_recovery(quick(server))
 
     def down_for_a_while(step: int) -> None:
         if step == 3:
@@ -139,7 +139,7 @@ def test_a_server_that_takes_connections_and_answers_nothing_is_left_in_time(ser
     """The patience is the policy's, whatever a single request may take."""
     expected = undisturbed(server, 1)
     lost = threading.Event()
-    policy = quick(server, max_attempts=30, unreachable_s=1.0, on_lost=lambda event: lost.set())
+    policy = quick(server, unreachable_s=1.0, on_lost=lambda event: lost.set())
     client = new_client(server).with_recovery(policy)
     with server.frozen():
         waiting = client.train_step(batch(0), "cross_entropy", ADAM)

@@ -129,7 +129,7 @@ def slow_server(server: Server) -> Iterator[Server]:
 
 def recovering(server: Server, rng: random.Random):
     every = rng.choice((1, 2, 3, 5))
-    return new_client(server).with_recovery(quick(server, max_attempts=30, save_every_steps=every))
+    return new_client(server).with_recovery(quick(server, save_every_steps=every))
 
 
 @pytest.mark.slow
