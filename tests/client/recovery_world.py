@@ -36,6 +36,7 @@ class Server:
         engine = f"toy:latency_s={self.latency_s}"
         command = [sys.executable, "-m", "tinkex.server", "--engine", engine, "--port", str(port)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
+        env["TINKEX_HOME"] = str(self._folder)
         log = (self._folder / "server.log").open("ab")
         self._child = subprocess.Popen(
             [*command, "--data-dir", str(self._folder)], stdout=subprocess.PIPE, stderr=log, env=env
