@@ -96,6 +96,10 @@ def batch(step: int) -> list[Datum]:
     return [Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": [1.0] * 12})]
 
 
+PATIENT = 60
+"""Attempts enough for a server that takes long to start on a busy machine."""
+
+
 def quick(server: Server, **options) -> RecoveryPolicy:
     defaults = {
         "save_every_steps": 3,
@@ -104,7 +108,6 @@ def quick(server: Server, **options) -> RecoveryPolicy:
         "attempt_timeout_s": 10.0,
         "monitor_interval_s": 0.0,
         "unreachable_s": 2.0,
-        "max_attempts": 60,  # a server may take long to start on a busy machine
         "connect": server.connect,
     }
     return RecoveryPolicy(**{**defaults, **options})

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from recovery_world import (
     ADAM,
+    PATIENT,
     batch,
     delete_run,
     new_client,
@@ -82,7 +83,7 @@ def test_it_survives_downtime_longer_than_one_attempt(server):
     expected = undisturbed(server, 5)
     attempts = []
     end = events.subscribe(lambda e: attempts.append(e) if e.name.startswith("recovery") else None)
-    client = new_client(server).with_recovery(quick(server))
+    client = new_client(server).with_recovery(quick(server, max_attempts=PATIENT))
 
     def down_for_a_while(step: int) -> None:
         if step == 3:
@@ -139,7 +140,9 @@ def test_a_server_that_takes_connections_and_answers_nothing_is_left_in_time(ser
     """The patience is the policy's, whatever a single request may take."""
     expected = undisturbed(server, 1)
     lost = threading.Event()
-    policy = quick(server, unreachable_s=1.0, on_lost=lambda event: lost.set())
+    policy = quick(
+        server, max_attempts=PATIENT, unreachable_s=1.0, on_lost=lambda event: lost.set()
+    )
     client = new_client(server).with_recovery(policy)
     with server.frozen():
         waiting = client.train_step(batch(0), "cross_entropy", ADAM)
@@ -182,7 +185,7 @@ def test_a_server_killed_while_the_run_is_rebuilt_is_not_waited_for(server):
 def test_a_run_lost_and_then_its_server_is_still_a_loss(server):
     """Nobody is there to tell a lost run from a mistake of the caller's: ask the next server."""
     expected = undisturbed(server, 4)
-    client = new_client(server).with_recovery(quick(server))
+    client = new_client(server).with_recovery(quick(server, max_attempts=PATIENT))
     losses = train(client, range(2))
     delete_run(server, client)
     check = client._monitor.check
@@ -258,7 +261,7 @@ def test_a_custom_loss_does_not_wait_for_a_server_that_died(server):
     server.kill()
     server.latency_s = 1.5
     server.start()
-    client = new_client(server).with_recovery(quick(server))
+    client = new_client(server).with_recovery(quick(server, max_attempts=PATIENT))
 
     def replace() -> None:
         server.kill()

@@ -11,9 +11,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.config import Config
 from app_world import AppWorld, open_app
+from sqlalchemy import create_engine
 
 from tinkex.errors import ConfigError
+from tinkex.store.database import MIGRATIONS
 
 
 async def _save(world: AppWorld, name: str, session: str | None = None) -> str:
@@ -166,22 +170,23 @@ async def test_quarantine_has_an_end_and_touches_nothing_else(tmp_path: Path) ->
         assert sorted(os.listdir(root)) == sorted([new, "notes-of-mine"])
 
 
+def _make_older(database: Path, version: str) -> None:
+    engine, config = create_engine(f"sqlite:///{database}"), Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, version)
+    engine.dispose()
+
+
 async def test_rows_of_an_older_version_are_renamed_by_the_migration(tmp_path: Path) -> None:
     async with open_app(tmp_path, snapshot_every_ops=1) as world:
         path = await _save(world, "kept")
         model = path.removeprefix("tinker://").split("/")[0]
+    _make_older(tmp_path / "tinkex.db", "0001")
     with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db, db:  # what the first version wrote
         for table in ("checkpoints", "snapshots"):
             db.execute(f"UPDATE {table} SET folder = '../elsewhere/data/' || folder")
-        for table in (
-            "meta",
-            "deleted_folders",
-            "checkpoint_names",
-            "trajectory_answers",
-            "curves",
-        ):
-            db.execute(f"DROP TABLE {table}")
-        db.execute("UPDATE alembic_version SET version_num = '0001'")
     (tmp_path / "store.id").unlink()
     async with open_app(tmp_path) as world:
         assert await _loads(world, path)

@@ -101,6 +101,14 @@ class ServiceClient:
                 client a key of its own.
         """
         self.get_server_capabilities().result()
+        return self._openai_options()
+
+    async def openai_options_async(self) -> dict[str, str]:
+        """As `openai_options`, for a program with a loop of its own."""
+        await self.get_server_capabilities_async()
+        return self._openai_options()
+
+    def _openai_options(self) -> dict[str, str]:
         config = self._sessionless().config
         if config.api_key is None:
             raise NotSupportedError(

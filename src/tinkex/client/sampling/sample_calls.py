@@ -77,7 +77,7 @@ class SampleCalls:
             await self._join()
         return fields.body(self.sampling_session_id, self._next_seq_id())
 
-    def stamped(self, answer: types.SampleResponse, said: Any) -> types.SampleResponse:
+    def _stamped(self, answer: types.SampleResponse, said: Any) -> types.SampleResponse:
         """The answer, each sequence with the weights that made it, as far as they are known."""
         facts = said if isinstance(said, dict) else {}
         step, content = facts.get("step"), facts.get("content")
@@ -161,7 +161,7 @@ class SampleCalls:
             self._forget(request_id)
             raise
         finished = fields.finished(answer, promise.get("sample_sequence_ids"))
-        return self.stamped(finished, promise.get("snapshot"))
+        return self._stamped(finished, promise.get("snapshot"))
 
     def _forget(self, request_id: str) -> None:
         self.holder.cancel_sample(request_id)

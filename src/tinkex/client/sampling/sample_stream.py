@@ -124,7 +124,7 @@ class SampleStream:
             return False
         if kind == "done":
             whole = types.SampleResponse._from_dict(event)
-            self._result = self._client.stamped(whole, event.get("snapshot"))
+            self._result = self._client._stamped(whole, event.get("snapshot"))
             return True
         if kind == "error":
             raise RequestFailedError(

@@ -16,7 +16,7 @@ from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor, read
 from tinkex.server.rest.views import run_view, weights_view
-from tinkex.server.work.curves import Curve
+from tinkex.server.work.curves import Course
 from tinkex.store import Model, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
@@ -106,7 +106,7 @@ async def _with_progress(request: Request, models: list[Model]) -> list[types.Tr
 def _progress(
     model: Model,
     called: dict[str, tuple[str | None, bool]],
-    loss: Curve | None,
+    loss: Course | None,
     busy: set[str],
 ) -> dict[str, Any]:
     name, is_active = called.get(model.session_id, (None, False))
@@ -116,8 +116,8 @@ def _progress(
     elif model.model_id in busy:
         state = "running"
     known: dict[str, Any] = {"name": name, "state": state}
-    if loss is not None and loss.steps:
-        known |= {"num_steps": int(loss.steps[-1]), "loss": loss.values[-1]}
+    if loss is not None:
+        known |= {"num_steps": int(loss.last_step), "loss": loss.last_value}
     return known
 
 

@@ -35,7 +35,7 @@ MEASURED = frozenset(
     | {"step_time_s", "other_time_s", *PARTS}
 )
 """Names of the server's own curves. A client's number of such a name has a curve of its own."""
-_POINT = np.dtype([("step", "<f8"), ("value", "<f4"), ("at", "<f8")])
+_POINT = np.dtype([("step", "<f8"), ("value", "<f8"), ("at", "<f8")])
 
 
 @dataclass(frozen=True, slots=True)
