@@ -28,10 +28,7 @@ def play(server: ServerProcess, python: str, module: str, models: list[Path]) ->
 
 
 def check(server: ServerProcess, python: str, module: str, folder: Path) -> None:
-    models = []
-    for family in FAMILIES:
-        make(family, folder / family)
-        models.append(folder / family)
+    models = [folder / family for family in FAMILIES]
     for family, answer in zip(FAMILIES, play(server, python, module, models), strict=True):
         assert answer["losses"][-1] < answer["losses"][0], family
         assert answer["resumed"][-1] < answer["losses"][0], family
@@ -40,14 +37,15 @@ def check(server: ServerProcess, python: str, module: str, folder: Path) -> None
 
 
 def flags(folder: Path, *more: str) -> list[str]:
+    """For a server of all families, whose models are made here."""
+    for family in FAMILIES:
+        make(family, folder / family)
     models = [flag for family in FAMILIES for flag in ("--model", str(folder / family))]
     return ["--engine", "torch", "--device", "cpu", *models, *more]
 
 
 @pytest.mark.timeout(600)
 def test_every_family_trains_samples_saves_and_resumes(tmp_path: Path) -> None:
-    for family in FAMILIES:
-        (tmp_path / family).mkdir()
     with ServerProcess(tmp_path / "server", *flags(tmp_path)) as server:
         check(server, sys.executable, "tinkex", tmp_path)
 
@@ -55,8 +53,6 @@ def test_every_family_trains_samples_saves_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.peers
 @pytest.mark.timeout(900)
 def test_every_family_serves_the_official_sdk(tmp_path: Path) -> None:
-    for family in FAMILIES:
-        (tmp_path / family).mkdir()
     with ServerProcess(tmp_path / "server", *flags(tmp_path)) as server:
         check(server, str(sdk_python("0.36.0")), "tinker", tmp_path)
 
