@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -73,6 +74,7 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C reaches who owns the terminal
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
 
 
 @pytest.fixture
