@@ -233,8 +233,3 @@ def agrees(
     step = max(1, num_rows // _CHECKED) if num_rows >= _MANY else 1
     ours = sequential(x_TI[::step].contiguous(), weight_OI, bias_O, dtype)
     return bool(torch.equal(theirs[::step], ours)) and bool(ours.count_nonzero())
-
-
-def verdicts() -> list[tuple[int, int, int, bool]]:
-    """(outputs, inputs, rows, cuBLAS used) of every product met so far."""
-    return [(*key[:3], equal) for key, equal in _EQUAL.items()]
