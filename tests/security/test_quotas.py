@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from app_world import open_app
 
 from tinkex.errors import ConfigError
 from tinkex.server.config import ServerConfig, load_config
-from tinkex.server.guard.quotas import Quotas, Strangers, read_quotas
+from tinkex.server.guard.quotas import Quotas, read_quotas
+from tinkex.server.guard.strangers import Strangers
 from tinkex.server.problems import ApiError
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
@@ -88,6 +90,34 @@ async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -
         }
         assert statuses == {401, 429}
         assert (await world.post("create_session", BODY, key="tml-ann")).status_code == 200
+
+
+@pytest.mark.parametrize("way", ["login", "enter", "cookie", "header"])
+async def test_keys_tried_at_the_console_count_like_all_others(tmp_path: Path, way: str) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+
+        async def knock(key: str) -> httpx.Response:
+            if way == "login":
+                return await world.http.post("/console/login", data={"key": key})
+            if way == "enter":
+                return await world.http.get("/console/enter", params={"token": key})
+            name = "cookie" if way == "cookie" else "x-api-key"
+            value = f"tinkex_console_0={key}" if way == "cookie" else key
+            return await world.http.get("/console/api/runs", headers={name: value})
+
+        tried = [await knock(f"tml-{n}") for n in range(Strangers.MAX_A_MINUTE + 2)]
+        assert {answer.status_code for answer in tried[: Strangers.MAX_A_MINUTE]} <= {401, 303}
+        assert [answer.status_code for answer in tried[-2:]] == [429, 429]
+        assert "Wait a minute" in tried[-1].text
+        assert (await world.post("create_session", BODY, key="tml-x")).status_code == 429
+        if way != "enter":
+            assert (await knock("tml-ann")).status_code in (200, 303), "a valid key is served"
+
+
+async def test_a_visitor_without_a_key_is_sent_to_the_login_however_often(tmp_path: Path) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        for _ in range(Strangers.MAX_A_MINUTE + 5):
+            assert (await world.http.get("/console")).status_code == 303
 
 
 async def test_what_operators_look_at_asks_for_a_key_too(tmp_path: Path) -> None:

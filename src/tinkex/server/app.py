@@ -2,7 +2,8 @@
 
 `create_app` takes what it needs as arguments, so that tests run it over an in-process transport
 with a store in a temporary folder and a worker of their choice. Routers find everything on
-`request.app.state`: `config`, `store`, `auth`, `shelf`, `signer`, `service`, `presence`, `metrics`.
+`request.app.state`: `config`, `store`, `auth`, `strangers`, `shelf`, `signer`, `service`,
+`presence`, `metrics`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.guard.logs import answering
 from tinkex.server.guard.origin import check_local
-from tinkex.server.guard.quotas import Quotas, Strangers
+from tinkex.server.guard.quotas import Quotas
+from tinkex.server.guard.strangers import Strangers
 from tinkex.server.metrics import Metrics
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
@@ -131,6 +133,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
         config, store, app.state.shelf, pool, auth.user_of, app.state.quotas
     )
     app.state.oversight = Oversight(app.state.service, auth, app.state.quotas)
+    app.state.strangers = Strangers(app.state.oversight.note_knocking)
     compat.install(app, app.state.service)
     console.install(app)
     problems.install(app, in_their_words)
@@ -181,7 +184,7 @@ class FrontDoor:
         self._turns = FairGate(MAX_SUBMITTING)
         self._max_body_bytes: int = root.state.config.max_body_bytes
         self._bodies: BodyBudget = root.state.bodies
-        self._strangers = Strangers()
+        self._strangers: Strangers = root.state.strangers
         self._log_access: bool = root.state.config.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -234,16 +237,7 @@ class FrontDoor:
 
     def _put_off(self, exc: Exception, scope: Scope) -> Exception:
         """A caller whose key is unknown, again and again, is asked to wait."""
-        if not (isinstance(exc, problems.ApiError) and exc.status == 401):
-            return exc
-        address = scope["client"][0] if scope.get("client") else ""
-        too_many = self._strangers.failed(address)
-        if not too_many:
-            return exc
-        if too_many == 1:  # once a minute and address
-            self._root.state.oversight.note_knocking(address)
-        text = f"Too many attempts without a valid key. {exc} Wait a minute."
-        return problems.ApiError(429, text, headers={"Retry-After": "60"})
+        return self._strangers.put_off(exc, scope["client"][0] if scope.get("client") else "")
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The long way, which reads bodies before it asks who is there; so we ask first."""

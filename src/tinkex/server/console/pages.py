@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import source_of
-from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in
+from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in, put_off
 from tinkex.server.exchange import service_of
 from tinkex.server.files.checkpoints import expiry_of, parse_path
 from tinkex.server.problems import ApiError
@@ -34,7 +34,11 @@ async def login(request: Request, key: Annotated[str, Form(max_length=500)]) -> 
     try:
         await log_in(request, response, key.strip())
     except ApiError as exc:
-        return page(request, "login.html", None, 401, message=str(exc))
+        told = put_off(request, exc)
+        assert isinstance(told, ApiError)
+        refused = page(request, "login.html", None, told.status, message=str(told))
+        refused.headers.update(told.headers)
+        return refused
     return response
 
 

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from tinkex.server import problems
 from tinkex.server.console.source import source_of
-from tinkex.server.console.visitors import form_token
+from tinkex.server.console.visitors import form_token, put_off
 from tinkex.server.problems import ApiError
 from tinkex.store import User
 
@@ -50,7 +50,7 @@ class PageRoute(APIRoute):
             try:
                 response = await handle(request)
             except Exception as exc:
-                response = _failure(request, problems.response_for(exc))
+                response = _failure(request, problems.response_for(put_off(request, exc)))
             response.headers.update(HEADERS)
             return response
 

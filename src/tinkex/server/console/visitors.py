@@ -14,6 +14,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from tinkex.server.auth import TOKEN_TTL_S, Auth, address_of, credential_of
+from tinkex.server.guard.strangers import Strangers
 from tinkex.server.problems import ApiError
 from tinkex.store import User
 
@@ -27,6 +28,18 @@ def cookie_name(request: Request) -> str:
 
 def _cookie(request: Request) -> str | None:
     return request.cookies.get(cookie_name(request)) or credential_of(request)
+
+
+def put_off(request: Request, exc: Exception) -> Exception:
+    """What to tell a visitor: one who brings wrong keys, again and again, is asked to wait.
+
+    A visitor without any is only sent to the login.
+    """
+    brings_one = request.url.path.endswith(("/login", "/enter")) or _cookie(request)
+    if not brings_one:
+        return exc
+    strangers: Strangers = request.app.state.strangers
+    return strangers.put_off(exc, address_of(request))
 
 
 async def visitor(request: Request) -> User:

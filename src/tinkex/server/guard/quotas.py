@@ -3,8 +3,7 @@
 A limit comes from the server's settings (`max_user_<name>`), or from what an administrator set for
 the user; 0 means none. All keys of a user share them: to limit a key, give it a user of its own.
 Amounts are counted in the database and remembered for a few seconds, so a burst can pass a limit by
-what it makes in that time, not more. Also here: how often an address may try a key that does not
-exist.
+what it makes in that time, not more.
 """
 
 from __future__ import annotations
@@ -226,26 +225,6 @@ class Quotas:
             return self._store.models.count_loaded(user_id)
         totals = self._store.checkpoints.storage_by_project(user_id).values()
         return sum(size_bytes for _, size_bytes in totals)
-
-
-class Strangers:
-    """Addresses that try keys which do not exist; after so many a minute they are put off."""
-
-    MAX_A_MINUTE = 120
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._tries: OrderedDict[str, _Count] = OrderedDict()
-
-    def failed(self, address: str) -> int:
-        """Note an attempt; gives how many there were beyond what is allowed in this minute."""
-        now = self._clock()
-        found = self._tries.get(address)
-        if found is None or found.until < now:
-            found = self._tries[address] = _Count(0, now + 60)
-            _trim(self._tries)
-        found.amount += 1
-        return max(0, int(found.amount) - self.MAX_A_MINUTE)
 
 
 def _trim(counts: OrderedDict[Any, Any]) -> None:
