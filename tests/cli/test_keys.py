@@ -31,19 +31,20 @@ def test_a_key_is_shown_once_and_only_its_number_is_listed(keys):
     table = keys("list")
     assert table.code == 0
     head, row = (table.out.split("\n")[n].split() for n in (2, 4))
-    assert head == ["ID", "User", "Name", "Admin", "Created", "State"]
-    assert row == ["1", "ann", "laptop", "no", "just", "now", "active"]
+    assert head == ["ID", "User", "Name", "Role", "Created", "State"]
+    assert row == ["1", "ann", "laptop", "user", "just", "now", "active"]
     (listed,) = keys("list", "--json").json["keys"]
     assert listed["state"] == "active"
     assert listed["revoked_at"] is None
     assert made.json["key"] not in table.out + str(listed)
 
 
-def test_a_key_may_be_an_administrators(keys):
-    assert keys("add", "--user", "ann", "--admin", "--json").json["is_admin"]
+def test_a_key_has_a_role(keys):
+    assert keys("add", "--user", "ann", "--admin", "--json").json["role"] == "admin"
     keys("add", "--user", "bob")
+    keys("add", "--user", "prometheus", "--metrics")
     listed = keys("list", "--json").json["keys"]
-    assert [key["is_admin"] for key in listed] == [True, False]
+    assert [key["role"] for key in listed] == ["admin", "user", "metrics"]
 
 
 def test_adding_prints_a_table_for_people(keys):
@@ -130,6 +131,32 @@ def test_a_key_of_the_configuration_is_revoked_there(server, keys):
     refused = keys("revoke", fixed["key_id"])
     assert refused.code == 1
     assert "stands in the server's configuration" in refused.err
+
+
+def test_an_administrator_disables_enables_and_stops_a_user(server, keys, cli, monkeypatch):
+    monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
+    admin, ann = (
+        keys("add", "--user", user, *flags, "--json").json["key"]
+        for user, flags in (("root", ["--admin"]), ("ann of marketing", []))
+    )
+    monkeypatch.setenv("TINKER_API_KEY", admin)
+    who = ("--user", "ann of marketing")
+    off = cli("admin", "disable", *who, "--reason", "unpaid", "--json")
+    assert off.json == {"user": "ann of marketing", "state": "disabled", "num_ended": 0}
+    until(server, ann, 403)
+    listed = cli("admin", "users", "--json").json["users"]
+    assert [one["user_id"] for one in listed if one["disabled_at"]] == ["ann of marketing"]
+    assert "disabled" in cli("admin", "users").out
+    assert cli("admin", "enable", *who).code == 0
+    until(server, ann, 200)
+    assert cli("admin", "stop", *who, "--json").json["num_ended"] == 0
+    assert "There is no user 'eve'" in cli("admin", "stop", "--user", "eve").err
+    assert "There is no run 'x'" in cli("admin", "stop", "--run", "x").err
+    assert "There is no session 'x'" in cli("admin", "stop", "--session", "x").err
+    assert cli("admin", "stop", "--run", "x", "--session", "y").code == 2
+    monkeypatch.setenv("TINKER_API_KEY", ann)
+    refused = cli("admin", "disable", "--user", "root")
+    assert (refused.code, "needs an admin key" in refused.err) == (1, True)
 
 
 def test_the_first_key_closes_an_open_server_and_opens_another_address(tmp_path, keys):

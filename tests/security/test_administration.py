@@ -32,7 +32,7 @@ def _open(folder: Path, **settings: Any) -> Any:
 async def _make_admin(world: AppWorld) -> None:
     store = world.service.store
     await store.call(store.accounts.ensure_user, "root")
-    await store.call(store.accounts.add_key, ADMIN, "root", is_admin=True)
+    await store.call(store.accounts.add_key, ADMIN, "root", role="admin")
 
 
 async def _call(

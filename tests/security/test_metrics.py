@@ -21,7 +21,7 @@ async def test_only_an_admin_sees_who_does_what(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
         accounts = world.service.store.accounts
         await asyncio.to_thread(accounts.ensure_user, "root")
-        await asyncio.to_thread(accounts.add_key, "tml-root", "root", is_admin=True)
+        await asyncio.to_thread(accounts.add_key, "tml-root", "root", role="admin")
         await world.model(key="tml-bob")
         seen, told = await _metrics(world, "tml-ann"), await _metrics(world, "tml-root")
         assert 'user="bob"' not in seen
@@ -29,6 +29,34 @@ async def test_only_an_admin_sees_who_does_what(tmp_path: Path) -> None:
         assert 'tinkex_user_open_requests{user="bob"} 0.0' in told
         for name in ("loop_lag_seconds", "disk_free_bytes", "memory_bytes"):
             assert f"tinkex_{name} " in seen
+
+
+async def test_a_metrics_key_reads_metrics_and_nothing_else(tmp_path: Path) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        accounts = world.service.store.accounts
+        await asyncio.to_thread(accounts.ensure_user, "prometheus")
+        await asyncio.to_thread(accounts.add_key, "tml-watch", "prometheus", role="metrics")
+        model = await world.model(key="tml-bob")
+        assert 'tinkex_user_open_requests{user="bob"} 0.0' in await _metrics(world, "tml-watch")
+        bearer = {"authorization": "Bearer tml-watch"}
+        assert (await world.http.get("/metrics", headers=bearer)).status_code == 200
+        for method, path in (
+            ("POST", "/api/v1/create_session"),
+            ("POST", "/api/v1/auth/token"),
+            ("GET", "/api/v1/sessions"),
+            ("GET", f"/api/v1/training_runs/{model}"),
+            ("GET", "/v1/models"),
+            ("GET", "/tinkex/v1/admin/users"),
+            ("GET", "/console/api/runs"),
+            ("GET", "/docs"),
+            ("GET", "/openapi.json"),
+        ):
+            headers = {"x-api-key": "tml-watch"}
+            refused = await world.http.request(method, path, headers=headers, json={})
+            assert refused.status_code == 403, path
+            assert "/metrics and nothing else" in refused.text, path
+        login = await world.http.post("/console/login", data={"key": "tml-watch"})
+        assert (login.status_code, "set-cookie" in login.headers) == (403, False)
 
 
 async def test_each_worker_says_what_its_memory_is_for(tmp_path: Path) -> None:

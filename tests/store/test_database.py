@@ -6,12 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
 from store_rows import op
 
 from tinkex.errors import ConfigError
 from tinkex.store import Store, StoreClosedError
+from tinkex.store.database import MIGRATIONS
 from tinkex.store.schema import metadata
 
 
@@ -29,6 +32,21 @@ def test_opening_a_database_again_changes_nothing(url: str) -> None:
     user = again.accounts.get_user("ann")
     assert user is not None
     assert user.name == "Ann"
+    again.close()
+
+
+def test_an_admin_key_of_an_older_database_stays_one(url: str) -> None:
+    store = Store(url)
+    store.accounts.add_key("tml-root", "root", role="admin")
+    store.accounts.add_key("tml-ann", "ann")
+    with store._database.writer.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0005")
+    store.close()
+    again = Store(url)
+    assert [key.role for key in again.accounts.all_keys()] == ["admin", "user"]
     again.close()
 
 

@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "import": ("tinkex.cli.checkpoints.import_:import_", "Turn a PEFT adapter into a checkpoint."),
     "admin": (
         "tinkex.cli.commands.admin:admin",
-        "Back up, restore, check and shrink the data of your own server.",
+        "Look after your own server: its data, its users.",
     ),
     "keys": ("tinkex.cli.commands.keys:keys", "Add, list and revoke keys of your own server."),
     "model": ("tinkex.cli.commands.model:model", "What the server can train and sample."),

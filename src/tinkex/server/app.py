@@ -25,7 +25,7 @@ import tinkex
 from tinkex.server import openapi, problems, rest
 from tinkex.server.auth import Auth, current_user
 from tinkex.server.compat import install as compat
-from tinkex.server.compat.callers import foreign_user
+from tinkex.server.compat.callers import foreign_sees_users, foreign_user
 from tinkex.server.compat.refusals import in_their_words, is_foreign
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import install as console
@@ -78,8 +78,8 @@ _STORES = frozenset(
 MAX_SUBMITTING = 32
 SUBMIT_COST = 4096
 """What a request costs beside the bytes of its body, in bytes."""
-# They say who uses the server how much; a probe of its health says nothing.
-_FOR_OPERATORS = frozenset({"/metrics", "/docs", "/redoc", "/openapi.json"})
+# For whoever has a key; a probe of its health needs none, and `/metrics` has a role of its own.
+_FOR_OPERATORS = frozenset({"/docs", "/redoc", "/openapi.json"})
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 
@@ -245,6 +245,8 @@ class FrontDoor:
             self._check_local(scope)
             if is_foreign(scope["path"]):
                 await self._admit(await foreign_user(Request(scope)), scope)
+            elif scope["path"] == "/metrics":
+                await foreign_sees_users(Request(scope))
             elif scope["path"] in _FOR_OPERATORS:
                 await foreign_user(Request(scope))
             elif _needs_key(scope["path"]):

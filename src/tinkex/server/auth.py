@@ -6,7 +6,8 @@ server without any key is open: whoever reaches it is the user `local`; it is re
 but loopback, and ends when a key is added, for as long as the process lives. Keys are read from the
 store, so that `tinkex keys` works on a running server. Routes ask for `current_user` and never see
 a credential. What a user may touch is decided where the thing lives; what an admin key may do
-besides, where it asks for `current_admin`. A user that an administrator disabled is refused.
+besides, where it asks for `current_admin`. A key of the role `metrics` is good for `/metrics` and
+refused everywhere else. A user that an administrator disabled is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Identity:
     user: User
     key_id: int | None
     """None: nobody's key, because the server is open."""
-    is_admin: bool
+    role: str
     valid_s: float = CACHE_S
 
 
@@ -101,13 +102,21 @@ class Auth:
         """The user behind a key or token.
 
         Raises:
-            ApiError: 401, with a text that never repeats the credential.
+            ApiError: 401, with a text that never repeats the credential; 403 for a metrics key.
         """
         return (await self._identity(credential)).user
 
+    async def sees_users(self, credential: str | None) -> bool:
+        """Whether a valid credential, a metrics key among them, is told what each user does.
+
+        Raises:
+            ApiError: 401.
+        """
+        return (await self._any_identity(credential)).role in ("admin", "metrics")
+
     async def is_admin(self, credential: str | None) -> bool:
         """Whether a valid credential is an admin key, or a token made for one."""
-        return (await self._identity(credential)).is_admin
+        return (await self._identity(credential)).role == "admin"
 
     async def admin_of(self, credential: str | None) -> User:
         """The user behind an admin key.
@@ -116,7 +125,7 @@ class Auth:
             ApiError: 401 for no valid key, 403 for one of an ordinary user.
         """
         found = await self._identity(credential)
-        if not found.is_admin:
+        if found.role != "admin":
             raise ApiError(
                 403,
                 "This needs an admin key. Whoever runs the server makes one with "
@@ -125,6 +134,12 @@ class Auth:
         return found.user
 
     async def _identity(self, credential: str | None) -> _Identity:
+        found = await self._any_identity(credential)
+        if found.role == "metrics":
+            raise ApiError(403, "This key may read /metrics and nothing else. Use another key.")
+        return found
+
+    async def _any_identity(self, credential: str | None) -> _Identity:
         credential = (credential or "").strip()
         if len(credential) > MAX_CREDENTIAL:
             raise _refused(f"A key or token has at most {MAX_CREDENTIAL} characters.")
@@ -182,13 +197,13 @@ class Auth:
         if open_user is not None:
             if credential and not credential.startswith("tml-"):
                 raise _refused("A key starts with 'tml-'; this server also accepts none at all.")
-            return _Identity(open_user, None, is_admin=True)
+            return _Identity(open_user, None, role="admin")
         if not credential:
             raise _refused("No API key was sent. Set TINKER_API_KEY, or pass api_key.")
         record = await self._store.call(self._store.accounts.find_key, credential)
         if record is None:
             raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
-        return _Identity(await self._user(record.user_id), record.key_id, record.is_admin)
+        return _Identity(await self._user(record.user_id), record.key_id, record.role)
 
     async def _from_token(self, token: str) -> _Identity:
         try:
@@ -204,27 +219,27 @@ class Auth:
         except jwt.InvalidTokenError as exc:
             raise _refused("The token was not signed by this server, or is damaged.") from exc
         user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
-        is_good, is_admin = await self._standing(key_id, user_id)
-        if not is_good:
+        role = await self._standing(key_id, user_id)
+        if role is None:
             raise _refused("The key this token was made for is revoked. Use another key.")
         left_s = claims["exp"] - time.time()
-        return _Identity(await self._user(user_id), key_id, is_admin, left_s)
+        return _Identity(await self._user(user_id), key_id, role, left_s)
 
     async def may_act(self, key_id: int | None, user_id: str) -> bool:
         """Whether what was given away in the name of a key is still good."""
         user = await self._store.call(self._store.accounts.get_user, user_id)
         if user is None or user.disabled_at is not None:
             return False
-        return (await self._standing(key_id, user_id))[0]
+        return await self._standing(key_id, user_id) is not None
 
-    async def _standing(self, key_id: int | None, user_id: str) -> tuple[bool, bool]:
-        """(good, admin) of the key that something was made for."""
+    async def _standing(self, key_id: int | None, user_id: str) -> str | None:
+        """The role of the key that something was made for; None when it is no longer good."""
         if key_id is None:  # made by an open server
-            return self._open_user is not None, self._open_user is not None
+            return None if self._open_user is None else "admin"
         key = await self._store.call(self._store.accounts.get_key, key_id)
         if key is None or key.revoked_at is not None or key.user_id != user_id:
-            return False, False
-        return True, key.is_admin
+            return None
+        return key.role
 
     async def _user(self, user_id: str) -> User:
         user = await self._store.call(self._store.accounts.get_user, user_id)

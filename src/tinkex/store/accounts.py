@@ -65,11 +65,11 @@ class Accounts:
         self._writer.run(lambda connection: connection.execute(statement))
 
     def add_key(
-        self, key: str, user_id: str, *, name: str = "", note: str = "", is_admin: bool = False
+        self, key: str, user_id: str, *, name: str = "", note: str = "", role: str = "user"
     ) -> ApiKey:
         """Let `key` act for `user_id`. Adding it again returns the first record, not revoked."""
         row: dict[str, Any] = {"key_hash": hash_key(key), "user_id": user_id}
-        row |= {"name": name or f"key of {user_id}", "is_admin": is_admin}
+        row |= {"name": name or f"key of {user_id}", "role": role}
         row |= {"note": note, "created_at": time.time(), "revoked_at": None}
         keys = schema.api_keys
 
@@ -77,7 +77,7 @@ class Accounts:
             known = connection.execute(
                 update(keys)
                 .where(keys.c.key_hash == row["key_hash"])
-                .values(user_id=user_id, note=note, revoked_at=None, is_admin=is_admin)
+                .values(user_id=user_id, note=note, revoked_at=None, role=role)
             )
             if known.rowcount == 0:
                 connection.execute(insert(keys), row)

@@ -42,8 +42,12 @@ class ApiKey:
     note: str
     created_at: float
     revoked_at: float | None
-    is_admin: bool = False
-    """Sees and stops what other users do."""
+    role: str = "user"
+    """`user`; `admin`: sees and stops what other users do; `metrics`: reads `/metrics` alone."""
+
+    @property
+    def is_admin(self) -> bool:
+        return self.role == "admin"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,6 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
-    false,
 )
 from sqlalchemy.dialects import sqlite
 
@@ -57,7 +56,7 @@ api_keys = Table(
     Column("note", String, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
-    Column("is_admin", Boolean, nullable=False, server_default=false()),
+    Column("role", String, nullable=False, server_default="user"),
 )
 
 sessions = Table(

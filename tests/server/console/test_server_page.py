@@ -29,7 +29,7 @@ async def world(tmp_path: Path) -> AsyncIterator[AppWorld]:
     async with open_app(tmp_path, api_keys=("tml-ann=ann",)) as world:
         store = world.service.store
         await store.call(store.accounts.ensure_user, "root")
-        await store.call(store.accounts.add_key, ADMIN, "root", is_admin=True)
+        await store.call(store.accounts.add_key, ADMIN, "root", role="admin")
         model = await world.model(key=ANN)
         await world.result((await world.train(model, 1, TOKENS, key=ANN)).json(), key=ANN)
         await world.result((await world.step(model, 2, key=ANN)).json(), key=ANN)

@@ -1,7 +1,9 @@
-"""`tinkex admin ...`: look after the data of a server of your own.
+"""`tinkex admin ...`: look after a server of your own, its data and its users.
 
-Works on the server's data folder, so it needs its machine and no key. `backup` and `fsck` may run
-beside the server, `restore` makes a new folder, `vacuum` wants the server stopped.
+`backup`, `restore`, `fsck` and `vacuum` work on the server's data folder, so they need its machine
+and no key. `backup` and `fsck` may run beside the server, `restore` makes a new folder, `vacuum`
+wants the server stopped. `users`, `disable`, `enable` and `stop` ask the running server, with an
+admin key; from wherever.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.output import properties
+from tinkex.cli.output import Table, plain, properties, size
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ _FOLDER = click.Path(path_type=Path)
 
 @click.group(cls=Noun)
 def admin() -> None:
-    """Back up, restore, check and shrink the data of your own server."""
+    """Look after your own server: its data, and what its users do."""
 
 
 @admin.command()
@@ -69,6 +71,88 @@ def vacuum(state: State, /, data_dir: Path | None) -> None:
     before, after = files.vacuum(_data_dir(data_dir))
     facts = {"Bytes before": before, "Bytes after": after}
     state.show(properties(None, facts), {"before_bytes": before, "after_bytes": after})
+
+
+# ------------------------------------------------------------------------------------ users
+
+_user = click.option("--user", required=True, help="Who it is about.")
+_reason = click.option("--reason", default="", help="Told to the user, and kept in the audit log.")
+
+
+@admin.command()
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, help="Most users to show.")
+@click.option("--offset", type=click.IntRange(0), default=0, help="Users to leave out first.")
+@pass_state
+def users(state: State, /, limit: int, offset: int) -> None:
+    """List users, what they hold and what they have under way. Needs an admin key."""
+    with state.admin() as client:
+        found = client.list_users(limit, offset).result()
+    columns = ("User", "State", "Keys", "Sessions", "Models", "Disk", "Queued", "Running")
+    rows = [
+        (
+            one.user_id,
+            "disabled" if one.disabled_at else "admin" if one.is_admin else "active",
+            one.num_keys,
+            one.num_sessions,
+            one.num_models,
+            size(one.disk_bytes),
+            one.num_queued,
+            one.num_running,
+        )
+        for one in found.users
+    ]
+    title = f"Users ({len(rows)} of {found.cursor.total_count})"
+    state.show(Table(title=title, columns=columns, rows=rows), plain(found, rfc3339=True))
+
+
+@admin.command()
+@_user
+@_reason
+@pass_state
+def disable(state: State, /, user: str, reason: str) -> None:
+    """Refuse a user and end their work; what they stored is kept. Needs an admin key."""
+    with state.admin() as client:
+        num_ended = client.disable_user(user, reason).result().num_ended
+    _told(state, {"user": user, "state": "disabled", "num_ended": num_ended})
+
+
+@admin.command()
+@_user
+@pass_state
+def enable(state: State, /, user: str) -> None:
+    """Let a disabled user in again. Needs an admin key."""
+    with state.admin() as client:
+        client.enable_user(user).result()
+    _told(state, {"user": user, "state": "active"})
+
+
+@admin.command()
+@click.option("--user", help="End everything this user has queued and running.")
+@click.option("--session", help="End this session and its work; it takes nothing more.")
+@click.option("--run", help="End what this run has queued and running; its client goes on.")
+@_reason
+@pass_state
+def stop(
+    state: State, /, user: str | None, session: str | None, run: str | None, reason: str
+) -> None:
+    """End work of a user, a session or a run. Needs an admin key."""
+    given = {k: v for k, v in (("user", user), ("session", session), ("run", run)) if v}
+    if len(given) != 1:
+        raise click.UsageError("Name one of --user, --session and --run.")
+    ((kind, name),) = given.items()
+    with state.admin() as client:
+        ends = {"user": client.stop_user, "session": client.stop_session, "run": client.stop_run}
+        num_ended = ends[kind](name, reason).result().num_ended
+    _told(state, {kind: name, "num_ended": num_ended})
+
+
+def _told(state: State, facts: dict[str, Any]) -> None:
+    names = {"num_ended": "Requests ended"}
+    shown = {names.get(name, name.capitalize()): value for name, value in facts.items()}
+    state.show(properties(None, shown), facts)
+
+
+# ------------------------------------------------------------------------------------ data
 
 
 def _data_dir(given: Path | None) -> Path:

@@ -44,10 +44,11 @@ def _where(command: F) -> F:
 @keys.command()
 @click.option("--user", required=True, help="Who the key acts for; made when new.")
 @click.option("--name", default="", help="What the key is for, shown in listings.")
-@click.option("--admin", "is_admin", is_flag=True, help="May see and stop what all users do.")
+@click.option("--admin", "role", flag_value="admin", help="May see and stop what all users do.")
+@click.option("--metrics", "role", flag_value="metrics", help="May read /metrics, nothing else.")
 @_where
 @pass_state
-def add(state: State, /, user: str, name: str, is_admin: bool, **where: Any) -> None:
+def add(state: State, /, user: str, name: str, role: str | None, **where: Any) -> None:
     """Make a key for a user and show it, this once."""
     from tinkex.server.auth import new_key
 
@@ -59,9 +60,9 @@ def add(state: State, /, user: str, name: str, is_admin: bool, **where: Any) -> 
     with _store(where, make=True) as store:
         is_first = not store.accounts.active_keys()
         store.accounts.ensure_user(user)
-        made = store.accounts.add_key(key, user, name=name, is_admin=is_admin)
+        made = store.accounts.add_key(key, user, name=name, role=role or "user")
         details = {"by": "tinkex keys", "key_id": made.key_id, "name": made.name}
-        store.audit.record(user, "key_added", details | {"is_admin": is_admin})
+        store.audit.record(user, "key_added", details | {"role": made.role})
     if is_first:
         state.note("This is the first key: callers without one are refused from now on.")
     state.show(
@@ -87,7 +88,7 @@ def list_(state: State, /, user: str | None, revoked: bool, **where: Any) -> Non
         (key.key_id, key.user_id, *_shown(key).values(), _time(key.created_at), _state(key))
         for key in found
     ]
-    columns = ("ID", "User", "Name", "Admin", "Created", "State")
+    columns = ("ID", "User", "Name", "Role", "Created", "State")
     table = Table(title=f"Keys ({len(rows)})", columns=columns, rows=rows)
     state.show(table, {"keys": [_plain(key) for key in found]})
 
@@ -150,7 +151,7 @@ def _store(where: dict[str, Any], *, make: bool = False) -> Iterator[Store]:
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:
-    return {"Name": key.name, "Admin": "yes" if key.is_admin else "no"}
+    return {"Name": key.name, "Role": key.role}
 
 
 def _plain(key: ApiKey) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def _plain(key: ApiKey) -> dict[str, Any]:
         "key_id": key.key_id,
         "user": key.user_id,
         "name": key.name,
-        "is_admin": key.is_admin,
+        "role": key.role,
         "state": _state(key),
         "created_at": _time(key.created_at),
         "revoked_at": _time(key.revoked_at),

@@ -75,7 +75,7 @@ class Call:
 
     method: str
     path: str
-    """Below `/api/v1/`, pasted in without percent-encoding."""
+    """Below `/api/v1/`, or below the base URL when it begins with a slash; pasted in as it is."""
     name: str | None = None
     """What errors call it, where that is not the path."""
     pool: str = "train"
@@ -347,7 +347,8 @@ class Transport:
     def _url(self, call: Call) -> str:
         query = _query(call.query) if call.query else ""
         path = call.path if _PLAIN_PATH.fullmatch(call.path) else quote(call.path, safe=_SAFE)
-        return f"{self._root}{path}{query}"
+        root = self.config.base_url if path.startswith("/") else self._root
+        return f"{root}{path}{query}"
 
     async def _headers(
         self, call: Call, attempt: int, key: str | None, timeout_s: float

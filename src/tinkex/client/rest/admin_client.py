@@ -1,17 +1,24 @@
-"""Audit log, usage and storage cost of an organization."""
+"""Audit log, usage and storage cost of an organization; users and their work, of our servers."""
 
 from __future__ import annotations
 
 from datetime import UTC, date, datetime
+from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client.direct import awaited
 from tinkex.client.futures import APIFuture
 from tinkex.client.rest.rest_client import Caller
 from tinkex.errors import InvalidInputError
+from tinkex.types.account.administration import (
+    AdminUsersResponse,
+    StopWorkRequest,
+    StopWorkResponse,
+)
 
 __all__ = ["AdminClient"]
 
+_ADMIN = "/tinkex/v1/admin"
 _EVENT_TYPES = ("all", "checkpoints", "projects", "teams", "organizations")
 
 
@@ -57,6 +64,60 @@ class AdminClient(Caller):
         )
 
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
+
+    # -- servers of Tinkex alone, with an admin key
+
+    def list_users(self, limit: int = 50, offset: int = 0) -> APIFuture[AdminUsersResponse]:
+        """A page of all users, what each of them holds and may hold."""
+        query = {"limit": limit, "offset": offset}
+        return self._get("list_users", f"{_ADMIN}/users", AdminUsersResponse, query)
+
+    list_users_async = awaited(list_users)
+
+    def disable_user(self, user_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
+        """Refuse a user from now on and end their work; what they stored is kept."""
+        return self._stop("disable_user", f"users/{_part(user_id, 'user_id')}/disable", reason)
+
+    disable_user_async = awaited(disable_user)
+
+    def enable_user(self, user_id: str) -> APIFuture[None]:
+        """Let a user in again that was disabled."""
+        path = f"{_ADMIN}/users/{_part(user_id, 'user_id')}/enable"
+        return self._send("enable_user", "POST", path)
+
+    enable_user_async = awaited(enable_user)
+
+    def stop_user(self, user_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
+        """End what a user has queued and running; they may go on. `reason` is told to them."""
+        return self._stop("stop_user", f"users/{_part(user_id, 'user_id')}/stop", reason)
+
+    stop_user_async = awaited(stop_user)
+
+    def stop_session(self, session_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
+        """End a session of any user and its work; its runs and checkpoints stay."""
+        path = f"sessions/{_part(session_id, 'session_id')}/stop"
+        return self._stop("stop_session", path, reason)
+
+    stop_session_async = awaited(stop_session)
+
+    def stop_run(self, run_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
+        """End what a run of any user has queued and running; its client goes on."""
+        return self._stop("stop_run", f"runs/{_part(run_id, 'run_id')}/stop", reason)
+
+    stop_run_async = awaited(stop_run)
+
+    def _stop(self, method: str, path: str, reason: str) -> APIFuture[StopWorkResponse]:
+        asked = StopWorkRequest(reason=reason)
+        return self._post(
+            method, f"{_ADMIN}/{path}", asked, StopWorkResponse, method_body=f"admin_{method}"
+        )
+
+
+def _part(value: str, name: str) -> str:
+    """A name of any letters as one part of a path."""
+    if not isinstance(value, str) or not value:
+        raise InvalidInputError(f"expected a name, got {value!r}", path=name)
+    return quote(value, safe=":")
 
 
 def _moment(value: datetime | str, name: str) -> str:

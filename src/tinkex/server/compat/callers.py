@@ -27,10 +27,10 @@ async def foreign_user(request: Request) -> User:
     return await auth.user_of(_taken(request, auth))
 
 
-async def foreign_is_admin(request: Request) -> bool:
-    """Whether the caller's key is an admin's."""
+async def foreign_sees_users(request: Request) -> bool:
+    """Whether the caller's key, which may be one for `/metrics` alone, is told of all users."""
     auth: Auth = request.app.state.auth
-    return await auth.is_admin(_taken(request, auth))
+    return await auth.sees_users(_taken(request, auth))
 
 
 def _taken(request: Request, auth: Auth) -> str | None:

@@ -23,6 +23,7 @@ from tinkex.server.guard.quotas import QUOTAS
 from tinkex.server.metrics import Metrics, process_memory
 from tinkex.server.problems import ApiError
 from tinkex.server.work.oversight import Oversight
+from tinkex.types.account.administration import KeyRole
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 MAX_USERS = 200
@@ -67,7 +68,7 @@ async def _facts(request: Request) -> dict[str, Any]:
                 "key_id": key.key_id,
                 "user_id": key.user_id,
                 "name": key.name,
-                "is_admin": key.is_admin,
+                "role": key.role,
                 "is_configured": is_configured(key),
                 "age": age(key.created_at),
             }
@@ -165,11 +166,9 @@ async def add_key(
     _: Changing,
     user_id: Annotated[str, Form(min_length=1, max_length=200)],
     name: Text = "",
-    is_admin: Annotated[bool, Form()] = False,
+    role: Annotated[KeyRole, Form()] = "user",
 ) -> Response:
-    key, made = await _oversight(request).add_key(
-        admin, user_id.strip(), name=name, is_admin=is_admin
-    )
+    key, made = await _oversight(request).add_key(admin, user_id.strip(), name=name, role=role)
     return page(request, "server.html", admin, new_key=key, made=made, **await _facts(request))
 
 

@@ -134,7 +134,7 @@ async def add_key(request: Request, admin: CurrentAdmin) -> Response:
     """The answer holds the key itself, this once."""
     asked: AddKeyRequest = await read(request, "admin_add_key")
     key, made = await _oversight(request).add_key(
-        admin, asked.user_id, name=asked.name, is_admin=asked.is_admin
+        admin, asked.user_id, name=asked.name, role=asked.role
     )
     return answer(AddKeyResponse(key=key, **_key(made).model_dump()))
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
-from tinkex.server.compat.callers import foreign_is_admin
+from tinkex.server.compat.callers import foreign_sees_users
 from tinkex.server.exchange import answer, read, serve, service_of
 from tinkex.server.guard.connections import ConnectionLimits
 from tinkex.server.problems import problem
@@ -69,10 +69,10 @@ async def readyz(request: Request) -> Response:
 
 @router.get("/metrics", tags=["operators"])
 async def metrics(request: Request) -> Response:
-    """Prometheus text; with an admin key, what each user does besides."""
+    """Prometheus text; with an admin or metrics key, what each user does besides."""
     text: bytes = request.app.state.metrics.render(
         service_of(request),
-        with_users=await foreign_is_admin(request),
+        with_users=await foreign_sees_users(request),
         **_of_this_process(request.app.state),
     )
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -17,7 +17,7 @@ from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import Outcome
 from tinkex.store import ApiKey, AuditEntry, Model, Session, SessionQuery, Store, User
-from tinkex.types.account.administration import AdminRun, AdminUser
+from tinkex.types.account.administration import AdminRun, AdminUser, KeyRole
 
 NOBODY = ""
 """The owner of audit lines that concern no user."""
@@ -223,7 +223,7 @@ class Oversight:
         return [key for key in found if user_id in (None, key.user_id)]
 
     async def add_key(
-        self, admin: User, user_id: str, *, name: str = "", is_admin: bool = False
+        self, admin: User, user_id: str, *, name: str = "", role: KeyRole = "user"
     ) -> tuple[str, ApiKey]:
         """Make a key for a user, who is made when new; gives the key, which is not kept.
 
@@ -241,9 +241,9 @@ class Oversight:
         key = new_key()
         await self._store.call(self._store.accounts.ensure_user, user_id)
         made = await self._store.call(
-            self._store.accounts.add_key, key, user_id, name=name, is_admin=is_admin
+            self._store.accounts.add_key, key, user_id, name=name, role=role
         )
-        details = {"key_id": made.key_id, "name": made.name, "is_admin": is_admin}
+        details = {"key_id": made.key_id, "name": made.name, "role": role}
         self._record(admin, user_id, "key_added", details)
         return key, made
 

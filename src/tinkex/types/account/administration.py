@@ -6,7 +6,7 @@ Only servers of Tinkex know these; an ordinary key is answered with 403.
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -16,6 +16,10 @@ from tinkex.types.account.checkpoints import Cursor
 
 Reason: TypeAlias = Annotated[str, text(1000)]
 """Told to the user whose work is ended, and kept in the audit log."""
+
+
+KeyRole: TypeAlias = Literal["user", "admin", "metrics"]
+"""`admin` sees and stops what all users do; `metrics` reads `/metrics` and nothing else."""
 
 
 class AdminUser(Response):
@@ -89,7 +93,7 @@ class AdminKey(Response):
     user_id: str
     name: str
     note: str
-    is_admin: bool
+    role: KeyRole
     created_at: datetime
     revoked_at: datetime | None = None
 
@@ -103,7 +107,7 @@ class AddKeyRequest(Request):
 
     user_id: Annotated[str, text(200, 1)]
     name: Name = ""
-    is_admin: bool = False
+    role: KeyRole = "user"
 
 
 class AddKeyResponse(AdminKey):
