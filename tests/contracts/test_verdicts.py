@@ -25,6 +25,7 @@ from tinkex.engine.toy.data import prepare
 from tinkex.engine.toy.engine import ToyConfig, ToyEngine
 from tinkex.engine.toy.losses import loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter
+from tinkex.engine.train.losses import Limits
 from tinkex.engine.train.optim import OptimizerState, apply_step
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
@@ -81,7 +82,7 @@ def test_settings_of_a_loss(loss_fn: str, data: st.DataObject):
             loss_and_slopes(loss_fn, np.full(3, -0.7), inputs, config)
 
     door = refuses(lambda: validation.check_train(asked, None))
-    assert refuses(lambda: check_job(job, vocab_size=50, max_length=64)) == door
+    assert refuses(lambda: check_job(job, Limits(vocab_size=50, max_length=64))) == door
     assert refuses(toy) == door
 
 
@@ -104,7 +105,7 @@ def test_inputs_of_a_loss(loss_fn: str, data: st.DataObject):
     asked = TrainRequest(data=batch, loss_fn=loss_fn, loss_fn_config={})
     job = TrainJob(job_id="", adapter_id="", data=batch, loss_fn=loss_fn)
     door = refuses(lambda: validation.check_train(asked, None))
-    assert refuses(lambda: check_job(job, vocab_size=50, max_length=64)) == door
+    assert refuses(lambda: check_job(job, Limits(vocab_size=50, max_length=64))) == door
     assert refuses(lambda: prepare(job, 0, 50, 64)) == door
 
 

@@ -10,11 +10,11 @@ import torch
 
 from tinkex.contract.losses import LOSSES, WEIGHTS, find_loss, read_settings
 from tinkex.engine.jobs import CsrArray, TrainDatum
-from tinkex.engine.train.losses import gap_metrics, loss_values, prepare
+from tinkex.engine.train.losses import Limits, gap_metrics, loss_values, prepare
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 N = 12
-LIMITS = {"path": "data[0]", "vocab_size": 50, "max_length": 64}
+LIMITS = {"path": "data[0]", "limits": Limits(vocab_size=50, max_length=64)}
 
 
 def tensors(rng) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -98,6 +98,9 @@ class SampleOptions:
     prompt_alt_tokens_k: Annotated[
         NumLikeliest, "Draw k other tokens at each place of the prompt."
     ] = 0
+    routed_experts: Annotated[
+        bool, Between(), "Of a mixture: also the experts that each token passed."
+    ] = False
 
 
 def read_draw(given: Mapping[str, Any], path: str = "sampling_params") -> dict[str, Any]:

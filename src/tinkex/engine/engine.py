@@ -707,6 +707,7 @@ def _describe(name: str) -> jobs.ModelInfo:
         max_context_length=config.max_context_length,
         tokenizer_id=str(source.path),
         eos_token_ids=config.eos_token_ids,
+        experts=config.routing,
         note=source.note,
         stands_in=source.stands_in,
     )

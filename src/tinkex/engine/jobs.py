@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import OptimizerParams
+from tinkex.contract.routing import Experts
 from tinkex.contract.sampling import DrawSettings, SampleOptions
 from tinkex.engine.metrics import Tally
 from tinkex.engine.pulse import Pulse
@@ -127,6 +128,8 @@ class TrainDatum:
     """[T] model input."""
     inputs: Mapping[str, Array | CsrArray]
     """Loss inputs by wire name (`target_tokens`, `weights`, `logprobs`, `advantages`, ...)."""
+    routed_experts: Array | CsrArray | None = None
+    """Which experts its tokens have to pass, as `contract.routing` has it; None: the router's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +246,8 @@ class SampledTokens:
     logprobs: NDArray[np.float32]
     stop_reason: Literal["length", "stop"]
     topk: TopK | None = None
+    routed_experts: NDArray[np.int64] | None = None
+    """A row per token, as `contract.routing` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +259,8 @@ class SampleResult:
     target_prompt_logprobs: Array | CsrArray | None = None
     prompt_alt: TopK | None = None
     """[T-1, K] alternative draws at prompt positions 1..T-1."""
+    prompt_routed_experts: NDArray[np.int64] | None = None
+    """A row per token of the prompt."""
     prompt_cache_hit_tokens: int = 0
     num_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
@@ -287,6 +294,8 @@ class ModelInfo:
     tokenizer_id: str
     """A name or local path that a tokenizer loader accepts."""
     eos_token_ids: tuple[int, ...]
+    experts: Experts | None = None
+    """None: it has none, or their choice can be neither recorded nor prescribed."""
     note: str = ""
     """What a user should know about these weights."""
     stands_in: bool = False

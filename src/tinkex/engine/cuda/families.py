@@ -131,9 +131,14 @@ class FamilyDecoder(CudaDecoder):
     # ------------------------------------------------------------------------------ inference
 
     def infer(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, lora: Operands
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        lora: Operands,
+        routing: Routing | None = None,
     ) -> Tensor:
-        return self._infer(tokens_T, positions_T, attend, lora, None)
+        return self._infer(tokens_T, positions_T, attend, lora, routing)
 
     def _infer(
         self,
@@ -304,7 +309,8 @@ class FamilyDecoder(CudaDecoder):
             if (op := ops[name]) is not None:
                 op.gather(x, s.inner[name], dy, dh, lora.grads(f"{index}.{name}"))
 
-        dy = self._mlp_backward(index, w, s, dx, ops, gather, lora)
+        given = Routing() if stream.routing is None else Routing(stream.routing.given)
+        dy = self._mlp_backward(index, w, s, dx, ops, gather, lora, given)
         kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
         width = w.out.shape[1]
         dmixed, dh = _linear_backward(dx, w.out, ops["o"])
@@ -325,6 +331,7 @@ class FamilyDecoder(CudaDecoder):
         ops: dict[str, Any],
         gather: Any,
         lora: BatchLora,
+        routing: Routing,
     ) -> Tensor:
         """The gradient of the MLP's normed input."""
         if w.mixture is None:
@@ -345,7 +352,7 @@ class FamilyDecoder(CudaDecoder):
                 span.adapter.start_grad()
             with torch.enable_grad():
                 leaf = y2.detach().requires_grad_()
-                out = plain_mixture(experts, block, index, leaf, plain, None)
+                out = plain_mixture(experts, block, index, leaf, plain, routing)
             out.backward(dx)
             assert leaf.grad is not None
             return leaf.grad

@@ -147,6 +147,7 @@ class CudaDecoder(Decoder):
         positions_T: Tensor,
         attend: Attend,
         lora: Operands,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states without autograd, for adapters that are already in place."""
         eps = self.config.norm_eps

@@ -32,6 +32,8 @@ from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.operand import EXPERTS
 from tinkex.engine.lora.slots import Slots
 from tinkex.engine.model.delta import DeltaWeights, mix
+from tinkex.engine.model.mixture import Routing
+from tinkex.engine.sample.expert_pages import ExpertPages
 from tinkex.engine.sample.paged import PagedCache
 from tinkex.engine.sample.scheduler import Chunk
 from tinkex.engine.sample.states import StateCache
@@ -309,10 +311,12 @@ class DecodeGraphs:
         decoder: CudaDecoder,
         cache: PagedCache,
         states: StateCache | None = None,
+        experts: ExpertPages | None = None,
         *,
         max_context: int,
     ) -> None:
         self._decoder, self._cache, self._states = decoder, cache, states
+        self._experts = experts
         self._no_state = 0 if states is None else states.spare
         self._width = -(-max_context // cache.block_size)
         self._statics: dict[tuple[int, Slots | None], _Static] = {}
@@ -382,7 +386,10 @@ class DecodeGraphs:
             rows_B = torch.where(positions_B < 0, -1, blocks_B1[:, 0] * size + at_B % size)
             lengths_B = (positions_B + 1).to(torch.int32)
             attend.prepare(rows_B, _Singles(rows_B, static.tables_BX, lengths_B), None, states_B)
-            hidden_BD = self._decoder.infer(tokens_B, positions_B, attend, lora)
+            routing = None if self._experts is None else Routing()
+            hidden_BD = self._decoder.infer(tokens_B, positions_B, attend, lora, routing)
+            if self._experts is not None and routing is not None:
+                self._experts.write(rows_B, routing)
             return self._decoder.logits(hidden_BD, lora.get("head"))
 
         # Running a step moves states on: what only looks must not touch anyone's.

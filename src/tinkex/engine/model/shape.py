@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinkex.contract.routing import Experts
 from tinkex.errors import NotSupportedError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -151,6 +152,18 @@ class ModelConfig:
             each = 2 * self.hidden_size + 3 * self.experts.size
             return kept + self.experts.per_token * each + 3 * self.experts.shared_size
         return kept + 2 * self.mlp_size
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Layers with a mixture of experts."""
+        return tuple(i for i in range(self.num_layers) if self.has_experts(i))
+
+    @property
+    def routing(self) -> Experts | None:
+        """What `routed_experts` look like here; None: this is no mixture."""
+        if self.experts is None or not self.expert_layers:
+            return None
+        return Experts(self.experts.count, self.experts.per_token, len(self.expert_layers))
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -1,18 +1,21 @@
 """What can be wrong with a sample job, found before it is queued.
 
-Knows the job and the size of the vocabulary; what depends on memory is the sampler's to check.
+Knows the job, the size of the vocabulary and how experts are chosen; what depends on memory is the
+sampler's to check.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.contract.routing import Experts
 from tinkex.contract.sampling import check_sample, check_vocabulary
-from tinkex.engine import jobs
+from tinkex.engine import jobs, routed_experts
 from tinkex.errors import InvalidInputError
 
 
-def check_sample_job(job: jobs.SampleJob, vocab_size: int) -> None:
+def check_sample_job(job: jobs.SampleJob, vocab_size: int, experts: Experts | None = None) -> None:
     """Refuse a job that does not fit the model.
 
     Raises:
@@ -29,3 +32,5 @@ def check_sample_job(job: jobs.SampleJob, vocab_size: int) -> None:
         )
     check_sample(job)
     check_vocabulary(job, vocab_size)
+    if job.routed_experts:
+        routed_experts.require(experts, job.base_model, ROUTED_EXPERTS)

@@ -37,6 +37,20 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * num_layers * config.num_kv_heads * config.head_size * dtype.itemsize
 
 
+def slots_of(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
+    """The place of each row of a pass, whose rows are the tokens of `chunks`, in flat pages."""
+    parts: list[NDArray[np.int64] | list[int]] = []
+    for chunk in chunks:
+        if chunk.length == 1:
+            block = chunk.seq.blocks[chunk.start // block_size]
+            parts.append([block * block_size + chunk.start % block_size])
+        else:
+            at = np.arange(chunk.start, chunk.start + chunk.length)
+            blocks = np.asarray(chunk.seq.blocks, np.int64)[at // block_size]
+            parts.append(blocks * block_size + at % block_size)
+    return np.concatenate(parts).astype(np.int64, copy=False)
+
+
 class PagedCache:
     """Keys and values of all layers that have them, in blocks."""
 
@@ -142,7 +156,8 @@ class PagedAttend:
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
         device = self.cache.k.device
-        self._slots_T = torch.from_numpy(self._slots(chunks)).to(device, non_blocking=True)
+        slots = slots_of(chunks, self.cache.block_size)
+        self._slots_T = torch.from_numpy(slots).to(device, non_blocking=True)
         singles: list[tuple[int, Chunk]] = []
         self._longs, row = [], 0
         for chunk in chunks:
@@ -162,19 +177,6 @@ class PagedAttend:
         if largest > len(self._scratch_k):
             self._scratch_k = self.cache.k.new_empty(2 * largest, self._rows_k[0].shape[1])
             self._scratch_v = torch.empty_like(self._scratch_k)
-
-    def _slots(self, chunks: Sequence[Chunk]) -> NDArray[np.int64]:
-        """Where in the flat cache each row's key and value go."""
-        size = self.cache.block_size
-        parts: list[NDArray[np.int64] | list[int]] = []
-        for chunk in chunks:
-            if chunk.length == 1:
-                block = chunk.seq.blocks[chunk.start // size]
-                parts.append([block * size + chunk.start % size])
-            else:
-                at = np.arange(chunk.start, chunk.start + chunk.length)
-                parts.append(np.asarray(chunk.seq.blocks, np.int64)[at // size] * size + at % size)
-        return np.concatenate(parts).astype(np.int64, copy=False)
 
     def _group(self, members: list[tuple[int, Chunk]]) -> _Group:
         size = self.cache.block_size

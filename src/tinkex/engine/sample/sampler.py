@@ -21,16 +21,19 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkex.engine import jobs
+from tinkex.engine import jobs, routed_experts
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.decoder import Decoder, DecoderLike
+from tinkex.engine.model.mixture import Routing
 from tinkex.engine.rows import exactly
 from tinkex.engine.sample.checks import check_sample_job
+from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
 from tinkex.engine.sample.kv_cache import BlockPool
-from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token
+from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniforms
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
@@ -90,6 +93,7 @@ class _Request:
     scores: PromptScores | None
     samples: list[_Sample] = field(default_factory=list)
     num_open: int = 0
+    prompt_experts: NDArray[np.int64] | None = None
     told_to_wait: bool = False
 
 
@@ -102,6 +106,8 @@ class _Sample(Seq):
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
     reason: Literal["length", "stop"] | None = None
+    experts: NDArray[np.int64] | None = None
+    """Those its own tokens passed, when it has ended and they were asked for."""
 
     @property
     def job_id(self) -> str:
@@ -134,7 +140,10 @@ class Sampler:
     ) -> None:
         self.decoder, self.config = decoder, config or SamplerConfig()
         size = self.config.block_size
-        per_block = size * kv_bytes_per_token(decoder.config, decoder.dtype)
+        per_token = kv_bytes_per_token(decoder.config, decoder.dtype)
+        if (routing := decoder.config.routing) is not None:
+            per_token += 2 * routing.layers * routing.per_token
+        per_block = size * per_token
         self.states, pool = _states(decoder, self.config)
         max_running = self.config.max_running if pool is None else pool.num_live
         kv_bytes = self.config.kv_bytes - (0 if self.states is None else self.states.size_bytes)
@@ -146,8 +155,11 @@ class Sampler:
             BlockPool(num_blocks, size),
             pool,
         )
+        self._experts: ExpertPages | None = None
+        if routing is not None:
+            self._experts = ExpertPages(decoder.config, num_blocks, size, decoder.device)
         self._attend, self._graphs = _attention(
-            decoder, self.cache, self.states, exact=self.config.exact
+            decoder, self.cache, self.states, self._experts, exact=self.config.exact
         )
         self._fewest_rows = 1
         wants_copies = self.config.packed_weights and not self.config.exact
@@ -227,7 +239,7 @@ class Sampler:
         self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str
     ) -> _Request:
         config = self.decoder.config
-        check_sample_job(job, config.vocab_size)
+        check_sample_job(job, config.vocab_size, config.routing)
         max_tokens = self._max_tokens(job)
         stop_ids = job.stop_tokens
         if stop_ids is None:
@@ -394,12 +406,17 @@ class Sampler:
             positions += [positions[-1]] * (self._fewest_rows - num_rows)
         self._attend.begin(chunks)
         inputs_2T = torch.tensor((tokens, positions), device=self.decoder.device)
+        routing = None if self._experts is None else Routing()
         hidden_TD = self.decoder.forward(
             inputs_2T[0],
             inputs_2T[1],
             self._attend,
             _lora([(c.seq, c.length) for c in chunks]),
+            routing=routing,
         )
+        if self._experts is not None and routing is not None:
+            slots = slots_of(chunks, self.config.block_size)
+            self._experts.write(send(slots, self.decoder.device), routing)
         return hidden_TD[:num_rows]
 
     def _head(self, hidden_ND: Tensor, owners: Sequence[tuple[Seq, int]]) -> Tensor:
@@ -451,6 +468,8 @@ class Sampler:
             rows.append(last)
             owners.append((seq, 1))
         self.cache.copy_blocks(copies)
+        if self._experts is not None:
+            self._experts.copy_blocks(copies)
         if self.states is not None:
             self.states.copy(states)
         if samples:
@@ -522,11 +541,25 @@ class Sampler:
         if sample.reason is None and sample.num_sampled >= request.max_tokens:
             sample.reason = "length"
         if sample.reason is not None:
+            if request.job.routed_experts:
+                self._note_experts(sample)
             self.scheduler.remove(sample)
             request.num_open -= 1
             if request.num_open == 0:
                 del self._requests[request.job.job_id]
                 request.emit(jobs.Done(job_id=request.job.job_id, result=_result(request)))
+
+    def _note_experts(self, sample: _Sample) -> None:
+        """What an ended sample passed, before its pages go; the first also tells the prompt's."""
+        assert self._experts is not None
+        num_prompt, num_tokens = sample.num_prompt, len(sample.tokens)
+        if sample.index == 0:
+            prompt_TLk = self._experts.read(sample.blocks, 0, num_prompt)
+            sample.request.prompt_experts = routed_experts.pack(prompt_TLk)
+        own_TLk = self._experts.read(sample.blocks, num_prompt, max(num_tokens - 1, num_prompt))
+        if num_tokens > num_prompt:
+            own_TLk = np.concatenate([own_TLk, unrecorded(own_TLk)])
+        sample.experts = routed_experts.pack(own_TLk)
 
     def _stream(self, sample: _Sample, token: int, logprob: float) -> None:
         sample.request.emit(
@@ -555,7 +588,12 @@ def _states(
 
 
 def _attention(
-    decoder: DecoderLike, cache: PagedCache, states: StateCache | None, *, exact: bool
+    decoder: DecoderLike,
+    cache: PagedCache,
+    states: StateCache | None,
+    experts: ExpertPages | None,
+    *,
+    exact: bool,
 ) -> tuple[PagedAttend | CudaPagedAttend, DecodeGraphs | None]:
     """The device's way to attend over pages; on CUDA, decode steps as graphs too."""
     if decoder.device.type == "cuda":
@@ -564,7 +602,7 @@ def _attention(
 
         if isinstance(decoder, CudaDecoder):
             context = decoder.config.max_context_length
-            graphs = DecodeGraphs(decoder, cache, states, max_context=context)
+            graphs = DecodeGraphs(decoder, cache, states, experts, max_context=context)
             return CudaPagedAttend(cache, states), graphs if decoder.records_steps else None
     return PagedAttend(cache, states, exact=exact and decoder.device.type == "cpu"), None
 
@@ -597,6 +635,7 @@ def _result(request: _Request) -> jobs.SampleResult:
     leader = request.samples[0]
     return jobs.SampleResult(
         sequences=sequences,
+        prompt_routed_experts=request.prompt_experts,
         prompt_cache_hit_tokens=leader.num_hit,
         num_prompt_tokens=leader.num_prompt,
         num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
@@ -619,4 +658,5 @@ def _sequence(sample: _Sample) -> jobs.SampledTokens:
         logprobs=np.array(sample.logprobs, np.float32),
         stop_reason=sample.reason,
         topk=topk,
+        routed_experts=sample.experts,
     )

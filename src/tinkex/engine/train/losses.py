@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.contract.losses import Loss, check_inputs
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.contract.routing import Experts
+from tinkex.engine import routed_experts
 from tinkex.engine.arrays import dense, form_of
 from tinkex.engine.jobs import Array, CsrArray, CustomLoss, TrainDatum
 from tinkex.engine.metrics import Gap
@@ -60,11 +63,20 @@ class Prepared:
     inputs: Mapping[str, Tensor]
     active_T: Tensor
     """False where no gradient can arise, whatever the model says."""
+    experts_TLk: Tensor | None = None
+    """The experts of each token in the layers that have any, int16; -1: the router chooses."""
 
 
-def prepare(
-    datum: TrainDatum, loss: Loss | None, *, path: str, vocab_size: int, max_length: int
-) -> Prepared:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What of a model decides whether a datum fits it."""
+
+    vocab_size: int
+    max_length: int
+    experts: Experts | None = None
+
+
+def prepare(datum: TrainDatum, loss: Loss | None, *, path: str, limits: Limits) -> Prepared:
     """Check one datum against its loss and the model, and turn it into tensors.
 
     None is a custom loss: its inputs have names and shapes of their own, see `prepare_custom`.
@@ -72,32 +84,32 @@ def prepare(
     Raises:
         InvalidInputError: Names the field, the value and what is allowed.
     """
-    tokens_T = _check_tokens(datum.tokens, f"{path}.model_input", vocab_size)
-    if not 1 <= len(tokens_T) <= max_length:
+    tokens_T = _check_tokens(datum.tokens, f"{path}.model_input", limits.vocab_size)
+    if not 1 <= len(tokens_T) <= limits.max_length:
         raise InvalidInputError(
-            f"has {len(tokens_T)} tokens; the model takes 1 to {max_length}",
+            f"has {len(tokens_T)} tokens; the model takes 1 to {limits.max_length}",
             path=f"{path}.model_input",
         )
     fields = f"{path}.loss_fn_inputs"
+    experts_TLk = _check_experts(datum, limits.experts, f"{fields}.{ROUTED_EXPERTS}")
     forms = {name: form_of(value) for name, value in datum.inputs.items()}
     check_inputs(loss, forms, num_tokens=len(tokens_T), path=fields)
     where = f"{fields}.target_tokens"
-    targets = _check_tokens(dense(datum.inputs["target_tokens"], where), where, vocab_size)
+    targets = _check_tokens(dense(datum.inputs["target_tokens"], where), where, limits.vocab_size)
     if loss is None:
-        return Prepared(tokens_T, targets, {}, torch.ones(len(targets), dtype=torch.bool))
+        active_T = torch.ones(len(targets), dtype=torch.bool)
+        return Prepared(tokens_T, targets, {}, active_T, experts_TLk)
     floats = {
         name: _check_floats(value, targets.shape, f"{fields}.{name}", name == "logprobs")
         for name, value in datum.inputs.items()
         if name != "target_tokens"
     }
-    return Prepared(tokens_T, targets, floats, _active_rows(loss, targets, floats))
+    return Prepared(tokens_T, targets, floats, _active_rows(loss, targets, floats), experts_TLk)
 
 
-def prepare_custom(
-    datum: TrainDatum, custom: CustomLoss, *, path: str, vocab_size: int, max_length: int
-) -> Prepared:
+def prepare_custom(datum: TrainDatum, custom: CustomLoss, *, path: str, limits: Limits) -> Prepared:
     """Like `prepare` for a traced loss, whose inputs have names and shapes of their own."""
-    checked = prepare(datum, None, path=path, vocab_size=vocab_size, max_length=max_length)
+    checked = prepare(datum, None, path=path, limits=limits)
     rank = dict(custom.inputs).get("logprobs", 1)
     if checked.targets.ndim > max(rank, 1):
         raise InvalidInputError(
@@ -110,7 +122,15 @@ def prepare_custom(
         if name not in datum.inputs:
             raise InvalidInputError("is an input of the custom loss and is missing", path=where)
         inputs[name] = _any_tensor(dense(datum.inputs[name], where), where)
-    return Prepared(checked.tokens_T, checked.targets, inputs, checked.active_T)
+    return replace(checked, inputs=inputs)
+
+
+def _check_experts(datum: TrainDatum, experts: Experts | None, path: str) -> Tensor | None:
+    if datum.routed_experts is None:
+        return None
+    known = routed_experts.require(experts, "this model", path)
+    chosen_TLk = routed_experts.unpack(datum.routed_experts, known, len(datum.tokens), path)
+    return torch.from_numpy(chosen_TLk.copy())
 
 
 def _any_tensor(value: Array, path: str) -> Tensor:

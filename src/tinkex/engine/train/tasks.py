@@ -24,6 +24,7 @@ from tinkex.engine.metrics import Gap, Tally, fsum
 from tinkex.engine.train.graph import build_loss
 from tinkex.engine.train.losses import (
     GAP_INPUTS,
+    Limits,
     Prepared,
     gap_metrics,
     loss_values,
@@ -104,7 +105,7 @@ class Task:
         )
 
 
-def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
+def check_job(job: TrainJob, limits: Limits) -> Task:
     """Everything that can be wrong with a job, found before anything runs.
 
     Raises:
@@ -112,14 +113,13 @@ def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
     """
     if not job.data:
         raise InvalidInputError("must hold at least one datum", path="data")
-    limits = {"vocab_size": vocab_size, "max_length": max_length}
     named = [(f"data[{index}]", datum) for index, datum in enumerate(job.data)]
     if job.loss_fn == CUSTOM:
         if (custom := job.custom_loss) is None:
             raise InvalidInputError("loss 'custom' came without its graph", path="loss_fn")
         return Task(
             job=job,
-            data=[prepare_custom(datum, custom, path=path, **limits) for path, datum in named],
+            data=[prepare_custom(datum, custom, path=path, limits=limits) for path, datum in named],
             evaluate=partial(_evaluate_custom, build_loss(custom)),
             token_local=False,
             is_custom=True,
@@ -128,7 +128,7 @@ def check_job(job: TrainJob, *, vocab_size: int, max_length: int) -> Task:
     settings = read_settings(loss, job.loss_fn_config)
     return Task(
         job=job,
-        data=[prepare(datum, loss, path=path, **limits) for path, datum in named],
+        data=[prepare(datum, loss, path=path, limits=limits) for path, datum in named],
         evaluate=partial(_evaluate_loss, loss, settings),
         token_local=loss.token_local,
         is_custom=False,

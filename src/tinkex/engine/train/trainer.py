@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.optimizers import check_params
+from tinkex.contract.routing import NOT_RECORDED
 from tinkex.engine import checkpoint, gradient_file
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.jobs import (
@@ -39,7 +40,9 @@ from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_ada
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
+from tinkex.engine.train.losses import Limits, Prepared
 from tinkex.engine.train.optim import OptimizerState, apply_step, global_norm
 from tinkex.engine.train.packing import Item, Pass, pack
 from tinkex.engine.train.scoring import score
@@ -230,13 +233,16 @@ class Trainer:
         """
         answers: dict[int, TrainResult | JobError] = {}
         tasks: dict[int, Task] = {}
-        limits = self.decoder.config
+        config = self.decoder.config
+        limits = Limits(
+            vocab_size=config.vocab_size,
+            max_length=config.max_context_length,
+            experts=config.routing,
+        )
         for index, job in enumerate(jobs):
             try:
                 self.find(job.adapter_id)
-                tasks[index] = check_job(
-                    job, vocab_size=limits.vocab_size, max_length=limits.max_context_length
-                )
+                tasks[index] = check_job(job, limits)
             except TinkerError as error:
                 answers[index] = error
         self._run(list(tasks.values()))
@@ -361,7 +367,7 @@ class Trainer:
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
         lora = LoraBatch(Span(a, b, adapters[owner]) for a, b, owner in one.owner_spans())
         runs = list(runs_of(one, tasks, device))
-        routing = Routing() if decoder.config.experts is not None else None
+        routing = _routing(decoder.config, data, device)
         with torch.set_grad_enabled(one.backward):
             hidden_TD = decoder.forward(
                 tokens_T,
@@ -443,6 +449,22 @@ class _Handed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
         return ctx.saved_tensors[0], None
+
+
+def _routing(config: ModelConfig, data: Sequence[Prepared], device: torch.device) -> Routing | None:
+    """What a pass learns of a mixture's routers, and what its datums prescribe to them."""
+    if (experts := config.routing) is None:
+        return None
+    if all(datum.experts_TLk is None for datum in data):
+        return Routing()
+    free = torch.tensor(NOT_RECORDED, dtype=torch.int16)
+    shape = experts.layers, experts.per_token
+    rows = [
+        free.expand(len(datum.tokens_T), *shape) if datum.experts_TLk is None else datum.experts_TLk
+        for datum in data
+    ]
+    given_LTk = torch.cat(rows).transpose(0, 1).contiguous().to(device)
+    return Routing(dict(zip(config.expert_layers, given_LTk, strict=True)))
 
 
 def _by_shard(
