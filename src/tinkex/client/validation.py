@@ -14,7 +14,8 @@ from typing import Any
 from tinkex import types
 from tinkex.contract.losses import CUSTOM, LOSSES, TARGETS, WEIGHTS, LossFnType, read_settings
 from tinkex.contract.optimizers import OPTIMIZERS, read_params
-from tinkex.errors import InvalidInputError
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "check_loss",
     "check_name",
     "check_optim_params",
+    "check_routed_experts",
     "check_tinker_path",
     "check_ttl",
     "has_signal",
@@ -85,6 +87,24 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
         if loss_fn != CUSTOM:
             _check_lengths(datum, f"data[{index}].loss_fn_inputs")
     return datums
+
+
+def check_routed_experts(data: Sequence[types.Datum], honoured: bool) -> None:
+    """One row per token; refused where the server would train with other experts than these."""
+    for index, datum in enumerate(data):
+        if (experts := datum.loss_fn_inputs.get(ROUTED_EXPERTS)) is None:
+            continue
+        path = f"data[{index}].loss_fn_inputs.{ROUTED_EXPERTS}"
+        if not honoured:
+            raise NotSupportedError(
+                "this server cannot hold training to given experts; leave it out", path=path
+            )
+        if _is_text(datum.model_input) and len(experts.array) != datum.model_input.length:
+            raise InvalidInputError(
+                f"{len(experts.array)} rows for {datum.model_input.length} tokens of input; join "
+                "those of prompt and sequence and leave out the last, as with the tokens",
+                path=path,
+            )
 
 
 def has_signal(data: Sequence[types.Datum]) -> bool:

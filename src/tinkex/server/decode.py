@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.engine.jobs import Array, CsrArray, TrainDatum
 from tinkex.errors import NotSupportedError
 from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk
@@ -42,9 +43,11 @@ def train_request(request: Pass) -> TrainRequest:
 
 def _datum(index: int, datum: Datum) -> TrainDatum:
     inputs = datum.loss_fn_inputs
+    experts = inputs.get(ROUTED_EXPERTS)
     return TrainDatum(
         tokens=tokens_of(datum.model_input, f"data[{index}].model_input"),
-        inputs={name: array_of(inputs[name]) for name in sorted(inputs)},
+        inputs={name: array_of(inputs[name]) for name in sorted(inputs) if name != ROUTED_EXPERTS},
+        routed_experts=None if experts is None else array_of(experts),
     )
 
 

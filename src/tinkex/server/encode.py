@@ -45,6 +45,7 @@ def sample_payload(result: SampleResult) -> bytes:
         None if (found := result.target_prompt_logprobs) is None else _tensor(found),
         result.prompt_cache_hit_tokens,
         _alternatives(result.prompt_alt),
+        prompt_routed_experts=_experts(result.prompt_routed_experts),
     )
     return results.encode(message, PROTOBUF).content
 
@@ -56,6 +57,7 @@ def _sequence(sequence: SampledTokens) -> SampledSequence:
         sequence.tokens.astype("<i4", copy=False),
         sequence.logprobs.astype("<f4", copy=False),
         _topk(sequence.topk),
+        routed_experts=_experts(sequence.routed_experts),
     )
 
 
@@ -64,6 +66,10 @@ def _topk(topk: TopK | None) -> TopkLogprobs | None:
         return None
     ids, values = topk.token_ids, topk.logprobs
     return TopkLogprobs.wrap(ids.astype("<i4", copy=False), values.astype("<f4", copy=False))
+
+
+def _experts(words: Array | None) -> TensorData | None:
+    return None if words is None else _tensor(words)
 
 
 def _alternatives(topk: TopK | None) -> PromptAltTokens | None:

@@ -14,7 +14,9 @@ from typing import Any
 
 from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss, read_settings
 from tinkex.contract.optimizers import OptimizerParams, find_optimizer, read_params
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.sampling import DrawSettings, SampleOptions, check_vocabulary, read_stop
+from tinkex.engine import routed_experts
 from tinkex.engine.arrays import form_of
 from tinkex.engine.jobs import Array, CsrArray, CustomLoss, ModelInfo, SampleJob, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError
@@ -64,6 +66,10 @@ def _check_datum(loss: Loss | None, index: int, datum: TrainDatum, info: ModelIn
     targets = datum.inputs["target_tokens"]
     ids = targets.values if isinstance(targets, CsrArray) else targets
     _check_vocabulary(ids, f"{fields}.target_tokens", info)
+    if datum.routed_experts is not None and info is not None:
+        path = f"{fields}.{ROUTED_EXPERTS}"
+        experts = routed_experts.require(info.experts, info.base_model, path)
+        routed_experts.unpack(datum.routed_experts, experts, len(datum.tokens), path)
 
 
 def check_tokens(tokens: Array, path: str, info: ModelInfo | None) -> None:
@@ -167,6 +173,8 @@ def sample_job(
     )
     if info is not None:
         check_vocabulary(job, info.vocab_size, "sampling_params")
+        if job.routed_experts:
+            routed_experts.require(info.experts, info.base_model, ROUTED_EXPERTS)
     _check_last_n(job)
     _check_room(job, info)
     if asked.record_stability_info:
@@ -197,10 +205,17 @@ def check_result_size(job: SampleJob, info: ModelInfo | None, max_bytes: int) ->
     max_tokens = room if job.max_tokens is None else job.max_tokens
     sampled = job.num_samples * max_tokens * (TOKEN_BYTES + PAIR_BYTES * job.topk_sample_logprobs)
     prompted = len(job.prompt) * (TOKEN_BYTES + PAIR_BYTES * job.topk_prompt_logprobs)
+    routed = ""
+    if job.routed_experts and info is not None and info.experts is not None:
+        per_token = info.experts.bytes_per_token
+        sampled += job.num_samples * max_tokens * per_token
+        prompted += len(job.prompt) * per_token
+        routed = f" and {per_token} bytes of routed_experts a token"
     if sampled + prompted > max_bytes:
         raise InvalidInputError(
             f"num_samples {job.num_samples} x max_tokens {max_tokens} with "
-            f"{job.topk_sample_logprobs} alternatives each may take {sampled + prompted} bytes, "
+            f"{job.topk_sample_logprobs} alternatives each{routed} may take "
+            f"{sampled + prompted} bytes, "
             f"the server keeps {max_bytes} per request. Lower one of them, or ask in parts.",
             path="num_samples",
         )

@@ -29,7 +29,8 @@ _SPAN: Schema = {1: {}, 2: {}}
 _CHUNK: Schema = {1: {}, 2: {4: {}}, 3: {}}
 _DATUM: Schema = {1: _CHUNK, 2: {2: _TENSOR}, 3: _SPAN, 4: _SPAN}
 REQUEST: Schema = {3: _DATUM, 5: {}, 7: {2: {}}}
-SAMPLE: Schema = {1: {4: {}}, 3: {}, 5: _TENSOR, 6: {1: _TENSOR, 2: _TENSOR}}
+_SEQUENCE: Schema = {4: {}, 1001: _TENSOR}
+SAMPLE: Schema = {1: _SEQUENCE, 3: {}, 5: _TENSOR, 6: {1: _TENSOR, 2: _TENSOR}, 1001: _TENSOR}
 PASS: Schema = {2: {2: {2: {4: PACKED}}}, 3: {}}
 
 

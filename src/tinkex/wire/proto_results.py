@@ -52,6 +52,8 @@ def encode_sample(response: SampleResponse) -> bytes:
     if response.prompt_alt_tokens is not None:
         encode_tensor(response.prompt_alt_tokens.tokens, message.prompt_alt_tokens.tokens)
         encode_tensor(response.prompt_alt_tokens.logprobs, message.prompt_alt_tokens.logprobs)
+    if response.prompt_routed_experts is not None:
+        encode_tensor(response.prompt_routed_experts, message.prompt_routed_experts)
     return message.SerializeToString(deterministic=True)  # type: ignore[no-any-return]
 
 
@@ -63,6 +65,8 @@ def _fill_sequence(message: Any, sequence: SampledSequence) -> None:
         message.logprobs = sequence.logprobs_np.tobytes()
     if sequence.topk_logprobs_np is not None:
         _fill_topk(message.topk_sampled_logprobs, sequence.topk_logprobs_np)
+    if sequence.routed_experts is not None:
+        encode_tensor(sequence.routed_experts, message.routed_experts)
 
 
 def _fill_topk(message: Any, topk: TopkLogprobs) -> None:
@@ -97,6 +101,7 @@ def decode_sample(content: bytes, sequence_ids: Sequence[str] | None = None) -> 
         _read_optional_tensor(message, "target_prompt_logprobs"),
         message.prompt_cache_hit_tokens,
         _read_alternatives(message),
+        prompt_routed_experts=_read_optional_tensor(message, "prompt_routed_experts"),
     )
 
 
@@ -109,7 +114,8 @@ def _read_sequence(message: Any, sequence_id: str) -> SampledSequence:
     if logprobs is not None and len(logprobs) != len(tokens):
         raise WireError(f"expected {len(tokens)} values, got {len(logprobs)}", path="logprobs")
     topk = _read_topk(message, "topk_sampled_logprobs")
-    return SampledSequence.wrap(reason, sequence_id, tokens, logprobs, topk)
+    experts = _read_optional_tensor(message, "routed_experts")
+    return SampledSequence.wrap(reason, sequence_id, tokens, logprobs, topk, routed_experts=experts)
 
 
 def _read_topk(message: Any, name: str) -> TopkLogprobs | None:

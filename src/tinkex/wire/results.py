@@ -133,7 +133,12 @@ def with_sequence_ids(response: SampleResponse, sequence_ids: Sequence[str]) -> 
         )
     named = [
         types.SampledSequence.wrap(
-            item.stop_reason, name, item.tokens_np, item.logprobs_np, item.topk_logprobs_np
+            item.stop_reason,
+            name,
+            item.tokens_np,
+            item.logprobs_np,
+            item.topk_logprobs_np,
+            routed_experts=item.routed_experts,
         )
         for item, name in zip(response.sequences, sequence_ids, strict=True)
     ]
@@ -144,6 +149,7 @@ def with_sequence_ids(response: SampleResponse, sequence_ids: Sequence[str]) -> 
         response.target_prompt_logprobs,
         response.prompt_cache_hit_tokens,
         response.prompt_alt_tokens,
+        prompt_routed_experts=response.prompt_routed_experts,
     )
 
 

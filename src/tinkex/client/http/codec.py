@@ -129,6 +129,8 @@ def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> 
     body["prompt_alt_tokens_k"] = fields.alt_k
     if fields.last_n is not None:
         body["prompt_logprobs_last_n"] = fields.last_n
+    if fields.routed_experts:
+        body["routed_experts"] = True
     body["record_stability_info"] = fields.stability
     body["type"] = "sample"
     return orjson.dumps(body)

@@ -10,6 +10,7 @@ import numpy as np
 from tinkex import types
 from tinkex.client.http import codec
 from tinkex.client.session.flags import ServerFlags
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.sampling import (
     DrawSettings,
     check_honoured,
@@ -18,7 +19,12 @@ from tinkex.contract.sampling import (
     read_stop,
 )
 from tinkex.contract.settings import settings_of
-from tinkex.errors import APIResponseValidationError, InvalidInputError, WireError
+from tinkex.errors import (
+    APIResponseValidationError,
+    InvalidInputError,
+    NotSupportedError,
+    WireError,
+)
 from tinkex.wire import results
 from tinkex.wire.chunking import model_input_size
 
@@ -41,6 +47,7 @@ def _check_options(
     topk_prompt: int,
     topk_sample: int,
     alt_k: int,
+    routed_experts: bool,
 ) -> None:
     read_options(
         {
@@ -50,6 +57,7 @@ def _check_options(
             "topk_prompt_logprobs": topk_prompt,
             "topk_sample_logprobs": topk_sample,
             "prompt_alt_tokens_k": alt_k,
+            "routed_experts": routed_experts,
         }
     )
 
@@ -65,6 +73,7 @@ class SampleFields:
         "params",
         "prompt",
         "prompt_logprobs",
+        "routed_experts",
         "size_bytes",
         "stability",
         "target",
@@ -85,6 +94,7 @@ class SampleFields:
         alt_k: int = 0,
         last_n: int | None = None,
         stability: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         self.prompt = prompt
         self.num_samples = num_samples
@@ -96,6 +106,7 @@ class SampleFields:
         self.alt_k = alt_k
         self.last_n = last_n
         self.stability = stability
+        self.routed_experts = routed_experts
         self.size_bytes = 0
 
     def check(self) -> None:
@@ -118,12 +129,18 @@ class SampleFields:
             self.topk_prompt,
             self.topk_sample,
             self.alt_k,
+            self.routed_experts,
         )
         self.size_bytes = model_input_size(self.prompt, bytes_per_token=10)
 
     def check_honoured(self, flags: ServerFlags) -> None:
         """Refuse what this server would ignore."""
         check_honoured(self.params, flags.tinkex_sampling_params.split(","))
+        if self.routed_experts and not flags.tinkex_routed_experts:
+            raise NotSupportedError(
+                "this server does not tell which experts a token passed; leave it out",
+                path=ROUTED_EXPERTS,
+            )
 
     def _check_draw(self) -> None:
         values = [getattr(self.params, name) for name in _DRAW_NAMES]
@@ -142,6 +159,10 @@ class SampleFields:
         if self.alt_k > 0 and answer.prompt_alt_tokens is None:
             raise APIResponseValidationError(
                 "prompt_alt_tokens_k was asked for and the server sent none; it may predate it."
+            )
+        if self.routed_experts and answer.prompt_routed_experts is None:
+            raise APIResponseValidationError(
+                "routed_experts were asked for and the server sent none; it may predate them."
             )
         if self.last_n is not None and answer.prompt_logprobs_np is not None:
             early = answer.prompt_logprobs_np[: -self.last_n]

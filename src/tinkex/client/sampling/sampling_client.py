@@ -119,11 +119,14 @@ class SamplingClient(SampleCalls):
         target_prompt_logprobs: Any = None,
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
+        *,
+        routed_experts: bool = False,
     ) -> APIFuture[types.SampleResponse]:
         """Draw `num_samples` continuations of a prompt. Returns at once.
 
         Any number may be in flight; the SDK holds back what the server cannot take yet. Cancelling
-        the future also cancels the sample on the server.
+        the future also cancels the sample on the server. With `routed_experts` a mixture also tells
+        which experts each token passed, to be trained on with a datum's input of that name.
         """
         fields = SampleFields(
             prompt=prompt,
@@ -136,6 +139,7 @@ class SamplingClient(SampleCalls):
             alt_k=prompt_alt_tokens_k,
             last_n=prompt_logprobs_last_n,
             stability=self._record_stability_info,
+            routed_experts=routed_experts,
         )
         fields.check()
         retries = not self.holder.flags.sample_no_retries

@@ -74,6 +74,8 @@ class ServerFlags(_FromJson):
     """`/sample_stream` sends tokens while they are generated."""
     tinkex_sampling_params: str = ""
     """Sampling parameters beyond those of the Tinker SDK that the server honours, with commas."""
+    tinkex_routed_experts: bool = False
+    """Samples of a mixture tell the experts of their tokens, and datums may prescribe them."""
     old_generation: bool = False
     """The server has no `/client/config`: it speaks JSON as SDK 0.4.1 did."""
 

@@ -181,6 +181,7 @@ class Holder:
                 tinkex_sample_batch=False,
                 tinkex_sample_stream=False,
                 tinkex_sampling_params="",
+                tinkex_routed_experts=False,
             )
         if self.flags.credential_default_source == "credential_cmd":
             self.tokens.require_command()

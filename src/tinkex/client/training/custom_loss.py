@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.errors import InvalidInputError
 from tinkex.regularizers.loss_answer import check_answer
 from tinkex.types.data.datum import Datum
@@ -150,7 +151,7 @@ def logprob_gradients(
 
 
 def _cross_entropy_datum(datum: Datum, index: int, weights: np.ndarray[Any, Any] | None) -> Datum:
-    """Only target tokens and weights; spans of provenance are kept."""
+    """Only target tokens, weights and experts; spans of provenance are kept."""
     targets = datum.loss_fn_inputs.get("target_tokens")
     if targets is None:
         raise InvalidInputError(
@@ -162,9 +163,11 @@ def _cross_entropy_datum(datum: Datum, index: int, weights: np.ndarray[Any, Any]
         sent = given if given is not None else _zeros_like(targets)
     else:
         sent = _weights_like(targets, weights, index)
+    experts = datum.loss_fn_inputs.get(ROUTED_EXPERTS)
+    inputs = {"target_tokens": targets, "weights": sent}
     return Datum(
         datum.model_input,
-        {"target_tokens": targets, "weights": sent},
+        inputs if experts is None else {**inputs, ROUTED_EXPERTS: experts},
         datum.model_input_spans,
         datum.loss_fn_input_spans,
     )

@@ -64,6 +64,7 @@ class TrainingCalls:
     ) -> APIFuture[types.ForwardBackwardOutput]:
         name = validation.check_loss(loss_fn, loss_fn_config)
         datums = validation.check_data(data, name)
+        validation.check_routed_experts(datums, self.holder.flags.tinkex_routed_experts)
         if not forward_only and not validation.has_signal(datums):
             self._warn_of_no_signal()
         config = dict(loss_fn_config) if loss_fn_config else None

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss
-from tinkex.engine import jobs
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.engine import jobs, routed_experts
 from tinkex.engine.arrays import dense, form_of
 from tinkex.errors import InvalidInputError
 
@@ -40,6 +41,8 @@ def prepare(job: jobs.TrainJob, index: int, vocab_size: int, max_length: int) ->
     datum, where = job.data[index], f"data[{index}]"
     check_tokens(datum.tokens, f"{where}.model_input", vocab_size, max_length)
     fields = f"{where}.loss_fn_inputs"
+    if datum.routed_experts is not None:
+        routed_experts.require(None, "the toy", f"{fields}.{ROUTED_EXPERTS}")
     loss = _loss_of(job, datum, fields)
     forms = {name: form_of(value) for name, value in datum.inputs.items()}
     check_inputs(loss, forms, num_tokens=len(datum.tokens), path=fields)

@@ -107,7 +107,7 @@ async def sample_stream(request: Request, user: CurrentUser) -> Response:
     """
     service = service_of(request)
     asked: types.SampleRequest = await read(request, "sample_stream")
-    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "routed_experts"):
         if getattr(asked, name):
             raise NotSupportedError("a stream does not carry it; use asample.", path=name)
     snapshot = await service.samples.snapshot(user, asked)

@@ -39,6 +39,7 @@ CLIENT_CONFIG: dict[str, Any] = {
     "tinkex_sample_batch": True,
     "tinkex_sample_stream": True,
     "tinkex_sampling_params": ",".join(EXTENSIONS),
+    "tinkex_routed_experts": True,
 }
 DYNAMIC_CONFIG: dict[str, Any] = {
     "refresh_interval_sec": 300,

@@ -52,6 +52,7 @@ class SampleRequest(Request):
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: sampling.NumLikeliest = _OPTIONS.prompt_alt_tokens_k
     prompt_logprobs_last_n: sampling.LastN | None = _OPTIONS.prompt_logprobs_last_n
+    routed_experts: bool | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 

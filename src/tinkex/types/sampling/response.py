@@ -32,6 +32,7 @@ class PromptAltTokens:
 class SampledSequence(Value):
     """One sampled sequence. `tokens`, `logprobs` and `topk_logprobs` are lists made on first use.
 
+    `routed_experts`, where they were asked for, has a row per token (docs/wire.md, 20.4).
     `sequence_id` is empty when the server is too old to give ids. `snapshot` says which weights
     made it, where a client sampled it; equality does not look at it.
     """
@@ -40,6 +41,7 @@ class SampledSequence(Value):
         "_logprobs",
         "_tokens",
         "logprobs_np",
+        "routed_experts",
         "sequence_id",
         "snapshot",
         "stop_reason",
@@ -51,6 +53,7 @@ class SampledSequence(Value):
     tokens_np: NDArray[np.int32]
     logprobs_np: NDArray[np.float32] | None
     topk_logprobs_np: TopkLogprobs | None
+    routed_experts: TensorData | None
     snapshot: WeightsSnapshot | None
     _tokens: list[int] | None
     _logprobs: list[float] | None
@@ -66,6 +69,7 @@ class SampledSequence(Value):
         tokens: Any = None,
         logprobs: Any = None,
         topk_logprobs: TopkList | None = None,
+        routed_experts: TensorData | None = None,
     ) -> None:
         given = tokens if tokens_np is None else tokens_np
         values = logprobs if logprobs_np is None else logprobs_np
@@ -76,6 +80,7 @@ class SampledSequence(Value):
         set_field(self, "tokens_np", token_array([] if given is None else given))
         set_field(self, "logprobs_np", None if values is None else logprob_array(values))
         set_field(self, "topk_logprobs_np", topk_logprobs_np)
+        set_field(self, "routed_experts", routed_experts)
         set_field(self, "snapshot", None)
         set_field(self, "_tokens", None)
         set_field(self, "_logprobs", None)
@@ -89,6 +94,7 @@ class SampledSequence(Value):
         logprobs_np: NDArray[np.float32] | None,
         topk_logprobs_np: TopkLogprobs | None = None,
         snapshot: WeightsSnapshot | None = None,
+        routed_experts: TensorData | None = None,
     ) -> Self:
         """Take arrays of the right dtype as they are."""
         made = cls.__new__(cls)
@@ -97,6 +103,7 @@ class SampledSequence(Value):
         set_field(made, "tokens_np", tokens_np)
         set_field(made, "logprobs_np", logprobs_np)
         set_field(made, "topk_logprobs_np", topk_logprobs_np)
+        set_field(made, "routed_experts", routed_experts)
         set_field(made, "snapshot", snapshot)
         set_field(made, "_tokens", None)
         set_field(made, "_logprobs", None)
@@ -105,7 +112,8 @@ class SampledSequence(Value):
     def made_by(self, snapshot: WeightsSnapshot) -> Self:
         """The same sequence, with the weights that made it."""
         arrays = self.tokens_np, self.logprobs_np, self.topk_logprobs_np
-        return self.wrap(self.stop_reason, self.sequence_id, *arrays, snapshot)
+        experts = self.routed_experts
+        return self.wrap(self.stop_reason, self.sequence_id, *arrays, snapshot, experts)
 
     @property
     def tokens(self) -> list[int]:
@@ -125,8 +133,15 @@ class SampledSequence(Value):
 
     def _content(self) -> tuple[Any, ...]:
         logprobs = comparable(self.logprobs_np)
-        tokens = self.tokens_np.tobytes()
-        return (self.stop_reason, self.sequence_id, tokens, logprobs, self.topk_logprobs_np)
+        tokens, topk = self.tokens_np.tobytes(), self.topk_logprobs_np
+        return (
+            self.stop_reason,
+            self.sequence_id,
+            tokens,
+            logprobs,
+            topk,
+            self.routed_experts,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -153,6 +168,7 @@ class SampledSequence(Value):
             tokens=tokens,
             logprobs=logprobs,
             topk_logprobs=topk,
+            routed_experts=_experts(value, "routed_experts"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,6 +179,8 @@ class SampledSequence(Value):
             fields["logprobs"] = _nan_to_none(self.logprobs_np)
         if self.topk_logprobs is not None:
             fields["topk_logprobs"] = self.topk_logprobs
+        if self.routed_experts is not None:
+            fields["routed_experts"] = self.routed_experts.to_dict()
         return fields
 
 
@@ -174,6 +192,7 @@ class SampleResponse(Value):
         "prompt_alt_tokens",
         "prompt_cache_hit_tokens",
         "prompt_logprobs_np",
+        "prompt_routed_experts",
         "sequences",
         "target_prompt_logprobs",
         "topk_prompt_logprobs_np",
@@ -184,6 +203,7 @@ class SampleResponse(Value):
     target_prompt_logprobs: TensorData | None
     prompt_cache_hit_tokens: int
     prompt_alt_tokens: PromptAltTokens | None
+    prompt_routed_experts: TensorData | None
     _prompt_logprobs: list[float | None] | None
 
     __hash__ = None  # type: ignore[assignment]
@@ -201,6 +221,7 @@ class SampleResponse(Value):
         prompt_logprobs: Sequence[float | None] | None = None,
         topk_prompt_logprobs: TopkList | None = None,
         type: Literal["sample"] = "sample",
+        prompt_routed_experts: TensorData | None = None,
     ) -> None:
         values = prompt_logprobs if prompt_logprobs_np is None else prompt_logprobs_np
         array = None if values is None else logprob_array(values, path="prompt_logprobs")
@@ -212,6 +233,7 @@ class SampleResponse(Value):
         set_field(self, "target_prompt_logprobs", target_prompt_logprobs)
         set_field(self, "prompt_cache_hit_tokens", prompt_cache_hit_tokens)
         set_field(self, "prompt_alt_tokens", prompt_alt_tokens)
+        set_field(self, "prompt_routed_experts", prompt_routed_experts)
         set_field(self, "_prompt_logprobs", None)
 
     @property
@@ -237,6 +259,7 @@ class SampleResponse(Value):
             targets,
             hits,
             alternatives,
+            self.prompt_routed_experts,
         )
 
     def __repr__(self) -> str:
@@ -264,6 +287,7 @@ class SampleResponse(Value):
             prompt_logprobs=value.get("prompt_logprobs"),
             topk_prompt_logprobs=value.get("topk_prompt_logprobs"),
             prompt_cache_hit_tokens=_count(value.get("prompt_cache_hit_tokens")),
+            prompt_routed_experts=_experts(value, "prompt_routed_experts"),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -276,7 +300,14 @@ class SampleResponse(Value):
             fields["prompt_logprobs"] = self.prompt_logprobs
         if self.topk_prompt_logprobs is not None:
             fields["topk_prompt_logprobs"] = self.topk_prompt_logprobs
+        if self.prompt_routed_experts is not None:
+            fields["prompt_routed_experts"] = self.prompt_routed_experts.to_dict()
         return fields
+
+
+def _experts(value: dict[str, Any], name: str) -> TensorData | None:
+    found = value.get(name)
+    return None if found is None else TensorData._validate(found)
 
 
 def parse_stop_reason(value: str) -> StopReason:
