@@ -28,6 +28,11 @@ class RayCluster:
         )
         self.address: str = self._ask({"start": True})["address"]
 
+    @property
+    def pid(self) -> int:
+        """The process that all nodes were started by."""
+        return self._process.pid
+
     def add(self, *, num_cpus: int = 1, env: dict[str, str] | None = None) -> str:
         """Start a node; gives its id."""
         return str(self._ask({"add": num_cpus, "env": env or {}})["node_id"])

@@ -89,6 +89,26 @@ def test_in_deterministic_mode_company_changes_no_bit(tiny, rng):
     assert torch.equal(alone.adapters["a"].grad, company.adapters["a"].grad)
 
 
+def test_a_pass_of_another_between_two_of_ours_takes_no_gradient_away(tiny, rng):
+    """A long job lets others' short ones by; in deterministic mode it has gathered shards then."""
+    mine, theirs = make_data(rng), make_data(rng, lengths=[3])
+    alone, visited = (tiny().trainer(deterministic=True) for _ in range(2))
+    make(alone), make(visited), make(visited, "b", rank=9)
+    is_visiting = False
+
+    def visit() -> None:
+        nonlocal is_visiting
+        if not is_visiting:
+            is_visiting = True
+            train(visited, job(theirs, adapter_id="b"))
+            is_visiting = False
+
+    visited._after_pass = visit
+    train(alone, job(mine)), train(visited, job(mine))
+    assert torch.equal(alone.adapters["a"].grad, visited.adapters["a"].grad)
+    assert visited.adapters["b"].grad is not None
+
+
 def test_in_deterministic_mode_order_and_split_change_no_bit_of_a_logprob(tiny, rng):
     data = make_data(rng)
     trainer = tiny("qwen3").trainer(deterministic=True)

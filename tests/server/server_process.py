@@ -8,13 +8,21 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
 class ServerProcess:
-    def __init__(self, folder: Path, *flags: str, one_thread: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        one_thread: bool = True,
+        program: Sequence[str] = ("-m", "tinkex.server"),
+    ) -> None:
         self.folder = folder
         self._one_thread = one_thread
+        self._program = program
         self.port = _free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._flags = flags
@@ -38,7 +46,7 @@ class ServerProcess:
         return self._process.pid
 
     def start(self, *, wait: bool = True) -> None:
-        command = [sys.executable, "-m", "tinkex.server", "--port", str(self.port)]
+        command = [sys.executable, *self._program, "--port", str(self.port)]
         command += ["--data-dir", str(self.folder / "data"), *self._flags]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
         env["TINKEX_HOME"] = str(self.folder)

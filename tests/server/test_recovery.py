@@ -235,6 +235,29 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_p
         assert loss_of(await world.result(done)) > 0
 
 
+async def test_a_worker_that_dies_in_the_middle_of_a_replay_costs_no_state(tmp_path: Path) -> None:
+    """Many requests are under way then, and they all are lost together: that is one loss."""
+    async with open_app(tmp_path / "calm") as world:
+        expected = await train_steps(world, await world.model(), 1, 8)
+    async with open_app(tmp_path / "killed", engine="toy:latency_s=0.02") as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 7)
+        worker, lane = world.service.place.pool.members[0], world.service._lanes[model]
+        worker._process.kill()  # type: ignore[attr-defined]
+        last = asyncio.create_task(train_steps(world, model, 15, 1))
+        for _ in range(3):
+            while (
+                sum(f.request.mode == "replay" for f in lane._flights) < 6 or not lane.num_running
+            ):
+                assert not last.done()
+                await asyncio.sleep(0.005)
+            generation = worker.generation
+            worker._process.kill()  # type: ignore[attr-defined]
+            while worker.generation == generation:
+                await asyncio.sleep(0.005)
+        assert await last == expected
+
+
 async def test_lost_state_is_said_and_nothing_else_is_made_up(tmp_path: Path) -> None:
     """A model whose snapshot is gone must not go on from scratch."""
     async with open_app(tmp_path) as world:

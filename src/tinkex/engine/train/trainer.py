@@ -58,6 +58,8 @@ from tinkex.errors import (
 
 JobError = TinkerError
 """What `train` answers for a job that failed: an `EngineError` is ours, all others the caller's."""
+Gathered = dict[tuple[str, int], Tensor]
+"""Gradients by adapter and virtual shard, until they are settled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +144,6 @@ class Trainer:
         self.config = config or TrainerConfig.for_device(decoder.device)
         self.adapters: dict[str, ResidentAdapter] = {}
         self._after_pass = after_pass
-        self._gathered: dict[tuple[str, int], Tensor] = {}  # by adapter and shard, until settled
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -245,8 +246,8 @@ class Trainer:
                 tasks[index] = check_job(job, limits)
             except TinkerError as error:
                 answers[index] = error
-        self._run(list(tasks.values()))
-        for index in self._settle(tasks):
+        gathered = self._run(list(tasks.values()))
+        for index in self._settle(tasks, gathered):
             # Another job of the same adapter failed and their gradients are mixed: run it alone.
             answers[index] = self.train([jobs[index]])[0]
         for index, task in tasks.items():
@@ -293,8 +294,12 @@ class Trainer:
                 size_bytes += array.nbytes
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
-    def _run(self, tasks: Sequence[Task]) -> None:
-        """All passes; when memory runs out, once more in pieces an eighth the size."""
+    def _run(self, tasks: Sequence[Task]) -> Gathered:
+        """All passes; when memory runs out, once more in pieces an eighth the size.
+
+        Others may train between two passes (`after_pass`), so what is gathered here is nobody
+        else's until it is settled.
+        """
         config = self.config
         frugal = replace(
             config,
@@ -304,10 +309,10 @@ class Trainer:
         )
         try:
             try:
-                self._run_passes(tasks, config)
+                return self._run_passes(tasks, config)
             except (torch.OutOfMemoryError, MemoryError):
                 self._forget_passes(tasks)
-                self._run_passes(tasks, frugal)
+                return self._run_passes(tasks, frugal)
         except (RuntimeError, MemoryError) as exc:
             # Torch's own faults are RuntimeErrors too. No job has been committed yet, so every
             # adapter is as it was.
@@ -320,16 +325,17 @@ class Trainer:
             )
             for task in tasks:
                 task.error = EngineError(f"the training pass failed: {exc}{advice}")
+            return {}
 
     def _forget_passes(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.restart()
             self.adapters[task.job.adapter_id].adapter.drop_grad()
-        self._gathered.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run_passes(self, tasks: Sequence[Task], config: TrainerConfig) -> None:
+    def _run_passes(self, tasks: Sequence[Task], config: TrainerConfig) -> Gathered:
+        gathered: Gathered = {}
         owners = list(dict.fromkeys(task.job.adapter_id for task in tasks))
         adapters = [self.adapters[owner].adapter for owner in owners]
         items = [
@@ -355,8 +361,9 @@ class Trainer:
                 self._after_pass()
             for owner, adapter in zip(owners, adapters, strict=True):
                 if adapter.grad is not None:
-                    self._gathered[owner, shard] = adapter.grad
+                    gathered[owner, shard] = adapter.grad
                     adapter.drop_grad()
+        return gathered
 
     def _run_pass(
         self, one: Pass, tasks: Sequence[Task], adapters: Sequence[Adapter], config: TrainerConfig
@@ -410,7 +417,7 @@ class Trainer:
             per_token = per_token * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
         return one.num_tokens * per_token * self.decoder.dtype.itemsize
 
-    def _settle(self, tasks: Mapping[int, Task]) -> list[int]:
+    def _settle(self, tasks: Mapping[int, Task], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
         again: list[int] = []
         for task in tasks.values():
@@ -419,7 +426,7 @@ class Trainer:
             resident = self.adapters[adapter_id]
             mine = {i: task for i, task in tasks.items() if task.job.adapter_id == adapter_id}
             good = [index for index, task in mine.items() if task.error is None]
-            new = {s: grad for (owner, s), grad in self._gathered.items() if owner == adapter_id}
+            new = {s: grad for (owner, s), grad in gathered.items() if owner == adapter_id}
             if len(good) == len(mine) and all(map(_finite, new.values())):
                 for shard, grad in new.items():
                     resident.gather(shard, grad)
@@ -428,7 +435,6 @@ class Trainer:
             else:
                 for index in good:
                     mine[index].error = InvalidInputError(DIVERGED.format(what="gradient is"))
-        self._gathered.clear()
         return again
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +92,7 @@ class Lane:
         self._wake = asyncio.Event()
         self._gap_timer: asyncio.TimerHandle | None = None
         self._num_launched = 0
-        self._num_lost_replays = 0
+        self._lost_replays: Counter[int] = Counter()  # by the number that was replayed
         self._exclusive = asyncio.Lock()
 
     # ------------------------------------------------------------------------ for the outside
@@ -493,7 +493,7 @@ class Lane:
         self._retire(request)
         if request.mode != "run":
             return
-        self._num_lost_replays = 0
+        self._lost_replays.clear()
         if request.seq_id == 0 and not outcome.ok:
             self._broken = self._never_created(outcome.error)
         self._tell(request, outcome, usage)
@@ -536,21 +536,31 @@ class Lane:
         """Give up everything sent and not published; it will be sent again."""
         flights = list(self._flights)
         await self._land_all()
+        suspects = [
+            flight.request
+            for flight in flights
+            if blame and flight.request.started_at and _is_suspect(flight.task)
+        ]
+        if suspects:  # those behind it had hardly begun
+            self._count_lost_replay(suspects[0], "the worker died")
+        for request in suspects:
+            request.attempts += 1
         for flight in flights:
             request = flight.request
-            if blame and request.started_at and _is_suspect(flight.task):
-                request.attempts += 1
-                self._count_lost_replay(request, "the worker died")
             self._clean_up(request, ok=False)
             request.started_at, request.progress = 0.0, ""
             if request.attempts >= MAX_ATTEMPTS:
                 self._blame(request)
 
     def _count_lost_replay(self, request: QueuedRequest, reason: str) -> None:
-        """A replay starts afresh each time, so its failures are counted here."""
+        """A replay starts afresh each time, so its failures are counted here.
+
+        By number: what kills a worker does so at the same place again, and a worker that is killed
+        for other reasons is not lost for ever, however often that happens.
+        """
         if request.mode == "replay":
-            self._num_lost_replays += 1
-            if self._num_lost_replays >= MAX_ATTEMPTS:
+            self._lost_replays[request.seq_id] += 1
+            if self._lost_replays[request.seq_id] >= MAX_ATTEMPTS:
                 self._lose_state(reason)
 
     def _lose_state(self, reason: str) -> None:
