@@ -74,6 +74,14 @@ ROWS: dict[str, Any] = {
         moe_intermediate_size=24,
         shared_expert_intermediate_size=20,
     ),
+    "qwen3_next": lambda: _config(
+        "Qwen3NextConfig",
+        **_HYBRID,
+        **_MIXTURE,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[1],
+    ),
     "gpt_oss": lambda: _config(
         "GptOssConfig",
         num_local_experts=6,
@@ -84,8 +92,8 @@ ROWS: dict[str, Any] = {
     ),
 }
 FAMILIES = tuple(ROWS)
-MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe", "gpt_oss")
-HYBRIDS = ("qwen3_5", "qwen3_5_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "olmoe", "qwen3_5_moe", "qwen3_next", "gpt_oss")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,8 @@ def _exact(model: Any) -> Any:
 
 def _norm(self: Any, x: Any, gate: Any = None) -> Any:
     eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-    stored_from_one = type(self).__name__.startswith("Qwen3_5") and gate is None
+    kinds = ("Qwen3_5", "Qwen3Next")
+    stored_from_one = type(self).__name__.startswith(kinds) and gate is None
     weight = self.weight + 1 if stored_from_one else self.weight
     y = weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
     return y if gate is None else y * torch.nn.functional.silu(gate)

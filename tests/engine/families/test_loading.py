@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -9,10 +10,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_arithmetic import packed, sequences_of
+from test_arithmetic import noisy_adapter, packed, sequences_of
 
+from tinkex.engine.lora.adapter import LoraBatch, Span
 from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.loading import weight_bytes
 from tinkex.engine.model.survey import survey
 from tinkex.engine.model.weights import SafetensorsWeights
 from tinkex.errors import InvalidInputError, NotSupportedError
@@ -81,35 +84,110 @@ def test_fused_experts_and_single_ones_are_the_same_model(family_model, tmp_path
     assert not unhealthy(folder)
 
 
-def test_mxfp4_experts_are_expanded_with_a_word_in_the_log(tmp_path, caplog):
-    """Against transformers' own expansion."""
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    """(a tiny gpt_oss with its experts in 4 bits, the same with transformers' expansion of them)"""
     import transformers
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+    folder = tmp_path_factory.mktemp("mxfp4")
     config = transformers.GptOssConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2,
-        num_experts_per_tok=1,
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=5,
+        num_experts_per_tok=2, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
-    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
-    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "plain")
+    shutil.copytree(folder / "plain", folder / "packed")
+    plain = load_file(folder / "plain" / "model.safetensors")
     stored = dict(plain)
-    for leaf, rows in (("gate_up_proj", 64), ("down_proj", 32)):
-        name = f"model.layers.0.mlp.experts.{leaf}"
-        blocks = torch.randint(0, 256, (2, rows, 1, 16), dtype=torch.uint8)
-        scales = torch.randint(120, 126, (2, rows, 1), dtype=torch.uint8)
-        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-        del stored[name]
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    for folder, tensors in (("plain", plain), ("packed", stored)):
-        save_file(tensors, tmp_path / folder / "model.safetensors", metadata={"format": "pt"})
+    for layer in range(2):
+        for leaf, rows, groups in (("gate_up_proj", 192, 2), ("down_proj", 64, 3)):
+            name = f"model.layers.{layer}.mlp.experts.{leaf}"
+            blocks = torch.randint(0, 256, (5, rows, groups, 16), dtype=torch.uint8)
+            scales = torch.randint(117, 124, (5, rows, groups), dtype=torch.uint8)
+            expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            plain[name] = expanded.contiguous()
+            del stored[name]
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    for kind, tensors in (("plain", plain), ("packed", stored)):
+        save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
+    return folder / "packed", folder / "plain"
+
+
+def test_mxfp4_experts_are_expanded_with_a_word_in_the_log(mxfp4, caplog):
+    """Against transformers' own expansion."""
+    packed_folder, plain = mxfp4
     with caplog.at_level(logging.WARNING):
-        ours = logits(tmp_path / "packed")
-    assert "MXFP4" in caplog.text
-    torch.testing.assert_close(ours, logits(tmp_path / "plain"))
-    assert not unhealthy(tmp_path / "packed")
+        ours = logits(packed_folder)
+    assert "MXFP4 weights are expanded as they are loaded" in caplog.text
+    assert torch.equal(ours, logits(plain))
+    assert not unhealthy(packed_folder)
+
+
+def tensors_of(value) -> int:
+    """Bytes of all tensors that an object holds."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(map(tensors_of, value))
+    if dataclasses.is_dataclass(value):
+        return sum(tensors_of(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return 0
+
+
+def held(decoder) -> int:
+    return tensors_of([decoder.embed_VD, decoder.layers, decoder.final_norm_D, decoder.head_VD])
+
+
+def test_mxfp4_experts_stay_in_4_bits_where_they_would_not_fit(mxfp4, monkeypatch, caplog):
+    """Chosen by the free memory and said in the log; every number is the same to the bit."""
+    packed_folder, _ = mxfp4
+    config = resolve(str(packed_folder)).config()
+    whole, small = (weight_bytes(config, torch.float32, packed=flag) for flag in (False, True))
+    assert small < whole / 3
+    roomy = load_decoder(str(packed_folder))
+    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: whole)
+    with caplog.at_level(logging.WARNING):
+        tight = load_decoder(str(packed_folder))
+    assert "experts stay in 4 bits" in caplog.text
+    assert held(roomy) == whole
+    assert held(tight) == small
+    assert (
+        tight.layers[0].mixture.gate_up_EXD.size_bytes < roomy.layers[0].mixture.gate_up_EXD.nbytes
+    )
+    texts, runs = sequences_of([9, 5]), []
+    for decoder in (roomy, tight):
+        adapter = noisy_adapter(decoder, 1)
+        lora = LoraBatch([Span(0, 14, adapter)])
+        for recompute in (False, True):
+            out = packed(decoder, texts, lora, recompute=recompute)
+            leaves = list(adapter.parameters())
+            grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True)
+            runs.append([out.detach(), *grads])
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: small - 1)
+    with pytest.raises(NotSupportedError, match=r"GB .*even with its experts kept in 4 bits"):
+        load_decoder(str(packed_folder))
+
+
+def test_a_doctor_says_both_sizes_of_mxfp4(mxfp4):
+    says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[0])))}
+    assert "with its experts kept in 4 bits" in says["memory"]
+    says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[1])))}
+    assert "4 bits" not in says["memory"]
+
+
+def test_mxfp4_without_its_scales_is_refused_by_name(mxfp4, tmp_path):
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    shutil.copytree(mxfp4[0], tmp_path / "lost")
+    tensors = load_file(tmp_path / "lost" / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "lost" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InvalidInputError, match=name):
+        load_decoder(str(tmp_path / "lost"))
+    assert name in unhealthy(tmp_path / "lost")
 
 
 def test_fp8_blocks_are_expanded(family_model, tmp_path):

@@ -209,7 +209,7 @@ class FamilyDecoder(CudaDecoder):
 
     def _delta_mixed(self, index: int, w: DeltaWeights, fused: Tensor, attend: Any) -> Tensor:
         """What a delta layer hands to its output linear; differentiable where it must be."""
-        eps = self.config.norm_eps
+        eps, fused = self.config.norm_eps, w.in_order(fused)
         if not isinstance(attend, PackedCausal):
             mixed: Tensor = attend.delta(index, w, fused, eps)
             return mixed

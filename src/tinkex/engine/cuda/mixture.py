@@ -25,6 +25,7 @@ from tinkex.engine.cuda.product import product
 from tinkex.engine.lora.adapter import Adapter, LoraPart
 from tinkex.engine.model.mixture import MixtureWeights, Routing, expert_key
 from tinkex.engine.model.shape import ExpertsConfig
+from tinkex.engine.mxfp4 import expanded
 
 # ---------------------------------------------------------------------------- stacked adapters
 
@@ -232,13 +233,13 @@ def forward(
     s = Sorted.of(chosen_Tk, weights_Tk, config.count)
     inner: dict[str, list[Any]] = {}
     x_ND = y_TD[s.rows_N]
-    gate_up_NX = grouped(x_ND, w.gate_up_EXD.transpose(1, 2), s.stops_E)
+    gate_up_NX = grouped(x_ND, expanded(w.gate_up_EXD).transpose(1, 2), s.stops_E)
     if w.gate_up_bias_EX is not None:
         gate_up_NX += w.gate_up_bias_EX[s.experts_N]
     inner["gate_up"] = _add_adapters(gate_up_NX, x_ND, s, members, config, layer_index, "gate_up")
     del x_ND
     act_NM = kernels.activate(gate_up_NX, s.weight_N, config.clamp)
-    out_ND = grouped(act_NM, w.down_EDM.transpose(1, 2), s.stops_E)
+    out_ND = grouped(act_NM, expanded(w.down_EDM).transpose(1, 2), s.stops_E)
     inner["down"] = _add_adapters(out_ND, act_NM, s, members, config, layer_index, "down")
     out_TD = kernels.gather_sum(out_ND, s.back_Tk)
     if w.down_bias_ED is not None:
@@ -260,7 +261,7 @@ def backward(
     """The gradient of `y_TD`; the adapters' are added to their buffers. Consumes what was saved."""
     rows, stops_E = s.sorted.rows_N, s.sorted.stops_E
     dout_ND = dout_TD[rows]
-    dact_NM = grouped(dout_ND, w.down_EDM, stops_E)
+    dact_NM = grouped(dout_ND, expanded(w.down_EDM), stops_E)
     downs = list(_each(members, s.sorted, config, layer_index, "down"))
     dinner = [one.backward_input_(dact_NM, dout_ND) for one in downs]
     act_NM, dweight_N = kernels.activate_backward_(
@@ -270,7 +271,7 @@ def backward(
         one.gather(act_NM, h, dout_ND, dh)
     del dact_NM, act_NM, dout_ND
     dgate_up_NX = s.gate_up_NX
-    dx_ND = grouped(dgate_up_NX, w.gate_up_EXD, stops_E)
+    dx_ND = grouped(dgate_up_NX, expanded(w.gate_up_EXD), stops_E)
     ups = list(_each(members, s.sorted, config, layer_index, "gate_up"))
     if ups:
         x_ND = y_TD[rows]

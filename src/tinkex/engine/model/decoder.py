@@ -37,7 +37,7 @@ from tinkex.engine.model.attention import Attend, WideAttend
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate, wide
-from tinkex.engine.model.loading import Loader, check_room
+from tinkex.engine.model.loading import Loader, keeps_packed
 from tinkex.engine.model.mixture import MixtureWeights, Routing, mixture, mixture_targets
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.softmax import HAS_TRITON
@@ -79,13 +79,13 @@ class DecoderLike(Protocol):
 class _Layer:
     attn_norm: Tensor
     qkv: Tensor
-    """Of a delta layer: queries, keys, values, then gate, strength and decay."""
+    """Of a delta layer: queries, keys, values, then gate, strength and decay; see `in_order`."""
     qkv_bias: Tensor | None
     out: Tensor
     out_bias: Tensor | None
     mlp_norm: Tensor
     gate_up: Tensor
-    """Of a mixture: all experts', [E, ...]; so too `down`."""
+    """Of a mixture: empty, and so is `down`; its matrices are in `mixture`."""
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
@@ -108,11 +108,13 @@ class Decoder:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
+        keep_packed: bool = False,
     ) -> None:
+        """`keep_packed` leaves experts in 4 bits that `weights` has so."""
         self.config = config
         self.device = torch.device(device)
         self.dtype = compute_dtype(self.device, dtype)
-        read = Loader(config, weights, self.device, self.dtype)
+        read = Loader(config, weights, self.device, self.dtype, keep_packed=keep_packed)
         self.embed_VD = read.one("model.embed_tokens.weight")
         self.layers = [_read_layer(read, index) for index in range(config.num_layers)]
         self.final_norm_D = read.norm("model.norm.weight")
@@ -220,7 +222,7 @@ class Decoder:
         assert isinstance(attend, WideAttend)
         delta = weights.config
         sizes = (delta.channels, delta.values, delta.value_heads, delta.value_heads)
-        x_TC, z_T, b_TH, a_TH = fused.split(sizes, dim=1)
+        x_TC, z_T, b_TH, a_TH = weights.in_order(fused).split(sizes, dim=1)
         out_THv = attend.recur(index, weights, x_TC, *weights.gates(b_TH, a_TH))
         normed_THv = rms_norm(out_THv, weights.norm_v, self.config.norm_eps)
         gate_THv = F.silu(wide(z_T)).view_as(normed_THv)
@@ -347,19 +349,12 @@ def _target(in_size: int, kind: Kind, prefix: str, **out_sizes: int) -> Target:
 def _delta_targets(config: ModelConfig, index: int, prefix: str) -> dict[str, Target]:
     delta = config.delta
     assert delta is not None
-    sizes = {
-        "in_proj_qkv": delta.channels,
-        "in_proj_z": delta.values,
-        "in_proj_b": delta.value_heads,
-        "in_proj_a": delta.value_heads,
-    }
     return {
-        f"{index}.qkv": _target(config.hidden_size, "attn", prefix, **sizes),
+        f"{index}.qkv": _target(config.hidden_size, "attn", prefix, **delta.linears),
         f"{index}.o": _target(delta.values, "attn", prefix, out_proj=config.hidden_size),
     }
 
 
-_DELTA_IN = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
 _QKV = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v"))
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -368,7 +363,10 @@ def _read_layer(read: Loader, index: int) -> _Layer:
     prefix, config = f"model.layers.{index}.", read.config
     delta = read.delta(prefix) if config.has_delta(index) else None
     block = read.mixture(prefix) if config.has_experts(index) else None
-    qkv, out = (_QKV, "self_attn.o_proj") if delta is None else (_DELTA_IN, "linear_attn.out_proj")
+    qkv, out = _QKV, "self_attn.o_proj"
+    if delta is not None:
+        qkv = tuple(f"linear_attn.{name}" for name in delta.config.linears)
+        out = "linear_attn.out_proj"
     dense = block is None
     return _Layer(
         attn_norm=read.norm(prefix + "input_layernorm.weight"),
@@ -377,9 +375,9 @@ def _read_layer(read: Loader, index: int) -> _Layer:
         out=read.one(f"{prefix}{out}.weight"),
         out_bias=read.maybe(f"{prefix}{out}.bias"),
         mlp_norm=read.norm(prefix + "post_attention_layernorm.weight"),
-        gate_up=read.fused(prefix, _GATE_UP, "weight") if block is None else block.gate_up_EXD,
+        gate_up=read.fused(prefix, _GATE_UP, "weight") if dense else torch.empty(0),
         gate_up_bias=read.maybe_fused(prefix, _GATE_UP, "bias") if dense else None,
-        down=read.one(prefix + "mlp.down_proj.weight") if block is None else block.down_EDM,
+        down=read.one(prefix + "mlp.down_proj.weight") if dense else torch.empty(0),
         down_bias=read.maybe(prefix + "mlp.down_proj.bias") if dense else None,
         q_norm=read.maybe_norm(prefix + "self_attn.q_norm.weight"),
         k_norm=read.maybe_norm(prefix + "self_attn.k_norm.weight"),
@@ -407,10 +405,10 @@ def load_decoder(
 
         return ForeignDecoder(source, config, device=device, dtype=dtype)
     device = torch.device(device)
-    check_room(config, source.name, device, compute_dtype(device, dtype))
     kind = _decoder_class(config, device)
     reader = weights or open_weights(source, config)
-    return kind(config, reader, device=device, dtype=dtype)
+    packed = keeps_packed(config, reader, source.name, device, compute_dtype(device, dtype))
+    return kind(config, reader, device=device, dtype=dtype, keep_packed=packed)
 
 
 def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:

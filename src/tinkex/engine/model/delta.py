@@ -36,11 +36,31 @@ class DeltaWeights:
     """-exp(A_log), fp32."""
     dt_bias_H: Tensor
     norm_v: Tensor
+    order_X: Tensor | None = None
+    """Where the columns of the fused linear are, by kind; None: they are in order."""
+
+    def in_order(self, fused_TX: Tensor) -> Tensor:
+        """Queries, keys, values, gate, strength, decay: each of all heads, one after the other."""
+        return fused_TX if self.order_X is None else fused_TX.index_select(1, self.order_X)
 
     def gates(self, b_TH: Tensor, a_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(log decay, strength of the correction) of each token and head, in fp32."""
         g_TH = self.decay_H * F.softplus(wide(a_TH) + self.dt_bias_H)
         return g_TH, wide(b_TH).sigmoid()
+
+
+def by_kind(config: DeltaConfig) -> Tensor:
+    """Where `DeltaWeights.in_order` finds its columns when linears go head by head."""
+    heads, share = config.key_heads, config.value_heads // config.key_heads
+    values = share * config.value_size
+    wide_size = 2 * config.key_size + 2 * values
+    qkvz = torch.arange(heads * wide_size).view(heads, wide_size)
+    ba = torch.arange(heads * 2 * share).view(heads, 2 * share) + qkvz.numel()
+    pieces = [
+        *qkvz.split([config.key_size, config.key_size, values, values], 1),
+        *ba.split(share, 1),
+    ]
+    return torch.cat([piece.flatten() for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True)

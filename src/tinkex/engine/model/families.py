@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinkex.engine.model.shape import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
@@ -155,6 +155,18 @@ def _qwen3_5_moe(raw: Raw) -> Fields:
     return {**_qwen3_5(raw), "experts": _mixture(raw, shared_size=shared)}
 
 
+def _qwen3_next(raw: Raw) -> Fields:
+    hybrid, mixture = _qwen3_5(raw), _qwen3_moe(raw)
+    shared = int(raw.get("shared_expert_intermediate_size") or 512)
+    normalised = bool(raw.get("norm_topk_prob", True))
+    return {
+        **hybrid,
+        "delta": replace(hybrid["delta"], by_head=True),
+        "experts": _mixture(raw, shared_size=shared, normalised=normalised),
+        "dense_layers": mixture["dense_layers"],
+    }
+
+
 def _gpt_oss(raw: Raw) -> Fields:
     kinds = raw.get("layer_types") or [
         "full_attention" if i % 2 else "sliding_attention" for i in range(_num_layers(raw))
@@ -188,6 +200,7 @@ FAMILIES: Mapping[str, Family] = {
             says="Qwen3.5-35B-A3B, Qwen3.6-35B-A3B, text only",
             fields=_qwen3_5_moe,
         ),
+        Family(arch="qwen3_next", says="Qwen3-Next-80B-A3B", fields=_qwen3_next),
         Family(arch="gpt_oss", says="gpt-oss-20b, gpt-oss-120b", fields=_gpt_oss),
     )
 }
@@ -254,7 +267,7 @@ def _is_plain(raw: Raw, arch: str) -> bool:
     """True when nothing in the config leaves the arithmetic of our decoder."""
     rope = raw.get("rope_parameters") or {}
     partial = raw.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
-    whole_heads = float(partial) == 1.0 or arch in ("qwen3_5", "qwen3_5_moe")
+    whole_heads = float(partial) == 1.0 or arch in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
     return raw.get("hidden_act", "silu") == "silu" and whole_heads
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tinkex.engine.lora.adapter import Slot, add_low_rank, low_rank_backward
 from tinkex.engine.model import packed_weights
+from tinkex.engine.mxfp4 import Matrix, expanded
 from tinkex.engine.rows import filled
 
 
@@ -157,15 +158,18 @@ class _NormLinear(torch.autograd.Function):
 
 def linear(
     x_TI: Tensor,
-    weight_OI: Tensor,
+    weight_OI: Matrix,
     bias_O: Tensor | None,
     slots: Sequence[Slot],
     residual_TO: Tensor | None = None,
 ) -> Tensor:
-    """A linear with LoRA, added to `residual_TO` when one is given."""
+    """A linear with LoRA, added to `residual_TO` when one is given.
+
+    A packed weight is expanded for the product, and once more for its backward.
+    """
     if torch.is_grad_enabled() and (slots or x_TI.requires_grad):
         return _apply(_Linear, x_TI, weight_OI, bias_O, residual_TO, slots, *_flat(slots))
-    return _plain_linear(x_TI, weight_OI, bias_O, residual_TO, slots)[0]
+    return _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, slots)[0]
 
 
 def _plain_linear(
@@ -191,21 +195,22 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TI: Tensor,
-        weight_OI: Tensor,
+        weight_OI: Matrix,
         bias_O: Tensor | None,
         residual_TO: Tensor | None,
         slots: Sequence[Slot],
         *_: Tensor,
     ) -> Tensor:
-        y_TO, scaled = _plain_linear(x_TI, weight_OI, bias_O, residual_TO, slots)
-        ctx.slots = slots
-        ctx.save_for_backward(x_TI, weight_OI, *scaled)
+        y_TO, scaled = _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, slots)
+        ctx.slots, ctx.weight = slots, weight_OI  # frozen, so no version of it need be watched
+        ctx.save_for_backward(x_TI, *scaled)
         return y_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> Any:
-        x_TI, weight_OI, *scaled = ctx.saved_tensors
+        x_TI, *scaled = ctx.saved_tensors
         need_dx, need_residual = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
+        weight_OI = expanded(ctx.weight)
         dx_TI, grads = _linear_backward(ctx, dy_TO, x_TI, weight_OI, scaled, need_dx)
         return dx_TI, None, None, dy_TO if need_residual else None, None, *grads
 

@@ -7,34 +7,59 @@ host never holds more than one tensor beside what the device keeps.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
-from tinkex.engine.model.delta import DeltaWeights
+from tinkex.engine.model.delta import DeltaWeights, by_kind
 from tinkex.engine.model.mixture import MixtureWeights
 from tinkex.engine.model.packed_weights import free_bytes
+from tinkex.engine.model.published import PublishedWeights
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import WeightReader, expected_shapes
+from tinkex.engine.mxfp4 import BYTES_PER_GROUP, GROUP, Stack
 from tinkex.errors import InvalidInputError, NotSupportedError
+
+log = logging.getLogger(__name__)
 
 
 class Loader:
     """Reads weights and puts them where and in which type the decoder wants them."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightReader, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        keep_packed: bool = False,
     ) -> None:
+        """`keep_packed` leaves experts in 4 bits that are stored so."""
+        self._keep_packed = keep_packed
         self.config, self._weights, self._device, self._dtype = config, weights, device, dtype
         self._shapes = dict(expected_shapes(config))
 
     def one(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._weights.read(name)
-        if tuple(tensor.shape) != self._shapes[name]:
+        self._check(name, tensor.shape)
+        return tensor.to(self._device, dtype or self._dtype).contiguous()
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if tuple(shape) != self._shapes[name]:
             raise InvalidInputError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}; config.json asks for "
+                f"tensor {name!r} has shape {tuple(shape)}; config.json asks for "
                 f"{self._shapes[name]}"
             )
-        return tensor.to(self._device, dtype or self._dtype).contiguous()
+
+    def experts(self, name: str) -> Stack:
+        """The matrices of all experts of one linear, packed if they are to be kept so."""
+        if self._keep_packed and isinstance(self._weights, PublishedWeights):
+            if (packed := self._weights.packed(name, self._dtype)) is not None:
+                self._check(name, packed.shape)
+                return packed.to(self._device, self._dtype)
+        return self.one(name)
 
     def maybe(self, name: str) -> Tensor | None:
         """None for what this model does not have."""
@@ -69,6 +94,7 @@ class Loader:
             self.one(name + "A_log", wide).exp().neg(),
             self.one(name + "dt_bias", wide),
             self.one(name + "norm.weight"),
+            by_kind(config).to(self._device) if config.by_head else None,
         )
 
     def mixture(self, prefix: str) -> MixtureWeights:
@@ -77,9 +103,9 @@ class Loader:
         return MixtureWeights(
             self.one(name + "gate.weight"),
             self.maybe(name + "gate.bias"),
-            self.one(name + "experts.gate_up_proj"),
+            self.experts(name + "experts.gate_up_proj"),
             self.maybe(name + "experts.gate_up_proj_bias"),
-            self.one(name + "experts.down_proj"),
+            self.experts(name + "experts.down_proj"),
             self.maybe(name + "experts.down_proj_bias"),
             self.maybe_fused(shared, ("gate_proj", "up_proj"), "weight"),
             self.maybe(shared + "down_proj.weight"),
@@ -87,19 +113,55 @@ class Loader:
         )
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What the weights of a native model take on the device."""
-    sizes = (torch.Size(shape).numel() for _, shape in expected_shapes(config))
-    return sum(sizes) * dtype.itemsize
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = False) -> int:
+    """What the weights of a native model take on the device; `packed`: with experts in 4 bits."""
+    total = 0
+    for name, shape in expected_shapes(config):
+        size = torch.Size(shape).numel()
+        in_four_bits = packed and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        total += size // GROUP * BYTES_PER_GROUP if in_four_bits else size * dtype.itemsize
+    return total
 
 
-def check_room(config: ModelConfig, name: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a model that is larger than what the device has free, before anything is read."""
-    needed = weight_bytes(config, dtype)
+_ROOM_TO_WORK = 0.75
+"""Experts are expanded while all weights take no more than this share of the free memory."""
+
+
+def keeps_packed(
+    config: ModelConfig,
+    reader: WeightReader,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether experts that are stored in 4 bits stay so: where expanded they would not fit.
+
+    Raises:
+        NotSupportedError: The weights are larger than what the device has free.
+    """
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
-    if needed > free:
-        raise NotSupportedError(
-            f"{name} needs {needed / 1e9:.1f} GB for its weights in "
-            f"{str(dtype).removeprefix('torch.')}; {device} has {free / 1e9:.1f} GB free. Use a "
-            "larger device or a smaller model."
-        )
+    whole = weight_bytes(config, dtype)
+    kind = str(dtype).removeprefix("torch.")
+    if not (isinstance(reader, PublishedWeights) and reader.in_mxfp4):
+        if whole > free:
+            raise _too_large(name, f"{whole / 1e9:.1f} GB for its weights in {kind}", device, free)
+        return False
+    packed = weight_bytes(config, dtype, packed=True)
+    if packed > free:
+        what = f"{packed / 1e9:.1f} GB for its weights, even with its experts kept in 4 bits"
+        raise _too_large(name, what, device, free)
+    if whole <= _ROOM_TO_WORK * free:
+        return False
+    log.warning(
+        "%s: its experts stay in 4 bits (MXFP4) and are expanded whenever they are used, which is "
+        "slower: the weights take %.1f GB so and %.1f GB expanded; %s has %.1f GB free",
+        *(name, packed / 1e9, whole / 1e9, device, free / 1e9),
+    )
+    return True
+
+
+def _too_large(name: str, what: str, device: torch.device, free: int) -> NotSupportedError:
+    return NotSupportedError(
+        f"{name} needs {what}; {device} has {free / 1e9:.1f} GB free. Use a larger device or a "
+        "smaller model."
+    )

@@ -21,19 +21,23 @@ from torch import Tensor
 from tinkex.engine.lora.adapter import NO_SLOTS, LoraBatch, Target, TargetPart
 from tinkex.engine.model.layers import linear, wide
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
+from tinkex.engine.mxfp4 import Stack
 
 _ALPHA = 1.702
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
-    """One block. Gate and up lie side by side in the rows of `gate_up_EXD`."""
+    """One block. Gate and up lie side by side in the rows of `gate_up_EXD`.
+
+    The experts' matrices may be packed: whoever multiplies with one expands it first.
+    """
 
     router_ED: Tensor
     router_bias_E: Tensor | None
-    gate_up_EXD: Tensor
+    gate_up_EXD: Stack
     gate_up_bias_EX: Tensor | None
-    down_EDM: Tensor
+    down_EDM: Stack
     down_bias_ED: Tensor | None
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None

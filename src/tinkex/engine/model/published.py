@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
+from tinkex.engine.mxfp4 import PackedExperts
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ _LEFT_OUT = (
     "model.mtp.",
 )
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ROUTERS = ("block_sparse_moe.gate.", "mlp.router.")
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _STACKED = re.compile(r"(model\.layers\.\d+\.)mlp\.(experts\.(?:gate_up|down)_proj(?:_bias)?)")
@@ -55,6 +55,25 @@ class PublishedWeights:
 
     def names(self) -> Iterator[str]:
         return iter(self._stored)
+
+    @property
+    def in_mxfp4(self) -> bool:
+        """Whether the experts are stored in 4 bits."""
+        return holds_mxfp4(self._stored)
+
+    def packed(self, name: str, dtype: torch.dtype) -> PackedExperts | None:
+        """The experts of one linear in 4 bits; None: they are stored otherwise."""
+        if f"{name}_blocks" not in self._stored:
+            return None
+        if f"{name}_scales" not in self._stored:
+            raise InvalidInputError(
+                f"{self._name} holds no tensor '{name}_scales'; are the shards complete?"
+            )
+        blocks, scales = (
+            self._load(self._stored[f"{name}_{part}"]) for part in ("blocks", "scales")
+        )
+        found = PackedExperts(blocks, scales, dtype)
+        return found.rows_sorted() if "gate_up" in name else found
 
     def read(self, name: str) -> Tensor:
         if self._config.experts is not None and (match := _STACKED.fullmatch(name)):
@@ -89,13 +108,9 @@ class PublishedWeights:
 
     def _experts(self, layer: str, leaf: str, experts: ExpertsConfig) -> Tensor:
         fused = f"{layer}mlp.{leaf}"
-        if f"{fused}_blocks" in self._stored:
+        if (packed := self.packed(fused, torch.bfloat16)) is not None:
             self._tell("MXFP4")
-            rows = _from_mxfp4(
-                self._load(self._stored[f"{fused}_blocks"]),
-                self._load(self._stored[f"{fused}_scales"]),
-            )
-            return _gate_then_up(rows) if "gate_up" in leaf else rows
+            return packed.expanded()
         if fused in self._stored:
             stacked = self._plain(fused)
             if not experts.biased:
@@ -145,6 +160,11 @@ def _styles(layer: str, leaf: str) -> tuple[list[str], list[str]]:
         [f"{layer}block_sparse_moe.experts.{{}}.{_MIXTRAL[part]}.weight" for part in parts],
         [f"{layer}mlp.experts.{{}}.{part}.weight" for part in parts],
     )
+
+
+def holds_mxfp4(stored: Iterable[str]) -> bool:
+    """Whether experts among these names are in 4 bits."""
+    return any(name.endswith("experts.gate_up_proj_blocks") for name in stored)
 
 
 def text_names(names: Iterator[str]) -> dict[str, str]:
@@ -212,22 +232,6 @@ def _from_fp8(weight_OI: Tensor, scale: Tensor) -> Tensor:
         block = 128 if -(-size // 128) == wide.shape[dim] else -(-size // wide.shape[dim])
         wide = wide.repeat_interleave(block, dim).narrow(dim, 0, size)
     return (weight_OI.float() * wide).to(torch.bfloat16)
-
-
-def _from_mxfp4(blocks_ERGb: Tensor, scales_ERG: Tensor) -> Tensor:
-    """MXFP4: 32 numbers of 4 bits share an exponent; the lower half of a byte comes first."""
-    if blocks_ERGb.shape[:-1] != scales_ERG.shape or blocks_ERGb.shape[-1] != 16:
-        raise InvalidInputError(
-            f"MXFP4 blocks of shape {tuple(blocks_ERGb.shape)} do not fit scales of shape "
-            f"{tuple(scales_ERG.shape)}"
-        )
-    table = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.bfloat16)
-    out = torch.empty(*scales_ERG.shape[:-1], scales_ERG.shape[-1] * 32, dtype=torch.bfloat16)
-    for expert, (blocks_RGb, scales_RG) in enumerate(zip(blocks_ERGb, scales_ERG, strict=True)):
-        pairs = torch.stack([blocks_RGb & 15, blocks_RGb >> 4], dim=-1).flatten(-2)
-        values_RGn = table[pairs.int()].float()
-        out[expert] = torch.ldexp(values_RGn, scales_RG.int()[..., None] - 127).flatten(-2)
-    return out
 
 
 def quantization_of(raw: Any) -> str | None:

@@ -72,6 +72,24 @@ class DeltaConfig:
     key_size: int
     value_size: int
     conv_width: int = 4
+    by_head: bool = False
+    """Two linears in place of four, whose rows go key head by key head: query, key, values and gate
+    of one, then those of the next; so too strength and decay."""
+
+    @property
+    def linears(self) -> dict[str, int]:
+        """The linears in front of the convolution, and how many rows each has."""
+        if self.by_head:
+            return {
+                "in_proj_qkvz": self.channels + self.values,
+                "in_proj_ba": 2 * self.value_heads,
+            }
+        return {
+            "in_proj_qkv": self.channels,
+            "in_proj_z": self.values,
+            "in_proj_b": self.value_heads,
+            "in_proj_a": self.value_heads,
+        }
 
     @property
     def keys(self) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.loading import weight_bytes
-from tinkex.engine.model.published import misfits, text_names
+from tinkex.engine.model.published import holds_mxfp4, misfits, text_names
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
 from tinkex.errors import TinkerError
@@ -48,12 +48,21 @@ def survey(source: ModelSource, *, length: int = 2048, rank: int = 32) -> Iterat
         yield Remark(what="runs", ok=False, says=str(exc))
         return
     yield Remark(what="runs", ok=True, says=how_it_runs(config))
+    packed = False
     if source.is_gguf:
         yield Remark(what="files", ok=True, says=str(source.path))
     else:
         yield from _files(source, config)
+        packed = _is_packed(source)
     if config.native:
-        yield _memory(config, length, rank)
+        yield _memory(config, length, rank, packed)
+
+
+def _is_packed(source: ModelSource) -> bool:
+    try:
+        return holds_mxfp4(text_names(SafetensorsWeights(source.path).names()))
+    except (TinkerError, OSError, ValueError):  # said already, of the files
+        return False
 
 
 def _files(source: ModelSource, config: ModelConfig) -> Iterator[Remark]:
@@ -111,14 +120,18 @@ def needs(config: ModelConfig, dtype: torch.dtype, *, length: int, rank: int) ->
     )
 
 
-def _memory(config: ModelConfig, length: int, rank: int) -> Remark:
+def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark:
     """In bf16 on a GPU and in fp32 on a CPU."""
     parts, adapter = [], 0
     for name, dtype in (("GPU", torch.bfloat16), ("CPU", torch.float32)):
         it = needs(config, dtype, length=length, rank=rank)
         adapter = it.adapter
+        small = ""
+        if packed:
+            size = weight_bytes(config, dtype, packed=True)
+            small = f" ({size / 1e9:.2f} with its experts kept in 4 bits, where that does not fit)"
         parts.append(
-            f"{name}: weights {it.weights / 1e9:.2f} GB, training at {length} tokens "
+            f"{name}: weights {it.weights / 1e9:.2f} GB{small}, training at {length} tokens "
             f"{it.training / 1e9:.2f} GB more ({it.training_recomputed / 1e9:.2f} recomputed), "
             f"{it.keys_and_values / 1e9:.3f} GB of keys and values a sample"
         )

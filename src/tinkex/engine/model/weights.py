@@ -219,10 +219,8 @@ def _delta_shapes(config: ModelConfig) -> _Shapes:
     yield "linear_attn.A_log", (delta.value_heads,)
     yield "linear_attn.dt_bias", (delta.value_heads,)
     yield "linear_attn.norm.weight", (delta.value_size,)
-    yield from _linear("linear_attn.in_proj_qkv", delta.channels, hidden, False)
-    yield from _linear("linear_attn.in_proj_z", delta.values, hidden, False)
-    yield from _linear("linear_attn.in_proj_b", delta.value_heads, hidden, False)
-    yield from _linear("linear_attn.in_proj_a", delta.value_heads, hidden, False)
+    for name, rows in delta.linears.items():
+        yield from _linear(f"linear_attn.{name}", rows, hidden, False)
     yield from _linear("linear_attn.out_proj", hidden, delta.values, False)
 
 
