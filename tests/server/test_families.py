@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server_process import ServerProcess
@@ -57,22 +59,52 @@ def test_every_family_serves_the_official_sdk(tmp_path: Path) -> None:
         check(server, str(sdk_python("0.36.0")), "tinker", tmp_path)
 
 
-@pytest.mark.timeout(300)
-def test_a_bad_folder_is_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
+def spoil(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     from safetensors.torch import load_file, save_file
 
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    make("qwen3_moe", good)
-    make("qwen3_moe", bad)
-    tensors = load_file(bad / "model.safetensors")
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_one(tensors: dict[str, Any]) -> dict[str, Any]:
     del tensors["model.layers.2.mlp.experts.3.up_proj.weight"]
-    save_file(tensors, bad / "model.safetensors", metadata={"format": "pt"})
-    options = ["--engine", "torch", "--device", "cpu", "--model", str(bad), "--model", str(good)]
-    with ServerProcess(tmp_path / "server", *options) as server:
+    return tensors
+
+
+def with_a_bent_one(tensors: dict[str, Any]) -> dict[str, Any]:
+    name = "model.layers.0.self_attn.q_norm.weight"
+    return tensors | {name: tensors[name].repeat(2)}
+
+
+def with_strange_experts(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace(".experts.", ".specialists."): t for name, t in tensors.items()}
+
+
+@pytest.mark.timeout(300)
+def test_bad_folders_are_refused_by_name_and_size_and_the_others_go_on(tmp_path: Path) -> None:
+    kinds = ("good", "missing", "misshapen", "unknown", "huge")
+    for kind in kinds:
+        make("qwen3_moe", tmp_path / kind)
+    spoil(tmp_path / "missing", without_one)
+    spoil(tmp_path / "misshapen", with_a_bent_one)
+    spoil(tmp_path / "unknown", with_strange_experts)
+    config = json.loads((tmp_path / "huge" / "config.json").read_text())
+    (tmp_path / "huge" / "config.json").write_text(json.dumps(config | {"vocab_size": 10**12}))
+    says = {
+        "missing": r"holds no tensor 'model.layers.2.mlp.experts.3.up_proj.weight'",
+        "misshapen": r"q_norm.weight' has shape \(32,\); config.json asks for \(16,\)",
+        "unknown": r"stored in no way that is known here",
+        "huge": r"needs [0-9.]+ GB for its weights in float32; cpu has [0-9.]+ GB free",
+    }
+    models = [flag for kind in kinds for flag in ("--model", str(tmp_path / kind))]
+    with ServerProcess(
+        tmp_path / "server", "--engine", "torch", "--device", "cpu", *models
+    ) as server:
         from tinkex import ServiceClient
 
         with ServiceClient(base_url=server.base_url, api_key="tml-x") as service:
-            with pytest.raises(Exception, match="experts.3.up_proj"):
-                service.create_lora_training_client(str(bad), rank=4)
-        (answer,) = play(server, sys.executable, "tinkex", [good])
+            for kind, words in says.items():
+                with pytest.raises(Exception, match=words):
+                    service.create_lora_training_client(str(tmp_path / kind), rank=4)
+        (answer,) = play(server, sys.executable, "tinkex", [tmp_path / "good"])
         assert answer["losses"][-1] < answer["losses"][0]

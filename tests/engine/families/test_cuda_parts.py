@@ -28,6 +28,7 @@ from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import DeltaConfig
 from tinkex.engine.model.weights import open_weights
+from tinkex.engine.mxfp4 import PackedExperts
 
 ON_CUDA = torch.cuda.is_available()
 
@@ -54,7 +55,7 @@ def gradient(self, a, b):
 
 @pytest.fixture
 def cuda_decoder(monkeypatch):
-    """`cuda_decoder(model)`: the decoder for CUDA, wherever this runs."""
+    """`cuda_decoder(folder)`: the decoder for CUDA, wherever this runs."""
     if ON_CUDA:
         pytest.skip("on a card bf16 runs: `python benchmarks/gpu_families.py check` compares it")
     else:
@@ -72,10 +73,10 @@ def cuda_decoder(monkeypatch):
     device = "cuda" if ON_CUDA else "cpu"
     dtype = torch.float32
 
-    def load(model):
-        source = resolve(str(model.folder))
+    def load(folder, **options):
+        source = resolve(str(folder))
         config = source.config()
-        return FamilyDecoder(config, open_weights(source), device=device, dtype=dtype)
+        return FamilyDecoder(config, open_weights(source), device=device, dtype=dtype, **options)
 
     return load
 
@@ -83,7 +84,7 @@ def cuda_decoder(monkeypatch):
 @pytest.mark.parametrize(("family", "rank"), [*((f, 8) for f in FAMILIES), ("qwen3_moe", 3)])
 def test_a_training_pass_gives_the_plain_decoders_numbers(family_model, cuda_decoder, family, rank):
     model = family_model(family)
-    ours, plain = cuda_decoder(model), model.decoder()
+    ours, plain = cuda_decoder(model.folder), model.decoder()
     adapters = [noisy_adapter(plain, seed, rank=rank) for seed in range(2)]
     texts = sequences_of([7, 5, 12])
     lora = LoraBatch([Span(0, 12, adapters[0]), Span(12, 24, adapters[1])])
@@ -106,6 +107,49 @@ def test_a_training_pass_gives_the_plain_decoders_numbers(family_model, cuda_dec
     assert float((h1 - h2).norm() / h1.norm()) < 1e-4
     for one, other in zip(g1, g2, strict=True):
         assert float((one - other).norm() / one.norm()) < 1e-3
+
+
+def pass_of(decoder, adapter, given):
+    """(hidden states, the adapter's gradient, where the rows went) of a packed training pass."""
+    texts = sequences_of([7, 12])
+    slope = torch.randn(19, decoder.config.hidden_size, generator=torch.Generator().manual_seed(5))
+    positions = torch.cat([torch.arange(len(t)) for t in texts])
+    attend = PackedCausal([0, 7, 19], decoder.config.windows)
+    adapter.drop_grad()
+    adapter.start_grad()
+    routing, lora = Routing(given), LoraBatch([Span(0, 19, adapter)])
+    hidden = decoder.forward(torch.cat(texts), positions, attend, lora, routing=routing)
+    hidden.backward(slope)
+    return hidden.detach(), adapter.grad.clone(), routing.chosen
+
+
+@pytest.mark.parametrize(("family", "rank"), [("olmoe", 8), ("gpt_oss", 8), ("qwen3_moe", 3)])
+def test_prescribed_experts_are_followed_forward_and_backward(
+    family_model, cuda_decoder, family, rank
+):
+    """Half of the rows are prescribed; rank 3 takes the way of adapters that cannot be grouped."""
+    model = family_model(family)
+    ours, plain = cuda_decoder(model.folder), model.decoder()
+    adapter = noisy_adapter(plain, 1, rank=rank)
+    free = pass_of(plain, adapter, {})[2]
+    given = {layer: (chosen + 1) % plain.config.experts.count for layer, chosen in free.items()}
+    for chosen in given.values():
+        chosen[::2] = -1
+    (h1, g1, c1), (h2, g2, c2) = (pass_of(one, adapter, given) for one in (plain, ours))
+    for layer, rows in given.items():
+        assert torch.equal(c2[layer][1::2], rows[1::2])
+        assert torch.equal(c2[layer].sort().values, c1[layer].sort().values)
+    assert float((h1 - h2).norm() / h1.norm()) < 1e-4
+    assert float((g1 - g2).norm() / g1.norm()) < 1e-3
+
+
+def test_experts_kept_in_4_bits_give_the_same_bits(mxfp4, cuda_decoder):
+    whole, kept = (cuda_decoder(mxfp4[0], keep_packed=flag) for flag in (False, True))
+    assert isinstance(kept.layers[0].mixture.down_EDM, PackedExperts)
+    adapter = noisy_adapter(whole, 1, rank=8)
+    one, other = (pass_of(decoder, adapter, {}) for decoder in (whole, kept))
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -148,7 +192,7 @@ def test_logits_without_autograd_are_the_plain_decoders(family_model, cuda_decod
         model = family_model(family)
         texts = sequences_of([4, 9])
         with torch.no_grad():
-            ours, truth = packed(cuda_decoder(model), texts), packed(model.decoder(), texts)
+            ours, truth = packed(cuda_decoder(model.folder), texts), packed(model.decoder(), texts)
         assert ours.shape == (13, VOCAB)
         assert float((ours - truth).norm() / truth.norm()) < 1e-4, family
 

@@ -84,37 +84,6 @@ def test_fused_experts_and_single_ones_are_the_same_model(family_model, tmp_path
     assert not unhealthy(folder)
 
 
-@pytest.fixture(scope="module")
-def mxfp4(tmp_path_factory):
-    """(a tiny gpt_oss with its experts in 4 bits, the same with transformers' expansion of them)"""
-    import transformers
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    folder = tmp_path_factory.mktemp("mxfp4")
-    config = transformers.GptOssConfig(
-        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=5,
-        num_experts_per_tok=2, eos_token_id=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "plain")
-    shutil.copytree(folder / "plain", folder / "packed")
-    plain = load_file(folder / "plain" / "model.safetensors")
-    stored = dict(plain)
-    for layer in range(2):
-        for leaf, rows, groups in (("gate_up_proj", 192, 2), ("down_proj", 64, 3)):
-            name = f"model.layers.{layer}.mlp.experts.{leaf}"
-            blocks = torch.randint(0, 256, (5, rows, groups, 16), dtype=torch.uint8)
-            scales = torch.randint(117, 124, (5, rows, groups), dtype=torch.uint8)
-            expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            plain[name] = expanded.contiguous()
-            del stored[name]
-            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    for kind, tensors in (("plain", plain), ("packed", stored)):
-        save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
-    return folder / "packed", folder / "plain"
-
-
 def test_mxfp4_experts_are_expanded_with_a_word_in_the_log(mxfp4, caplog):
     """Against transformers' own expansion."""
     packed_folder, plain = mxfp4

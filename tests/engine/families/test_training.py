@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
@@ -79,6 +80,59 @@ def test_a_run_resumed_from_disk_is_the_same_to_the_bit(family_model, family, tm
     )
     steps(second, [1, 2])
     assert torch.equal(whole.adapters["a"].adapter.flat, second.adapters["a"].adapter.flat)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_crash_left_is_replayed_to_the_bit(family_model, family, tmp_path):
+    """A snapshot between two passes of one step holds the gradients gathered so far."""
+    model = family_model(family)
+    whole = model.trainer(deterministic=True)
+    create(whole)
+    steps(whole, [0])
+    whole.train([batch(1)])
+    folder = str(tmp_path / "snapshot")
+    whole.save(SaveAdapterJob(job_id="", adapter_id="a", folder=folder, with_gradients=True))
+    again = model.trainer(deterministic=True)
+    again.load(
+        LoadAdapterJob(
+            job_id="", adapter_id="a", base_model="m", folder=folder, with_optimizer=True
+        )
+    )
+    flats, losses = [], []
+    for trainer in (whole, again):
+        losses.append([result.metrics["loss:sum"] for result in steps(trainer, [2, 3])])
+        flats.append(trainer.adapters["a"].adapter.flat)
+    assert losses[0] == losses[1]
+    assert torch.equal(*flats)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_computes_what_we_saved_and_we_read_what_peft_saves(family_model, family, tmp_path):
+    """On attention, delta layers and the head: peft has no name for a linear of one expert."""
+    from peft import PeftModel
+
+    model = family_model(family)
+    trainer = model.trainer()
+    tied = trainer.decoder.config.tied_head
+    create(trainer, train_mlp=False, train_unembed=not tied)
+    steps(trainer, [0, 1], rate=0.05)
+    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "ours")))
+    (text,) = sequences_of([14])
+    adapted = PeftModel.from_pretrained(copy.deepcopy(model.truth), tmp_path / "ours")
+    with torch.no_grad():
+        truth = adapted(text[None], use_cache=False).logits[0]
+        ours = packed(
+            trainer.decoder, [text], LoraBatch([Span(0, 14, trainer.adapters["a"].adapter)])
+        )
+        plain = packed(trainer.decoder, [text])
+    assert float((ours - truth).norm() / truth.norm()) < 1e-4
+    assert float((plain - truth).norm() / truth.norm()) > 1e-2
+    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    back = read_adapter(str(tmp_path / "theirs"), trainer.decoder.targets, "cpu")
+    named = {part.target.module: (a, b) for part, a, b in back.modules()}
+    for part, a, b in trainer.adapters["a"].adapter.modules():
+        assert torch.equal(named[part.target.module][0], a)
+        assert torch.equal(named[part.target.module][1], b)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

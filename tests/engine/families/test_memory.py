@@ -1,0 +1,107 @@
+"""Loading streams: beside what the model keeps, memory holds one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tinkex.engine.model.base_model import config_from_hf
+from tinkex.engine.model.loading import weight_bytes
+from tinkex.engine.model.weights import expected_shapes
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 2048,
+}
+LOAD = """
+import json, sys, threading
+from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.loading import Loader
+
+def anonymous():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+before, peak, done = anonymous(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not done.wait(0.002):
+        peak = max(peak, anonymous())
+
+one = Loader.one
+def measured(self, *args):
+    global peak
+    tensor = one(self, *args)
+    peak = max(peak, anonymous())
+    return tensor
+Loader.one = measured
+thread = threading.Thread(target=watch)
+thread.start()
+decoder = load_decoder(sys.argv[1])
+done.set()
+thread.join()
+print(json.dumps({"peak": peak - before, "kept": anonymous() - before}))
+"""
+
+
+def write_shards(folder, config) -> int:
+    """A checkpoint in bf16, a shard a layer, its experts one by one; returns its bytes."""
+    folder.mkdir()
+    files, total = {}, 0
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for name, shape in expected_shapes(config):
+        layer = name.split(".")[2] if ".layers." in name else "rest"
+        shard = shards.setdefault(f"model-{layer}.safetensors", {})
+        block, _, leaf = name.rpartition(".")
+        if len(shape) < 3:
+            shard[name] = torch.full(shape, 0.01, dtype=torch.bfloat16)
+            continue
+        parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+        for expert in range(shape[0]):
+            for part in parts:
+                size = (shape[1] // len(parts), shape[2])
+                full = torch.full(size, 0.01, dtype=torch.bfloat16)
+                shard[f"{block}.{expert}.{part}.weight"] = full
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+        total += sum(t.nbytes for t in tensors.values())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_a_gigabyte_in_shards_is_loaded_without_a_second_copy(tmp_path):
+    config = config_from_hf(CONFIG)
+    stored = write_shards(tmp_path / "model", config)
+    assert 0.9e9 < stored < 1.2e9
+    kept = weight_bytes(config, torch.float32)
+    largest = max(torch.Size(shape).numel() for _, shape in expected_shapes(config)) * 4
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(tmp_path / "model")],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["kept"] > 0.95 * kept
+    # One stack of experts in bf16 and the same in fp32, and what the allocator rounds up.
+    assert measured["peak"] < kept + 2 * largest + (64 << 20), (measured, kept, largest)
