@@ -10,13 +10,15 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
+from venvs import sdk_python
 
 CHROMIUM = shutil.which("chromium")
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,16 +162,48 @@ def test_the_list_shows_both_runs(page, world):
     assert "No run fits" in page.content()
 
 
-def test_a_curve_grows_while_the_run_trains(page, world):
+@pytest.fixture(scope="module")
+def official(world: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """A run of the official SDK that takes a step when told to."""
+    script = Path(__file__).parent / "official_training.py"
+    command = [str(sdk_python("0.36.0")), str(script), world.base_url, world.key, MODEL]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        stdin = child.stdin
+        run_id = child.stdout.readline().strip()
+        assert run_id, "the official SDK did not start"
+        yield SimpleNamespace(run_id=run_id, step=lambda: stdin.write("step\n"))
+        stdin.close()
+        assert child.wait(timeout=120) == 0
+
+
+@pytest.mark.peers
+@pytest.mark.timeout(900)
+def test_a_curve_grows_while_the_official_sdk_trains(page, world, official):
+    official.step()
+    page.goto(f"{world.base_url}/console/runs/{official.run_id}")
+    count = "charts.get('loss_per_token')?.series[0].steps.length ?? 0"
+    _until(page, f"({count}) >= 1")
+    before = page.evaluate(count)
+    for more in (1, 2, 3):
+        official.step()
+        _until(page, f"({count}) >= {before + more}")
+    page.goto(f"{world.base_url}/console")
+    row = page.locator("tbody tr", has=page.locator(f"a[href*='{official.run_id}']"))
+    assert row.count() == 1
+
+
+def test_a_run_shows_its_curves_by_step_and_by_tokens(page, world):
     run = world.runs[0]
     page.goto(f"{world.base_url}/console/runs/{run.model_id}")
     page.wait_for_selector(".chart")
     count = "charts.get('loss_per_token').series[0].steps.length"
     before = page.evaluate(count)
-    worker = threading.Thread(target=_train, args=(run, 1e-3, 2))
-    worker.start()
+    _train(run, 1e-3, 2)
     _until(page, f"{count} >= {before + 2}")
-    worker.join()
     page.wait_for_selector("#split svg")
     page.select_option("#axis", "tokens")
     axis = "charts.get('loss_per_token').points(charts.get('loss_per_token').series[0])[1][0]"
