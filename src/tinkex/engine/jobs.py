@@ -264,6 +264,8 @@ class SampleResult:
     prompt_cache_hit_tokens: int = 0
     num_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
+    device_seconds: float = 0.0
+    """Its share of the passes it was in."""
 
 
 # ------------------------------------------------------------------------------------ models

@@ -12,6 +12,8 @@ import pytest
 from app_world import AppWorld, open_app
 from visits import HOSTILE, token_of
 
+from tinkex.engine.pulse import KINDS
+
 ADMIN, ANN = "tml-admin", "tml-ann"
 TOKENS = [1, 2, 3, 4]
 FORMS = [
@@ -79,8 +81,30 @@ async def test_the_page_shows_health_users_usage_and_audit(world):
     assert usage["user_id"] == "ann"
     assert usage["counts"]["training"] == len(TOKENS)
     assert usage["counts"]["device_seconds"] > 0
+    (ann,) = [one for one in told["usage_by_user"] if one["user_id"] == "ann"]
+    assert ann["counts"] == usage["counts"]
+    assert set(told["workers"][0]["held_bytes"]) == set(KINDS) - {"process"}
+    for name in ("Keys and values", "Snapshots", world.run_id):
+        assert name in page
     assert told["workers"][0]["is_ready"]
     assert any(entry["event"] == "login" for entry in told["audit"])
+
+
+async def test_a_sample_is_counted_in_tokens_and_seconds_of_device(world):
+    sample = {
+        "base_model": "toy",
+        "prompt": {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 5},
+        "num_samples": 2,
+    }
+    promise = (await world.post("asample", sample, key=ANN)).json()
+    await world.result(promise, key=ANN)
+    async with log_in(world, ADMIN) as root:
+        world.service.store.flush()
+        told = (await root.get("/console/api/server")).json()
+    (used,) = [one["counts"] for one in told["usage"] if one["run_id"] == ""]
+    assert 2 <= used["sampling_sample"] <= 10
+    assert used["device_seconds"] > 0
 
 
 async def test_a_key_is_made_shown_once_and_revoked(world):

@@ -34,6 +34,7 @@ from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
+from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniforms
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
@@ -95,6 +96,7 @@ class _Request:
     num_open: int = 0
     prompt_experts: NDArray[np.int64] | None = None
     told_to_wait: bool = False
+    device_s: float = 0.0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -108,6 +110,8 @@ class _Sample(Seq):
     reason: Literal["length", "stop"] | None = None
     experts: NDArray[np.int64] | None = None
     """Those its own tokens passed, when it has ended and they were asked for."""
+    since_s: float | None = None
+    """The pass clock when it first ran."""
 
     @property
     def job_id(self) -> str:
@@ -172,6 +176,7 @@ class Sampler:
         self._requests: dict[str, _Request] = {}
         self._settings: tuple[list[_Sample], Settings] | None = None
         self._unread: _Drawn | None = None
+        self._pass_clock = PassClock()
 
     @property
     def has_work(self) -> bool:
@@ -307,12 +312,16 @@ class Sampler:
         Its tokens are reported before this returns or, where the pass is a replayed graph and
         `look_ahead` is true, by the next step.
         """
+        self._pass_clock.begin()
         with exactly(self.config.exact and self.decoder.device.type == "cpu"):
-            return self._step(look_ahead)
+            num_tokens = self._step(look_ahead)
+        self._pass_clock.end()
+        return num_tokens
 
     def _step(self, look_ahead: bool) -> int:
         last, self._unread = self._unread, None
         if last is not None:
+            self._pass_clock.among(len(last.samples))
             ahead = self._replay_ahead(last) if look_ahead else None
             self._read(last)
             if ahead is not None:
@@ -322,6 +331,7 @@ class Sampler:
                         self.scheduler.done(chunk)
                 return len(chunks)
         chunks = self.scheduler.plan()
+        self._pass_clock.among(len(chunks))
         if self.states is not None:
             self.states.copy(self.scheduler.take_restores())
         if self.scheduler.waiting:
@@ -397,6 +407,8 @@ class Sampler:
         tokens: list[int] = []
         positions: list[int] = []
         for chunk in chunks:
+            if (sample := _sample_of(chunk)).since_s is None:
+                sample.since_s = self._pass_clock.read_s()
             stop = chunk.start + chunk.length
             tokens += chunk.seq.tokens[chunk.start : stop]
             positions += range(chunk.start, stop)
@@ -545,6 +557,8 @@ class Sampler:
                 self._note_experts(sample)
             self.scheduler.remove(sample)
             request.num_open -= 1
+            assert sample.since_s is not None
+            request.device_s += self._pass_clock.read_s() - sample.since_s
             if request.num_open == 0:
                 del self._requests[request.job.job_id]
                 request.emit(jobs.Done(job_id=request.job.job_id, result=_result(request)))
@@ -639,6 +653,7 @@ def _result(request: _Request) -> jobs.SampleResult:
         prompt_cache_hit_tokens=leader.num_hit,
         num_prompt_tokens=leader.num_prompt,
         num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        device_seconds=request.device_s,
         **(request.scores.result() if request.scores is not None else {}),
     )
 

@@ -417,6 +417,7 @@ class ToyEngine:
     # ------------------------------------------------------------------------------- sampling
 
     def _sample(self, job: jobs.SampleJob, emit: Emit) -> jobs.SampleResult:
+        started = time.perf_counter()
         vocab_size, context = self.config.vocab_size, self.config.max_context_length
         check_sample_job(job, vocab_size)
         check_tokens(job.prompt, "prompt", vocab_size, context)
@@ -441,6 +442,7 @@ class ToyEngine:
             prompt_cache_hit_tokens=self._prefixes.hits(
                 f"{job.tenant}\0{job.adapter_folder or ''}", job.prompt
             ),
+            device_seconds=time.perf_counter() - started,
             **prompt_scores(job, adapter, seed),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Form, Query, Request, Response
@@ -23,12 +24,22 @@ from tinkex.server.guard.quotas import QUOTAS
 from tinkex.server.metrics import Metrics, process_memory
 from tinkex.server.problems import ApiError
 from tinkex.server.work.oversight import Oversight
+from tinkex.server.workers.worker import Worker
 from tinkex.types.account.administration import KeyRole
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 MAX_USERS = 200
 MAX_AUDIT = 100
 MAX_RUNS = 100
+MAX_BUSY_USERS = 20
+HELD = {
+    "base": "Base model",
+    "packed": "Packed copies",
+    "kv": "Keys and values",
+    "adapters": "Adapters",
+    "snapshots": "Snapshots",
+}
+"""What a worker's memory is for (`engine/pulse.py`), and what the page calls it."""
 HOUR_S = 3600.0
 DAY_S = 86_400.0
 Text = Annotated[str, Form(max_length=200)]
@@ -63,6 +74,7 @@ async def _facts(request: Request) -> dict[str, Any]:
         "users": [one.model_dump(mode="json") for one in users],
         "num_users": num_users,
         "quotas": list(QUOTAS),
+        "held_names": HELD,
         "keys": [
             {
                 "key_id": key.key_id,
@@ -77,7 +89,7 @@ async def _facts(request: Request) -> dict[str, Any]:
         ],
         "busy": [one.model_dump(mode="json") for one in runs],
         "num_busy": num_busy,
-        "usage": await _usage(request),
+        **await _usage(request),
         "audit": [
             {
                 "at": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.timestamp)),
@@ -107,7 +119,8 @@ async def _moving(request: Request) -> dict[str, Any]:
                 "is_ready": member.is_ready,
                 "is_moving": member.is_moving,
                 "starts": member.generation,
-                "memory_bytes": process_memory(getattr(member, "pid", 0)),
+                "memory_bytes": _process_bytes(member),
+                "held_bytes": {kind: member.held_bytes.get(kind, 0) for kind in HELD},
             }
             for member in place.pool.members
         ],
@@ -122,10 +135,18 @@ async def _moving(request: Request) -> dict[str, Any]:
             {"name": name, "places": gate.num_places, "waiting": gate.num_waiting}
             for name, gate in (("training", place.training), ("sampling", place.sampling))
         ],
+        "open_by_user": dict(
+            sorted(service.open_work.by_user.items(), key=lambda one: -one[1])[:MAX_BUSY_USERS]
+        ),
         "num_models": service.num_lanes,
         "tokens": await _tokens(request),
         "slow": [{**one, "age": age(one["at"])} for one in metrics.slow.told()],
     }
+
+
+def _process_bytes(member: Worker) -> int:
+    """As the worker says it itself, on whatever machine; before it did, as this machine knows."""
+    return member.held_bytes.get("process") or process_memory(getattr(member, "pid", 0))
 
 
 async def _tokens(request: Request) -> dict[str, float]:
@@ -139,17 +160,26 @@ async def _tokens(request: Request) -> dict[str, float]:
     return sums
 
 
-async def _usage(request: Request) -> list[dict[str, Any]]:
-    """What each user's runs used in the last day, most training time first."""
+async def _usage(request: Request) -> dict[str, list[dict[str, Any]]]:
+    """What each user, and each run, used in the last day; most device time first."""
     store = service_of(request).store
     rows = await store.call(store.usage.totals, time.time() - DAY_S)
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    by_user: dict[str, dict[str, Any]] = {}
+    by_run: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
-        key = (row.user_id, row.model_id or "")
-        one = found.setdefault(key, {"user_id": key[0], "run_id": key[1], "counts": {}})
-        one["counts"][row.kind] = one["counts"].get(row.kind, 0.0) + row.count
-    order = sorted(found.values(), key=lambda one: -sum(one["counts"].values()))
-    return order[:MAX_RUNS]
+        user_id, run_id = row.user_id, row.model_id or ""
+        user = by_user.setdefault(user_id, {"user_id": user_id, "counts": {}})
+        run = by_run.setdefault((user_id, run_id), {**user, "run_id": run_id, "counts": {}})
+        for one in (user, run):
+            one["counts"][row.kind] = one["counts"].get(row.kind, 0.0) + row.count
+    return {"usage_by_user": _most(by_user.values()), "usage": _most(by_run.values())}
+
+
+def _most(used: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    def amount(one: dict[str, Any]) -> tuple[float, float]:
+        return one["counts"].get("device_seconds", 0.0), sum(one["counts"].values())
+
+    return sorted(used, key=amount, reverse=True)[:MAX_RUNS]
 
 
 # ------------------------------------------------------------------------------------ changes

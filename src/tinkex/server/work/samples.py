@@ -392,6 +392,7 @@ class Samples:
             "sampling_prefill": result.num_prompt_tokens - cached,
             "sampling_prefill_cached": cached,
             "sampling_sample": result.num_sampled_tokens,
+            "device_seconds": result.device_seconds,
         }
         self._store.usage.add(
             UsageCount(

@@ -196,4 +196,5 @@ def _joined(results: Sequence[Result]) -> SampleResult:
         parts[0],
         sequences=tuple(sequence for part in parts for sequence in part.sequences),
         num_sampled_tokens=sum(part.num_sampled_tokens for part in parts),
+        device_seconds=sum(part.device_seconds for part in parts),
     )

@@ -1,6 +1,10 @@
 // The server's page: what moves is asked for again every few seconds.
 "use strict";
 
+function size(bytes) {
+  return bytes >= 1073741824 ? (bytes / 1073741824).toFixed(1) + " GB" : (bytes / 1048576).toFixed(1) + " MB";
+}
+
 let before = null;
 async function look() {
   if (document.hidden) return;
@@ -15,6 +19,13 @@ async function look() {
   for (const line of told.queues) {
     const place = document.querySelector(`[data-waiting="${CSS.escape(line.name)}"]`);
     if (place) place.textContent = line.waiting;
+  }
+  for (const worker of told.workers) {
+    const sizes = { ...worker.held_bytes, process: worker.memory_bytes };
+    for (const [kind, bytes] of Object.entries(sizes)) {
+      const place = document.querySelector(`[data-held="${CSS.escape(worker.name)} ${kind}"]`);
+      if (place) place.textContent = size(bytes);
+    }
   }
   before = told;
 }
