@@ -71,7 +71,7 @@ MODELS: dict[str, ModelConfig] = {
 
 def total(it: Needs) -> float:
     """Bytes for one user who trains and samples, layers recomputed where memory is short."""
-    return it.weights + it.adapter + it.training_recomputed + SAMPLES * it.keys_and_values
+    return it.weights + it.adapter + it.training_recomputed + SAMPLES * it.sample
 
 
 def table(dtype: torch.dtype) -> str:
@@ -82,7 +82,7 @@ def table(dtype: torch.dtype) -> str:
     ]
     for name, config in MODELS.items():
         it = needs(config, dtype, length=LENGTH, rank=RANK)
-        numbers = (it.weights, it.adapter, it.training, it.training_recomputed, it.keys_and_values)
+        numbers = (it.weights, it.adapter, it.training, it.training_recomputed, it.sample)
         cells = [_gb(number) for number in numbers]
         needed = (total(it) + OVERHEAD) / 1e9
         if dtype == torch.bfloat16:

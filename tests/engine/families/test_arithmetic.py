@@ -14,6 +14,8 @@ from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.families import FAMILIES as NATIVE
+from tinkex.engine.model.mixture import combine
+from tinkex.engine.model.shape import ExpertsConfig
 
 LENGTHS = [7, 12, 12, 1, 30]
 
@@ -113,3 +115,20 @@ def test_adapters_of_two_tenants_get_the_gradients_of_float64(family_model, fami
     for mine, reference in zip(runs[0], grads, strict=True):
         error = (mine.double() - reference.double()).norm()
         assert float(error) < 1e-5 * float(max(scale, reference.norm()))
+
+
+def test_the_clamped_activation_has_the_slope_of_its_formula():
+    """Gate and up on both sides of their limits, where the tiny models above seldom are."""
+    config = ExpertsConfig(count=2, per_token=1, size=64, clamp=7.0)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(5, 128, generator=generator, dtype=torch.float64) * 8).requires_grad_()
+    gate, up = x.chunk(2, dim=-1)
+    assert bool((gate > 7).any())
+    assert bool((up < -7).any())
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    plain = gate * torch.sigmoid(gate * 1.702) * (up + 1)
+    ours = combine(config, x)
+    assert torch.equal(ours, plain)
+    slope = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(plain, x, slope)
+    torch.testing.assert_close(torch.autograd.grad(ours, x, slope)[0], expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tinkex.engine.lora.adapter import Kind, LoraBatch, Span, fresh_adapter
+from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.base_model import config_from_hf
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.loading import weight_bytes
-from tinkex.engine.model.weights import expected_shapes
+from tinkex.engine.model.survey import needs
+from tinkex.engine.model.weights import RandomWeights, expected_shapes
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -105,3 +110,67 @@ def test_a_gigabyte_in_shards_is_loaded_without_a_second_copy(tmp_path):
     assert measured["kept"] > 0.95 * kept
     # One stack of experts in bf16 and the same in fp32, and what the allocator rounds up.
     assert measured["peak"] < kept + 2 * largest + (64 << 20), (measured, kept, largest)
+
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+KINDS = {
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_what_a_doctor_says_of_training_is_what_a_pass_keeps(arch):
+    """Counted where autograd saves it; a server chooses by the same figure when to recompute."""
+    length = 512
+    config = config_from_hf(SMALL | KINDS[arch] | {"model_type": arch})
+    decoder = Decoder(config, RandomWeights(config))
+    kinds: list[Kind] = ["attn", "mlp"]
+    adapter = fresh_adapter(
+        decoder.targets, rank=4, alpha=8.0, kinds=kinds, seed=1, device=decoder.device
+    )
+    frozen = [decoder.embed_VD, decoder.final_norm_D, *adapter.parameters(), *held(decoder.layers)]
+    known = {tensor.untyped_storage().data_ptr() for tensor in frozen}
+    saved: dict[int, int] = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(length) % 512
+    attend = PackedCausal([0, length], config.windows)
+    lora = LoraBatch([Span(0, length, adapter)])
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = decoder.forward(tokens, torch.arange(length), attend, lora)
+    assert hidden.requires_grad
+    said = needs(config, torch.float32, length=length, rank=4).training
+    assert 0.7 < sum(saved.values()) / said < 1.6
+
+
+def held(value):
+    """Every tensor in a layer."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from held(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from held(getattr(value, field.name))

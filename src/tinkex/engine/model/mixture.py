@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,12 +101,34 @@ def route(
 
 def combine(config: ExpertsConfig, gate_up: Tensor) -> Tensor:
     """Gate and up of one linear, as the family combines them."""
+    if config.clamp is not None:
+        clamped: Tensor = _Clamped.apply(gate_up, config.clamp)  # type: ignore[no-untyped-call]
+        return clamped
     gate, up = gate_up.chunk(2, dim=-1)
-    if config.clamp is None:
-        return F.silu(gate) * up
-    gate = gate.clamp(max=config.clamp)
-    up = up.clamp(-config.clamp, config.clamp)
-    return gate * torch.sigmoid(gate * _ALPHA) * (up + 1)
+    return F.silu(gate) * up
+
+
+class _Clamped(torch.autograd.Function):
+    """gate * sigmoid(1.702 gate) * (up + 1), both cut; keeps nothing but its input."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, limit: float) -> Tensor:
+        ctx.limit = limit
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(gate * _ALPHA) * (up + 1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (gate_up,), limit = ctx.saved_tensors, ctx.limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        cut = gate.clamp(max=limit)
+        open_ = torch.sigmoid(cut * _ALPHA)
+        slope = open_ * (1 + _ALPHA * cut * (1 - open_)) * (up.clamp(-limit, limit) + 1)
+        d_gate = dy * slope * (gate <= limit)
+        d_up = dy * cut * open_ * (up.abs() <= limit)
+        return torch.cat([d_gate, d_up], dim=-1), None
 
 
 def mixture(

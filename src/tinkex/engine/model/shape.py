@@ -172,6 +172,11 @@ class ModelConfig:
         return kept + 2 * self.mlp_size
 
     @property
+    def kept_pairs(self) -> int:
+        """Numbers that plain attention keeps per query and key: its weights, where it has sinks."""
+        return self.num_heads * len(self.attention_layers) if self.sinks else 0
+
+    @property
     def expert_layers(self) -> tuple[int, ...]:
         """Layers with a mixture of experts."""
         return tuple(i for i in range(self.num_layers) if self.has_experts(i))

@@ -17,6 +17,7 @@ from tinkex.engine.model.loading import weight_bytes
 from tinkex.engine.model.published import holds_mxfp4, misfits, text_names
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
+from tinkex.engine.sample.states import state_bytes
 from tinkex.errors import TinkerError
 
 _SHOWN = 3
@@ -102,21 +103,23 @@ class Needs:
     """What a training pass over one sequence keeps for its backward."""
     training_recomputed: int
     """The same where every layer is computed again instead."""
-    keys_and_values: int
-    """Of one sampled sequence."""
+    sample: int
+    """Keys, values and states of one sampled sequence."""
 
 
 def needs(config: ModelConfig, dtype: torch.dtype, *, length: int, rank: int) -> Needs:
     """Sized for one sequence of `length` and an adapter of `rank`."""
     size = dtype.itemsize
     kept = length * sum(config.kept_values(i) for i in range(config.num_layers))
+    # In fp32 a CPU computes, whose attention with sinks keeps its weights.
+    pairs = config.kept_pairs * length**2 if dtype == torch.float32 else 0
     kv = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size
     return Needs(
         weights=weight_bytes(config, dtype),
         adapter=sum(_adapter_rows(config)) * rank * 16,
-        training=kept * size,
+        training=(kept + pairs) * size,
         training_recomputed=length * 2 * config.num_layers * config.hidden_size * size,
-        keys_and_values=kv * size * length,
+        sample=kv * size * length + state_bytes(config, dtype),
     )
 
 
@@ -133,7 +136,7 @@ def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark
         parts.append(
             f"{name}: weights {it.weights / 1e9:.2f} GB{small}, training at {length} tokens "
             f"{it.training / 1e9:.2f} GB more ({it.training_recomputed / 1e9:.2f} recomputed), "
-            f"{it.keys_and_values / 1e9:.3f} GB of keys and values a sample"
+            f"{it.sample / 1e9:.3f} GB a sample"
         )
     says = f"adapter of rank {rank} on every linear with its optimizer {adapter / 1e9:.2f} GB"
     return Remark(what="memory", ok=True, says="; ".join([*parts, says]))

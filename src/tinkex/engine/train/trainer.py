@@ -415,7 +415,10 @@ class Trainer:
         per_token = sum(config.kept_values(index) for index in range(config.num_layers))
         if not config.native:
             per_token = per_token * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
-        return one.num_tokens * per_token * self.decoder.dtype.itemsize
+        kept = one.num_tokens * per_token
+        if self.decoder.device.type == "cpu":
+            kept += config.kept_pairs * sum(item.length**2 for item in one.items)
+        return kept * self.decoder.dtype.itemsize
 
     def _settle(self, tasks: Mapping[int, Task], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
