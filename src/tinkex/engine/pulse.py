@@ -27,7 +27,9 @@ _BREATHS = struct.Struct("<Q")
 _BREATHS_AT = SIZE_BYTES - _BREATHS.size
 _HELD = struct.Struct(f"<{len(KINDS)}Q")
 _HELD_AT = _BREATHS_AT - _HELD.size
-_MAX_NAMES = _HELD_AT - _HEAD.size
+_BUSY = struct.Struct("<d")
+_BUSY_AT = _HELD_AT - _BUSY.size
+_MAX_NAMES = _BUSY_AT - _HEAD.size
 MEASURE_EVERY = 8
 """Breaths between two looks at the memory of the process."""
 
@@ -46,6 +48,8 @@ class Beat:
     """Counted by a thread beside the engine's: its process is alive, and lets others run."""
     held_bytes: tuple[int, ...] = (0,) * len(KINDS)
     """By `KINDS`."""
+    busy_s: float = 0.0
+    """Seconds of work since it started, as of the last turn."""
 
 
 class Pulse:
@@ -53,6 +57,8 @@ class Pulse:
         self.now = Beat()
         self._memory: memoryview = memoryview(bytearray(SIZE_BYTES))
         self._held = dict.fromkeys(KINDS, 0)
+        self._busy_s = 0.0
+        self._said_at = 0.0
 
     def share(self, memory: memoryview) -> None:
         """Write to this memory, of `SIZE_BYTES`, from now on."""
@@ -87,7 +93,11 @@ class Pulse:
             self._say(replace(before, num_turns=self.now.num_turns + 1))
 
     def _say(self, beat: Beat) -> None:
-        self.now = beat
+        at = time.perf_counter()
+        if self.now.is_busy:
+            self._busy_s += at - self._said_at
+        self.now, self._said_at = beat, at
+        _BUSY.pack_into(self._memory, _BUSY_AT, self._busy_s)
         names = "\n".join(beat.job_ids).encode()[:_MAX_NAMES]
         self._memory[_HEAD.size : _HEAD.size + len(names)] = names
         # The head last: a reader that comes in between sees the beat before, at worst with names
@@ -102,7 +112,8 @@ def look(memory: memoryview) -> Beat:
     (num_breaths,) = _BREATHS.unpack_from(memory, _BREATHS_AT)
     job_ids = tuple(names.split("\n")) if names else ()
     held = _HELD.unpack_from(memory, _HELD_AT)
-    return Beat(num_turns, is_busy, is_loading, job_ids, num_breaths, held)
+    (busy_s,) = _BUSY.unpack_from(memory, _BUSY_AT)
+    return Beat(num_turns, is_busy, is_loading, job_ids, num_breaths, held, busy_s)
 
 
 def process_bytes() -> int:

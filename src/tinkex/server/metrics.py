@@ -87,6 +87,12 @@ class Metrics:
             ["worker", "kind"],
             registry=self._registry,
         )
+        self._worker_use = Gauge(
+            "tinkex_worker_utilisation",
+            "Share of the last minute that a worker was busy",
+            ["worker"],
+            registry=self._registry,
+        )
         self._users = CollectorRegistry()
         self._user_requests = Counter(
             "tinkex_user_requests",
@@ -202,7 +208,9 @@ class Metrics:
         for phase in ("compute", "wait", "reduce", "transfer"):
             self._training.labels(phase).set(place.pool.seconds.get(phase, 0.0))
         self._worker_memory.clear()
+        self._worker_use.clear()
         for member in service.place.pool.members:
+            self._worker_use.labels(member.name).set(member.utilisation)
             for kind, size_bytes in member.held_bytes.items():
                 self._worker_memory.labels(member.name, kind).set(size_bytes)
         text = generate_latest(self._registry)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from tinkex.types.account.checkpoints import (
         ParsedCheckpointTinkerPath as ParsedCheckpointTinkerPath,
     )
+    from tinkex.types.account.checkpoints import RunWorker as RunWorker
     from tinkex.types.account.checkpoints import SetCheckpointTtlRequest as SetCheckpointTtlRequest
     from tinkex.types.account.checkpoints import TrainingRun as TrainingRun
     from tinkex.types.account.checkpoints import TrainingRunsResponse as TrainingRunsResponse
@@ -287,6 +288,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Cursor",
         "ParsedCheckpointTinkerPath",
         "SetCheckpointTtlRequest",
+        "RunWorker",
         "TrainingRun",
         "TrainingRunsResponse",
     ),

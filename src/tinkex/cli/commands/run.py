@@ -8,7 +8,7 @@ import click
 
 from tinkex.cli.arguments import limit_option, offset_option
 from tinkex.cli.commands.rollouts import rollouts
-from tinkex.cli.output import MISSING, Table, ago, properties
+from tinkex.cli.output import MISSING, Table, ago, properties, size
 from tinkex.cli.paging import collect
 from tinkex.cli.state import Noun, State, pass_state
 
@@ -107,6 +107,14 @@ def _info_table(run: TrainingRun) -> Table:
     ):
         pairs[title] = (
             f"{checkpoint.tinker_path} ({ago(checkpoint.time)})" if checkpoint else MISSING
+        )
+    if run.step_seconds:
+        parts = ", ".join(f"{phase} {took:.3g}" for phase, took in run.step_seconds.items())
+        pairs["Step Time"] = f"{sum(run.step_seconds.values()):.3g} s ({parts})"
+    for worker in run.workers or ():
+        pairs[f"Worker: {worker.name}"] = (
+            f"busy {worker.utilisation:.0%}, KV cache {size(worker.kv_bytes)}, "
+            f"adapters {size(worker.adapter_bytes)}"
         )
     pairs |= {f"Metadata: {key}": value for key, value in (run.user_metadata or {}).items()}
     return properties(f"Training run {run.training_run_id}", pairs)

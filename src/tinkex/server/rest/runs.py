@@ -16,7 +16,9 @@ from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor, read
 from tinkex.server.rest.views import run_view, weights_view
+from tinkex.server.service import Service
 from tinkex.server.work.curves import Course
+from tinkex.server.workers.pool import Pool
 from tinkex.store import Model, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
@@ -52,7 +54,10 @@ async def get_run(
 ) -> Response:
     store: Store = request.app.state.store
     model = await visible_run(store, run_id, user, with_public=access_scope == "accessible")
-    return answer((await _with_progress(request, [model]))[0])
+    view = (await _with_progress(request, [model]))[0]
+    if model.user_id == user.user_id and (service := _service(request)) is not None:
+        view = view.model_copy(update=_where_it_runs(service.place.pool, model.model_id))
+    return answer(view)
 
 
 @serve(router, "weights_info")
@@ -91,8 +96,7 @@ async def _with_progress(request: Request, models: list[Model]) -> list[types.Tr
     """Runs as the contract has them, with what a person wants to know about each."""
     store: Store = request.app.state.store
     views = await store.call(_with_checkpoints, store, models)
-    service = getattr(request.app.state, "service", None)
-    if service is None:
+    if (service := _service(request)) is None:
         return views
     called = await store.call(store.sessions.called, {model.session_id for model in models})
     curves = await service.curves.of_runs([model.model_id for model in models], [_LOSS])
@@ -101,6 +105,24 @@ async def _with_progress(request: Request, models: list[Model]) -> list[types.Tr
         view.model_copy(update=_progress(model, called, curves.get((model.model_id, _LOSS)), busy))
         for view, model in zip(views, models, strict=True)
     ]
+
+
+def _service(request: Request) -> Service | None:
+    return getattr(request.app.state, "service", None)
+
+
+def _where_it_runs(pool: Pool, model_id: str) -> dict[str, Any]:
+    """Who has a run in memory, and where the time of its steps goes."""
+    workers = [
+        types.RunWorker(
+            name=member.name,
+            utilisation=round(member.utilisation, 3),
+            kv_bytes=member.held_bytes.get("kv", 0),
+            adapter_bytes=member.held_bytes.get("adapters", 0),
+        )
+        for member in pool.members_of(model_id)
+    ]
+    return {"workers": workers, "step_seconds": dict(pool.times_of(model_id)) or None}
 
 
 def _progress(

@@ -44,6 +44,7 @@ from tinkex.engine.jobs import (
 from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.workers.splitting import Part, joined, part_of, renumbered, split
+from tinkex.server.workers.step_times import StepTimes
 from tinkex.server.workers.worker import OnEvent, Worker
 
 logger = logging.getLogger(__name__)
@@ -91,11 +92,20 @@ class Seat:
 
 
 class Home:
-    def __init__(self, adapter_id: str, generation: int, leader: Worker, shared: Shared) -> None:
+    def __init__(
+        self,
+        adapter_id: str,
+        generation: int,
+        leader: Worker,
+        shared: Shared,
+        times: StepTimes | None = None,
+    ) -> None:
+        """`times` are those of the home that this one follows."""
         self.generation = generation
         self.is_empty = True
         self.base_model = ""
         self.seats = [Seat(leader, leader.generation)]
+        self.times = times or StepTimes()
         self._adapter_id = adapter_id
         self._shared = shared
         self._is_broken = False
@@ -132,6 +142,7 @@ class Home:
         """Use no copy again; free the memory of those that are left."""
         if not self._is_broken:
             self._is_broken = True
+            self.times.lost()
             self._drop(self.seats)
             while self._queue:
                 _, _, answer = self._queue.popleft()
@@ -139,6 +150,14 @@ class Home:
 
     def post(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
         """Run a job; those of `helpers` that are not here yet may be asked to join."""
+        if isinstance(job, TrainJob | OptimJob):
+            self.times.begun()
+            answer = self._queued(job, on_event, helpers)
+            answer.add_done_callback(lambda _: self.times.ended())
+            return answer
+        return self._queued(job, on_event, helpers)
+
+    def _queued(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
         waits = self._joining is not None and not isinstance(job, TrainJob)
         if self._queue or self._busy is not None or waits:
             answer: Answer = asyncio.get_running_loop().create_future()
@@ -167,6 +186,8 @@ class Home:
                 self._be_alone()
             case OptimJob():
                 self._clear()
+                self.is_empty = False
+                return _chained(self.seats[0].post(job, on_event), self._stepped_alone)
         self.is_empty = isinstance(job, DropAdapterJob)
         return self.seats[0].post(job, on_event)
 
@@ -266,6 +287,7 @@ class Home:
             return whole
         wait_s = max(0.0, time.perf_counter() - began - max(compute))
         self._shared.seconds.update({"compute": sum(compute), "wait": wait_s})
+        self.times.spent(compute=max(compute))
         if whole.num_tokens:
             key, token_s = (self.base_model, backward), sum(compute) / whole.num_tokens
             before = self._shared.token_s.get(key, token_s)
@@ -303,7 +325,7 @@ class Home:
         self._num_alone = 0 if len(holders) > 1 else self._num_alone + 1
         if self._num_alone >= ALONE_STEPS and self._holders <= {self.seats[0]}:
             self._be_alone()
-            return self.seats[0].post(job)
+            return _chained(self.seats[0].post(job), self._stepped_alone)
         files, shared = await self._share(holders)
         added = [seat.post(self._add_job(files)) for seat in self.seats] if files else []
         stepped = [
@@ -312,6 +334,15 @@ class Home:
         ]
         self._clear()
         return asyncio.create_task(self._stepped(files, shared, added, stepped, began))
+
+    def _stepped_alone(self, result: Result) -> Result:
+        """One member has it all: nothing to add up, nothing to bring."""
+        if isinstance(result, OptimResult):
+            compute_s = float(result.metrics.get("optim_time_s:sum", 0.0))
+            self._shared.seconds["compute"] += compute_s
+            self.times.spent(compute=compute_s)
+            self.times.stepped()
+        return result
 
     async def _stepped(
         self,
@@ -334,6 +365,8 @@ class Home:
             self._reduce_s += RECENT * (transfer_s + reduce_s - self._reduce_s)
         spent = {"compute": compute_s, "wait": wait_s, "reduce": reduce_s, "transfer": transfer_s}
         self._shared.seconds.update(spent)
+        self.times.spent(compute=compute_s, reduce=reduce_s, transfer=transfer_s)
+        self.times.stepped()
         more = {f"{name}_time_s:sum": spent[name] for name in ("wait", "reduce", "transfer")}
         return replace(result, metrics={**result.metrics, **more})
 

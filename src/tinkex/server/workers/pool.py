@@ -123,6 +123,10 @@ class Pool:
             held.update(member.held_bytes)
         return dict(held)
 
+    @property
+    def utilisation(self) -> float:
+        return sum(member.utilisation for member in self.members) / self.size
+
     async def start(self) -> None:
         self._is_started = True
         if self._shared.exchange is not None:
@@ -183,13 +187,15 @@ class Pool:
         home = self._homes.get(adapter_id)
         if home is not None and not home.is_lost:
             return home
-        self._homes.pop(adapter_id, None)
+        lost = self._homes.pop(adapter_id, None)
         if not (ready := self.ready):
             return None
         taken = Counter(id(home.leader) for home in self._homes.values() if not home.is_empty)
         member = min(ready, key=lambda member: taken[id(member)])
         self._num_homes += 1
-        home = self._homes[adapter_id] = Home(adapter_id, self._num_homes, member, self._shared)
+        times = None if lost is None else lost.times
+        home = Home(adapter_id, self._num_homes, member, self._shared, times)
+        self._homes[adapter_id] = home
         self._forget_empty()
         return home
 
@@ -220,6 +226,16 @@ class Pool:
     def _note_loaded(self, key: tuple[int, int, str], answer: asyncio.Future[Result]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             self._loaded[key] = True
+
+    def times_of(self, adapter_id: str) -> Mapping[str, float]:
+        """Seconds of a step of an adapter by phase, over the last ones; empty before the first."""
+        home = self._homes.get(adapter_id)
+        return {} if home is None else home.times.average
+
+    def members_of(self, adapter_id: str) -> list[Worker]:
+        """Who has an adapter in memory, the one that leads first."""
+        home = self._homes.get(adapter_id)
+        return [] if home is None or home.is_empty else [seat.member for seat in home.seats]
 
     @property
     def seconds(self) -> Mapping[str, float]:

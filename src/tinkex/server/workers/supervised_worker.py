@@ -20,6 +20,7 @@ from tinkex.engine.jobs import Done, Event, Failed, Job, Result
 from tinkex.engine.pulse import KINDS, Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
 from tinkex.server.workers.child import Cancel, Ready, Refused
+from tinkex.server.workers.utilisation import Utilisation
 from tinkex.server.workers.watchdog import Budget, Watchdog
 from tinkex.server.workers.worker import OnEvent
 
@@ -49,6 +50,7 @@ class SupervisedWorker(ABC):
         self._supervisor: asyncio.Task[None] | None = None
         self._broken: str = ""
         self._watchdog = Watchdog(budget or Budget())
+        self._utilisation = Utilisation()
 
     # ------------------------------------------------------------------------ for those below
 
@@ -90,6 +92,10 @@ class SupervisedWorker(ABC):
         if not self._ready.is_set():
             return {}
         return dict(zip(KINDS, self._look().held_bytes, strict=True))
+
+    @property
+    def utilisation(self) -> float:
+        return self._utilisation.share if self._ready.is_set() else 0.0
 
     def generation_of(self, adapter_id: str) -> int:
         return self.generation
@@ -147,7 +153,7 @@ class SupervisedWorker(ABC):
         while not self._closing:
             started = time.monotonic()
             watch = asyncio.create_task(
-                self._watchdog.bark(self._look), name=f"{self.name}-watchdog"
+                self._watchdog.bark(self._observed), name=f"{self.name}-watchdog"
             )
             watch.add_done_callback(self._end_stuck)
             try:
@@ -172,6 +178,11 @@ class SupervisedWorker(ABC):
             if failures:
                 self._broken = f"{self.name} {end} right after its start"
                 await asyncio.sleep(min(2 ** (failures - 1) * 0.1, 10.0))
+
+    def _observed(self) -> Beat:
+        beat = self._look()
+        self._utilisation.note(beat.busy_s)
+        return beat
 
     def _take(self, message: Any) -> None:
         """Act on what the engine's process said."""

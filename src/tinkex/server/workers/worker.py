@@ -55,6 +55,10 @@ class Worker(Protocol):
     def held_bytes(self) -> dict[str, int]:
         """Its memory by `pulse.KINDS`; empty while it starts."""
 
+    @property
+    def utilisation(self) -> float:
+        """The share of the last minute that it was busy, between 0 and 1."""
+
     def generation_of(self, adapter_id: str) -> int:
         """Changes whenever the memory of this adapter was lost, so that its owner can tell.
 

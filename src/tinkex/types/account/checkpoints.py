@@ -7,7 +7,7 @@ from typing import Literal, Self, TypeAlias
 
 from tinkex.errors import InvalidInputError
 from tinkex.types._bounds import TtlSeconds
-from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types._models import Listing, Metrics, Request, Response, Texts
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 
@@ -91,6 +91,18 @@ class SetCheckpointTtlRequest(Request):
     ttl_seconds: TtlSeconds | None
 
 
+class RunWorker(Response):
+    """A worker that has a run in memory; what it holds and does is for all runs together."""
+
+    name: str
+    utilisation: float
+    """The share of the last minute that it was busy, between 0 and 1."""
+    kv_bytes: int
+    """Keys and values of samples."""
+    adapter_bytes: int
+    """Adapters in training, with gradients and optimizer state."""
+
+
 class TrainingRun(Response):
     """A model that was or is being trained. `corrupted` means that it can no longer be used."""
 
@@ -111,6 +123,11 @@ class TrainingRun(Response):
     num_steps: int | None = None
     loss: float | None = None
     """Of the last step, a token."""
+    step_seconds: Metrics | None = None
+    """Where the time of a step went, on average over the last 32: `compute`, `wait`, `reduce`
+    (adding the gradients of several workers) and `transfer` (bringing them together)."""
+    workers: Listing[RunWorker] | None = None
+    """Those that have it in memory. This and `step_seconds` are said of one run, not in lists."""
 
 
 class TrainingRunsResponse(Response):
