@@ -26,6 +26,7 @@ from tinkex.engine.jobs import (
     TrainDatum,
     TrainResult,
 )
+from tinkex.engine.train.trainer import is_out_of_memory
 from tinkex.errors import InvalidInputError
 
 
@@ -208,3 +209,10 @@ def test_a_custom_loss_that_fails_on_one_datum_spares_the_others(tiny, rng):
     assert isinstance(fine, TrainResult)
     assert trainer.adapters["a"].grad is None
     assert trainer.adapters["b"].grad is not None
+
+
+def test_a_cpu_without_memory_is_told_from_other_faults():
+    with pytest.raises(RuntimeError) as full:
+        torch.empty(1 << 46)
+    assert is_out_of_memory(full.value)
+    assert not is_out_of_memory(RuntimeError("sizes do not match"))

@@ -46,6 +46,8 @@ class EngineWorker:
     def __init__(self, make: Callable[[], Engine], name: str) -> None:
         self.name, self.generation, self.refusal = name, 0, ""
         self.is_ready = self.is_moving = False
+        self.held_bytes: dict[str, int] = {}
+        self.utilisation = 0.0
         self._make = make
         self._engine: Engine | None = None
         self._pending: dict[str, asyncio.Future[Result]] = {}

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import app_world
 import numpy as np
 import pytest
+import torch
 from app_world import AppWorld, open_app
-from pools import TOY, EngineWorker, Run, always_split, opened
-from wire_client import PROTO, loss_of, train_body
+from pools import TOY, EngineWorker, Run, always_split, opened, torch_member
+from wire_client import PROTO, loss_of, model_body, train_body
 
 from tinkex.engine.jobs import Failed, TrainJob
 from tinkex.engine.pulse import Beat
 from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.engine import ToyEngine
 from tinkex.errors import EngineError
+from tinkex.server.workers.pool import Pool
 from tinkex.server.workers.watchdog import Budget, Watchdog
 
 
@@ -37,9 +41,10 @@ class WireRun:
         self.losses: list[float] = []
         self._seq, self._num = 0, 0
 
-    async def _post(self, *, forward_only: bool = False) -> dict[str, Any]:
+    async def _post(self, *, forward_only: bool = False, longest: int = 0) -> dict[str, Any]:
         rng, self._seq = np.random.default_rng(self._num), self._seq + 1
         passes = [rng.integers(3, 97, int(rng.integers(2, 20))).tolist() for _ in range(8)]
+        passes += [[5] * longest] if longest else []
         body = b"".join(
             train_body(self.model, self._seq, tokens, forward_only=forward_only)
             for tokens in passes
@@ -54,6 +59,11 @@ class WireRun:
         meanwhile()
         self.losses.append(loss_of(await self.world.result(promise)))
         assert (await self.world.result(stepped))["metrics"]["step:max"] == self._num
+
+    async def fails(self, *, longest: int) -> dict[str, Any]:
+        """A pass with a datum that is too long; gives what its client is told."""
+        told: dict[str, Any] = await self.world.result(await self._post(longest=longest))
+        return told
 
     @property
     def seats(self) -> list[Any]:
@@ -138,6 +148,59 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
         again = Run(pool, "toy", "b")
         await again.create()
         assert (await again.train(1)).num_tokens > 0
+
+
+def tight_pool(exchange: Path) -> Pool:
+    """Two engines, one of which has no room for a datum of more than forty tokens."""
+    from tinkex.engine.engine import EngineConfig, TorchEngine
+    from tinkex.engine.train.trainer import Trainer
+
+    class Tight(TorchEngine):
+        def _base(self, *args: Any) -> Any:
+            base = super()._base(*args)
+
+            def run_pass(one: Any, *rest: Any) -> None:
+                if max(item.length for item in one.items) > 40:
+                    raise torch.OutOfMemoryError(
+                        "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB free."
+                    )
+                Trainer._run_pass(base.trainer, one, *rest)
+
+            base.trainer._run_pass = run_pass  # type: ignore[method-assign]
+            return base
+
+    tight = EngineWorker(lambda: Tight(EngineConfig(device="cpu")), "tight")
+    return Pool([tight, torch_member(deterministic=False)], exchange=exchange)
+
+
+async def tiny_model(world: AppWorld, session: str, number: int, base_model: str) -> str:
+    body = model_body(session, number) | {"base_model": base_model}
+    return str((await world.result(await world.ok("create_model", body)))["model_id"])
+
+
+async def test_no_memory_on_one_device_fails_the_pass_to_blame_and_nothing_else(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real engine, whose device has no room for passes with long datums; through the server."""
+    monkeypatch.setattr(app_world, "make_pool", lambda config: tight_pool(tmp_path / "exchange"))
+    async with open_app(tmp_path / "tight", engine="torch", models=(tiny,)) as world:
+        session = await world.session()
+        mine, theirs = [await tiny_model(world, session, n, tiny) for n in range(2)]
+        run, other = WireRun(world, mine), WireRun(world, theirs)
+        await run.step()
+        await run.shared(2)
+        failed = await run.fails(longest=60)
+        assert failed["category"] == "server"
+        assert "Tried to allocate 3.00 GiB" in failed["error"]
+        assert re.search(r"held \d+ tokens; send fewer or shorter datums", failed["error"])
+        await run.step()
+        await other.step()
+        assert run.pool.num_ready == 2
+    async with open_app(tmp_path / "calm", engine="torch", models=(tiny,)) as world:
+        calm = WireRun(world, await tiny_model(world, await world.session(), 0, tiny))
+        await calm.step()
+        await calm.step()
+    assert run.losses == pytest.approx(calm.losses, rel=1e-5)
 
 
 def test_a_process_that_does_not_run_is_noticed_and_its_job_may_run_again() -> None:

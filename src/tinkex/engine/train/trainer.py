@@ -310,7 +310,9 @@ class Trainer:
         try:
             try:
                 return self._run_passes(tasks, config)
-            except (torch.OutOfMemoryError, MemoryError):
+            except (RuntimeError, MemoryError) as exc:
+                if not is_out_of_memory(exc):
+                    raise
                 self._forget_passes(tasks)
                 return self._run_passes(tasks, frugal)
         except (RuntimeError, MemoryError) as exc:
@@ -320,7 +322,7 @@ class Trainer:
             num_tokens = sum(task.num_tokens for task in tasks)
             advice = (
                 f". The pass held {num_tokens} tokens; send fewer or shorter datums at a time"
-                if isinstance(exc, torch.OutOfMemoryError | MemoryError)
+                if is_out_of_memory(exc)
                 else ""
             )
             for task in tasks:
@@ -439,6 +441,13 @@ class Trainer:
                 for index in good:
                     mine[index].error = InvalidInputError(DIVERGED.format(what="gradient is"))
         return again
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """On a CPU torch says it with a `RuntimeError` like any other."""
+    if isinstance(exc, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
 
 
 # --------------------------------------------------------------------------------------- gradients

@@ -339,7 +339,7 @@ class Home:
         """One member has it all: nothing to add up, nothing to bring."""
         if isinstance(result, OptimResult):
             compute_s = float(result.metrics.get("optim_time_s:sum", 0.0))
-            self._shared.seconds["compute"] += compute_s
+            self._shared.seconds.update({"compute": compute_s})
             self.times.spent(compute=compute_s)
             self.times.stepped()
         return result
