@@ -31,7 +31,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from tinkex import ModelInput, SamplingClient, SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex import APIFuture, ModelInput, SampleResponse, SamplingClient, SamplingParams
+from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes.data import Message
 from tinkex.recipes.render import Renderer
@@ -87,6 +91,8 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     environment: Any = None
     is_over: bool = False
+    experts: NDArray[np.int64] | None = None
+    """`routed_experts`, a row per token that a sampler has seen; None: they were not asked for."""
 
     @property
     def num_sampled(self) -> int:
@@ -101,6 +107,13 @@ class Episode:
         self.tokens += tokens
         self.logprobs += logprobs
         self.is_sampled += [True] * len(tokens)
+
+    def route(self, rows: NDArray[np.int64]) -> None:
+        """Note where all tokens so far went; what an earlier turn has recorded stays."""
+        if (known := self.experts) is not None:
+            recorded = (known != NOT_RECORDED).any(axis=(1, 2))
+            rows[: len(known)][recorded] = known[recorded]
+        self.experts = rows
 
     def read(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -301,6 +314,8 @@ class Player:
     max_tokens: int
     """Of one answer."""
     temperature: float = 1.0
+    router_replay: bool = False
+    """Ask of a mixture which experts its tokens passed, so that training takes the same."""
 
     def play(
         self, sampler: SamplingClient, questions: Sequence[Question], *, copies: int, seed: int
@@ -309,23 +324,27 @@ class Player:
         groups = [[self._begin(question) for _ in range(copies)] for question in questions]
         everyone = [one for group in groups for one in group]
         futures = [
-            sampler.sample(ModelInput.from_ints(group[0].tokens), copies, self._params(seed + i))
-            for i, group in enumerate(groups)
+            self._sample(sampler, group[0], copies, seed + i) for i, group in enumerate(groups)
         ]
-        heard = [sequence for future in futures for sequence in future.result().sequences]
-        self._take(everyone, heard)
+        self._take(everyone, [future.result() for future in futures])
         for turn in range(1, self.task.max_turns):
             live = [one for one in everyone if not one.is_over]
             if not live:
                 break
             again = [
-                sampler.sample(
-                    ModelInput.from_ints(one.tokens), 1, self._params(seed + turn * 100_003 + i)
-                )
+                self._sample(sampler, one, 1, seed + turn * 100_003 + i)
                 for i, one in enumerate(live)
             ]
-            self._take(live, [future.result().sequences[0] for future in again])
+            self._take(live, [future.result() for future in again])
         return groups
+
+    def _sample(
+        self, sampler: SamplingClient, one: Episode, copies: int, seed: int
+    ) -> APIFuture[SampleResponse]:
+        prompt, params = ModelInput.from_ints(one.tokens), self._params(seed)
+        if not self.router_replay:
+            return sampler.sample(prompt, copies, params)
+        return sampler.sample(prompt, copies, params, routed_experts=True)
 
     def _begin(self, question: Question) -> Episode:
         environment = self.task.begin(question)
@@ -351,10 +370,15 @@ class Player:
             seed=seed,
         )
 
-    def _take(self, episodes: Sequence[Episode], heard: Sequence[Any]) -> None:
+    def _take(self, episodes: Sequence[Episode], responses: Sequence[SampleResponse]) -> None:
         """Add one answer to each episode, and what its environment says to it."""
         answers = []
-        for one, sequence in zip(episodes, heard, strict=True):
+        pairs = [(response, sequence) for response in responses for sequence in response.sequences]
+        heard = [sequence for _, sequence in pairs]
+        for one, (response, sequence) in zip(episodes, pairs, strict=True):
+            prompt, said = response.prompt_routed_experts, sequence.routed_experts
+            if self.router_replay and prompt is not None and said is not None:
+                one.route(np.concatenate([prompt.array, said.array]))
             one.hear(list(sequence.tokens), list(sequence.logprobs or []))
             answers.append(self.renderer.text(sequence.tokens))
             one.answers.append(answers[-1])

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from tinkex import (
     AdamParams,
     Datum,
@@ -24,6 +26,8 @@ from tinkex import (
     TrainingClient,
 )
 from tinkex.chat.detokenizer import pieces_of
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError
 from tinkex.recipes.best import Watch, stopped_at
 from tinkex.recipes.data import Prompt, load_prompts, split_off
@@ -92,6 +96,8 @@ class RlConfig:
     max_policy_kl: float = 0.0
     """The rest of a batch is left out once the policy is this far (nats per token) from the one
     that sampled it; 0 is off. Only `updates_per_step` above 1 makes it move."""
+    router_replay: bool = False
+    """Train a mixture of experts on the experts that its samples passed."""
     kl_to: str = ""
     """`base`, or the path of a checkpoint: report how far the policy has moved from it."""
     kl_coef: float = 0.0
@@ -160,6 +166,7 @@ def train(
         renderer=renderer,
         max_tokens=config.max_tokens,
         temperature=config.temperature,
+        router_replay=config.router_replay,
     )
     questions = usable(loaded, lambda row: question_of(row, task, renderer))
     on_note(loaded.report())
@@ -302,14 +309,16 @@ def group_data(group: Sequence[Episode]) -> Iterator[Datum]:
 def datum_of(one: Episode, advantages: Sequence[float]) -> Datum:
     """Predict token t+1 from the tokens up to t; what was only read earns nothing."""
     chosen = [a if said else 0.0 for a, said in zip(advantages, one.is_sampled, strict=True)]
-    return Datum(
-        model_input=ModelInput.from_ints(one.tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": one.tokens[1:],
-            "logprobs": one.logprobs[1:],
-            "advantages": chosen[1:],
-        },
-    )
+    inputs: dict[str, Any] = {
+        "target_tokens": one.tokens[1:],
+        "logprobs": one.logprobs[1:],
+        "advantages": chosen[1:],
+    }
+    if one.experts is not None:
+        missing = max(len(one.tokens) - len(one.experts), 0)
+        rows = np.pad(one.experts, ((0, missing), (0, 0), (0, 0)), constant_values=NOT_RECORDED)
+        inputs[ROUTED_EXPERTS] = rows[: len(one.tokens) - 1]
+    return Datum(model_input=ModelInput.from_ints(one.tokens[:-1]), loss_fn_inputs=inputs)
 
 
 # ------------------------------------------------------------------------------ the reference

@@ -177,6 +177,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
     ),
     ("--updates-per-step", int, "Optimizer steps per batch of samples."),
     ("--max-policy-kl", float, "Leave out the rest of a batch beyond this KL to its sampler."),
+    ("--router-replay", bool, "Train a mixture on the experts its samples passed (true or false)."),
     ("--kl-to", str, "Report the KL to `base` or to a checkpoint."),
     ("--kl-coef", float, "Penalty on that KL."),
     ("--reward-by", str, "Report rewards by this field of the rows, too."),
