@@ -34,11 +34,21 @@ class RouterCounts:
     entropies: tuple[float, ...]
     """Sums over some rows each."""
     num_routed: int
+    num_replayed: int = 0
+    """Of those, the ones that a datum prescribed."""
+    num_changed: int = 0
+    """Of those, the ones that their router would have sent elsewhere."""
 
     def metrics(self) -> dict[str, float]:
         """A violation is how far an expert's load is from an equal share, relative to that."""
         load_LE = self.tokens_LE / self.tokens_LE.mean(1, keepdims=True)
         most_L = load_LE.max(1) - 1
+        replay = {}
+        if self.num_replayed:
+            replay = {
+                "e_replayed:mean": self.num_replayed / self.num_routed,
+                "e_replay_changed:mean": self.num_changed / self.num_replayed,
+            }
         return {
             "e_frac_with_tokens:mean": float((self.tokens_LE > 0).mean()),
             "e_frac_oversubscribed:mean": float((load_LE > 1).mean()),
@@ -47,6 +57,7 @@ class RouterCounts:
             "e_min_violation:mean": float((load_LE.min(1) - 1).mean()),
             "e_entropy:mean": math.fsum(self.entropies) / self.num_routed,
             "e_dropped:sum": 0.0,
+            **replay,
         }
 
 
@@ -85,6 +96,8 @@ def join(parts: Sequence[Tally]) -> Tally:
             np.sum([counts.tokens_LE for counts in routers], axis=0),
             tuple(value for counts in routers for value in counts.entropies),
             sum(counts.num_routed for counts in routers),
+            sum(counts.num_replayed for counts in routers),
+            sum(counts.num_changed for counts in routers),
         )
         if routers
         else None,

@@ -117,6 +117,13 @@ def test_training_takes_the_experts_of_the_sample(family_model, family, monkeypa
     )
     assert np.array_equal(choices[True], recorded)
     assert not np.array_equal(np.sort(choices[False]), np.sort(recorded))
+    differs = (np.sort(choices[False]) != np.sort(recorded)).any(-1)
+    metrics = answers[True].metrics
+    assert metrics["e_replayed:mean"] == 1.0
+    assert 0 < metrics["e_replay_changed:mean"] < 1
+    # The first layer with experts sees the same rows in both passes.
+    assert differs[:, 0].sum() <= metrics["e_replay_changed:mean"] * differs.size + 1e-6
+    assert "e_replayed:mean" not in answers[False].metrics
     free, replayed = (answers[key].outputs[0]["logprobs"] for key in (False, True))
     assert not np.allclose(free, replayed, atol=1e-4)
 
@@ -131,6 +138,7 @@ def test_with_replay_the_gap_is_a_dense_models(family_model, family):
     trainer.create(jobs.CreateAdapterJob(job_id="", adapter_id="a", base_model="m", lora=lora))
     (answer,) = trainer.train([job_of(result, replay=True)])
     assert answer.metrics["sampler_gap_max:max"] < 1e-5
+    assert answer.metrics["e_replay_changed:mean"] == 0.0
 
 
 @pytest.mark.parametrize("family", MIXTURES)

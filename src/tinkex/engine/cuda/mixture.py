@@ -198,6 +198,8 @@ class Routed:
     weights_Tk: Tensor
     entropy_T: Tensor
     log_total_T: Tensor
+    own_Tk: Tensor
+    """What the router chose, whatever it was given."""
 
     @classmethod
     def of(
@@ -207,12 +209,13 @@ class Routed:
         chosen, weights, entropy, total = kernels.route(
             logits_TE, config.per_token, config.normalised
         )
+        own = chosen
         if given_Tk is not None:
             chosen = torch.where(given_Tk[:, :1] < 0, chosen, given_Tk.to(chosen))
             weights = (logits_TE.gather(1, chosen) - total[:, None]).exp()
             if config.normalised:
                 weights = weights / weights.sum(-1, keepdim=True)
-        return cls(logits_TE, chosen, weights, entropy, total)
+        return cls(logits_TE, chosen, weights, entropy, total, own)
 
 
 def forward(
@@ -229,6 +232,8 @@ def forward(
     chosen_Tk, weights_Tk = routed.chosen_Tk, routed.weights_Tk
     if routing is not None:
         routing.chosen[layer_index] = chosen_Tk
+        if given is not None:
+            routing.own[layer_index] = routed.own_Tk
         routing.entropy[layer_index] = routed.entropy_T
     s = Sorted.of(chosen_Tk, weights_Tk, config.count)
     inner: dict[str, list[Any]] = {}

@@ -51,6 +51,8 @@ class Routing:
 
     given: Mapping[int, Tensor] = field(default_factory=dict)
     """[T, k] by layer; -1 in a row: the router chooses."""
+    own: dict[int, Tensor] = field(default_factory=dict)
+    """[T, k] by layer, where any are given: what the router would have chosen."""
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """[T, k] by layer."""
     entropy: dict[int, Tensor] = field(default_factory=dict)
@@ -144,6 +146,8 @@ def mixture(
     chosen_Tk, weights_Tk, logp_TE = route(config, weights, y_TD, given)
     if routing is not None:
         routing.chosen[layer_index] = chosen_Tk
+        if given is not None:
+            routing.own[layer_index] = logp_TE.detach().topk(config.per_token, dim=-1).indices
         with torch.no_grad():
             routing.entropy[layer_index] = -(logp_TE.exp() * logp_TE).sum(-1)
     order = chosen_Tk.flatten().argsort(stable=True)

@@ -22,6 +22,7 @@ class RouterLoad:
         self._counts_LE: Tensor | None = None
         self._entropies: list[Tensor] = []
         self._num_routed = 0
+        self._replayed: list[Tensor] = []
 
     def add(self, routing: Routing, rows: slice, num_experts: int) -> None:
         """Count the rows of one pass that belong to the job."""
@@ -33,12 +34,19 @@ class RouterLoad:
         entropy_LT = torch.stack([routing.entropy[layer][rows] for layer in layers])
         self._entropies.append(entropy_LT.double().sum())
         self._num_routed += entropy_LT.numel()
+        if routing.own:
+            given_LTk = torch.stack([routing.given[layer][rows] for layer in layers])
+            own_LTk = torch.stack([routing.own[layer][rows] for layer in layers])
+            is_given = given_LTk[..., 0] >= 0
+            differs = (given_LTk.sort().values != own_LTk.sort().values).any(-1) & is_given
+            self._replayed.append(torch.stack([is_given.sum(), differs.sum()]))
 
     def counts(self) -> RouterCounts | None:
         """What was counted; None where there is no router."""
         if self._counts_LE is None:
             return None
         entropies = torch.stack(self._entropies).tolist()
+        replayed = torch.stack(self._replayed).sum(0).tolist() if self._replayed else (0, 0)
         return RouterCounts(
-            self._counts_LE.double().cpu().numpy(), tuple(entropies), self._num_routed
+            self._counts_LE.double().cpu().numpy(), tuple(entropies), self._num_routed, *replayed
         )
