@@ -141,9 +141,14 @@ def test_mxfp4_experts_stay_in_4_bits_where_they_would_not_fit(mxfp4, monkeypatc
         load_decoder(str(packed_folder))
 
 
-def test_a_doctor_says_both_sizes_of_mxfp4(mxfp4):
+def test_a_doctor_says_both_sizes_of_mxfp4_and_what_this_machine_does(mxfp4, monkeypatch):
     says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[0])))}
     assert "with its experts kept in 4 bits" in says["memory"]
+    if not torch.cuda.is_available():
+        assert "the experts are expanded" in says["memory"]
+        monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: 10**6)
+        says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[0])))}
+        assert "here (cpu, 0.0 GB free) the experts stay in 4 bits" in says["memory"]
     says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[1])))}
     assert "4 bits" not in says["memory"]
 

@@ -127,6 +127,15 @@ _ROOM_TO_WORK = 0.75
 """Experts are expanded while all weights take no more than this share of the free memory."""
 
 
+def free_on(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+
+
+def fits_expanded(whole: int, free: int) -> bool:
+    """Whether weights of `whole` bytes leave enough of `free` to work with."""
+    return whole <= _ROOM_TO_WORK * free
+
+
 def keeps_packed(
     config: ModelConfig,
     reader: WeightReader,
@@ -139,7 +148,7 @@ def keeps_packed(
     Raises:
         NotSupportedError: The weights are larger than what the device has free.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    free = free_on(device)
     whole = weight_bytes(config, dtype)
     kind = str(dtype).removeprefix("torch.")
     if not (isinstance(reader, PublishedWeights) and reader.in_mxfp4):
@@ -150,7 +159,7 @@ def keeps_packed(
     if packed > free:
         what = f"{packed / 1e9:.1f} GB for its weights, even with its experts kept in 4 bits"
         raise _too_large(name, what, device, free)
-    if whole <= _ROOM_TO_WORK * free:
+    if fits_expanded(whole, free):
         return False
     log.warning(
         "%s: its experts stay in 4 bits (MXFP4) and are expanded whenever they are used, which is "

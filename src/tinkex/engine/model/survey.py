@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.model.loading import weight_bytes
+from tinkex.engine.model.loading import fits_expanded, free_on, weight_bytes
 from tinkex.engine.model.published import holds_mxfp4, misfits, text_names
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
@@ -132,14 +132,31 @@ def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark
         small = ""
         if packed:
             size = weight_bytes(config, dtype, packed=True)
-            small = f" ({size / 1e9:.2f} with its experts kept in 4 bits, where that does not fit)"
+            small = f" ({size / 1e9:.2f} with its experts kept in 4 bits)"
         parts.append(
             f"{name}: weights {it.weights / 1e9:.2f} GB{small}, training at {length} tokens "
             f"{it.training / 1e9:.2f} GB more ({it.training_recomputed / 1e9:.2f} recomputed), "
             f"{it.sample / 1e9:.3f} GB a sample"
         )
-    says = f"adapter of rank {rank} on every linear with its optimizer {adapter / 1e9:.2f} GB"
-    return Remark(what="memory", ok=True, says="; ".join([*parts, says]))
+    parts.append(
+        f"adapter of rank {rank} on every linear with its optimizer {adapter / 1e9:.2f} GB"
+    )
+    if packed:
+        parts.append(_packed_here(config))
+    return Remark(what="memory", ok=True, says="; ".join(parts))
+
+
+def _packed_here(config: ModelConfig) -> str:
+    """What this machine would do with experts that are stored in 4 bits."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    free = free_on(device)
+    does = "stay in 4 bits"
+    if fits_expanded(weight_bytes(config, dtype), free):
+        does = "are expanded"
+    elif weight_bytes(config, dtype, packed=True) > free:
+        does = "do not fit even in 4 bits"
+    return f"here ({device}, {free / 1e9:.1f} GB free) the experts {does}"
 
 
 def _adapter_rows(config: ModelConfig) -> Iterator[int]:
