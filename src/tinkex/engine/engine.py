@@ -49,6 +49,7 @@ from tinkex.errors import ConfigError, EngineError, InvalidInputError, TinkerErr
 
 if TYPE_CHECKING:
     from tinkex.engine.cuda.warm_up import WarmUp
+    from tinkex.engine.group.leader import Leader
 
 log = logging.getLogger(__name__)
 _SNAPSHOT_IDLE_S = 600.0
@@ -95,6 +96,11 @@ class EngineConfig:
     """Share of the device's time for training while both have work."""
     any_base: bool = False
     """Use checkpoints of other base weights too, with a warning."""
+    group: tuple[str, ...] = ()
+    """The devices of a group that holds each base model together; the first is `device`, the others
+    are followers' in processes of their own. Empty: one device holds it alone."""
+    group_timeout_s: float = 120.0
+    """A group ends when a member keeps the others waiting for longer in the middle of a pass."""
 
     def __post_init__(self) -> None:
         if not 0 < self.train_share < 1:
@@ -120,6 +126,11 @@ class EngineConfig:
                 )
             return torch.device(f"cuda:{number}" if number else "cuda")
         device = torch.device(self.device)
+        if device.type == "cuda" and (device.index or 0) >= max(1, torch.cuda.device_count()):
+            raise ConfigError(
+                f"engine.device is {self.device!r}, but torch sees "
+                f"{torch.cuda.device_count()} GPUs, counted from cuda:0"
+            )
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU")
         if device.type not in ("cpu", "cuda"):
@@ -221,6 +232,7 @@ class TorchEngine:
         self._measured_at = 0.0
         self._is_resting = True
         # Unnamed weights for sampling do not wait for a large checkpoint that is being written.
+        self._leader = _lead(self.config, self.device)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-disk")
         self._quick_disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-quick-disk")
         self._written: dict[ThreadPoolExecutor, Future[None]] = {}
@@ -270,6 +282,8 @@ class TorchEngine:
                 self._end_all()
                 self._quick_disk.shutdown()
                 self._disk.shutdown()
+                if self._leader is not None:
+                    self._leader.close()
                 return
             if ready := self._ready():
                 self._turn(self._turns.pick(ready))
@@ -453,27 +467,41 @@ class TorchEngine:
                 source = resolve(name)
                 if source.note:
                     log.log(logging.WARNING if source.stands_in else logging.INFO, source.note)
-                warm_up = _warm_up(source, self.device)
+                warm_up = None if self._leader is not None else _warm_up(source, self.device)
                 witness = witness_of(source)
-                decoder = load_decoder(source, device=self.device, weights=witness)
+                if self._leader is not None:
+                    decoder: DecoderLike = self._leader.load(source, witness)
+                else:
+                    decoder = load_decoder(source, device=self.device, weights=witness)
                 identity = Base(name, fingerprint(source, witness), self.config.any_base)
                 log.info("loaded %s, fingerprint %s", name, identity.fingerprint)
                 if warm_up is not None:
                     warm_up.wait()
-            config = self.config.trainer or TrainerConfig.for_device(
-                self.device, deterministic=self.config.deterministic
-            )
-            trainer = Trainer(
-                decoder,
-                base_model=name,
-                config=config,
-                after_pass=self._between_passes,
-                base=identity,
-            )
+            trainer = self._trainer_of(decoder, name, identity)
             size_bytes = tensor_bytes(decoder)
             base = self._bases[name] = _Base(source, decoder, trainer, identity, size_bytes)
         self._bases.move_to_end(name)
         return base
+
+    def _trainer_of(self, decoder: DecoderLike, name: str, base: Base) -> Trainer:
+        config, after_pass = self.config.trainer, self._between_passes
+        if self._leader is not None:
+            return self._leader.led_trainer(
+                decoder, base_model=name, config=config, base=base, after_pass=after_pass
+            )
+        config = config or TrainerConfig.for_device(
+            self.device, deterministic=self.config.deterministic
+        )
+        return Trainer(decoder, base_model=name, config=config, base=base, after_pass=after_pass)
+
+    def _sampler_of(self, base: _Base) -> Sampler:
+        config, folder = self.config.sampler, base.source.path
+        if self._leader is not None:
+            return self._leader.led_sampler(base.decoder, config, base.source)
+        config = config or SamplerConfig.for_device(
+            self.device, deterministic=self.config.deterministic
+        )
+        return Sampler(base.decoder, config, detokenizer=lambda: load_detokenizer(folder))
 
     def _load_model(self, job: jobs.LoadModelJob, emit: Emit) -> jobs.AdapterResult:
         self._base(job.base_model, job.job_id, emit)
@@ -597,8 +625,7 @@ class TorchEngine:
         image = trainer.capture(job)
         snapshot = None
         if job.for_sampling:
-            adapter = trainer.find(job.adapter_id).adapter.frozen_copy()
-            snapshot = _Snapshot(adapter, job.job_id)
+            snapshot = _Snapshot(trainer.snapshot(job.adapter_id), job.job_id)
             self._keep(self._base_of[job.adapter_id], job.folder, snapshot)
         write = partial(_write, job, image, snapshot)
         self._written[disk] = disk.submit(self._attempt, job, emit, write)
@@ -613,13 +640,7 @@ class TorchEngine:
     def _start_sample(self, job: jobs.SampleJob, emit: Emit) -> None:
         base = self._base(job.base_model, job.job_id, emit)
         if base.sampler is None:
-            folder = base.source.path
-            base.sampler = Sampler(
-                base.decoder,
-                self.config.sampler
-                or SamplerConfig.for_device(self.device, deterministic=self.config.deterministic),
-                detokenizer=lambda: load_detokenizer(folder),
-            )
+            base.sampler = self._sampler_of(base)
         if job.adapter_folder is None:
             base.sampler.add(job, None, _safe(emit))
         else:
@@ -630,9 +651,7 @@ class TorchEngine:
         """The weights in a folder. A folder that was written anew is read anew."""
         found, written = self._snapshots.get((name, folder)), _written(folder)
         if found is None or (written is not None and written != found.written):
-            adapter = checkpoint.read_adapter(
-                folder, base.decoder.targets, base.decoder.device, base.identity
-            )
+            adapter = base.trainer.read_snapshot(folder)
             found = _Snapshot(adapter, checkpoint.content_of(folder), written)
         self._keep(name, folder, found)
         return found
@@ -662,6 +681,21 @@ def _write(
         snapshot.version = checkpoint.content_of(job.folder)
         snapshot.written = _written(job.folder)
     return jobs.AdapterResult(size_bytes=size_bytes)
+
+
+def _lead(config: EngineConfig, device: torch.device) -> Leader | None:
+    """The leader of the engine's group; None without one."""
+    if not config.group:
+        return None
+    from tinkex.engine.group.leader import Leader
+
+    return Leader(
+        config.group,
+        device,
+        exact=config.deterministic,
+        threads=config.threads,
+        timeout_s=config.group_timeout_s,
+    )
 
 
 def _snapshot_room(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,15 +86,10 @@ class Adapter:
 
     def __init__(self, groups: Mapping[str, LoraGroup], *, trainable: bool = True) -> None:
         given = [tensor for group in groups.values() for tensor in group.tensors()]
-        starts = [0]
-        for tensor in given:
-            starts.append(starts[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED)
-        self.layout = tuple(
-            (at, (t.shape[0], t.shape[1])) for at, t in zip(starts, given, strict=False)
-        )
+        self.layout, size = lay_out([(t.shape[0], t.shape[1]) for t in given])
         """Where each parameter starts, and its shape."""
         device = given[0].device if given else torch.device("cpu")
-        self.flat = torch.zeros(starts[-1], device=device)
+        self.flat = torch.zeros(size, device=device)
         self.grad: Tensor | None = None
         """Gradients of the passes that run now; None between jobs."""
         self.signature = tuple((key, group.parts) for key, group in groups.items())
@@ -109,8 +104,7 @@ class Adapter:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A buffer of this adapter's layout, parameter by parameter."""
-        start = flat.storage_offset()
-        return [flat.as_strided(shape, (shape[1], 1), start + at) for at, shape in self.layout]
+        return take_apart(flat, self.layout)
 
     def fold(self, tensors: Sequence[Tensor]) -> Tensor:
         """The inverse of `views`: tensors parallel to the parameters, in one new buffer."""
@@ -142,6 +136,28 @@ class Adapter:
             for part, b_Or in zip(group.parts, group.b_Or, strict=True):
                 yield part, group.a_RI[part.row : part.row + part.rank], b_Or
 
+    def norm(self, grad: Tensor) -> float:
+        """The 2-norm of a buffer's values together, as one number on the host."""
+        return float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+
+    def share(self, grad: Tensor) -> Tensor:
+        """A gradient with what others computed of it; here all of it was computed."""
+        return grad
+
+    def change_matrices(self, flat: Tensor, change: Callable[[Tensor, Tensor], None]) -> None:
+        """Call `change(weights, values)` for every module's own A and B.
+
+        `flat` has the values. The stacked A of a fused linear is taken apart: each module is a
+        matrix of its own.
+        """
+        weights, values, at = self.views(self.flat), self.views(flat), 0
+        for group in self.groups.values():
+            rows = [(part.row, part.row + part.rank) for part in group.parts]
+            for pieces in [rows, *([(0, len(b_Or))] for b_Or in group.b_Or)]:
+                for start, stop in pieces:
+                    change(weights[at][start:stop], values[at][start:stop])
+                at += 1
+
     def frozen_copy(self) -> Adapter:
         """An immutable snapshot, for sampling while training goes on."""
         copy = object.__new__(Adapter)
@@ -157,6 +173,22 @@ class Adapter:
 
 _ALIGNED = 8
 """Parameters start at multiples of this, as 16-byte loads of their bf16 copies need."""
+Layout = tuple[tuple[int, tuple[int, int]], ...]
+
+
+def lay_out(shapes: Iterable[tuple[int, int]]) -> tuple[Layout, int]:
+    """Where parameters of these shapes start in one buffer, and the buffer's size."""
+    layout, at = [], 0
+    for shape in shapes:
+        layout.append((at, shape))
+        at += -(-shape[0] * shape[1] // _ALIGNED) * _ALIGNED
+    return tuple(layout), at
+
+
+def take_apart(flat: Tensor, layout: Layout) -> list[Tensor]:
+    """Views of a buffer, parameter by parameter."""
+    start = flat.storage_offset()
+    return [flat.as_strided(shape, (shape[1], 1), start + at) for at, shape in layout]
 
 
 @dataclass(frozen=True, slots=True)

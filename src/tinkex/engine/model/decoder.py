@@ -13,9 +13,9 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, d head size, V voc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,9 @@ from tinkex.engine.model.softmax import HAS_TRITON
 from tinkex.engine.model.weights import WeightReader, open_weights
 from tinkex.errors import ConfigError
 
+if TYPE_CHECKING:
+    from tinkex.engine.group.vocabulary import VocabularyPart
+
 
 class DecoderLike(Protocol):
     """What trainer and sampler need of a model, ours or a foreign one."""
@@ -56,6 +59,10 @@ class DecoderLike(Protocol):
     dtype: torch.dtype
     batch_invariant: bool
     """Whether no bit of a row's forward depends on the other rows of a pass."""
+
+    @property
+    def vocabulary(self) -> VocabularyPart | None:
+        """Where losses take their logits, if a group shares the vocabulary; None: from `head`."""
 
     def forward(
         self,
@@ -100,6 +107,7 @@ class Decoder:
     """A frozen base model. All methods are functions of their arguments; nothing is kept."""
 
     batch_invariant = False
+    vocabulary: VocabularyPart | None = None
 
     def __init__(
         self,
@@ -114,7 +122,7 @@ class Decoder:
         self.config = config
         self.device = torch.device(device)
         self.dtype = compute_dtype(self.device, dtype)
-        read = Loader(config, weights, self.device, self.dtype, keep_packed=keep_packed)
+        read = self._loader(weights, keep_packed)
         self.embed_VD = read.one("model.embed_tokens.weight")
         self.layers = [_read_layer(read, index) for index in range(config.num_layers)]
         self.final_norm_D = read.norm("model.norm.weight")
@@ -139,7 +147,7 @@ class Decoder:
         `recompute` keeps one tensor per layer and redoes the layer in the backward pass. `routing`
         learns, or says, which experts of a mixture the rows pass.
         """
-        x_TD = F.embedding(tokens_T, self.embed_VD)
+        x_TD = self._embed(tokens_T)
         cos_Th, sin_Th = self._rope(positions_T)
         for index in range(self.config.num_layers):
             if recompute and torch.is_grad_enabled():
@@ -175,6 +183,12 @@ class Decoder:
                 yield from (layer.mixture.shared_gate_up, layer.mixture.shared_down)
         yield self.head_VD
 
+    def _loader(self, weights: WeightReader, keep_packed: bool) -> Loader:
+        return Loader(self.config, weights, self.device, self.dtype, keep_packed=keep_packed)
+
+    def _embed(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.embed_VD)
+
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
         factor = self.config.rope.attention_factor
@@ -196,7 +210,7 @@ class Decoder:
         config, layer = self.config, self.layers[index]
         eps = config.norm_eps
         slots = _slots(lora, f"{index}.qkv")
-        qkv = norm_linear(x_TD, layer.attn_norm, eps, layer.qkv, layer.qkv_bias, slots)
+        qkv = norm_linear(self._enter(x_TD), layer.attn_norm, eps, layer.qkv, layer.qkv_bias, slots)
         if layer.delta is not None:
             mixed = self._delta(index, layer.delta, qkv, attend)
         else:
@@ -207,15 +221,52 @@ class Decoder:
                 assert isinstance(attend, WideAttend)
                 mixed = attend(index, q, k, v, layer.sinks)
             mixed = (mixed if gate is None else mixed * gate.sigmoid()).flatten(1)
-        x_TD = linear(mixed, layer.out, layer.out_bias, _slots(lora, f"{index}.o"), x_TD)
+        slots = _slots(lora, f"{index}.o")
+        x_TD = self._leave(linear, mixed, layer.out, layer.out_bias, slots, x_TD)
         if layer.mixture is not None:
-            assert config.experts is not None
-            y_TD = rms_norm(x_TD, layer.mlp_norm, eps)
-            return x_TD + mixture(config.experts, layer.mixture, index, y_TD, lora, routing)
+            return x_TD + self._mixture(index, layer.mixture, x_TD, lora, routing)
         slots = _slots(lora, f"{index}.gate_up")
-        gate_up = norm_linear(x_TD, layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, slots)
+        gate_up = norm_linear(
+            self._enter(x_TD), layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, slots
+        )
         slots = _slots(lora, f"{index}.down")
-        return glu_linear(gate_up, layer.down, layer.down_bias, slots, x_TD)
+        return self._leave(glu_linear, gate_up, layer.down, layer.down_bias, slots, x_TD)
+
+    # What a decoder whose weights are cut over several devices does otherwise.
+
+    def _enter(self, x_TD: Tensor) -> Tensor:
+        """The stream, where a block reads it."""
+        return x_TD
+
+    def _leave(
+        self,
+        product: Callable[..., Tensor],
+        x_TI: Tensor,
+        weight_DI: Tensor,
+        bias_D: Tensor | None,
+        slots: tuple[Slot, ...],
+        x_TD: Tensor,
+    ) -> Tensor:
+        """The stream with a block's output, which is a `product`, added."""
+        return product(x_TI, weight_DI, bias_D, slots, x_TD)
+
+    def _mixture(
+        self,
+        index: int,
+        weights: MixtureWeights,
+        x_TD: Tensor,
+        lora: LoraBatch | None,
+        routing: Routing | None,
+    ) -> Tensor:
+        assert self.config.experts is not None
+        y_TD = rms_norm(x_TD, self.layers[index].mlp_norm, self.config.norm_eps)
+        return mixture(self.config.experts, weights, index, y_TD, lora, routing)
+
+    def _norm_heads(self, layer: _Layer, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        eps = self.config.norm_eps
+        return rms_norm(q_T, layer.q_norm, eps), rms_norm(k_T, layer.k_norm, eps)
 
     def _delta(self, index: int, weights: DeltaWeights, fused: Tensor, attend: Attend) -> Tensor:
         """What a delta layer hands to its output linear."""
@@ -247,8 +298,7 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             if not config.wide_qk_norm:
                 q_T, k_T = (t.unflatten(1, (-1, size)) if t.ndim == 2 else t for t in (q_T, k_T))
-            q_T = rms_norm(q_T, layer.q_norm, config.norm_eps)
-            k_T = rms_norm(k_T, layer.k_norm, config.norm_eps)
+            q_T, k_T = self._norm_heads(layer, q_T, k_T)
         if (clip := config.qkv_clip) is not None:
             q_T, k_T, v_T = (t.clamp(-clip, clip) for t in (q_T, k_T, v_T))
         q_T, k_T = rotate(q_T, num_q, cos_Th, sin_Th), rotate(k_T, num_kv, cos_Th, sin_Th)

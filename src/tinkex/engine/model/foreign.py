@@ -37,6 +37,7 @@ class ForeignDecoder:
     """A transformers model behind the decoder's interface. One thread at a time."""
 
     batch_invariant = False
+    vocabulary = None
 
     def __init__(
         self,

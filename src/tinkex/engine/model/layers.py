@@ -220,9 +220,9 @@ def glu_linear(
     weight_OI: Tensor,
     bias_O: Tensor | None,
     slots: Sequence[Slot],
-    residual_TO: Tensor,
+    residual_TO: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up, then a linear with LoRA, added to `residual_TO`."""
+    """silu(gate) * up, then a linear with LoRA, added to `residual_TO` when one is given."""
     if torch.is_grad_enabled() and (slots or gate_up_TF.requires_grad):
         flat = _flat(slots)
         return _apply(_GluLinear, gate_up_TF, weight_OI, bias_O, residual_TO, slots, *flat)
@@ -241,7 +241,7 @@ class _GluLinear(torch.autograd.Function):
         gate_up_TF: Tensor,
         weight_OI: Tensor,
         bias_O: Tensor | None,
-        residual_TO: Tensor,
+        residual_TO: Tensor | None,
         slots: Sequence[Slot],
         *_: Tensor,
     ) -> Tensor:

@@ -44,7 +44,7 @@ class Loader:
     def one(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._weights.read(name)
         self._check(name, tensor.shape)
-        return tensor.to(self._device, dtype or self._dtype).contiguous()
+        return self.part(name, tensor).to(self._device, dtype or self._dtype).contiguous()
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if tuple(shape) != self._shapes[name]:
@@ -60,6 +60,10 @@ class Loader:
                 self._check(name, packed.shape)
                 return packed.to(self._device, self._dtype)
         return self.one(name)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """What is kept of a tensor: all of it, unless several devices share the model."""
+        return tensor
 
     def maybe(self, name: str) -> Tensor | None:
         """None for what this model does not have."""
@@ -172,5 +176,15 @@ def keeps_packed(
 def _too_large(name: str, what: str, device: torch.device, free: int) -> NotSupportedError:
     return NotSupportedError(
         f"{name} needs {what}; {device} has {free / 1e9:.1f} GB free. Use a larger device or a "
-        "smaller model."
+        "smaller model, or let several devices share it (--group)."
     )
+
+
+def check_room(
+    config: ModelConfig, name: str, device: torch.device, dtype: torch.dtype, parts: int
+) -> None:
+    """Refuse a model if one of so many `parts` of it is larger than what the device has free."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    needed = weight_bytes(config, dtype) // parts
+    if needed > free:
+        raise _too_large(name, f"{needed / 1e9:.1f} GB for a part of its weights", device, free)

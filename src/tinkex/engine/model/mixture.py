@@ -11,7 +11,7 @@ expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,8 @@ class MixtureWeights:
     shared_gate_up: Tensor | None = None
     shared_down: Tensor | None = None
     shared_gate_1D: Tensor | None = None
+    first: int = 0
+    """The first expert whose weights are here; a member of a group has some of them."""
 
 
 @dataclass(slots=True)
@@ -87,14 +89,23 @@ def _pair(name: str, hidden: int, size: int) -> Iterator[tuple[str, Target]]:
 
 
 def route(
-    config: ExpertsConfig, weights: MixtureWeights, y_TD: Tensor, given_Tk: Tensor | None = None
+    config: ExpertsConfig,
+    weights: MixtureWeights,
+    y_TD: Tensor,
+    given_Tk: Tensor | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(experts of each row, best first; their weights; log-probabilities of all), in fp32."""
+    """(experts of each row, best first; their weights; log-probabilities of all), in fp32.
+
+    With `agree`, the choice is what that makes of it: members of a group make the same.
+    """
     logits_TE = wide(linear(y_TD, weights.router_ED, weights.router_bias_E, NO_SLOTS))
     logp_TE = logits_TE.log_softmax(-1)
     chosen_Tk = logits_TE.topk(config.per_token, dim=-1).indices
     if given_Tk is not None:
         chosen_Tk = torch.where(given_Tk[:, :1] < 0, chosen_Tk, given_Tk.to(chosen_Tk))
+    if agree is not None:
+        chosen_Tk = agree(chosen_Tk)
     weights_Tk = logp_TE.gather(1, chosen_Tk).exp()
     if config.normalised:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
@@ -140,10 +151,11 @@ def mixture(
     y_TD: Tensor,
     lora: LoraBatch | None,
     routing: Routing | None = None,
+    agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """What the block adds to the residual; `y_TD` is normed already."""
+    """What the block adds to the residual, as far as its experts are here; `y_TD` is normed."""
     given = None if routing is None else routing.given.get(layer_index)
-    chosen_Tk, weights_Tk, logp_TE = route(config, weights, y_TD, given)
+    chosen_Tk, weights_Tk, logp_TE = route(config, weights, y_TD, given, agree)
     if routing is not None:
         routing.chosen[layer_index] = chosen_Tk
         if given is not None:
@@ -157,7 +169,9 @@ def mixture(
     pieces, start = [], 0
     for expert, x_tD in enumerate(y_TD[rows].split(counts)):
         stop = start + counts[expert]
-        if stop > start:
+        if not 0 <= expert - weights.first < weights.down_EDM.shape[0]:
+            pieces.append(torch.zeros_like(x_tD))
+        elif stop > start:
             own = LoraBatch(()) if lora is None else lora.select(row_numbers[start:stop])
             pieces.append(_expert(config, weights, layer_index, expert, x_tD, own))
         start = stop
@@ -178,12 +192,13 @@ def _expert(
     x_tD: Tensor,
     lora: LoraBatch,
 ) -> Tensor:
-    bias_X = None if weights.gate_up_bias_EX is None else weights.gate_up_bias_EX[expert]
-    bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[expert]
+    at = expert - weights.first
+    bias_X = None if weights.gate_up_bias_EX is None else weights.gate_up_bias_EX[at]
+    bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[at]
     slots = lora.slots(expert_key(layer_index, expert, "gate_up"))
-    act = combine(config, linear(x_tD, weights.gate_up_EXD[expert], bias_X, slots))
+    act = combine(config, linear(x_tD, weights.gate_up_EXD[at], bias_X, slots))
     slots = lora.slots(expert_key(layer_index, expert, "down"))
-    return linear(act, weights.down_EDM[expert], bias_D, slots)
+    return linear(act, weights.down_EDM[at], bias_D, slots)
 
 
 def _shared(

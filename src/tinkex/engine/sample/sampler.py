@@ -165,18 +165,25 @@ class Sampler:
         self._attend, self._graphs = _attention(
             decoder, self.cache, self.states, self._experts, exact=self.config.exact
         )
-        self._fewest_rows = 1
-        wants_copies = self.config.packed_weights and not self.config.exact
-        wants_copies = wants_copies and decoder.device.type == "cpu"
-        if wants_copies and isinstance(decoder, Decoder):
-            if packed_weights.pack(decoder.matrices()):
-                self._fewest_rows = packed_weights.FEWEST_ROWS
+        self._fewest_rows = packed_weights.FEWEST_ROWS if self._pack_weights() else 1
         self._load_detokenizer = detokenizer
         self._detokenize: Detokenize | None = None
         self._requests: dict[str, _Request] = {}
         self._settings: tuple[list[_Sample], Settings] | None = None
         self._unread: _Drawn | None = None
         self._pass_clock = PassClock()
+
+    def _pack_weights(self) -> bool:
+        """Make the copies that decoding on a CPU is faster with; False where there are none."""
+        decoder, config = self.decoder, self.config
+        wanted = config.packed_weights and not config.exact and decoder.device.type == "cpu"
+        if not wanted or not isinstance(decoder, Decoder):
+            return False
+        return packed_weights.pack(decoder.matrices())
+
+    def _agree(self, drawn_2N: Tensor) -> Tensor:
+        """Tokens and logprobs that were drawn; members of a group take those of one."""
+        return drawn_2N
 
     @property
     def has_work(self) -> bool:
@@ -498,7 +505,7 @@ class Sampler:
         numbers = [uniforms(sample.key, sample.num_sampled + num_unread) for sample in samples]
         uniform_N3 = send(numbers, logits_NV.device, torch.float64)
         tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
-        wanted = [torch.stack((tokens_N.double(), logprobs_N.double()))]
+        wanted = [self._agree(torch.stack((tokens_N.double(), logprobs_N.double())))]
         if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
             wanted += top_sampled(logits_NV, settings, widest)
         return _Drawn(samples, tokens_N, Fetch(*wanted))

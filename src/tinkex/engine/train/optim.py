@@ -36,7 +36,7 @@ def apply_step(
 ) -> float:
     """Update the adapter in place; returns the gradient norm before clipping. Consumes `grad`."""
     check_params(state.kind, params)
-    norm = global_norm(grad)
+    norm = adapter.norm(grad)
     if 0 < params.grad_clip_norm < norm:
         grad *= params.grad_clip_norm / norm
     state.step += 1
@@ -44,8 +44,3 @@ def apply_step(
         adapter.flat *= 1 - params.learning_rate * params.weight_decay
     UPDATES[state.kind].step(adapter, state.moments, grad, state.step, params)
     return norm
-
-
-def global_norm(grad: Tensor) -> float:
-    """The 2-norm of all values together, as one number on the host."""
-    return float(torch.linalg.vector_norm(grad, dtype=torch.float64))

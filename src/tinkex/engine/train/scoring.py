@@ -138,13 +138,19 @@ class _Head:
             for run in runs
             if (part := run.part(rows)) is not None
         ]
-        softmax = _softmax(self._decoder.head(hidden_ND, lora), pieces)
+        cut = self._decoder.vocabulary
+        softmax: _Softmax
+        if cut is None:
+            softmax = _softmax(self._decoder.head(hidden_ND, lora), pieces)
+        else:
+            softmax = cut.softmax(hidden_ND, lora, pieces)
         for piece, logprobs_nK in zip(pieces, softmax.logprobs, strict=True):
             piece.settle(logprobs_nK, evaluate, backward)
         if not backward or self.dhidden_TD is None:
             return
         dlogits_NV = softmax.backward(pieces)
-        self.dhidden_TD[place] = self._decoder.head_backward(dlogits_NV, hidden_ND, lora)
+        back = self._decoder.head_backward if cut is None else cut.backward
+        self.dhidden_TD[place] = back(dlogits_NV, hidden_ND, lora)
 
 
 def _place(rows: Rows, device: torch.device) -> slice | Tensor:

@@ -43,7 +43,7 @@ from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
 from tinkex.engine.train.losses import Limits, Prepared
-from tinkex.engine.train.optim import OptimizerState, apply_step, global_norm
+from tinkex.engine.train.optim import OptimizerState, apply_step
 from tinkex.engine.train.packing import Item, Pass, pack
 from tinkex.engine.train.scoring import score
 from tinkex.engine.train.shards import NUM_SHARDS, tree_sum
@@ -161,7 +161,12 @@ class Trainer:
                     f"{name!r}; pass train_{kind}=False to train the others",
                     path=f"lora.train_{kind}",
                 )
-        adapter = fresh_adapter(
+        adapter = self._fresh(spec, kinds)
+        optimizer = OptimizerState.fresh(job.optimizer, adapter)
+        self.adapters[job.adapter_id] = ResidentAdapter(adapter, spec, job.base_model, optimizer)
+
+    def _fresh(self, spec: LoraSpec, kinds: Sequence[Kind]) -> Adapter:
+        return fresh_adapter(
             self.decoder.targets,
             rank=spec.rank,
             alpha=spec.alpha,
@@ -169,19 +174,11 @@ class Trainer:
             seed=spec.seed,
             device=self.decoder.device,
         )
-        optimizer = OptimizerState.fresh(job.optimizer, adapter)
-        self.adapters[job.adapter_id] = ResidentAdapter(adapter, spec, job.base_model, optimizer)
 
     def load(self, job: LoadAdapterJob) -> None:
         """Put a checkpoint into an adapter, creating it when it is absent."""
         previous = self.adapters.get(job.adapter_id)
-        stored = checkpoint.read(
-            job.folder,
-            self.decoder.targets,
-            self.decoder.device,
-            with_optimizer=job.with_optimizer,
-            base=self.base,
-        )
+        stored = self._read(job.folder, with_optimizer=job.with_optimizer)
         kind: str = stored.optimizer_kind or (
             previous.optimizer.kind if previous is not None else "adamw"
         )
@@ -194,6 +191,20 @@ class Trainer:
             dict(stored.grads),
             previous.version + 1 if previous is not None else 0,
         )
+
+    def _read(self, folder: str, *, with_optimizer: bool) -> checkpoint.Stored:
+        targets, device = self.decoder.targets, self.decoder.device
+        return checkpoint.read(
+            folder, targets, device, with_optimizer=with_optimizer, base=self.base
+        )
+
+    def snapshot(self, adapter_id: str) -> Adapter:
+        """The weights as they are now, for sampling while training goes on."""
+        return self.find(adapter_id).adapter.frozen_copy()
+
+    def read_snapshot(self, folder: str) -> Adapter:
+        """The weights in a folder, for sampling."""
+        return self._read(folder, with_optimizer=False).adapter.frozen_copy()
 
     def save(self, job: SaveAdapterJob) -> int:
         """Write a checkpoint folder; returns its size in bytes."""
@@ -431,8 +442,14 @@ class Trainer:
             resident = self.adapters[adapter_id]
             mine = {i: task for i, task in tasks.items() if task.job.adapter_id == adapter_id}
             good = [index for index, task in mine.items() if task.error is None]
-            new = {s: grad for (owner, s), grad in gathered.items() if owner == adapter_id}
-            if len(good) == len(mine) and all(map(_finite, new.values())):
+            adapter = resident.adapter
+            new = {
+                shard: adapter.share(grad)
+                for (owner, shard), grad in gathered.items()
+                if owner == adapter_id
+            }
+            finite = all(math.isfinite(adapter.norm(grad)) for grad in new.values())
+            if len(good) == len(mine) and finite:
                 for shard, grad in new.items():
                     resident.gather(shard, grad)
             elif len(mine) > 1:
@@ -496,7 +513,3 @@ def _by_shard(
     for shard in range(NUM_SHARDS):
         if mine := [item for item in items if shards[item.job][item.datum] == shard]:
             yield shard, mine
-
-
-def _finite(grad: Tensor) -> bool:
-    return math.isfinite(global_norm(grad))

@@ -55,21 +55,15 @@ def _toy_adamw(weights: F, grad: F, first: F, second: F, step: int, params: Adam
 
 
 def _muon(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: MuonParams) -> None:
-    """Momentum, then every module's matrix is replaced by its nearest orthogonal one.
-
-    The stacked A of a fused linear is taken apart: each module is a matrix of its own.
-    """
+    """Momentum, then every module's matrix is replaced by its nearest orthogonal one."""
     momentum = moments["momentum"].mul_(params.momentum).add_(grad)
-    looked_ahead = adapter.views(grad + params.momentum * momentum)
-    weights, at = adapter.views(adapter.flat), 0
-    for group in adapter.groups.values():
-        rows = [(part.row, part.row + part.rank) for part in group.parts]
-        for pieces in [rows, *([(0, len(b_Or))] for b_Or in group.b_Or)]:
-            for start, stop in pieces:
-                update = orthogonalize(looked_ahead[at][start:stop])
-                scale = math.sqrt(max(1.0, update.shape[0] / update.shape[1]))
-                weights[at][start:stop].add_(update, alpha=-params.learning_rate * scale)
-            at += 1
+
+    def change(weight: Tensor, looked_ahead: Tensor) -> None:
+        update = orthogonalize(looked_ahead)
+        scale = math.sqrt(max(1.0, update.shape[0] / update.shape[1]))
+        weight.add_(update, alpha=-params.learning_rate * scale)
+
+    adapter.change_matrices(grad + params.momentum * momentum, change)
 
 
 def _toy_muon(weights: F, grad: F, first: F, second: F, step: int, params: MuonParams) -> None:

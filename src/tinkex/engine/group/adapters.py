@@ -1,0 +1,194 @@
+"""Adapters cut over a group: from the whole one of a file to each member's part, and back.
+
+A member's adapter has the layout of its linears. Every buffer of that layout (weights, moments,
+gradients) can be joined into whole tensors, and whole ones cut, so that files are those of a single
+device. Parameters that every member has whole (A where the outputs are cut, B where the inputs are)
+are kept equal by equal steps: of their gradients each member computes a part, and `share` adds the
+parts up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinkex.engine.group.cut import Cut, ModelCut, Pieces, put, take
+from tinkex.engine.group.group import Group
+from tinkex.engine.lora.adapter import (
+    Adapter,
+    Layout,
+    LoraGroup,
+    LoraPart,
+    Target,
+    lay_out,
+    take_apart,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameter:
+    """One tensor of the whole adapter, and who has what of it."""
+
+    shape: tuple[int, int]
+    dim: int = 0
+    pieces: tuple[Pieces, ...] | None = None
+    """By member, along `dim`; None: it is not cut."""
+    owner: int | None = None
+    """The only member that has it; None: all have it, or a part of it."""
+
+    @property
+    def is_shared(self) -> bool:
+        return self.pieces is None and self.owner is None
+
+    def is_at(self, rank: int) -> bool:
+        return self.owner in (None, rank)
+
+    def shape_at(self, rank: int) -> tuple[int, int]:
+        if self.pieces is None:
+            return self.shape
+        width = sum(map(len, self.pieces[rank]))
+        return (width, self.shape[1]) if self.dim == 0 else (self.shape[0], width)
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        return whole if self.pieces is None else take(whole, self.dim, self.pieces[rank])
+
+
+class AdapterCut:
+    """How one adapter is cut; the same for all members."""
+
+    def __init__(self, whole: Adapter, targets: Mapping[str, Target], model: ModelCut) -> None:
+        self.model, self.targets = model, targets
+        self.signature = whole.signature
+        self._parameters: list[_Parameter] = []
+        for key, group in whole.groups.items():
+            owner = model.expert_owner(group.parts[0].target.module)
+            cuts = [model.module(p.target.module) if owner is None else None for p in group.parts]
+            shapes = [(tensor.shape[0], tensor.shape[1]) for tensor in group.tensors()]
+            first = cuts[0]
+            assert first is not None or owner is not None, f"{key} is not cut"
+            by_input = first if first is not None and first.side == "in" else None
+            self._parameters.append(_parameter(shapes[0], 1, by_input, owner))
+            for shape, cut in zip(shapes[1:], cuts, strict=True):
+                by_output = cut if cut is not None and cut.side == "out" else None
+                self._parameters.append(_parameter(shape, 0, by_output, owner))
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the whole parameters."""
+        return [parameter.shape for parameter in self._parameters]
+
+    def layout(self, rank: int) -> tuple[Layout, int]:
+        return lay_out([p.shape_at(rank) for p in self._at(rank)])
+
+    def _at(self, rank: int) -> list[_Parameter]:
+        return [parameter for parameter in self._parameters if parameter.is_at(rank)]
+
+    def part(self, whole: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """One member's parameters of tensors parallel to the whole adapter's."""
+        pairs = zip(self._parameters, whole, strict=True)
+        return [
+            parameter.part(tensor, rank) for parameter, tensor in pairs if parameter.is_at(rank)
+        ]
+
+    def cut(self, whole: Adapter, group: Group) -> CutAdapter:
+        """The member's adapter."""
+        targets = self.model.targets(self.targets, group.rank)
+        local = iter(self.part(list(whole.parameters()), group.rank))
+        groups: dict[str, LoraGroup] = {}
+        for key, one in whole.groups.items():
+            if key not in targets:
+                continue  # another member's expert
+            here = {part.module: part for part in targets[key].parts}
+            parts = [LoraPart(here[p.target.module], p.row, p.rank, p.scale) for p in one.parts]
+            tensors = [next(local).detach().to(group.device) for _ in one.tensors()]
+            groups[key] = LoraGroup(tensors[0], tensors[1:], parts)
+        return CutAdapter(groups, self, group)
+
+    def joined(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Whole tensors of the members' buffers, which are in order."""
+        views = [iter(take_apart(flat, self.layout(rank)[0])) for rank, flat in enumerate(flats)]
+        whole: list[Tensor] = []
+        for parameter in self._parameters:
+            parts = {r: next(views[r]) for r in range(len(flats)) if parameter.is_at(r)}
+            if parameter.pieces is None:
+                whole.append(parts[parameter.owner or 0])
+                continue
+            tensor = parts[0].new_empty(parameter.shape)
+            for rank, part in parts.items():
+                put(tensor, parameter.dim, parameter.pieces[rank], part)
+            whole.append(tensor)
+        return whole
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Adapter:
+        """A whole adapter of whole tensors."""
+        left = iter(tensors)
+        groups: dict[str, LoraGroup] = {}
+        for key, parts in self.signature:
+            a_RI, *b_Or = (next(left) for _ in range(1 + len(parts)))
+            groups[key] = LoraGroup(a_RI, b_Or, parts)
+        return Adapter(groups, trainable=False)
+
+
+def _parameter(shape: tuple[int, int], dim: int, cut: Cut | None, owner: int | None) -> _Parameter:
+    return _Parameter(shape, dim, None if cut is None else cut.pieces, owner)
+
+
+class CutAdapter(Adapter):
+    """The part of an adapter that one member trains."""
+
+    def __init__(self, groups: Mapping[str, LoraGroup], cut: AdapterCut, group: Group) -> None:
+        super().__init__(groups)
+        self.cut, self._group = cut, group
+        self.flat = self.flat.to(group.device)  # one without any parameter has no device
+        self._is_shared = [parameter.is_shared for parameter in cut._at(group.rank)]
+
+    def fold_whole(self, whole: Sequence[Tensor]) -> Tensor:
+        """The member's buffer of whole tensors."""
+        return self.fold(self.cut.part(whole, self._group.rank))
+
+    def join(self, flat: Tensor) -> list[Tensor]:
+        """Whole tensors on the host, for the leader; nothing for the others."""
+        return self._joined(flat, self._group.to_leader)
+
+    def join_for_all(self, flat: Tensor) -> list[Tensor]:
+        return self._joined(flat, self._group.parts)
+
+    def _joined(self, flat: Tensor, gather: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        sizes = [self.cut.layout(rank)[1] for rank in range(self._group.size)]
+        filled = torch.nn.functional.pad(flat.detach(), (0, max(sizes) - len(flat)))
+        flats = gather(filled)
+        if not flats:
+            return []
+        if gather == self._group.to_leader:
+            flats = [flat.cpu() for flat in flats]
+        return self.cut.joined(flats)
+
+    def share(self, grad: Tensor) -> Tensor:
+        """Add up, in place, the gradients of parameters that all members have."""
+        views = self.views(grad)
+        mine = [view for view, shared in zip(views, self._is_shared, strict=True) if shared]
+        if mine:
+            summed = self._group.sum(torch.cat([view.flatten() for view in mine]))
+            for view, part in zip(mine, summed.split([v.numel() for v in mine]), strict=True):
+                view.copy_(part.view_as(view))
+        return grad
+
+    def norm(self, grad: Tensor) -> float:
+        """The 2-norm of the whole gradient, the same number for all members."""
+        views = zip(self.views(grad), self._is_shared, strict=True)
+        # What all have is counted once.
+        counted = [view for view, shared in views if self._group.leads or not shared]
+        norms = [torch.linalg.vector_norm(view, dtype=torch.float64) for view in counted]
+        square = torch.zeros((), dtype=torch.float64, device=self._group.device)
+        for norm in norms:
+            square += norm.square()
+        return float(self._group.sum(square.reshape(1)).sqrt())
+
+    def change_matrices(self, flat: Tensor, change: Callable[[Tensor, Tensor], None]) -> None:
+        """Every member changes the whole matrices, and keeps its part."""
+        whole = self.cut.rebuilt(self.join_for_all(self.flat))
+        whole.change_matrices(whole.fold(self.join_for_all(flat)), change)
+        self.flat.copy_(self.fold_whole(whole.views(whole.flat)))

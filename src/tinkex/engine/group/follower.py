@@ -1,0 +1,127 @@
+"""A member of a group that does what its leader tells it, in a process of its own.
+
+Started by `leader`, never by hand. It ends when the leader does, whichever way that went: its end
+of the pipe closes, or, where the system can, it is killed with its parent even while it is stopped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tinkex.engine.group.calls import (
+    SELF,
+    Call,
+    Ended,
+    Go,
+    Member,
+    Ready,
+    Ref,
+    Refused,
+    Resume,
+    Start,
+    device_of,
+)
+from tinkex.engine.group.group import Group, end, form
+from tinkex.errors import ConfigError, TinkerError
+
+log = logging.getLogger(__name__)
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+class Follower(Member):
+    def __init__(self, group: Group, pipe: Connection) -> None:
+        super().__init__(group)
+        self._pipe = pipe
+        self._objects: dict[int, Any] = {SELF: self}
+        self._inbox: queue.SimpleQueue[Call | Resume] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="calls", daemon=True).start()
+
+    def _read(self) -> None:
+        """In a thread, so that the leader's end is noticed in the middle of a pass too."""
+        while True:
+            try:
+                self._inbox.put(self._pipe.recv())
+            except (EOFError, OSError):
+                os._exit(0)
+
+    def serve(self) -> None:
+        while True:
+            self.window()
+
+    def window(self) -> None:
+        """Take calls until told to resume what was interrupted."""
+        while not isinstance(message := self._inbox.get(), Resume):
+            self._run(message)
+
+    def _run(self, call: Call) -> None:
+        for number in call.gone:
+            self._objects.pop(number, None)
+        if call.num_meetings != self.group.num_meetings:
+            end(
+                f"member {self.group.rank} has met the others {self.group.num_meetings} times "
+                f"before {call.method}, the leader {call.num_meetings} times"
+            )
+        error = ""
+        try:
+            args = [self._objects[a.number] if isinstance(a, Ref) else a for a in call.args]
+            made = getattr(self._objects[call.on], call.method)(*args)
+            if call.makes is not None:
+                self._objects[call.makes] = made
+        except (TinkerError, OSError) as exc:
+            error = f"{type(exc).__name__}: {exc}"
+        except Exception as exc:
+            log.exception("%s failed", call.method)
+            end(f"member {self.group.rank} failed in {call.method}: {exc}")
+        self._pipe.send(Ended(call.number, error))
+
+
+def main() -> None:
+    for sig in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole process group
+        signal.signal(sig, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    pipe = Connection(int(sys.argv[1]))
+    try:
+        start: Start = pipe.recv()
+        logging.basicConfig(
+            level=start.log_level,
+            stream=sys.stderr,
+            format=f"%(levelname)s member {start.rank}: %(message)s",
+        )
+        if start.threads is not None:
+            torch.set_num_threads(start.threads)
+        try:
+            device = device_of(start.device)
+        except ConfigError as exc:
+            pipe.send(Refused(str(exc)))
+            return
+        pipe.send(Ready(os.getpid()))
+        go: Go = pipe.recv()
+    except (EOFError, OSError):
+        return  # the leader is gone
+    group = form(
+        start.rank,
+        start.size,
+        device,
+        go.meeting_place,
+        exact=start.exact,
+        timeout_s=start.timeout_s,
+    )
+    Follower(group, pipe).serve()
+
+
+if __name__ == "__main__":
+    # As `__main__` our classes would be pickled under a name the leader cannot import.
+    from tinkex.engine.group.follower import main as run
+
+    run()

@@ -1,0 +1,177 @@
+"""The members of a group, and what they tell each other in the middle of a pass.
+
+A group is k processes with a device each that hold one base model together. All of them run the
+same code on the same inputs; where a tensor is cut, they meet in a collective: gloo between CPUs,
+NCCL between CUDA cards. Every collective has a deadline. A member that dies or hangs can leave the
+others with half of a sum, so there is nothing to go on from: the process says what happened and
+ends, and whoever supervises the group starts it again.
+
+`enter` and `leave` are the two edges of a block of cut linears. Behind `enter` every member has all
+of the input and computes its part; `leave` adds the parts up. In the backward pass the roles
+change: `enter` adds up, `leave` hands on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+log = logging.getLogger(__name__)
+LOST = 75
+"""The exit code of a member that lost the others (EX_TEMPFAIL: try again)."""
+MAX_MEMBERS = 16
+
+
+def end(text: str) -> NoReturn:
+    """Say why and end the process at once: other threads may wait for a member that is gone."""
+    log.error("the group ends: %s", text)
+    logging.shutdown()
+    os._exit(LOST)
+
+
+@dataclass(slots=True)
+class Group:
+    """This process's place in a group that was formed; see `form`."""
+
+    rank: int
+    size: int
+    device: torch.device
+    exact: bool = False
+    """Sums are added in the order of the members, so that a row's bits never depend on the size of
+    the tensor it is in."""
+    timeout_s: float = 120.0
+    num_meetings: int = 0
+    """Collectives so far. Equal for all members between two calls, or the group is broken."""
+    on_loss: Callable[[str], NoReturn] = end
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    # ------------------------------------------------------------------------------ collectives
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The members' tensors, added up; the same bits for all. `part` may be overwritten."""
+        part = part.contiguous()
+        if self.exact:
+            first, *others = self.parts(part)
+            for other in others:
+                first += other
+            return first
+        self._meet("a sum", lambda: dist.all_reduce(part))
+        return part
+
+    def largest(self, part: Tensor) -> Tensor:
+        """Number by number the largest of the members'. `part` may be overwritten."""
+        part = part.contiguous()
+        self._meet("a maximum", lambda: dist.all_reduce(part, op=dist.ReduceOp.MAX))
+        return part
+
+    def parts(self, part: Tensor) -> list[Tensor]:
+        """The tensors of all members, which have one shape, in their order."""
+        part = part.contiguous()
+        every = [torch.empty_like(part) for _ in range(self.size)]
+        self._meet("a gathering", lambda: dist.all_gather(every, part))
+        return every
+
+    def to_leader(self, part: Tensor) -> list[Tensor]:
+        """As `parts`, for the leader; the others get nothing."""
+        part = part.contiguous()
+        every = [torch.empty_like(part) for _ in range(self.size)] if self.leads else None
+        self._meet("a gathering", lambda: dist.gather(part, every, dst=0))
+        return every or []
+
+    def same(self, value: Tensor) -> Tensor:
+        """The leader's tensor, for all. Overwrites `value` of the others."""
+        value = value.contiguous()
+        self._meet("a broadcast", lambda: dist.broadcast(value, src=0))
+        return value
+
+    def least(self, number: int) -> int:
+        """The smallest of the members' numbers: what all of them have room for."""
+        low = torch.tensor([-number], dtype=torch.int64, device=self.device)
+        return -int(self.largest(low))
+
+    def all_agree(self, flag: bool) -> bool:
+        """Whether it is true for all."""
+        return bool(self.least(int(flag)))
+
+    def _meet(self, what: str, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except RuntimeError as exc:  # a peer is gone, or did not come in time
+            said = str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__
+            self.on_loss(
+                f"member {self.rank} of {self.size} met nobody for {what} within "
+                f"{self.timeout_s:g} s, or another one is gone ({said})"
+            )
+        self.num_meetings += 1
+
+    # ----------------------------------------------------------------------- edges of a block
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x` itself; its gradients, of which each member has a part, are added up."""
+        if torch.is_grad_enabled() and x.requires_grad:
+            entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+            return entered
+        return x
+
+    def leave(self, part: Tensor) -> Tensor:
+        """The sum of the members' parts; its gradient goes to each as it is."""
+        if torch.is_grad_enabled() and part.requires_grad:
+            left: Tensor = _Leave.apply(part, self)  # type: ignore[no-untyped-call]
+            return left
+        return self.sum(part)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Any:
+        return ctx.group.sum(dx.clone()), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
+        return group.sum(part.clone())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy, None
+
+
+def form(
+    rank: int, size: int, device: torch.device, meeting_place: str, *, exact: bool, timeout_s: float
+) -> Group:
+    """Join a group whose members all name the same new file, which only they can reach.
+
+    Blocks until all are there, at most for `timeout_s`.
+    """
+    # Members are on one machine: the sockets of gloo need no other interface than loopback.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=FileStore(meeting_place, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    group = Group(rank, size, device, exact, timeout_s)
+    group.all_agree(True)  # all are there, and reach each other
+    return group

@@ -1,0 +1,403 @@
+"""The leader of a group: the member inside the engine that everyone else follows.
+
+It starts its followers, forms the group with them, and hands the engine trainers and samplers whose
+every call is told to the followers first (`calls`). If a follower dies, hangs in the middle of a
+pass, or ends a call in another way than the leader, the leader's process ends; see `group`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinkex.engine import checkpoint, jobs
+from tinkex.engine.fingerprint import Base, Witness
+from tinkex.engine.group.calls import (
+    SELF,
+    Call,
+    Ended,
+    Go,
+    Member,
+    Ready,
+    Ref,
+    Refused,
+    Resume,
+    Start,
+)
+from tinkex.engine.group.decoder import GroupDecoder, load_part
+from tinkex.engine.group.group import MAX_MEMBERS, end, form
+from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
+from tinkex.engine.lora.adapter import Adapter
+from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.sample.stopping import load_detokenizer
+from tinkex.engine.train.trainer import JobError, TrainerConfig
+from tinkex.errors import ConfigError, EngineError, NotSupportedError, TinkerError
+
+log = logging.getLogger(__name__)
+Emit = Callable[[jobs.Event], None]
+
+
+class Leader(Member):
+    """Not thread-safe but for `close`: the engine's thread makes all calls."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        device: torch.device,
+        *,
+        exact: bool = False,
+        threads: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        """Start a follower for each device but the first, which is the leader's own.
+
+        Raises:
+            ConfigError: A member cannot run on its device, or the devices differ in kind.
+        """
+        size = len(devices)
+        if not 2 <= size <= MAX_MEMBERS:
+            raise ConfigError(f"a group has 2 to {MAX_MEMBERS} members, got {size} devices")
+        self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._is_closing = False
+        # NCCL looks into its store later too, so the folder stays as long as the group.
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="tinkex-group-"))
+        try:
+            for rank, name in enumerate(devices[1:], 1):
+                start = Start(rank, size, name, exact, timeout_s, threads, log.getEffectiveLevel())
+                self._followers.append(_spawn(start))
+            self._await_ready()
+            self._tell(Go(str(folder / "members")))
+            group = form(0, size, device, str(folder / "members"), exact=exact, timeout_s=timeout_s)
+        except BaseException:
+            self._end_followers()
+            raise
+        group.on_loss = self._lose
+        super().__init__(group)
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._gone: deque[int] = deque()
+        self._new_numbers = itertools.count(SELF + 1)
+        self._call_numbers = itertools.count(1)
+        self._is_inside = False
+        self._endings: dict[int, list[str]] = {}
+        self._heard = threading.Condition()
+        for rank, (_, pipe) in enumerate(self._followers, 1):
+            threading.Thread(
+                target=self._listen, args=(rank, pipe), name=f"member-{rank}", daemon=True
+            ).start()
+        log.info(
+            "a group of %d: %s. It runs the plain decoder, without fused kernels and graphs",
+            size,
+            ", ".join(devices),
+        )
+
+    # -------------------------------------------------------------------- life of the followers
+
+    def _await_ready(self) -> None:
+        for rank, (process, pipe) in enumerate(self._followers, 1):
+            try:
+                answer = pipe.recv()
+            except (EOFError, OSError) as exc:
+                code = process.wait()
+                raise EngineError(
+                    f"member {rank} ended with code {code} before it was ready"
+                ) from exc
+            if isinstance(answer, Refused):
+                raise ConfigError(f"member {rank} of the group: {answer.text}")
+            assert isinstance(answer, Ready)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the followers."""
+        return [process.pid for process, _ in self._followers]
+
+    def _listen(self, rank: int, pipe: Connection) -> None:
+        while True:
+            try:
+                ended: Ended = pipe.recv()
+            except (EOFError, OSError):
+                if not self._is_closing:
+                    self._lose(f"member {rank} is gone")
+                return
+            self._note(ended.number, ended.error)
+
+    def _lose(self, text: str) -> Any:
+        self._end_followers()
+        end(text)
+
+    def _end_followers(self) -> None:
+        self._is_closing = True
+        for process, _ in self._followers:
+            process.kill()  # it may be stopped, and would not notice anything else
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the followers."""
+        self._end_followers()
+        for process, pipe in self._followers:
+            process.wait()
+            pipe.close()
+        torch.distributed.destroy_process_group()
+
+    # ------------------------------------------------------------------------------------ calls
+
+    @contextlib.contextmanager
+    def call(
+        self, on: Any, method: str, *args: Any, makes: int | None = None, patient: bool = False
+    ) -> Iterator[None]:
+        """Tell the followers to make a call; the body makes the leader's own.
+
+        With `patient`, the call has no collective: its end is awaited for as long as it takes, and
+        a follower's error is raised here.
+        """
+        if self._is_inside:
+            yield  # of a call that the followers make themselves
+            return
+        number, gone = next(self._call_numbers), []
+        while self._gone:
+            gone.append(self._gone.popleft())
+        self._tell(
+            Call(
+                number=number,
+                on=self._number(on),
+                method=method,
+                args=args,
+                makes=makes,
+                gone=tuple(gone),
+                num_meetings=self.group.num_meetings,
+            )
+        )
+        error, self._is_inside = "", True
+        try:
+            yield
+        except (TinkerError, OSError) as exc:
+            error = f"{type(exc).__name__}: {exc}"
+            raise
+        except Exception as exc:
+            log.exception("%s failed", method)
+            self.group.on_loss(f"the leader failed in {method}: {type(exc).__name__}: {exc}")
+        finally:
+            self._is_inside = False
+            if patient:
+                self._await(number, error)
+            else:
+                self._note(number, error)
+
+    def between(self, action: Callable[[], None]) -> None:
+        """Make calls in the middle of one that the followers are in as well."""
+        self._is_inside = False
+        action()
+        self._tell(Resume())
+        self._is_inside = True
+
+    def _tell(self, message: Any) -> None:
+        for rank, (_, pipe) in enumerate(self._followers, 1):
+            try:
+                pipe.send(message)
+            except OSError:
+                if not self._is_closing:
+                    self._lose(f"member {rank} is gone")
+
+    def _note(self, number: int, error: str) -> None:
+        """How a member's call ended; all members must agree on the kind of it."""
+        with self._heard:
+            endings = self._endings.setdefault(number, [])
+            endings.append(error)
+            self._heard.notify_all()
+            if len(endings) < self.group.size:
+                return
+            del self._endings[number]
+        if len({_kind(ending) for ending in endings}) > 1:
+            told = "; ".join(ending or "ended well" for ending in endings)
+            self.group.on_loss(f"a call ended differently for its members: {told}")
+
+    def _await(self, number: int, error: str) -> None:
+        with self._heard:
+            count = len(self._followers)
+            self._heard.wait_for(lambda: len(self._endings.get(number, ())) == count)
+            endings = self._endings.pop(number)
+        theirs = next(filter(None, endings), "")
+        if theirs and not error:
+            raise NotSupportedError(f"another member of the group cannot: {theirs}")
+
+    # ---------------------------------------------------------------------------------- objects
+
+    def _number(self, thing: Any) -> int:
+        return SELF if thing is self else self._numbers[thing]
+
+    def new_number(self) -> int:
+        return next(self._new_numbers)
+
+    def keep(self, thing: Any, number: int) -> None:
+        """From now on the followers' object of this number is theirs of `thing`."""
+        self._numbers[thing] = number
+        weakref.finalize(thing, self._gone.append, number)
+
+    def ref(self, thing: Any) -> Ref:
+        return Ref(self._number(thing))
+
+    def load(
+        self,
+        source: ModelSource,
+        witness: Witness | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> GroupDecoder:
+        number = self.new_number()
+        try:
+            with self.call(self, "decoder", source, dtype, makes=number, patient=True):
+                decoder = load_part(source, self.group, dtype=dtype, weights=witness)
+        except BaseException:
+            self._gone.append(number)  # some may have it
+            raise
+        self.keep(decoder, number)
+        return decoder
+
+    def led_trainer(
+        self,
+        decoder: DecoderLike,
+        *,
+        base_model: str,
+        config: TrainerConfig | None,
+        base: Base,
+        after_pass: Callable[[], None],
+    ) -> LedTrainer:
+        assert isinstance(decoder, GroupDecoder)
+        number = self.new_number()
+        args = (self.ref(decoder), base_model, config, base)
+        with self.call(self, "trainer", *args, makes=number):
+            trainer = LedTrainer(
+                decoder,
+                base_model=base_model,
+                config=config,
+                base=base,
+                after_pass=lambda: self.between(after_pass),
+            )
+        trainer.leader = self
+        self.keep(trainer, number)
+        return trainer
+
+    def led_sampler(
+        self, decoder: DecoderLike, config: SamplerConfig | None, source: ModelSource
+    ) -> LedSampler:
+        assert isinstance(decoder, GroupDecoder)
+        number = self.new_number()
+        with self.call(self, "sampler", self.ref(decoder), config, source, makes=number):
+            sampler = LedSampler(decoder, config, lambda: load_detokenizer(source.path))
+        sampler.leader = self
+        self.keep(sampler, number)
+        return sampler
+
+
+def _kind(ending: str) -> str:
+    return ending.partition(":")[0]
+
+
+def _spawn(start: Start) -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = Pipe()
+    command = [sys.executable, "-m", "tinkex.engine.group.follower", str(theirs.fileno())]
+    process = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    theirs.close()
+    ours.send(start)
+    return process, ours
+
+
+class LedTrainer(GroupTrainer):
+    """The leader's trainer: what is asked of it, all members do."""
+
+    leader: Leader
+
+    def create(self, job: jobs.CreateAdapterJob) -> None:
+        if job.lora.seed is None:
+            job = replace(job, lora=replace(job.lora, seed=secrets.randbits(63)))
+        with self.leader.call(self, "create", job):
+            super().create(job)
+
+    def load(self, job: jobs.LoadAdapterJob) -> None:
+        with self.leader.call(self, "load", job):
+            super().load(job)
+
+    def drop(self, adapter_id: str) -> None:
+        with self.leader.call(self, "drop", adapter_id):
+            super().drop(adapter_id)
+
+    def capture(self, job: jobs.SaveAdapterJob) -> checkpoint.Image:
+        with self.leader.call(self, "join", job):
+            return super().capture(job)
+
+    def snapshot(self, adapter_id: str) -> Adapter:
+        number = self.leader.new_number()
+        with self.leader.call(self, "snapshot", adapter_id, makes=number):
+            adapter = super().snapshot(adapter_id)
+        self.leader.keep(adapter, number)
+        return adapter
+
+    def read_snapshot(self, folder: str) -> Adapter:
+        number = self.leader.new_number()
+        with self.leader.call(self, "read_snapshot", folder, makes=number):
+            adapter = super().read_snapshot(folder)
+        self.leader.keep(adapter, number)
+        return adapter
+
+    def train(self, jobs: Sequence[jobs.TrainJob]) -> list[jobs.TrainResult | JobError]:
+        with self.leader.call(self, "train", list(jobs)):
+            return super().train(jobs)
+
+    def optim(self, job: jobs.OptimJob) -> jobs.OptimResult:
+        with self.leader.call(self, "optim", job):
+            return super().optim(job)
+
+    def share_gradient(self, job: jobs.ShareGradientJob) -> jobs.GradientResult:
+        with self.leader.call(self, "share_gradient", job):
+            return super().share_gradient(job)
+
+    def add_gradient(self, job: jobs.AddGradientJob) -> jobs.GradientResult:
+        with self.leader.call(self, "add_gradient", job):
+            return super().add_gradient(job)
+
+
+class LedSampler(GroupSampler):
+    """The leader's sampler, the only one whose jobs are told anything."""
+
+    leader: Leader
+
+    def add(
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str | None = None
+    ) -> None:
+        if job.seed is None:
+            job = replace(job, seed=secrets.randbits(63))
+        ref = None if adapter is None else self.leader.ref(adapter)
+        with self.leader.call(self, "follow", job, ref, version):
+            super().add(job, adapter, emit, version)
+
+    def cancel(self, job_id: str) -> bool:
+        with self.leader.call(self, "cancel", job_id):
+            return super().cancel(job_id)
+
+    def fail_all(self, message: str) -> None:
+        with self.leader.call(self, "fail_all", message):
+            super().fail_all(message)
+
+    def step(self, *, look_ahead: bool = True) -> int:
+        with self.leader.call(self, "step"):
+            return super().step(look_ahead=look_ahead)

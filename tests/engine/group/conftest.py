@@ -1,0 +1,80 @@
+"""A real group of two: this process leads, the other one was started by it.
+
+Whatever a test asks of a led trainer or sampler, both members do, over gloo.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
+from table import Model, make
+
+from tinkex.engine.fingerprint import Base
+from tinkex.engine.group.leader import Leader, LedSampler, LedTrainer
+from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.train.trainer import Trainer, TrainerConfig
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def leader() -> Iterator[Leader]:
+    leader = Leader(("cpu", "cpu"), torch.device("cpu"), threads=1, timeout_s=60)
+
+    def fail(text: str) -> None:
+        raise AssertionError(f"the group was lost: {text}")
+
+    leader.group.on_loss = fail
+    yield leader
+    leader.close()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One model alone, and the same model cut over the group."""
+
+    model: Model
+    alone: Trainer
+    group: LedTrainer
+    leader: Leader
+
+    def samplers(self, **options: object) -> tuple[Sampler, LedSampler]:
+        config = SamplerConfig(**({"kv_bytes": 1 << 22, "block_size": 4} | options))
+        source = ModelSource(self.model.family, self.model.folder)
+        led = self.leader.led_sampler(self.group.decoder, config, source)
+        return Sampler(self.alone.decoder, config), led
+
+
+@pytest.fixture(scope="session")
+def pair(leader, tmp_path_factory) -> Callable[..., Pair]:
+    """`pair(family)`: its model is made once per session, its trainers anew."""
+    made: dict[str, Model] = {}
+
+    def get(family: str, dtype: torch.dtype | None = None, **config: int) -> Pair:
+        if family not in made:
+            made[family] = make(family, tmp_path_factory.mktemp(family))
+        model, base = made[family], Base(family, "0123")
+        config = TrainerConfig(**({"max_tokens": 40} | config))
+        alone = Trainer(model.decoder(dtype), base_model=family, config=config, base=base)
+        decoder = leader.load(ModelSource(family, model.folder), dtype=dtype)
+        led = leader.led_trainer(
+            decoder, base_model=family, config=config, base=base, after_pass=lambda: None
+        )
+        return Pair(model, alone, led, leader)
+
+    return get

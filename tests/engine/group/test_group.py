@@ -1,0 +1,284 @@
+"""A group of two computes what one device does: every family, every loss, every file.
+
+They differ in the order of sums alone. Where it is shown that nothing else differs, both compute in
+float64, and what is left is the rounding of fp32 files. In fp32 a gradient of these models differs
+by up to 1.2e-6 of its length, as much as one device's differs from float64's.
+"""
+
+from __future__ import annotations
+
+import filecmp
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from table import FAMILIES, VOCAB
+from training import distance, job, make, train
+
+from tinkex.contract.optimizers import AdamParams, LionParams, MuonParams
+from tinkex.engine import checkpoint, jobs
+from tinkex.errors import InvalidInputError, ModelNotFoundError
+
+KINDS = ("qwen3-yarn", "qwen3_moe", "qwen3_5")
+"""Dense, mixture, hybrid."""
+CLOSE = 1e-6
+"""Of fp32's logprobs, and everything in float64."""
+FP32 = 3e-6
+"""Of gradients in fp32."""
+PROMPT = np.arange(3, 40) % VOCAB
+
+
+def data(loss_fn: str = "cross_entropy", seed: int = 0):
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in (7, 12, 12, 1, 30):
+        inputs = {"target_tokens": rng.integers(0, VOCAB, length)}
+        if loss_fn == "cross_entropy":
+            inputs["weights"] = rng.normal(size=length).astype(np.float32)
+            inputs["weights"][: length // 3] = 0
+        else:
+            inputs["logprobs"] = -rng.uniform(3, 6, length).astype(np.float32)
+            inputs["advantages"] = rng.normal(size=length).astype(np.float32)
+        made.append(jobs.TrainDatum(tokens=rng.integers(0, VOCAB, length), inputs=inputs))
+    return tuple(made)
+
+
+def save(trainer, folder, *, with_gradients=True, name="a"):
+    trainer.save(
+        jobs.SaveAdapterJob(
+            job_id="",
+            adapter_id=name,
+            folder=str(folder),
+            with_optimizer=True,
+            with_gradients=with_gradients,
+        )
+    )
+    return folder
+
+
+def load(trainer, folder, name="a"):
+    trainer.load(
+        jobs.LoadAdapterJob(
+            job_id="", adapter_id=name, base_model="tiny", folder=str(folder), with_optimizer=True
+        )
+    )
+
+
+def start(both, tmp_path):
+    """The same adapter, one that already changes the model, in both trainers."""
+    make(both.alone)
+    folder = save(both.alone, tmp_path / "start")
+    load(both.group, folder)
+
+
+def state(trainer, folder) -> dict[str, torch.Tensor]:
+    """Everything a trainer would save, by name."""
+    from safetensors.torch import load_file
+
+    save(trainer, folder)
+    return {
+        f"{f.name} {n}": t for f in folder.glob("*.safetensors") for n, t in load_file(f).items()
+    }
+
+
+def optim(trainer, params=None):
+    params = params or AdamParams(learning_rate=1e-3)
+    return trainer.optim(jobs.OptimJob(job_id="", adapter_id="a", params=params))
+
+
+def assert_same(alone, group, close=CLOSE) -> None:
+    """Weights, moments and gradients, each file as one vector; a single matrix, of which some are
+    small, within ten times as much."""
+    assert alone.keys() == group.keys()
+    for file in {name.split()[0] for name in alone}:
+        names = [name for name in alone if name.startswith(file)]
+        mine, theirs = (torch.cat([x[n].flatten() for n in names]) for x in (group, alone))
+        assert distance(mine, theirs) < close, file
+    assert max(distance(group[name], alone[name]) for name in alone) < 10 * close
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, FP32), (torch.float64, 2e-7)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_one_device(pair, family, dtype, close, tmp_path):
+    both = pair(family, dtype)
+    start(both, tmp_path)
+    (alone,), (group,) = train(both.alone, job(data())), train(both.group, job(data()))
+    for mine, theirs in zip(group.outputs, alone.outputs, strict=True):
+        assert distance(mine["logprobs"], theirs["logprobs"]) < CLOSE
+    assert group.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], abs=1e-4)
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"), close)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_losses_are_those_of_one_device(pair, loss_fn, tmp_path):
+    both = pair(KINDS[0], torch.float64)
+    start(both, tmp_path)
+    (alone,), (group,) = (train(x, job(data(loss_fn), loss_fn)) for x in (both.alone, both.group))
+    assert group.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], abs=1e-4)
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_layers_that_are_recomputed_give_the_same_gradients(pair, family, tmp_path):
+    both = pair(family, torch.float64, activation_bytes=1)
+    start(both, tmp_path)
+    train(both.alone, job(data()))
+    train(both.group, job(data()))
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(learning_rate=1e-2, grad_clip_norm=0.5, weight_decay=0.1),
+        MuonParams(learning_rate=1e-2),
+        LionParams(learning_rate=1e-3),
+    ],
+    ids=lambda params: type(params).__name__,
+)
+def test_steps_are_those_of_one_device(pair, params, tmp_path):
+    both = pair("qwen3_5_moe", torch.float64)
+    kind = {AdamParams: "adamw", MuonParams: "muon", LionParams: "lion"}[type(params)]
+    spec = jobs.LoraSpec(rank=4, seed=1, alpha=8.0)
+    create = jobs.CreateAdapterJob(
+        job_id="", adapter_id="a", base_model="m", lora=spec, optimizer=kind
+    )
+    norms = []
+    for trainer in (both.alone, both.group):
+        trainer.create(create)
+        train(trainer, job(data()))
+        norms.append(optim(trainer, params).metrics["grad_norm:mean"])
+    assert norms[1] == pytest.approx(norms[0], rel=CLOSE)
+    alone, group = state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two")
+    assert alone.keys() == group.keys()
+    far = {name: distance(group[name], alone[name]) for name in alone}
+    # Lion steps by signs: where a gradient is nearly zero, the last digit decides.
+    assert max(far.values()) < (1e-2 if kind == "lion" else 1e-5), max(far.items(), key=str)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_file_of_one_device_is_the_file_of_a_group(pair, family, tmp_path):
+    """Loaded by a group and saved again: the same bytes, and one device can go on from them."""
+    both = pair(family)
+    make(both.alone)
+    train(both.alone, job(data()))
+    optim(both.alone)
+    train(both.alone, job(data(seed=1)))
+    first = save(both.alone, tmp_path / "alone")
+    load(both.group, first)
+    second = save(both.group, tmp_path / "group")
+    names = sorted(path.name for path in first.iterdir())
+    assert len(names) == 5
+    assert filecmp.cmpfiles(first, second, names, shallow=False)[0] == names
+    assert checkpoint.content_of(first) == checkpoint.content_of(second)
+
+
+def test_training_goes_on_in_one_device_where_a_group_stopped(pair, tmp_path):
+    both = pair("qwen3_moe")
+    start(both, tmp_path)
+    for seed in range(3):
+        for trainer in (both.alone, both.group):
+            train(trainer, job(data(seed=seed)))
+            optim(trainer)
+    load(both.alone, save(both.group, tmp_path / "moved"), "b")
+    (stayed,) = train(both.group, job(data(seed=9)))
+    (moved,) = train(both.alone, job(data(seed=9), adapter_id="b"))
+    for mine, theirs in zip(moved.outputs, stayed.outputs, strict=True):
+        assert distance(mine["logprobs"], theirs["logprobs"]) < CLOSE
+
+
+def sample(sampler, adapter=None, **options):
+    done: list[jobs.Event] = []
+    fields = {"job_id": "j", "base_model": "m", "adapter_folder": None, "prompt": PROMPT}
+    sampler.add(jobs.SampleJob(**(fields | options)), adapter, done.append, "v")
+    while sampler.has_work:
+        sampler.step()
+    assert isinstance(done[-1], jobs.Done), done[-1]
+    return done[-1].result
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_are_those_of_one_device(pair, family, tmp_path):
+    """Chunked prefill, forks of one prompt, a cached prefix in the second round."""
+    both = pair(family)
+    start(both, tmp_path)
+    alone, group = both.samplers(max_pass_tokens=11)
+    weights = both.alone.snapshot("a"), both.group.snapshot("a")
+    for seed in range(2):
+        options = {"num_samples": 3, "max_tokens": 9, "seed": seed, "stop_tokens": ()}
+        one = sample(alone, weights[0], **options)
+        two = sample(group, weights[1], **options)
+        assert one.prompt_cache_hit_tokens == two.prompt_cache_hit_tokens
+        for mine, theirs in zip(two.sequences, one.sequences, strict=True):
+            np.testing.assert_array_equal(mine.tokens, theirs.tokens)
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_all_logprobs_of_a_prompt_are_those_of_one_device(pair, family):
+    """The whole vocabulary at each position: the logits, but for a constant."""
+    both = pair(family)
+    alone, group = both.samplers()
+    every = np.tile(np.arange(VOCAB), (len(PROMPT) - 1, 1))
+    options = {"max_tokens": 1, "seed": 0, "target_prompt_logprobs": every}
+    one, two = sample(alone, **options), sample(group, **options)
+    assert distance(two.target_prompt_logprobs, one.target_prompt_logprobs) < CLOSE
+
+
+def test_gradients_travel_between_groups_as_files(pair, tmp_path):
+    """What two workers of a pool do at a step, when each of them is a group."""
+    both = pair("qwen3_moe", torch.float64)
+    start(both, tmp_path)
+    load(both.group, tmp_path / "start", "b")
+    train(both.group, job(data()), job(data(seed=1), adapter_id="b"))
+    files = []
+    for name in "ab":
+        files.append(str(tmp_path / f"{name}.grad"))
+        both.group.share_gradient(jobs.ShareGradientJob(job_id="", adapter_id=name, file=files[-1]))
+    both.group.add_gradient(jobs.AddGradientJob(job_id="", adapter_id="a", files=tuple(files)))
+    train(both.alone, job(data()), job(data(seed=1)))
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
+
+
+def test_other_calls_are_made_between_the_passes_of_a_job(leader, pair, tmp_path):
+    """What the engine does in the middle of a long job: a sample's steps, another adapter's job."""
+    both = pair("qwen3_moe", torch.float64, max_tokens=30)
+    start(both, tmp_path)
+    load(both.group, tmp_path / "start", "b")
+    _, sampler = both.samplers()
+    did: list[str] = []
+
+    def between() -> None:
+        if not did:
+            did.append("a sample")
+            sample(sampler, max_tokens=3, seed=0)
+            train(both.group, job(data(seed=1)[:2], adapter_id="b"))
+
+    both.group._after_pass = lambda: leader.between(between)
+    train(both.group, job(data()))
+    train(both.alone, job(data()))
+    assert did
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
+
+
+def test_a_refused_call_leaves_the_group_as_it_was(pair, tmp_path):
+    both = pair("qwen3-yarn")
+    start(both, tmp_path)
+    with pytest.raises(ModelNotFoundError):
+        load(both.group, tmp_path / "nowhere")
+    wrong = data()
+    wrong = (*wrong[:2], replace(wrong[2], tokens=np.full(12, VOCAB)))
+    with pytest.raises(InvalidInputError):
+        train(both.group, job(wrong))
+    (alone,), (group,) = train(both.alone, job(data())), train(both.group, job(data()))
+    assert distance(group.outputs[0]["logprobs"], alone.outputs[0]["logprobs"]) < CLOSE
+
+
+def test_followers_forget_what_the_leader_forgets(leader, pair, tmp_path):
+    both = pair("qwen3-yarn")
+    start(both, tmp_path)
+    number = leader._number(both.group.snapshot("a"))  # nobody holds it any more
+    assert number in leader._gone
+    optim(both.group)
+    assert number not in leader._gone
