@@ -122,7 +122,7 @@ class EngineConfig:
             if number and int(number) >= torch.cuda.device_count():
                 raise ConfigError(
                     f"worker {number} has no GPU: there are {torch.cuda.device_count()}. Start "
-                    "with --workers of at most that many, or with --device cpu."
+                    "with --workers (times --group) of at most that many, or with --device cpu."
                 )
             return torch.device(f"cuda:{number}" if number else "cuda")
         device = torch.device(self.device)

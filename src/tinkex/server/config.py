@@ -23,6 +23,7 @@ ENV_PREFIX = "TINKEX_"
 ENGINES = ("torch", "toy")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 MAX_WORKERS = 256
+MAX_GROUP = 16
 _SECRET_FIELDS = frozenset({"api_keys", "database"})
 
 _MAY_BE_ZERO = frozenset(
@@ -106,6 +107,10 @@ class ServerConfig:
     """One worker process per entry: `auto`, `cpu`, `cuda:0`, ..."""
     num_workers: int = 0
     """Worker processes that share the work; 0 means one a device. `auto` is a GPU for each."""
+    group_size: int = 1
+    """Devices that hold a base model together, as one worker; for models larger than one device."""
+    group_timeout_s: float = 120.0
+    """A group is started again when a member keeps the others waiting for longer."""
     ray: str = ""
     """`auto` or `HOST:PORT` of a Ray cluster: workers run on its nodes, one a GPU."""
     access_log: bool = False
@@ -204,11 +209,18 @@ class ServerConfig:
 
     @property
     def worker_devices(self) -> list[str]:
-        """The device of each worker."""
-        if self.num_workers in (0, len(self.devices)):
-            return list(self.devices)
-        device = self.devices[0]
-        return [f"auto:{i}" if device == "auto" else device for i in range(self.num_workers)]
+        """The device of each worker, or the devices of its group with a plus between them."""
+        size, devices = self.group_size, list(self.devices)
+        if self._shares_device and max(1, self.num_workers) * size > 1:
+            total = max(1, self.num_workers) * size
+            is_auto = devices[0] == "auto"
+            devices = [f"auto:{i}" if is_auto else devices[0] for i in range(total)]
+        return ["+".join(devices[at : at + size]) for at in range(0, len(devices), size)]
+
+    @property
+    def _shares_device(self) -> bool:
+        """One entry that stands for as many devices as are needed."""
+        return len(self.devices) == 1 and self.devices[0] in ("auto", "cpu")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data_dir", Path(self.data_dir).expanduser())
@@ -268,11 +280,13 @@ class ServerConfig:
                 f"devices is {', '.join(named)}, and ray chooses devices by itself. Leave devices "
                 "out, or give cpu."
             )
-        shares = len(named) == 1 and named[0] in ("auto", "cpu")
-        if self.num_workers not in (0, len(named)) and not shares:
+        self._check_groups()
+        num_named = len(named) // self.group_size
+        if self.num_workers not in (0, num_named) and not self._shares_device:
+            each = "one device" if self.group_size == 1 else f"{self.group_size} devices"
             raise ConfigError(
                 f"num_workers is {self.num_workers}, but devices names {len(named)}: "
-                f"{', '.join(named)}. Name one device a worker, or leave num_workers out."
+                f"{', '.join(named)}. Name {each} a worker, or leave num_workers out."
             )
         for name, target in self.aliases.items():
             if not name or not target:
@@ -286,6 +300,31 @@ class ServerConfig:
                     "an api key must start with 'tml-', because clients refuse others; "
                     f"got one that starts with {entry[:4]!r}."
                 )
+
+    def _check_groups(self) -> None:
+        size, named = self.group_size, self.devices
+        if size == 1:
+            return
+        if size > MAX_GROUP:
+            raise ConfigError(f"group_size must be at most {MAX_GROUP}, got {size}.")
+        if self.is_toy or self.ray:
+            what = "the toy engine has no model to divide" if self.is_toy else "ray places workers"
+            raise ConfigError(
+                f"group_size is {size}, but {what}: a group is of devices of this machine, with "
+                "the torch engine. Leave group_size out."
+            )
+        if self._shares_device:
+            return
+        if len(named) % size or len(set(named)) < len(named):
+            raise ConfigError(
+                f"devices names {len(named)}: {', '.join(named)}. Groups of {size} need {size} "
+                "different ones each, such as "
+                f"--device {','.join(f'cuda:{i}' for i in range(size))}; or give auto."
+            )
+        if len({device.partition(":")[0] for device in named}) > 1:
+            raise ConfigError(
+                f"devices names {', '.join(named)}: the members of a group are all of one kind."
+            )
 
     @property
     def is_loopback(self) -> bool:

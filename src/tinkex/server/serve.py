@@ -274,8 +274,9 @@ def make_pool(config: ServerConfig) -> Pool:
         return _make_cluster_pool(config)
     devices = config.worker_devices
     # Sums may depend on the number of threads: in deterministic mode all have as many as one would.
-    shares_cores = len(devices) > 1 and not config.deterministic
-    threads = max(1, cores() // len(devices)) if shares_cores else None
+    num_processes = len(devices) * config.group_size
+    shares_cores = num_processes > 1 and not config.deterministic
+    threads = max(1, cores() // num_processes) if shares_cores else None
     return Pool(
         [make_worker(config, index, device, threads) for index, device in enumerate(devices)],
         exchange=config.data_dir / "exchange",
@@ -312,6 +313,7 @@ def _spec(config: ServerConfig, device: str, threads: int | None) -> WorkerSpec:
         data_dir=str(config.data_dir),
         log_level=config.log_level,
         threads=threads,
+        group_timeout_s=config.group_timeout_s,
     )
 
 
@@ -392,6 +394,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
 @click.option("--workers", "num_workers", type=int, help="Worker processes; default one a device.")
+@click.option("--group", "group_size", type=int, help="Devices that share a model as one worker.")
 @click.option("--ray", help="auto or HOST:PORT: workers on the nodes of a Ray cluster.")
 @click.option(
     "--until-idle", "until_idle_s", type=float, help="End after SECONDS without a client."

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -106,14 +107,17 @@ class Group:
         return bool(self.least(int(flag)))
 
     def _meet(self, what: str, act: Callable[[], Any]) -> None:
+        began = time.monotonic()
         try:
             act()
-        except RuntimeError as exc:  # a peer is gone, or did not come in time
-            said = str(exc).splitlines()[0][:200] if str(exc) else type(exc).__name__
-            self.on_loss(
-                f"member {self.rank} of {self.size} met nobody for {what} within "
-                f"{self.timeout_s:g} s, or another one is gone ({said})"
-            )
+        except RuntimeError as exc:
+            waited_s = time.monotonic() - began
+            said = str(exc).splitlines()[0][-200:] if str(exc) else type(exc).__name__
+            if waited_s >= 0.9 * self.timeout_s:
+                text = f"another one did not come to {what} within {self.timeout_s:g} s"
+            else:
+                text = f"another one is gone in the middle of {what}"
+            self.on_loss(f"member {self.rank} of {self.size} says that {text} ({said})")
         self.num_meetings += 1
 
     # ----------------------------------------------------------------------- edges of a block

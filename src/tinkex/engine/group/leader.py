@@ -23,7 +23,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,16 +41,23 @@ from tinkex.engine.group.calls import (
     Resume,
     Start,
 )
+from tinkex.engine.group.cut import check_divides
 from tinkex.engine.group.decoder import GroupDecoder, load_part
 from tinkex.engine.group.group import MAX_MEMBERS, end, form
 from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
 from tinkex.engine.lora.adapter import Adapter
-from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
 from tinkex.engine.train.trainer import JobError, TrainerConfig
-from tinkex.errors import ConfigError, EngineError, NotSupportedError, TinkerError
+from tinkex.errors import (
+    ConfigError,
+    EngineError,
+    ModelNotFoundError,
+    NotSupportedError,
+    TinkerError,
+)
 
 log = logging.getLogger(__name__)
 Emit = Callable[[jobs.Event], None]
@@ -78,6 +85,7 @@ class Leader(Member):
             raise ConfigError(f"a group has 2 to {MAX_MEMBERS} members, got {size} devices")
         self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._is_closing = False
+        self._losing = threading.Lock()
         # NCCL looks into its store later too, so the folder stays as long as the group.
         self._folder = folder = Path(tempfile.mkdtemp(prefix="tinkex-group-"))
         try:
@@ -139,7 +147,9 @@ class Leader(Member):
                 return
             self._note(ended.number, ended.error)
 
-    def _lose(self, text: str) -> Any:
+    def _lose(self, text: str) -> NoReturn:
+        if not self._losing.acquire(blocking=False):
+            threading.Event().wait()  # another thread ends the process
         self._end_followers()
         end(text)
 
@@ -305,6 +315,23 @@ class Leader(Member):
         sampler.leader = self
         self.keep(sampler, number)
         return sampler
+
+
+def check_models(names: Sequence[str], size: int) -> None:
+    """Refuse to start a group for models that it cannot hold.
+
+    Those that are not on this machine yet are judged when they are loaded.
+
+    Raises:
+        ConfigError: One cannot be divided evenly.
+    """
+    for name in names:
+        try:
+            check_divides(resolve(name, allow_fetch=False).config(), size, name)
+        except ModelNotFoundError:
+            continue
+        except NotSupportedError as exc:
+            raise ConfigError(str(exc)) from exc
 
 
 def _kind(ending: str) -> str:

@@ -36,6 +36,8 @@ class WorkerSpec:
     engine: str
     """`torch`, or `toy` with its own settings behind a colon."""
     device: str = "auto"
+    """Of a group: its members' devices, with a plus between them; see `engine.group`."""
+    group_timeout_s: float = 120.0
     deterministic: bool = False
     any_base: bool = False
     models: tuple[str, ...] = ()
@@ -104,8 +106,15 @@ def build_engine(spec: WorkerSpec) -> Engine:
         )
     from tinkex.engine.engine import EngineConfig, TorchEngine
 
+    device, *others = spec.device.split("+")
+    if others:
+        from tinkex.engine.group.leader import check_models
+
+        check_models(spec.models, 1 + len(others))
     config = EngineConfig(
-        device=spec.device,
+        device=device,
+        group=(device, *others) if others else (),
+        group_timeout_s=spec.group_timeout_s,
         deterministic=spec.deterministic,
         threads=spec.threads,
         any_base=spec.any_base,
