@@ -187,6 +187,29 @@ async def test_a_snapshot_samples_the_same_after_further_training(app_world: App
     assert await app_world.result(await app_world.ok("asample", again)) == before
 
 
+async def test_a_run_keeps_the_unnamed_weights_that_were_used_last(tmp_path: Path) -> None:
+    """A loop that samples from each step's weights does not fill the disk."""
+    async with open_app(tmp_path, max_unnamed_samplers=2) as world:
+        model, samplers = await world.model(), []
+        for number in range(5):
+            save = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number}
+            saved = await world.result(await world.ok("save_weights_for_sampler", save))
+            samplers.append(saved["sampling_session_id"])
+            first = body_of(samplers[0], number)  # the weights it began with are used all along
+            assert await world.result(await world.ok("asample", first))
+        kept = {}
+        for number, sampler in enumerate(samplers):
+            kept[number] = await world.post("asample", body_of(sampler, 99))
+        assert [number for number, answer in kept.items() if answer.is_success] == [0, 4]
+        assert kept[1].status_code == 410
+        assert "save_weights_for_sampler(name)" in kept[1].json()["detail"]
+        await world.service.shelf.remove_deleted()
+        assert len(list((tmp_path / "ephemeral").iterdir())) == 2
+        world.service.store.flush()
+        usage = await world.service.store.call(world.service.store.usage.totals, 0.0)
+        assert {row.model_id for row in usage if row.kind == "sampling_sample"} == {model}
+
+
 async def test_a_training_checkpoint_can_be_sampled(app_world: AppWorld) -> None:
     model = await app_world.model()
     saved = await app_world.result(

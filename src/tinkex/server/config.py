@@ -166,6 +166,9 @@ class ServerConfig:
     """Training requests and samples of one user that wait or run; 0 means no limit."""
     max_user_running: int = 0
     """Those of them that workers hold at a time; others wait. 0 means no limit."""
+    max_unnamed_samplers: int = 16
+    """Unnamed weights to sample from that a run keeps on disk: those that were used last. 0: all,
+    until its session ends."""
     max_sample_bytes: int = 64 * 1024 * 1024
     """Largest result one sample request may ask for: num_samples x max_tokens x topk."""
     max_running_samples: int = 512

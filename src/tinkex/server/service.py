@@ -95,6 +95,7 @@ class Service:
             ledger=SampleLedger(config.data_dir / "samples.log"),
             max_queued=config.max_queued_samples,
             max_sample_bytes=config.max_sample_bytes,
+            max_unnamed=config.max_unnamed_samplers,
             kept=KeptResults(
                 config.data_dir / "results",
                 memory_bytes=config.max_kept_result_bytes,
@@ -119,6 +120,7 @@ class Service:
             catalog=self.catalog,
             curves=self.curves,
             rollouts=self.rollouts,
+            drop_superseded=self.samples.drop_superseded,
             user_of=user_of,
         )
         self.operations = make_operations(tools)

@@ -172,6 +172,8 @@ class SamplingSession:
     ephemeral: bool
     """The folder belongs to this sampling session alone and goes with it."""
     created_at: float
+    model_id: str | None = None
+    """The run that such a folder is of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

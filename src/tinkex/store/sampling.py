@@ -80,6 +80,16 @@ class Sampling:
         with self._reader.connect() as connection:
             return [_sampling(row) for row in connection.execute(query).mappings()]
 
+    def unnamed_of(self, model_id: str) -> list[SamplingSession]:
+        """Those of a run that have a folder of their own, oldest first."""
+        query = (
+            select(_table)
+            .where(_table.c.model_id == model_id, _table.c.folder.is_not(None))
+            .order_by(_table.c.created_at)
+        )
+        with self._reader.connect() as connection:
+            return [_sampling(row) for row in connection.execute(query).mappings()]
+
     def forget_folder(self, sampling_session_id: str) -> None:
         """Let an ephemeral folder be removed; sampling from it can only say so."""
         one = _table.c.sampling_session_id == sampling_session_id

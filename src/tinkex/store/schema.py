@@ -142,7 +142,10 @@ sampling_sessions = Table(
     Column("ephemeral", Boolean, nullable=False),
     Column("created_at", Double, nullable=False),
     Column("num_clients", BigInteger, nullable=False),
+    # The run that unnamed weights are of.
+    Column("model_id", String),
     UniqueConstraint("session_id", "seq_id"),
+    Index("ix_sampling_sessions_model", "model_id"),
 )
 
 checkpoints = Table(

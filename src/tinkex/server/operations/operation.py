@@ -45,6 +45,8 @@ class Tools:
     catalog: Catalog
     curves: Curves
     rollouts: Rollouts
+    drop_superseded: Callable[[str], Awaitable[None]]
+    """Unnamed weights of a run that newer ones have taken the place of."""
     user_of: Callable[[str], Awaitable[User]]
     """The owner of a key, for requests that name another user's."""
 

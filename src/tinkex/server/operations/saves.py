@@ -191,8 +191,10 @@ class SaveWeightsForSampler(SaveWeights):
             folder=self.tools.shelf.folders.name(folder),
             ephemeral=True,
             created_at=time.time(),
+            model_id=model.model_id,
         )
         made = await store.call(store.sampling.create, session)
+        await self.tools.drop_superseded(model.model_id)
         step = self.tools.curves.num_steps(model.model_id)
         self.tools.rollouts.saved(made.sampling_session_id, model.model_id, step)
         answer = {"sampling_session_id": made.sampling_session_id, "type": self.name}

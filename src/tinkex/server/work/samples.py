@@ -67,6 +67,7 @@ class Samples:
         ledger: SampleLedger,
         max_queued: int,
         max_sample_bytes: int,
+        max_unnamed: int,
         kept: KeptResults,
         quotas: Quotas,
         open_work: OpenWork,
@@ -81,6 +82,8 @@ class Samples:
         self._ledger = ledger
         self._max_queued = max_queued
         self._max_sample_bytes = max_sample_bytes
+        self._max_unnamed = max_unnamed
+        self._used: OrderedDict[str, float] = OrderedDict()  # when unnamed weights were asked for
         self.kept = kept
         self._quotas = quotas
         self._open_work = open_work
@@ -153,10 +156,36 @@ class Samples:
             raise ApiError(404, f"No sampling session {sampling_session_id!r} of yours.")
         if found.ephemeral and found.folder is None:
             raise ApiError(
-                410, f"The weights of {sampling_session_id!r} are gone; its session ended."
+                410,
+                f"The unnamed weights of {sampling_session_id!r} are gone: its session ended, or "
+                f"{self._max_unnamed} others of its run were used since. To keep weights, save "
+                "them under a name: save_weights_for_sampler(name).",
             )
+        if found.ephemeral:
+            self._used[sampling_session_id] = time.time()
+            if len(self._used) > MAX_CACHED_SESSIONS:
+                self._used.popitem(last=False)
         await self._check_access(found)
         return found
+
+    async def drop_superseded(self, model_id: str) -> None:
+        """Let the unnamed weights of a run go that were not used for longest, beyond its share.
+
+        A loop that samples from each step's weights would otherwise fill the disk; the weights it
+        goes on using, such as those it began with, stay.
+        """
+        found = await self._store.call(self._store.sampling.unnamed_of, model_id)
+        num_many = len(found) - self._max_unnamed
+        if not self._max_unnamed or num_many <= 0:
+            return
+        needed = {run.promise.request_id.rpartition(":")[0] for run in self._tasks.values()}
+        needed.add(found[-1].sampling_session_id)  # just made
+        names = {one.sampling_session_id: one.created_at for one in found}
+        order = sorted(names, key=lambda name: max(names[name], self._used.get(name, 0.0)))
+        for name in [name for name in order if name not in needed][:num_many]:
+            await self._store.call(self._store.sampling.forget_folder, name)
+            self._sessions.pop(name, None)
+            self._used.pop(name, None)
 
     async def _check_access(self, session: SamplingSession) -> None:
         """Sampling from somebody else's checkpoint ends when it is no longer shared or replaced.
@@ -540,7 +569,7 @@ def _model_of(session: SamplingSession) -> str | None:
     """The run whose weights are sampled, when they are a run's."""
     if session.model_path is not None:
         return parse_path(session.model_path).run_id
-    return None
+    return session.model_id
 
 
 def _poller_of(request_id: str) -> tuple[str, int] | None:
