@@ -4,8 +4,9 @@
 
 One `tinkex serve` on the default model with an adapter of rank 16. `openai_stream_N`: N clients at
 once stream 64 tokens each from `/v1/chat/completions`, then from `/api/v1/sample_stream`, taking
-turns; tokens per second of all, and the median time to the first token. Prompts are new every time,
-of the same length, and go in as words on one side, as tokens on the other.
+turns; tokens per second of all, and the median time to the first token. `openai_cpu_N`: what the
+API process computes for a token, which other load does not disturb. Prompts are new every time, of
+the same length, and go in as words on one side, as tokens on the other.
 
 `openai_vllm_32`: 32 clients, `/v1/completions` with 64 prompt tokens and 64 new ones, ours against
 vLLM 0.32 in fp32 with the same adapter, both with everything loaded, taking turns. It is run when
@@ -64,6 +65,8 @@ class Streams:
     first_s: float
     """Median time to the first token."""
     tokens_per_s: float
+    cpu_us: float = 0.0
+    """Of the API process, a token."""
 
 
 # ------------------------------------------------------------------------------------ one client
@@ -103,13 +106,23 @@ def _num_tokens(answer: bytes) -> int:
     return sum(len(json.loads(line).get("tokens", ())) for line in lines[:-1])
 
 
-async def all_at_once(base_url: str, asks: list[Ask]) -> Streams:
-    started = time.perf_counter()
+async def all_at_once(base_url: str, asks: list[Ask], pid: int | None = None) -> Streams:
+    started, cpu_before = time.perf_counter(), cpu_s(pid)
     done = await asyncio.gather(*(stream(base_url, ask) for ask in asks))
     spent_s = time.perf_counter() - started
     num_tokens = sum(found for _, _, found in done)
     assert num_tokens == NUM_TOKENS * len(asks), f"{num_tokens} of {NUM_TOKENS * len(asks)} tokens"
-    return Streams(statistics.median(first for first, _, _ in done), num_tokens / spent_s)
+    first_s = statistics.median(first for first, _, _ in done)
+    cpu_us = 1e6 * (cpu_s(pid) - cpu_before) / num_tokens
+    return Streams(first_s, num_tokens / spent_s, cpu_us)
+
+
+def cpu_s(pid: int | None) -> float:
+    """What a process computed so far; 0 when none is watched."""
+    if pid is None:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ------------------------------------------------------------------------------------ what is asked
@@ -160,7 +173,9 @@ def text_ask(model: str, rng: random.Random, **extra: Any) -> Ask:
 # ------------------------------------------------------------------------------------ measuring
 
 
-def against_own(base_url: str, model: str, num_clients: int, repeats: int) -> list[report.Figure]:
+def against_own(
+    server: ServerProcess, model: str, num_clients: int, repeats: int
+) -> list[report.Figure]:
     from tinkex.chat.conversation import Conversation
     from tinkex.chat.messages import Message
     from tinkex.chat.tokenizer import FastTokenizer
@@ -178,7 +193,7 @@ def against_own(base_url: str, model: str, num_clients: int, repeats: int) -> li
         own_asks = [own_ask(model, rng, prompt_of) for _ in range(num_clients)]
         turns = [(openai, chat_asks), (own, own_asks)]
         for into, asks in turns if repeat % 2 else reversed(turns):
-            into.append(asyncio.run(all_at_once(base_url, asks)))
+            into.append(asyncio.run(all_at_once(server.base_url, asks, server.pid)))
     del openai[0], own[0]  # a first round warms both up
     return [
         report.Figure(
@@ -194,6 +209,13 @@ def against_own(base_url: str, model: str, num_clients: int, repeats: int) -> li
             peer=statistics.median(one.tokens_per_s for one in own),
             unit="tokens/s",
             bar=SAME,
+        ),
+        report.Figure(
+            name=f"openai_cpu_{num_clients}",
+            ours=statistics.median(one.cpu_us for one in openai),
+            peer=statistics.median(one.cpu_us for one in own),
+            unit="us",
+            note="of the API process, a token; the worker takes milliseconds",
         ),
     ]
 
@@ -285,7 +307,7 @@ def main() -> int:
             figures = [
                 figure
                 for num_clients in (1, 64)
-                for figure in against_own(server.base_url, path, num_clients, given.repeats)
+                for figure in against_own(server, path, num_clients, given.repeats)
             ]
             if given.vllm:
                 with serving_vllm(given.vllm, folder / "adapter") as url:

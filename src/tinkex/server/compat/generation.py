@@ -91,10 +91,13 @@ class Generation:
 
     async def _check_both_sides(self) -> None:
         """Nobody else looks, as long as no line of an answer was sent."""
-        if self.service.stopping.is_set():
-            raise ApiError(503, "The server is stopping; try again in a moment.")
+        self._check_server()
         if await self.request.is_disconnected():
             raise ApiError(499, "The client went away.")
+
+    def _check_server(self) -> None:
+        if self.service.stopping.is_set():
+            raise ApiError(503, "The server is stopping; try again in a moment.")
 
     async def tokens(self) -> AsyncIterator[NewTokens]:
         """Tokens while they are made, several at a time when they come faster than they are read.
@@ -124,11 +127,23 @@ class Generation:
             task.cancel()
 
     async def _first(self, events: asyncio.Queue[Event | None]) -> Event | None:
-        while True:
-            try:
-                return await asyncio.wait_for(events.get(), GONE_CHECK_S)
-            except TimeoutError:
-                await self._check_both_sides()
+        """Wait for something to say. A stream that has begun is watched by its response."""
+        watch = asyncio.ensure_future(
+            self.request.receive()
+        )  # the body was read: only an end comes
+        watch.add_done_callback(lambda done: None if done.cancelled() else events.put_nowait(None))
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(events.get(), GONE_CHECK_S)
+                except TimeoutError:
+                    self._check_server()
+                    continue
+                if watch.done() and watch.result()["type"] == "http.disconnect":
+                    raise ApiError(499, "The client went away.")
+                return event
+        finally:
+            watch.cancel()
 
 
 def _merged(events: Sequence[Event | None]) -> list[NewTokens]:
