@@ -31,8 +31,11 @@ from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder, _decoder_class
 from tinkex.engine.model.families import config_from_hf
+from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import RandomWeights
+from tinkex.engine.mxfp4 import PackedExperts
+from tinkex.engine.routed_experts import unpack
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.train.trainer import Trainer
 
@@ -366,11 +369,17 @@ def check() -> None:
         "qwen3_5": small(HYBRID, num_attention_heads=4, num_key_value_heads=2,
                          intermediate_size=512, linear_num_key_heads=2, linear_num_value_heads=4),
         "gpt_oss": small(OSS, num_attention_heads=8, num_key_value_heads=2, num_local_experts=8),
+        "qwen3_next": small(HYBRID, model_type="qwen3_next", num_attention_heads=4,
+                            num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
+                            num_experts=16, num_experts_per_tok=4, moe_intermediate_size=128,
+                            shared_expert_intermediate_size=128),
     }  # fmt: skip
     for name, config in shapes.items():
         weights = _Kept(_Louder(config))
         try:
             _check_one(name, config, weights)
+            if name == "gpt_oss":
+                _check_packed(name, config, weights)
         except Exception as exc:
             import traceback
 
@@ -421,28 +430,86 @@ def _check_gap(name: str, config: ModelConfig, decoder: Any, adapter: Any) -> No
         job = jobs.SampleJob(
             job_id=str(number), base_model="m", adapter_folder=None, stop_tokens=(), seed=number,
             prompt=np.random.default_rng(number % 3).integers(0, config.vocab_size, 70),
-            max_tokens=40, num_samples=2,
+            max_tokens=40, num_samples=2, routed_experts=config.routing is not None,
         )  # fmt: skip
         sampler.add(job, adapter if number % 2 else None, ends.append, version=str(number % 2))
     while sampler.has_work:
         sampler.step()
-    gaps = []
+    gaps, replayed, changed = [], [], []
     for end in ends:
         number = int(end.job_id)
         prompt = np.random.default_rng(number % 3).integers(0, config.vocab_size, 70)
         for sequence in end.result.sequences:
             tokens = torch.as_tensor(np.concatenate([prompt, sequence.tokens])).cuda()
             lora = LoraBatch([Span(0, len(tokens), adapter)]) if number % 2 else None
-            with torch.no_grad():
-                hidden = decoder.forward(
-                    tokens, torch.arange(len(tokens)).cuda(),
-                    PackedCausal([0, len(tokens)], config.windows), lora,
-                )  # fmt: skip
-                logp = decoder.head(hidden, lora).log_softmax(-1)
-            truth = logp[69:-1].gather(1, tokens[70:, None])[:, 0].cpu().numpy()
-            gaps.append(np.abs(truth - sequence.logprobs))
+            routing = Routing()
+            gaps.append(_gap(decoder, tokens, lora, sequence, routing))
+            if (experts := config.routing) is None:
+                continue
+            words = np.concatenate([end.result.prompt_routed_experts, sequence.routed_experts])
+            rows = torch.from_numpy(unpack(words, experts, len(words), "").copy()).cuda()
+            given = {layer: rows[:, i] for i, layer in enumerate(config.expert_layers)}
+            replayed.append(_gap(decoder, tokens, lora, sequence, Routing(given)))
+            free_choice = torch.stack([routing.chosen[i] for i in config.expert_layers], 1)
+            differs = free_choice[:-1].sort().values != rows[:-1].sort().values
+            changed.append(differs.any(-1).float().mean().item())
     gap = np.concatenate(gaps)
     print(f"check {name}: sampler gap mean {gap.mean():.2e} max {gap.max():.2e}", flush=True)
+    if replayed:
+        gap = np.concatenate(replayed)
+        print(
+            f"check {name}: with router replay mean {gap.mean():.2e} max {gap.max():.2e}; "
+            f"{100 * float(np.mean(changed)):.2f} % of routings differ from a free pass",
+            flush=True,
+        )
+
+
+def _gap(decoder: Any, tokens: Any, lora: Any, sequence: Any, routing: Routing) -> Any:
+    """|trainer - sampler| of the sampled tokens."""
+    attend = PackedCausal([0, len(tokens)], decoder.config.windows)
+    with torch.no_grad():
+        positions = torch.arange(len(tokens)).cuda()
+        hidden = decoder.forward(tokens, positions, attend, lora, routing=routing)
+        logp = decoder.head(hidden, lora).log_softmax(-1)
+    truth = logp[69:-1].gather(1, tokens[70:, None])[:, 0].cpu().numpy()
+    return np.abs(truth - sequence.logprobs)
+
+
+def _check_packed(name: str, config: ModelConfig, weights: Any) -> None:
+    """Experts kept in 4 bits against the same expanded: equal to the bit, sampled and trained."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    kept, whole = (_decoder_class(config, "cuda")(config, weights, device="cuda") for _ in "12")
+    for one, other in zip(kept.layers, whole.layers, strict=True):
+        stacks = {}
+        for leaf in ("gate_up_EXD", "down_EDM"):
+            *rows, columns = getattr(one.mixture, leaf).shape
+            blocks = torch.randint(
+                0, 256, (*rows, columns // 32, 16), generator=generator, device="cuda"
+            )
+            scales = torch.randint(
+                118, 123, (*rows, columns // 32), generator=generator, device="cuda"
+            )
+            stacks[leaf] = PackedExperts(blocks.byte(), scales.byte(), kept.dtype)
+        one.mixture = replace(one.mixture, **stacks)
+        expanded = {leaf: stack.expanded() for leaf, stack in stacks.items()}
+        other.mixture = replace(other.mixture, **expanded)
+    adapter = fresh_adapter(
+        kept.targets, rank=16, alpha=16.0, kinds=["attn", "mlp"], seed=0, device="cuda"
+    )
+    tokens = torch.randint(0, config.vocab_size, (200,), generator=generator, device="cuda")
+    answers = []
+    for decoder in (kept, whole):
+        adapter.drop_grad()
+        adapter.start_grad()
+        attend = PackedCausal([0, 200], config.windows)
+        lora = LoraBatch([Span(0, 200, adapter)])
+        hidden = decoder.forward(tokens, torch.arange(200).cuda(), attend, lora)
+        hidden.sum().backward()
+        assert adapter.grad is not None
+        answers.append((hidden.detach(), adapter.grad.clone()))
+    same = [torch.equal(*pair) for pair in zip(*answers, strict=True)]
+    print(f"check {name}: experts in 4 bits, hidden and gradient equal to the bit: {same}")
+    _check_gap(f"{name} in 4 bits", config, kept, adapter.frozen_copy())
 
 
 def _tried(label: str, action: Callable[[], object]) -> None:
