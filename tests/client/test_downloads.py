@@ -217,8 +217,10 @@ def adapter(tmp_path):
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "org/base", "r": 8})
     )
-    for name in ("adapter_model.safetensors", "optimizer.safetensors", "tinkex.json"):
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         (folder / name).write_text("x")
+    manifest = {"base_fingerprint": "0123456789abcdef", "has_optimizer": True}
+    (folder / "tinkex.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -232,7 +234,10 @@ def test_an_adapter_is_pushed_private_with_a_card_and_without_its_optimizer(adap
         {"repo_id": "me/thing", "private": True, "exist_ok": True, "repo_type": "model"},
     )
     assert hub.calls[1][0] == "create_branch"
-    assert sorted(hub.files) == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "tinkex.json"]
+    assert sorted(hub.files) == names
+    told = json.loads(hub.files["tinkex.json"])
+    assert (told["base_fingerprint"], told["has_optimizer"]) == ("0123456789abcdef", False)
     assert "base_model: org/base" in hub.files["README.md"]
     assert not (adapter / "README.md").exists()
 

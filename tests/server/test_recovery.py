@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 from app_world import AppWorld, open_app
+from safetensors.torch import load_file, save_file
 from wire_client import loss_of
 
 TOKENS = [3, 1, 4, 1, 5]
@@ -43,6 +45,32 @@ async def test_a_restart_keeps_sessions_models_samplers_and_results(tmp_path: Pa
             "sampling_params": {"max_tokens": 2},
         }
         assert await world.result(await world.ok("asample", sample))
+
+
+async def test_a_replay_on_other_base_weights_is_refused_and_goes_on_with_its_own(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No snapshot says on which weights the run was made; the run itself does."""
+    monkeypatch.setenv("TINKEX_CACHE", str(tmp_path / "cache"))
+    base, other = tmp_path / "base", tmp_path / "other.safetensors"
+    shutil.copytree(tiny_model, base)
+    weights = base / "model.safetensors"
+    own = shutil.copy(weights, tmp_path / "own.safetensors")
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, other, metadata={"format": "pt"})
+    settings: Any = {"engine": "torch", "models": (str(base),), "aliases": {"toy": str(base)}}
+    async with open_app(tmp_path / "data", **settings) as world:
+        model = await world.model()
+        await train_steps(world, model, 1, 1)
+    shutil.copy(other, weights)
+    async with open_app(tmp_path / "data", **settings) as world:
+        told = await world.result((await world.train(model, 3, TOKENS)).json())
+        assert "was trained on base weights" in told["error"]
+        assert "--any-base" in told["error"]
+    shutil.copy(own, weights)
+    async with open_app(tmp_path / "data", **settings) as world:
+        assert await train_steps(world, model, 4, 1) > 0
 
 
 async def test_training_goes_on_after_a_restart_as_if_nothing_happened(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedErr
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OPTIMIZER, _GRADIENTS, _MANIFEST = "optimizer.safetensors", "gradients.safetensors", "tinkex.json"
 _PREFIX = "base_model.model."
-_FORCE = (
+FORCE = (
     "Serve the base it was trained on, or start the server with --any-base (TINKEX_ANY_BASE=1) to "
     "use it all the same."
 )
@@ -304,7 +304,7 @@ def read(
     config = _load_json(path / _CONFIG)
     manifest = _read_manifest(path)
     if base is not None:
-        base.check(manifest, path.name, force=_FORCE)
+        base.check(manifest, path.name, force=FORCE)
     adapter = build_adapter(targets, _read_modules(path, config), device)
     kind: str | None = manifest.get("optimizer")
     if kind is not None:

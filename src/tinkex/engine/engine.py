@@ -590,8 +590,7 @@ class TorchEngine:
     def _run(self, job: LaneJob, emit: Emit) -> jobs.Result | None:
         match job:
             case jobs.CreateAdapterJob():
-                self._base(job.base_model, job.job_id, emit).trainer.create(job)
-                self._adopt(job.adapter_id, job.base_model)
+                return self._create(job, emit)
             case jobs.LoadAdapterJob():
                 self._base(job.base_model, job.job_id, emit).trainer.load(job)
                 self._adopt(job.adapter_id, job.base_model)
@@ -609,6 +608,15 @@ class TorchEngine:
             case jobs.TrainJob():
                 raise AssertionError("training jobs are run by _train")
         return jobs.AdapterResult()
+
+    def _create(self, job: jobs.CreateAdapterJob, emit: Emit) -> jobs.AdapterResult:
+        base = self._base(job.base_model, job.job_id, emit)
+        if job.base_fingerprint:
+            before = {"base_fingerprint": job.base_fingerprint, "base_model": job.base_model}
+            base.identity.check(before, "The run", force=checkpoint.FORCE)
+        base.trainer.create(job)
+        self._adopt(job.adapter_id, job.base_model)
+        return jobs.AdapterResult(base_fingerprint=base.identity.fingerprint)
 
     def _adopt(self, adapter_id: str, base_model: str) -> None:
         """Note whose adapter it is; one that moved to another base leaves the old one."""

@@ -62,6 +62,8 @@ class CreateAdapterJob:
     lora: LoraSpec
     optimizer: str = "adamw"
     """A name of `contract.optimizers`."""
+    base_fingerprint: str = ""
+    """The base weights it was made on before, in a replay: on others it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +116,10 @@ class DropAdapterJob:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterResult:
-    """Answer of every adapter job. `size_bytes` is set by a save."""
+    """Answer of every adapter job. `size_bytes` is set by a save, the other by a creation."""
 
     size_bytes: int = 0
+    base_fingerprint: str = ""
 
 
 # ------------------------------------------------------------------------------------ training

@@ -151,6 +151,10 @@ class Models:
         """What a checkpoint that was loaded into the run turned out to be."""
         self._set(model_id, {"lora": lora, "optimizer_config": optimizer_config})
 
+    def set_base(self, model_id: str, fingerprint: str) -> None:
+        """On which base weights the run was made."""
+        self._set(model_id, {"base_fingerprint": fingerprint})
+
     def of_session(self, session_id: str) -> list[Model]:
         query = select(_table).where(_table.c.session_id == session_id)
         return self._all(query.order_by(_table.c.model_seq_id))

@@ -82,6 +82,8 @@ class Model:
     last_request_time: float
     corrupted: bool
     unloaded: bool
+    base_fingerprint: str | None = None
+    """Of the base weights it was made on; None where the engine has none to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ models = Table(
     Column("last_request_time", Double, nullable=False),
     Column("corrupted", Boolean, nullable=False),
     Column("unloaded", Boolean, nullable=False),
+    Column("base_fingerprint", String),
     Index("ix_models_owner", "user_id", "created_at"),
 )
 

@@ -60,7 +60,8 @@ _EXPORT_TTL_S = 3600
 _HUB_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # What resumes a run is no use to those who load an adapter, and twice its size.
 _HUB_LIBRARIES = ("huggingface_hub", "httpx", "requests", "urllib3")
-_NOT_FOR_THE_HUB = ("optimizer*", "gradients*", "tinkex.json", "*.part")
+_NOT_FOR_THE_HUB = ("optimizer*", "gradients*", "*.part")
+_MANIFEST = "tinkex.json"
 
 
 def folder_name(tinker_path: str) -> str:
@@ -332,7 +333,8 @@ def push_to_hub(
 ) -> str:
     """Push a PEFT folder to the Hugging Face hub; returns the address of the commit.
 
-    Optimizer state stays here. Needs huggingface_hub and a token of yours (`hf auth login`).
+    Optimizer state stays here; the fingerprint of the base weights goes along. Needs
+    huggingface_hub and a token of yours (`hf auth login`).
 
     Args:
         api: A `huggingface_hub.HfApi`; made from your stored token by default.
@@ -346,7 +348,7 @@ def push_to_hub(
             path="folder",
         )
     hub = _hub_api() if api is None else api
-    with _told_in_words(repo_id), _with_card(source, repo_id, wanted=model_card) as upload:
+    with _told_in_words(repo_id), _for_the_hub(source, repo_id, card=model_card) as upload:
         hub.create_repo(repo_id, private=not public, exist_ok=True, repo_type="model")
         if revision is not None and not create_pr:
             hub.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -389,16 +391,29 @@ def _hub_api() -> Any:
 
 
 @contextlib.contextmanager
-def _with_card(source: Path, repo_id: str, *, wanted: bool) -> Iterator[Path]:
-    """The folder itself, or links to its files beside a generated README.md."""
-    if not wanted or (source / "README.md").exists():
-        yield source
-        return
+def _for_the_hub(source: Path, repo_id: str, *, card: bool) -> Iterator[Path]:
+    """Links to the files of a folder, a generated README.md where it has none, and its manifest."""
     with tempfile.TemporaryDirectory(prefix="tinkex-push-") as scratch:
+        folder = Path(scratch)
         for file in source.iterdir():
-            (Path(scratch) / file.name).symlink_to(file.resolve())
-        (Path(scratch) / "README.md").write_text(_card(source, repo_id), encoding="utf-8")
-        yield Path(scratch)
+            if file.name != _MANIFEST:
+                (folder / file.name).symlink_to(file.resolve())
+        if card and not (folder / "README.md").exists():
+            (folder / "README.md").write_text(_card(source, repo_id), encoding="utf-8")
+        if (manifest := _manifest(source / _MANIFEST)) is not None:
+            (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+        yield folder
+
+
+def _manifest(file: Path) -> dict[str, Any] | None:
+    """What whoever loads the adapter checks, such as its base's fingerprint; None without one."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return {**found, "has_optimizer": False, "has_gradients": False}  # they stay here
 
 
 def _card(source: Path, repo_id: str) -> str:

@@ -9,7 +9,14 @@ from typing import Any
 
 import orjson
 
-from tinkex.engine.jobs import CreateAdapterJob, Job, LoadAdapterJob, LoraSpec, Result
+from tinkex.engine.jobs import (
+    AdapterResult,
+    CreateAdapterJob,
+    Job,
+    LoadAdapterJob,
+    LoraSpec,
+    Result,
+)
 from tinkex.errors import InvalidInputError
 from tinkex.server import validation
 from tinkex.server.operations.operation import (
@@ -70,12 +77,18 @@ class CreateModel(Operation[Shape]):
             base_model=self.tools.catalog.resolve(turn.model.base_model),
             lora=LoraSpec(**asked.lora),
             optimizer=str(asked.optimizer_config.get("type", "adamw")),
+            base_fingerprint=turn.model.base_fingerprint or "",
         )
 
     async def conclude(self, asked: Shape, turn: Turn, job: Job, result: Result) -> Conclusion:
         model = replace(turn.model, lora=asked.lora, optimizer_config=asked.optimizer_config)
         if model != turn.model:  # a crash came between the rows of an earlier request like this
             await _set_shape(self.tools, model)
+        assert isinstance(result, AdapterResult)
+        if result.base_fingerprint:
+            store = self.tools.store
+            await store.call(store.models.set_base, model.model_id, result.base_fingerprint)
+            model = replace(model, base_fingerprint=result.base_fingerprint)
         answer = {"model_id": model.model_id, "type": self.name}
         return Conclusion(outcome=json_outcome(answer), model=model)
 

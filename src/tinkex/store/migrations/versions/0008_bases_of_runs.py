@@ -1,0 +1,16 @@
+"""A run remembers the fingerprint of the base weights it was made on."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0008"
+down_revision = "0007"
+
+
+def upgrade() -> None:
+    op.add_column("models", sa.Column("base_fingerprint", sa.String(), nullable=True))
+
+
+def downgrade() -> None:
+    with op.batch_alter_table("models") as table:
+        table.drop_column("base_fingerprint")
