@@ -5,10 +5,12 @@ With `--deterministic` a run through a killed and a stopped member has the bits 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,12 @@ def children(pid: int) -> list[int]:
 
 
 def followers(server: ServerProcess) -> list[int]:
-    return [pid for worker in server.worker_pids() for pid in children(worker)]
+    """Those there are; waited for while a group is being formed."""
+    while True:
+        with contextlib.suppress(OSError):  # a worker that has just ended
+            if found := [pid for worker in server.worker_pids() for pid in children(worker)]:
+                return found
+        time.sleep(0.05)
 
 
 def datum(start: int) -> types.Datum:
@@ -54,7 +61,8 @@ def train(client: Any, disturb: dict[int, signal.Signals], server: ServerProcess
         done = client.optim_step(types.AdamParams(learning_rate=5e-3))
         if step in disturb:
             for pid in followers(server):
-                os.kill(pid, disturb[step])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, disturb[step])
         passes.append(client.forward([datum(5)], "cross_entropy"))
         losses += [one.result().metrics["loss:sum"] for one in passes]
         done.result()
@@ -71,7 +79,7 @@ def weights(server: ServerProcess, client: Any, name: str) -> tuple[Path, bytes]
 def test_a_run_over_a_group_survives_its_members(tmp_path: Path) -> None:
     make("qwen3_5_moe", tmp_path / "model")
     settings = tmp_path / "settings.toml"
-    settings.write_text("group_timeout_s = 12.0\n")
+    settings.write_text("group_timeout_s = 6.0\n")
     flags = ("--device", "cpu", "--group", "2", "--deterministic", "--snapshot-every", "4")
     model = str(tmp_path / "model")
     with ServerProcess(

@@ -212,7 +212,7 @@ class TorchEngine:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         if self.config.deterministic and self.device.type == "cuda":
-            _make_cuda_deterministic()
+            make_cuda_deterministic()
         self.stats = EngineStats()
         self.pulse = Pulse()
         self._bases: OrderedDict[str, _Base] = OrderedDict()
@@ -732,7 +732,7 @@ def _warm_up(source: ModelSource, device: torch.device) -> WarmUp | None:
     return WarmUp(config, device) if can_fuse(config) else None
 
 
-def _make_cuda_deterministic() -> None:
+def make_cuda_deterministic() -> None:
     """Choose kernels that add in one order. Costs speed; must run before CUDA's first product."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

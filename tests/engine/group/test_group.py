@@ -188,6 +188,35 @@ def test_training_goes_on_in_one_device_where_a_group_stopped(pair, tmp_path):
         assert distance(mine["logprobs"], theirs["logprobs"]) < CLOSE
 
 
+def test_an_adapter_that_only_one_member_has_is_trained(pair, tmp_path):
+    """Both meet in every sum of the backward pass, though one has nothing to train."""
+    from safetensors.torch import load_file, save_file
+
+    both = pair("qwen3_moe", torch.float64)
+    make(both.alone)
+    folder = save(both.alone, tmp_path / "first", with_gradients=False)
+    for file in ("adapter_model.safetensors", "optimizer.safetensors"):
+        tensors = load_file(folder / file)
+        kept = {name: t for name, t in tensors.items() if ".layers.0.mlp.experts.5." in name}
+        save_file(kept, folder / file, metadata={"format": "pt"})
+    (folder / "tinkex.json").unlink()
+    for trainer in (both.alone, both.group):
+        trainer.load(
+            jobs.LoadAdapterJob(
+                job_id="",
+                adapter_id="a",
+                base_model="tiny",
+                folder=str(folder),
+                with_optimizer=False,
+            )
+        )
+        train(trainer, job(data()))
+        assert optim(trainer).metrics["grad_norm:mean"] > 0
+    alone, group = state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two")
+    assert len(alone) == 3 * 6  # weights and two moments of three linears' A and B
+    assert_same(alone, group)
+
+
 def sample(sampler, adapter=None, **options):
     done: list[jobs.Event] = []
     fields = {"job_id": "j", "base_model": "m", "adapter_folder": None, "prompt": PROMPT}

@@ -126,7 +126,15 @@ class Member:
         """Called between two passes of a training job."""
 
 
-def device_of(name: str) -> torch.device:
-    from tinkex.engine.engine import EngineConfig
+def prepare_device(name: str, *, exact: bool) -> torch.device:
+    """A follower's device, set up as the leader's engine sets up its own.
 
-    return EngineConfig(device=name).torch_device()
+    Raises:
+        ConfigError: There is no such device.
+    """
+    from tinkex.engine.engine import EngineConfig, make_cuda_deterministic
+
+    device = EngineConfig(device=name).torch_device()
+    if exact and device.type == "cuda":
+        make_cuda_deterministic()
+    return device

@@ -29,7 +29,7 @@ from tinkex.engine.group.calls import (
     Refused,
     Resume,
     Start,
-    device_of,
+    prepare_device,
 )
 from tinkex.engine.group.group import Group, end, form
 from tinkex.errors import ConfigError, TinkerError
@@ -101,7 +101,7 @@ def main() -> None:
         if start.threads is not None:
             torch.set_num_threads(start.threads)
         try:
-            device = device_of(start.device)
+            device = prepare_device(start.device, exact=start.exact)
         except ConfigError as exc:
             pipe.send(Refused(str(exc)))
             return

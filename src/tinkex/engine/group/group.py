@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 LOST = 75
