@@ -255,6 +255,34 @@ def test_all_logprobs_of_a_prompt_are_those_of_one_device(pair, family):
     assert distance(two.target_prompt_logprobs, one.target_prompt_logprobs) < CLOSE
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_told_and_prescribed_as_on_one_device(pair, family, tmp_path):
+    """Router replay: a group's sample trains one device, and one device's a group."""
+    both = pair(family, torch.float64)
+    start(both, tmp_path)
+    alone, group = both.samplers(max_pass_tokens=11)
+    options = {"num_samples": 2, "max_tokens": 9, "seed": 1, "stop_tokens": ()}
+    told = [sample(one, **options, routed_experts=True) for one in (alone, group)]
+    assert np.array_equal(told[0].prompt_routed_experts, told[1].prompt_routed_experts)
+    made = []
+    for one, two in zip(told[0].sequences, told[1].sequences, strict=True):
+        assert np.array_equal(one.routed_experts, two.routed_experts)
+        tokens = np.concatenate([PROMPT, one.tokens]).astype(np.int64)
+        rows = np.concatenate([told[1].prompt_routed_experts, two.routed_experts])[:-1]
+        # Of another token than its own: no router would choose just these.
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(rows), np.float32)}
+        datum = jobs.TrainDatum(
+            tokens=tokens[:-1], inputs=inputs, routed_experts=np.roll(rows, 1, axis=0)
+        )
+        made.append(datum)
+    answers = [train(trainer, job(tuple(made)))[0] for trainer in (both.alone, both.group)]
+    for mine, theirs in zip(answers[1].outputs, answers[0].outputs, strict=True):
+        assert distance(mine["logprobs"], theirs["logprobs"]) < CLOSE
+    for name in ("e_replayed:mean", "e_replay_changed:mean"):
+        assert answers[0].metrics[name] == answers[1].metrics[name] > 0
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
+
+
 def test_gradients_travel_between_groups_as_files(pair, tmp_path):
     """What two workers of a pool do at a step, when each of them is a group."""
     both = pair("qwen3_moe", torch.float64)
