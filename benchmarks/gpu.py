@@ -507,10 +507,11 @@ def main() -> int:
     figures += train_figures(flops, peers) if "train" in only else []
     figures += tenant_figures() if "tenants" in only else []
     figures += sample_figures(flops, bandwidth, peers) if "sample" in only else []
-    if set(only) & {"moe", "hybrid", "oss", "long"}:
+    if set(only) & {"moe", "hybrid", "oss", "long", "whole"}:
         import gpu_families
 
-        figures += gpu_families.figures(only)
+        figures += gpu_families.figures(only, peers=peers)
+        return report.finish("gpu_families", figures)
     return report.finish("gpu", figures)
 
 

@@ -1,10 +1,11 @@
 """Mixtures, hybrids, gpt-oss and long contexts on one GPU: ours against transformers.
 
-    python benchmarks/gpu.py --only moe,hybrid,oss,long [--no-bar]
+    python benchmarks/gpu.py --only moe,hybrid,oss,long,whole [--no-bar] [--write]
     python benchmarks/gpu_families.py check
 
 Slices of published shapes with random weights in bf16: 12 of 48 layers of Qwen3-30B-A3B, 8 of 32 of
-Qwen3.5-9B, 6 of 24 of gpt-oss-20b, and the whole of Qwen3-4B at long lengths. The peer is
+Qwen3.5-9B, 6 of 24 of gpt-oss-20b, the whole of Qwen3-4B at long lengths, and the whole of
+Qwen3-30B-A3B. The peer is
 transformers with its fastest experts (`grouped_mm`) and adapters of its own on attention. `check`
 compares every family's kernels with the plain decoder in fp32, on the card.
 """
@@ -323,6 +324,18 @@ def figures(only: Sequence[str], *, peers: bool = True) -> list[report.Figure]:
             peak = torch.cuda.max_memory_allocated() / GIB
             add(f"gpu_long_train_{length}", rate, None, bar, f"peak {peak:.0f} GiB")
             free()
+        rate = decode_rate(decoder, batch=1, prompt=130_000, new=64)
+        add("gpu_long_decode_130000", rate, None, None, "one sample")
+        del decoder
+        free()
+    if "whole" in only:
+        decoder = decoder_of(config_from_hf({**MOE, "num_hidden_layers": 48}))
+        train = train_rate(decoder, EVEN, mlp=False)
+        add("gpu_moe_whole_train", train, None, 22e3)
+        free()
+        add("gpu_moe_whole_decode", decode_rate(decoder), None, 4.5e3)
+        del decoder
+        free()
     return made
 
 
@@ -533,5 +546,5 @@ if __name__ == "__main__":
         if word.startswith("profile-"):
             raw = {"moe": MOE, "hybrid": HYBRID, "oss": OSS}[word.removeprefix("profile-")]
             _tried(word, lambda raw=raw: profile(raw))
-        if word in ("moe", "hybrid", "oss", "long"):
+        if word in ("moe", "hybrid", "oss", "long", "whole"):
             _tried(word, lambda word=word: figures([word], peers="peers" in words))

@@ -37,7 +37,8 @@ import tinkex
 
 VOCAB = 151936
 PROMPTS, PROMPT, SAMPLES, NEW = 64, 512, 4, 256
-RL_STEPS = 3
+RL_STEPS, FIRST_STEADY = 6, 3
+"""The first steps record graphs; the figures are medians of those from `FIRST_STEADY` on."""
 ADAM = tinkex.AdamParams(learning_rate=1e-5)
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -186,7 +187,7 @@ def rl_loop(client: tinkex.TrainingClient) -> tuple[list[report.Figure], tinkex.
             f"{training[-1]:.0f} tokens/s, largest gap {gaps[-1]}",
             file=sys.stderr,
         )
-    later = slice(1, None)
+    later = slice(FIRST_STEADY, None)
     figures = [
         report.Figure(
             name="gpu_server_sampling", ours=statistics.median(sampling[later]), unit="tokens/s",

@@ -11,7 +11,7 @@ from scipy import stats
 
 from tinkex.contract.sampling import DrawSettings
 from tinkex.engine.model.softmax import logprobs_of
-from tinkex.engine.sample.rng import sample_key, uniform, uniforms
+from tinkex.engine.sample.rng import sample_key, uniform, uniform_table, uniforms
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.toy.model import Row
 from tinkex.engine.toy.sampling import _filtered
@@ -197,3 +197,10 @@ def test_the_numbers_of_one_draw_are_independent():
     assert np.abs(correlation).max() < 0.03
     for column in sets.T:
         assert stats.kstest(column, "uniform").pvalue > 0.001
+
+
+def test_many_uniform_numbers_at_once_are_the_same_numbers():
+    keys = [sample_key(seed, index) for seed in (0, 7, 2**63 - 1) for index in range(5)]
+    positions = [0, 1, 2**31, 5, 9] * 3
+    table = uniform_table(keys, positions)
+    assert table.tolist() == [list(uniforms(k, p)) for k, p in zip(keys, positions, strict=True)]

@@ -15,6 +15,8 @@ from test_arithmetic import noisy_adapter, packed, sequences_of
 
 if sys.platform != "linux":
     pytest.skip("triton has no build for this system", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("on a card tests/engine/test_cuda.py holds them, in bf16", allow_module_level=True)
 
 from tinkex.engine.cuda import delta as cuda_delta
 from tinkex.engine.cuda import delta_rule
@@ -29,8 +31,6 @@ from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import DeltaConfig
 from tinkex.engine.model.weights import open_weights
 from tinkex.engine.mxfp4 import PackedExperts
-
-ON_CUDA = torch.cuda.is_available()
 
 
 def by_autograd(self, layer_index, dout, q, k, v, out, lse):
@@ -56,27 +56,24 @@ def gradient(self, a, b):
 @pytest.fixture
 def cuda_decoder(monkeypatch):
     """`cuda_decoder(folder)`: the decoder for CUDA, wherever this runs."""
-    if ON_CUDA:
-        pytest.skip("on a card bf16 runs: `python benchmarks/gpu_families.py check` compares it")
-    else:
-        monkeypatch.setattr(delta_rule, "CHUNK", 16)
-        forward = PackedFlash.forward
+    monkeypatch.setattr(delta_rule, "CHUNK", 16)
+    forward = PackedFlash.forward
 
-        def remember(self, layer_index, q, k, v, sinks_H=None):
-            self.sinks[layer_index] = sinks_H
-            return forward(self, layer_index, q, k, v, sinks_H)
+    def remember(self, layer_index, q, k, v, sinks_H=None):
+        self.sinks[layer_index] = sinks_H
+        return forward(self, layer_index, q, k, v, sinks_H)
 
-        monkeypatch.setattr(PackedFlash, "sinks", {}, raising=False)
-        monkeypatch.setattr(PackedFlash, "forward", remember)
-        monkeypatch.setattr(PackedFlash, "backward", by_autograd)
-        monkeypatch.setattr(Team, "gradient", gradient)
-    device = "cuda" if ON_CUDA else "cpu"
-    dtype = torch.float32
+    monkeypatch.setattr(PackedFlash, "sinks", {}, raising=False)
+    monkeypatch.setattr(PackedFlash, "forward", remember)
+    monkeypatch.setattr(PackedFlash, "backward", by_autograd)
+    monkeypatch.setattr(Team, "gradient", gradient)
 
     def load(folder, **options):
         source = resolve(str(folder))
         config = source.config()
-        return FamilyDecoder(config, open_weights(source), device=device, dtype=dtype, **options)
+        return FamilyDecoder(
+            config, open_weights(source), device="cpu", dtype=torch.float32, **options
+        )
 
     return load
 
@@ -152,8 +149,9 @@ def test_experts_kept_in_4_bits_give_the_same_bits(mxfp4, cuda_decoder):
     assert torch.equal(one[1], other[1])
 
 
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [2, 1, 7]], ids=["a step", "some tokens"])
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_a_step_on_the_card_is_the_rule(family_model, family):
+def test_tokens_on_the_card_follow_the_rule(family_model, family, lengths):
     decoder = family_model(family).decoder()
     weights, eps = decoder.layers[0].delta, decoder.config.norm_eps
     config = weights.config
@@ -162,29 +160,35 @@ def test_a_step_on_the_card_is_the_rule(family_model, family):
     def noise(*shape):
         return torch.randn(*shape, generator=generator)
 
-    fused = noise(3, config.channels + config.values + 2 * config.value_heads)
+    fused = noise(sum(lengths), config.channels + config.values + 2 * config.value_heads)
     conv = noise(6, config.conv_width - 1, config.channels)
     heads = noise(6, config.value_heads, config.key_size, config.value_size)
-    slots = torch.tensor([4, 0, 5])
-    expected = []
+    slots = [4, 0, 5]
+    expected = {}
 
-    class Once:
-        """The plain way, one token from the same states."""
+    class Plainly:
+        """Each sequence's tokens from its state, by the plain rule."""
 
         def recur(self, index, weights, x, g, beta):
-            before = delta.DeltaState(conv[slots], heads[slots])
-            out, after = delta.mix(weights, x[:, None], g[:, None], beta[:, None], before)
-            expected.append(after)
-            return out[:, 0]
+            outputs, start = [], 0
+            for slot, length in zip(slots, lengths, strict=True):
+                rows = slice(start, start := start + length)
+                before = delta.DeltaState(conv[[slot]], heads[[slot]])
+                some = (t[None, rows] for t in (x, g, beta))
+                out, expected[slot] = delta.mix(weights, *some, before)
+                outputs.append(out[0])
+            return torch.cat(outputs)
 
         def __call__(self, *args):
             raise AssertionError
 
-    truth = decoder._delta(0, weights, fused, Once())
-    ours = cuda_delta.step(weights, weights.in_order(fused), conv, heads, slots, eps)
+    truth = decoder._delta(0, weights, fused, Plainly())
+    tokens = cuda_delta.Tokens.of(slots, lengths, fused.device)
+    ours = cuda_delta.advance(weights, weights.in_order(fused), conv, heads, tokens, eps)
     torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(conv[slots], expected[0].conv_BwC)
-    torch.testing.assert_close(heads[slots], expected[0].heads_BHkv, rtol=1e-4, atol=1e-5)
+    for slot, after in expected.items():
+        torch.testing.assert_close(conv[slot], after.conv_BwC[0])
+        torch.testing.assert_close(heads[slot], after.heads_BHkv[0], rtol=1e-4, atol=1e-5)
 
 
 def test_logits_without_autograd_are_the_plain_decoders(family_model, cuda_decoder):

@@ -1,9 +1,14 @@
-"""A gated delta layer on CUDA: one step of many sequences, and the gated norm behind the rule.
+"""A gated delta layer on CUDA as both sides compute it: token by token, each from the state before.
 
-Decoding is a step of every sequence: the convolution moves on by one token, then each head decays
-its state, corrects it and reads it, all in place in the slots of `sample.states`. Three kernels do
-it, no host sync, so the step can be part of a CUDA graph. `engine/model/delta.py` defines the rule
-and is the oracle; whole sequences go through `delta_rule`.
+A convolution over the last few inputs, then each head decays its state, corrects it and reads it.
+`advance` does this for any number of sequences, each with any number of tokens, in place in the
+slots of `sample.states`: a decode step is a token of every sequence, a prefill some tokens of a
+few, and a training pass whole sequences from states of zeros. All launch the same kernels with the
+same tiles, and a token's bits follow from its state and itself alone, so sampler and trainer agree
+to the bit (the rules of `product`). No host sync: a step can be part of a CUDA graph. A state stays
+in registers while its sequence lasts, so whole sequences are no slower than in chunks; only
+gradients need the chunks of `delta_rule`. `engine/model/delta.py` defines the rule and is the
+oracle.
 
 Letters: T tokens, B sequences, S slots, C channels, X all outputs of the fused linear, w the
 convolution's width less one, K key heads, H value heads, k and v their sizes.
@@ -11,90 +16,199 @@ convolution's width less one, K key heads, H value heads, k and v their sizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.model.delta import DeltaWeights
+from tinkex.engine.model.delta import DeltaWeights, no_state
+from tinkex.engine.transfer import send
 
 _UNIT_EPS = tl.constexpr(1e-6)
+_TOKENS = 16
+"""Of one head, in one program of the convolution."""
+_COLUMNS = 32
+"""Of a state, in one program. One warp holds them, so that no sum waits for another warp."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def _convolve(
+    x, state, slots, bounds, of_token, conv, out, T, x_stride, C, scale,
+    K: tl.constexpr, k: tl.constexpr, v: tl.constexpr, W: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One head of some tokens: convolution, silu, and unit length of queries and keys.
+
+    The inputs before a token come from the pass, or from its sequence's state.
+    """
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    head, i = tl.program_id(1), tl.arange(0, BD)
+    first = tl.where(head < 2 * K, head * k, 2 * K * k + (head - 2 * K) * v)
+    c = first + i
+    keep = (t < T)[:, None] & (i < tl.where(head < 2 * K, k, v))[None, :]
+    b = tl.load(of_token + t, t < T, other=0)
+    before = t - tl.load(bounds + b, t < T, other=0)  # tokens of its sequence in this pass
+    at = tl.load(slots + b, t < T, other=0).to(tl.int64) * (W - 1) * C
+    total = tl.zeros((BT, BD), tl.float32)
+    for j in tl.static_range(W):
+        back = W - 1 - j
+        here = (before >= back)[:, None]
+        new = tl.load(x + (t - back)[:, None] * x_stride + c[None, :], keep & here, other=0.0)
+        old = tl.load(
+            state + (at + (before + j) * C)[:, None] + c[None, :], keep & ~here, other=0.0
+        )
+        tap = tl.load(conv + c * W + j, c < C, other=0.0).to(tl.float32)
+        total += tl.where(here, new.to(tl.float32), old.to(tl.float32)) * tap[None, :]
+    y = total * tl.sigmoid(total)
+    if head < 2 * K:
+        y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS))[:, None]
+    if head < K:
+        y *= scale
+    tl.store(out + t[:, None] * C + c[None, :], y, keep)
 
 
 @triton.jit
-def _convolve(x, state, slots, conv, out, x_stride, C, W: tl.constexpr, BLOCK: tl.constexpr):
+def _move_on(x, state, slots, bounds, x_stride, C, W: tl.constexpr, BLOCK: tl.constexpr):
+    """The last inputs of a sequence, for its next pass. Upwards, so none is read when replaced."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = c < C
+    stop = tl.load(bounds + b + 1)
+    length = stop - tl.load(bounds + b)
     at = state + tl.load(slots + b).to(tl.int64) * (W - 1) * C + c
-    now = tl.load(x + b * x_stride + c, keep, other=0.0)
-    total = now.to(tl.float32) * tl.load(conv + c * W + W - 1, keep, other=0.0).to(tl.float32)
     for j in tl.static_range(W - 1):
-        before = tl.load(at + j * C, keep, other=0.0)
-        total += before.to(tl.float32) * tl.load(conv + c * W + j, keep, other=0.0).to(tl.float32)
-        if j > 0:
-            tl.store(at + (j - 1) * C, before, keep)
-    tl.store(at + (W - 2) * C, now, keep)
-    tl.store(out + b * C + c, total * tl.sigmoid(total), keep)
+        back = W - 1 - j  # this place holds the input so many before the next token
+        here = length >= back
+        new = tl.load(x + (stop - back) * x_stride + c, keep & here, other=0.0)
+        old = tl.load(at + (length + j) * C, keep & (length < back), other=0.0)
+        tl.store(at + j * C, tl.where(here, new, old), keep)
 
 
 @triton.jit
-def _step(
-    mixed, gates, decay, dt_bias, state, slots, out, scale, gates_stride,
+def _inputs(mixed, gates, t, is_there, h, i, j, gates_stride,
+            K: tl.constexpr, H: tl.constexpr, k: tl.constexpr, v: tl.constexpr):  # fmt: skip
+    """Query, key, value, strength and decay of one token, as they come."""
+    row = mixed + t * (2 * K * k + H * v)
+    key = h // (H // K)
+    qv = tl.load(row + key * k + i, is_there & (i < k), other=0.0)
+    kv = tl.load(row + (K + key) * k + i, is_there & (i < k), other=0.0)
+    vv = tl.load(row + 2 * K * k + h * v + j, is_there & (j < v), other=0.0)
+    at = gates + t * gates_stride + h
+    return qv, kv, vv, tl.load(at, is_there, other=0.0), tl.load(at + H, is_there, other=0.0)
+
+
+@triton.jit
+def _recur(
+    mixed, gates, decay, dt_bias, state, slots, bounds, out, gates_stride,
     K: tl.constexpr, H: tl.constexpr, k: tl.constexpr, v: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A sequence, a value head and some of its columns."""
+    """A sequence, a value head and some columns of its state, token by token.
+
+    The next token is fetched while this one is computed: nothing else is there to hide the wait.
+    """
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BK)
     j = tl.program_id(2) * BV + tl.arange(0, BV)
-    key = h // (H // K)
-    row = mixed + b * (2 * K * k + H * v)
-    qv = tl.load(row + key * k + i, i < k, other=0.0)
-    kv = tl.load(row + (K + key) * k + i, i < k, other=0.0)
-    vv = tl.load(row + 2 * K * k + h * v + j, j < v, other=0.0)
-    qv *= scale / tl.sqrt(tl.sum(qv * qv, 0) + _UNIT_EPS)
-    kv *= 1.0 / tl.sqrt(tl.sum(kv * kv, 0) + _UNIT_EPS)
-    beta = tl.sigmoid(tl.load(gates + b * gates_stride + h).to(tl.float32))
-    a = tl.load(gates + b * gates_stride + H + h).to(tl.float32) + tl.load(dt_bias + h)
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
     at = state + ((tl.load(slots + b).to(tl.int64) * H + h) * k + i[:, None]) * v + j[None, :]
     keep = (i < k)[:, None] & (j < v)[None, :]
-    S = tl.load(at, keep, other=0.0) * tl.exp(tl.load(decay + h) * soft)
-    known = tl.sum(S * kv[:, None], 0)
-    S += kv[:, None] * ((vv - known) * beta)[None, :]
+    S = tl.load(at, keep, other=0.0)
+    rate, bias = tl.load(decay + h), tl.load(dt_bias + h)
+    first, stop = tl.load(bounds + b), tl.load(bounds + b + 1)
+    qv, kv, vv, strong, slow = _inputs(
+        mixed, gates, first, first < stop, h, i, j, gates_stride, K, H, k, v
+    )
+    for t in range(first, stop):
+        next_q, next_k, next_v, next_strong, next_slow = _inputs(
+            mixed, gates, t + 1, t + 1 < stop, h, i, j, gates_stride, K, H, k, v
+        )
+        a = slow.to(tl.float32) + bias
+        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        S *= tl.exp(rate * soft)
+        known = tl.sum(S * kv[:, None], 0)
+        S += kv[:, None] * ((vv - known) * tl.sigmoid(strong.to(tl.float32)))[None, :]
+        tl.store(out + (t * H + h) * v + j, tl.sum(S * qv[:, None], 0), j < v)
+        qv, kv, vv, strong, slow = next_q, next_k, next_v, next_strong, next_slow
     tl.store(at, S, keep)
-    tl.store(out + (b * H + h) * v + j, tl.sum(S * qv[:, None], 0), j < v)
 
 
-def step(
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Whose tokens a pass holds: those of sequence b lie from `bounds[b]` to `bounds[b + 1]`."""
+
+    slots_B: Tensor
+    bounds_b: Tensor
+    """One more than sequences."""
+    sequence_T: Tensor
+
+    @classmethod
+    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tokens:
+        bounds = np.cumsum([0, *lengths], dtype=np.int64)
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        return cls(
+            send(np.asarray(slots, np.int64), device), send(bounds, device), send(sequence, device)
+        )
+
+    @classmethod
+    def singles(cls, slots_B: Tensor) -> Tokens:
+        """One token of each sequence."""
+        bounds_b = torch.arange(len(slots_B) + 1, device=slots_B.device)
+        return cls(slots_B, bounds_b, bounds_b[:-1])
+
+
+class WholeSequences:
+    """Sequences that begin and end in one pass; `paged.CudaPagedAttend` has those that go on."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._tokens = Tokens.of(range(len(lengths)), lengths, device)
+
+    def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
+        """What a delta layer hands on."""
+        state = no_state(w.config, len(self._tokens.slots_B), fused_TX)
+        return advance(w, fused_TX, state.conv_BwC, state.heads_BHkv, self._tokens, eps)
+
+
+def advance(
     weights: DeltaWeights,
-    fused_BX: Tensor,
+    fused_TX: Tensor,
     conv_SwC: Tensor,
     heads_SHkv: Tensor,
-    slots_B: Tensor,
+    tokens: Tokens,
     eps: float,
 ) -> Tensor:
-    """What the output linear gets; the states in the slots move on by one token, in place."""
+    """What the output linear gets. The states in the slots move on by their sequences' tokens."""
     config = weights.config
-    B, C = len(fused_BX), config.channels
-    mixed_BC = torch.empty(B, C, device=fused_BX.device, dtype=torch.float32)
-    out_BHv = fused_BX.new_empty(B, config.value_heads, config.value_size)
-    stride = fused_BX.stride(0)
-    _convolve[(B, triton.cdiv(C, 1024))](
-        fused_BX, conv_SwC, slots_B, weights.conv_CW, mixed_BC, stride, C,
-        W=config.conv_width, BLOCK=1024, num_warps=4,
+    slots_B, bounds_b = tokens.slots_B, tokens.bounds_b
+    T, B, C = len(fused_TX), len(slots_B), config.channels
+    mixed_TC = torch.empty(T, C, device=fused_TX.device, dtype=torch.float32)
+    out_THv = fused_TX.new_empty(T, config.value_heads, config.value_size)
+    stride = fused_TX.stride(0)
+    heads = 2 * config.key_heads + config.value_heads
+    _convolve[(triton.cdiv(T, _TOKENS), heads)](
+        fused_TX, conv_SwC, slots_B, bounds_b, tokens.sequence_T, weights.conv_CW, mixed_TC, T,
+        stride, C, config.key_size**-0.5, K=config.key_heads, k=config.key_size,
+        v=config.value_size, W=config.conv_width, BT=_TOKENS,
+        BD=triton.next_power_of_2(max(config.key_size, config.value_size)), num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    columns = min(64, triton.next_power_of_2(config.value_size))
-    _step[(B, config.value_heads, triton.cdiv(config.value_size, columns))](
-        mixed_BC, fused_BX[:, C + config.values :], weights.decay_H, weights.dt_bias_H,
-        heads_SHkv, slots_B, out_BHv, config.key_size**-0.5, stride,
+    _move_on[(B, triton.cdiv(C, 1024))](
+        fused_TX, conv_SwC, slots_B, bounds_b, stride, C, W=config.conv_width, BLOCK=1024,
+        num_warps=4,
+    )  # fmt: skip
+    columns = min(_COLUMNS, triton.next_power_of_2(config.value_size))
+    # One program for all, so the compiler may contract as it likes: it does so for everyone.
+    _recur[(B, config.value_heads, triton.cdiv(config.value_size, columns))](
+        mixed_TC, fused_TX[:, C + config.values :], weights.decay_H, weights.dt_bias_H,
+        heads_SHkv, slots_B, bounds_b, out_THv, stride,
         K=config.key_heads, H=config.value_heads, k=config.key_size, v=config.value_size,
-        BK=triton.next_power_of_2(config.key_size), BV=columns, num_warps=4,
+        BK=triton.next_power_of_2(config.key_size), BV=columns, num_warps=1,
     )  # fmt: skip
-    return _norm(out_BHv, fused_BX[:, C : C + config.values], weights.norm_v, eps)
+    return _norm(out_THv, fused_TX[:, C : C + config.values], weights.norm_v, eps)
 
 
 # -------------------------------------------------------------------------------- gated norm

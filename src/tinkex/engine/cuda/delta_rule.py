@@ -2,10 +2,11 @@
 
 `mix_packed` computes what `engine/model/delta.py` computes, and that is its oracle, forward and
 backward. Every sequence is cut into chunks of 64 tokens, its last one filled up with tokens that
-change nothing; products inside chunks are batched over all chunks of all sequences. Three things
-are kernels: the convolution with silu and unit lengths, the inverse of the chunks' triangular
-systems, and the walk of the states from chunk to chunk, there and back. The rest is torch under
-autograd, in fp32 with the tensor cores' own rounding of its factors.
+change nothing; products inside chunks are batched over all chunks of all sequences. Four things are
+kernels: the convolution with silu and unit lengths, all that decays inside a chunk, the inverse of
+the chunks' triangular systems, and the walk of the states from chunk to chunk, there and back. The
+rest is torch under autograd, in fp32 with the tensor cores' own rounding of its factors. Only
+gradients come from here: the forward that sampler and trainer share goes token by token (`delta`).
 
 Letters: T tokens, P = N c places of N chunks of c tokens, Q sequences, K key heads, H value heads,
 d their size, C channels, W width of the convolution.
@@ -105,36 +106,46 @@ def _convolve(
 
 
 @triton.jit
-def _convolve_backward(
-    dout, x, conv, place, before, after, dx, T, P, x_stride, scale,
+def _convolve_slope(
+    dout, x, conv, place, before, slope, T, P, x_stride, scale,
     K: tl.constexpr, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """What each token adds to itself and to the W - 1 tokens behind it, gathered."""
+    """The gradient of what the convolution gave, before silu and unit lengths."""
     head = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.arange(0, d)
     ok = t < T
-    c = head * d + i
-    here, left = tl.load(before + t, ok, other=0), tl.load(after + t, ok, other=0)
-    total = tl.zeros((BT, d), tl.float32)
+    pre = _pre(x, conv, t, head * d + i, ok, tl.load(before + t, ok, other=0), x_stride, W)
+    s = tl.sigmoid(pre)
+    y = pre * s
+    at = (head.to(tl.int64) * P + tl.load(place + t, ok, other=0))[:, None] * d
+    dy = tl.load(dout + at + i[None, :], ok[:, None], other=0.0)
+    if head < K:
+        dy *= scale
+    if head < 2 * K:
+        unit = 1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS)
+        along = tl.sum(dy * y, 1) * unit * unit
+        dy = (dy - y * along[:, None]) * unit[:, None]
+    to = slope + t.to(tl.int64)[:, None] * (tl.num_programs(1) * d) + (head * d + i)[None, :]
+    tl.store(to, dy * (s + y * (1.0 - s)), ok[:, None])
+
+
+@triton.jit
+def _convolve_backward(
+    slope, conv, after, dx, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
+):
+    """What some tokens gave to themselves and to the W - 1 tokens behind them."""
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    keep = (t < T)[:, None] & (c < C)[None, :]
+    left = tl.load(after + t, t < T, other=0)
+    total = tl.zeros((BT, BC), tl.float32)
     for step in tl.static_range(W):
-        there = ok & (left >= step)
-        pre = _pre(x, conv, t + step, c, there, here + step, x_stride, W)
-        s = tl.sigmoid(pre)
-        y = pre * s
-        at = (head.to(tl.int64) * P + tl.load(place + t + step, there, other=0))[:, None] * d
-        dy = tl.load(dout + at + i[None, :], there[:, None], other=0.0)
-        if head < K:
-            dy *= scale
-        if head < 2 * K:
-            unit = 1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS)
-            along = tl.sum(dy * y, 1) * unit * unit
-            dy = (dy - y * along[:, None]) * unit[:, None]
-        tap = tl.load(conv + c * W + W - 1 - step).to(tl.float32)
-        total += dy * (s + y * (1.0 - s)) * tap[None, :]
-    tl.store(
-        dx + t.to(tl.int64)[:, None] * (tl.num_programs(1) * d) + c[None, :], total, ok[:, None]
-    )
+        at = slope + (t + step)[:, None] * C + c[None, :]
+        there = tl.load(at, keep & (left >= step)[:, None], other=0.0)
+        tap = tl.load(conv + c * W + W - 1 - step, c < C, other=0.0).to(tl.float32)
+        total += there * tap[None, :]
+    tl.store(dx + t[:, None] * C + c[None, :], total, keep)
 
 
 class _Convolution(torch.autograd.Function):
@@ -160,29 +171,147 @@ class _Convolution(torch.autograd.Function):
         weights, chunks, config = ctx.weights, ctx.chunks, ctx.weights.config
         heads, d, T = 2 * config.key_heads + config.value_heads, config.key_size, len(x_TC)
         dx_TC = torch.empty(x_TC.shape, device=x_TC.device, dtype=x_TC.dtype)
-        _convolve_backward[(triton.cdiv(T, 32), heads)](
-            dout.contiguous(), x_TC, weights.conv_CW, chunks.place_T, chunks.before_T,
-            chunks.after_T, dx_TC, T, chunks.num_chunks * CHUNK, x_TC.stride(0), d**-0.5,
+        slope_TC = torch.empty(x_TC.shape, device=x_TC.device, dtype=torch.float32)
+        _convolve_slope[(triton.cdiv(T, 32), heads)](
+            dout.contiguous(), x_TC, weights.conv_CW, chunks.place_T, chunks.before_T, slope_TC,
+            T, chunks.num_chunks * CHUNK, x_TC.stride(0), d**-0.5,
             K=config.key_heads, d=d, W=config.conv_width, BT=32, num_warps=4,
         )  # fmt: skip
+        _convolve_backward[(triton.cdiv(T, 32), triton.cdiv(config.channels, 128))](
+            slope_TC, weights.conv_CW, chunks.after_T, dx_TC, T, config.channels,
+            W=config.conv_width, BT=32, BC=128, num_warps=4,
+        )  # fmt: skip
         return dx_TC, None, None
+
+
+# ------------------------------------------------------------------------------------ decay
+
+
+@triton.jit
+def _decays(g, at, c: tl.constexpr):
+    """(log decays since the start, decay from token j to a later token i), of one chunk."""
+    i = tl.arange(0, c)
+    # In float64: after one strong decay the differences of small ones would lose their digits.
+    total = tl.cumsum(tl.load(g + at + i).to(tl.float64), 0)
+    apart = (total[:, None] - total[None, :]).to(tl.float32)
+    return total, tl.where(i[:, None] >= i[None, :], tl.exp(tl.minimum(apart, 0.0)), 0.0)
+
+
+@triton.jit
+def _decay(
+    kk, qk, g, beta, system, inside, from_start, to_end, N, SHARE: tl.constexpr, c: tl.constexpr
+):
+    """One chunk of one value head."""
+    n, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, c)
+    cells = i[:, None] * c + i[None, :]
+    key, one = ((h // SHARE) * N + n) * c * c + cells, (h * N + n) * c
+    total, decay = _decays(g, one, c)
+    strength = tl.load(beta + one + i)[:, None]
+    below = i[:, None] > i[None, :]
+    tl.store(system + one * c + cells, tl.where(below, tl.load(kk + key) * decay * strength, 0.0))
+    tl.store(inside + one * c + cells, tl.load(qk + key) * decay)
+    last = tl.sum(tl.where(i == c - 1, total, 0.0), 0)
+    tl.store(from_start + one + i, tl.exp(total.to(tl.float32)))
+    tl.store(to_end + one + i, tl.exp((last - total).to(tl.float32)))
+
+
+@triton.jit
+def _decay_backward(
+    kk, qk, g, beta, dsystem, dinside, dfrom, dto, dkk, dqk, dg, dbeta, N,
+    SHARE: tl.constexpr, c: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one key head: its value heads one after the other."""
+    n, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, c)
+    cells = i[:, None] * c + i[None, :]
+    key = (head * N + n) * c * c + cells
+    kv, qv = tl.load(kk + key), tl.load(qk + key)
+    sum_k, sum_q = tl.zeros((c, c), tl.float32), tl.zeros((c, c), tl.float32)
+    for share in range(SHARE):
+        one = ((head * SHARE + share) * N + n) * c
+        total, decay = _decays(g, one, c)
+        strength = tl.load(beta + one + i)[:, None]
+        below = i[:, None] > i[None, :]
+        ds = tl.where(below, tl.load(dsystem + one * c + cells), 0.0) * decay
+        di = tl.load(dinside + one * c + cells) * decay
+        sum_k += ds * strength
+        sum_q += di
+        tl.store(dbeta + one + i, tl.sum(ds * kv, 1))
+        dlog = ds * kv * strength + di * qv
+        last = tl.sum(tl.where(i == c - 1, total, 0.0), 0)
+        ending = tl.load(dto + one + i) * tl.exp((last - total).to(tl.float32))
+        dtotal = tl.sum(dlog, 1) - tl.sum(dlog, 0) - ending
+        dtotal += tl.load(dfrom + one + i) * tl.exp(total.to(tl.float32))
+        dtotal += tl.where(i == c - 1, tl.sum(ending, 0), 0.0)
+        tl.store(dg + one + i, tl.cumsum(dtotal, 0, reverse=True))
+    tl.store(dkk + key, sum_k)
+    tl.store(dqk + key, sum_q)
+
+
+class _Decay(torch.autograd.Function):
+    """From products of keys, and of queries, with keys [K, N, c, c] and g and beta [H, N, c]:
+
+    (the triangular system, what a token sees inside its chunk, [H, N, c, c]; the decays since the
+    start and to the end of a chunk, [H, N, c]).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, kk: Tensor, qk: Tensor, g: Tensor, beta: Tensor) -> Any:
+        H, N, c = g.shape
+        system, inside = g.new_empty(2, H, N, c, c)
+        from_start, to_end = g.new_empty(2, H, N, c)
+        _decay[(N, H)](
+            kk, qk, g, beta, system, inside, from_start, to_end, N, SHARE=H // len(kk), c=c,
+            num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(kk, qk, g, beta)
+        return system, inside, from_start, to_end
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        kk, qk, g, beta = ctx.saved_tensors
+        H, N, c = g.shape
+        dkk, dqk, dg, dbeta = map(torch.empty_like, (kk, qk, g, beta))
+        _decay_backward[(N, len(kk))](
+            kk, qk, g, beta, *(grad.contiguous() for grad in grads), dkk, dqk, dg, dbeta, N,
+            SHARE=H // len(kk), c=c, num_warps=4,
+        )  # fmt: skip
+        return dkk, dqk, dg, dbeta
 
 
 # ---------------------------------------------------------------------------------- inverse
 
 
+_EDGE = 16
+"""Of the triangles that are inverted row by row: the smallest that a tensor core multiplies."""
+
+
 @triton.jit
-def _invert(a, out, c: tl.constexpr):
-    """(I + A)^-1 of one strictly lower triangle, row by row."""
-    at = tl.program_id(0).to(tl.int64) * c * c
-    i = tl.arange(0, c)
-    cells = at + i[:, None] * c + i[None, :]
+def _invert(a, out, c: tl.constexpr, s: tl.constexpr):
+    """(I + A)^-1 of a small triangle on the diagonal, row by row."""
+    block = tl.program_id(1) * s
+    at = tl.program_id(0).to(tl.int64) * c * c + block * c + block
+    i = tl.arange(0, s)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for row in range(1, c):
+    for row in range(1, s):
         line = tl.load(a + at + row * c + i, i < row, other=0.0)
         new = -tl.sum(line[:, None] * inverse, 0)
         inverse += tl.where(i[:, None] == row, new[None, :], 0.0)
-    tl.store(out + cells, inverse)
+    tl.store(out + at + i[:, None] * c + i[None, :], inverse)
+
+
+@triton.jit
+def _join(a, out, c: tl.constexpr, s: tl.constexpr):
+    """Two neighbours on the diagonal, X and Y: below X stands -Y A X, A the square there."""
+    block = tl.program_id(1) * 2 * s
+    at = tl.program_id(0).to(tl.int64) * c * c + block * c + block
+    i = tl.arange(0, s)
+    cells = i[:, None] * c + i[None, :]
+    x = tl.load(out + at + cells)
+    y = tl.load(out + at + s * c + s + cells)
+    between = tl.dot(tl.load(a + at + s * c + cells), x, input_precision="tf32x3")
+    tl.store(out + at + s * c + cells, -tl.dot(y, between, input_precision="tf32x3"))
 
 
 class _Inverse(torch.autograd.Function):
@@ -190,9 +319,15 @@ class _Inverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor) -> Tensor:
-        out = torch.empty_like(a, memory_format=torch.contiguous_format)
-        size = a.shape[-1]
-        _invert[(a.numel() // size**2,)](a.contiguous(), out, c=size, num_warps=4)
+        a, size = a.contiguous(), a.shape[-1]
+        out, num = torch.zeros_like(a), a.numel() // size**2
+        _invert[(num, size // _EDGE)](a, out, c=size, s=_EDGE, num_warps=1)
+        edge = _EDGE
+        while edge < size:
+            _join[(num, size // (2 * edge))](
+                a, out, c=size, s=edge, num_warps=1 if edge < 32 else 4
+            )
+            edge *= 2
         ctx.save_for_backward(out)
         return out
 
@@ -314,15 +449,8 @@ def _placed(values_TH: Tensor, chunks: Chunks) -> Tensor:
 def _rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds_Q: Tensor) -> Tensor:
     """q, k [K, N, c, d], v [H, N, c, d], g and beta [H, N, c]; see `model.delta.chunks`."""
     share = len(v) // len(k)
-    total = g.double().cumsum(-1)
-    apart = (total[..., :, None] - total[..., None, :]).float()
-    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = apart.masked_fill(~seen, -torch.inf).exp()
-    from_start = total.float().exp()
-    to_end = (total[..., -1:] - total).float().exp()
     flipped = k.transpose(-1, -2)
-    like_each = (k @ flipped).repeat_interleave(share, dim=0)
-    system = (like_each * decay * beta[..., None]).tril(-1)
+    system, inside, from_start, to_end = _Decay.apply(k @ flipped, q @ flipped, g, beta)  # type: ignore[no-untyped-call]
     inverse: Tensor = _Inverse.apply(system)  # type: ignore[no-untyped-call]
     k_H = k.repeat_interleave(share, dim=0)
     scaled = inverse * beta[..., None, :]
@@ -330,7 +458,6 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds_Q: Te
     change, states = _Walk.apply(  # type: ignore[no-untyped-call]
         new, old, k_H * to_end[..., None], from_start[..., -1], bounds_Q
     )
-    inside = (q @ flipped).repeat_interleave(share, dim=0) * decay
     q_H = q.repeat_interleave(share, dim=0) * from_start[..., None]
     out: Tensor = q_H @ states + inside @ change
     return out

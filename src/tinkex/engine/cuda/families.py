@@ -11,6 +11,7 @@ The plain `Decoder` is the oracle. Letters: see `fused`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import kernels, mixture
-from tinkex.engine.cuda.delta import GatedNorm
+from tinkex.engine.cuda import kernels, mixture, mixture_kernels
+from tinkex.engine.cuda.delta import GatedNorm, WholeSequences
 from tinkex.engine.cuda.delta_rule import can_chunk, mix_packed, tensor_cores
 from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.cuda.fused import (
@@ -28,6 +29,7 @@ from tinkex.engine.cuda.fused import (
     Operands,
     Pass,
     Stream,
+    _bytes,
     _linear,
     _linear_backward,
     _TrainingPass,
@@ -61,7 +63,7 @@ class _Saved:
 
     x_TD: Tensor
     rstd1_T: Tensor
-    fused_TX: Tensor
+    fused_TX: Tensor | None
     mixed_TX: Tensor
     lse_HT: Tensor | None
     x2_TD: Tensor
@@ -70,15 +72,22 @@ class _Saved:
     experts: mixture.Saved | None
     inner: dict[str, Any]
 
+    def num_bytes(self) -> int:
+        return _bytes(self.x_TD, self.mixed_TX, self.lse_HT, self.x2_TD) + self.wide_bytes()
+
+    def wide_bytes(self) -> int:
+        """See `fused`; the experts' product too."""
+        experts = None if self.experts is None else self.experts.gate_up_NX
+        return _bytes(self.fused_TX, self.gate_up_TX, experts)
+
+    def slim(self) -> None:
+        self.fused_TX = self.gate_up_TX = None
+        if self.experts is not None:
+            self.experts.gate_up_NX = None
+
 
 class FamilyDecoder(CudaDecoder):
     """A frozen base model of any native family on a GPU."""
-
-    @property
-    def batch_invariant(self) -> bool:  # type: ignore[override]
-        """Delta layers, and norms that torch computes, may add in an order of their own."""
-        config = self.config
-        return config.delta is None and self._is_fast
 
     @property
     def records_steps(self) -> bool:  # type: ignore[override]
@@ -101,7 +110,7 @@ class FamilyDecoder(CudaDecoder):
         attend: Attend,
         lora: LoraBatch | None = None,
         *,
-        recompute: bool = False,
+        room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor:
         batch = BatchLora(lora, len(tokens_T), self.dtype)
@@ -112,12 +121,14 @@ class FamilyDecoder(CudaDecoder):
                 leaf = next(lora.spans[0].adapter.parameters())
                 rows_T = torch.arange(len(positions_T), device=self.device)
                 angles = self._angles(positions_T)
-                stream = FamilyStream(angles, rows_T, flash, attend, routing)
-                one = Pass(self, stream, batch, recompute)
+                whole = WholeSequences(attend.lengths, self.device)
+                stream = FamilyStream(angles, rows_T, flash, attend, whole, routing)
+                one = Pass(self, stream, batch, room)
                 out: Tensor = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
                 return out
             with torch.no_grad():
-                return self._infer(tokens_T, positions_T, flash, batch, routing, attend)
+                whole = WholeSequences(attend.lengths, self.device)
+                return self._infer(tokens_T, positions_T, flash, batch, routing, whole)
         with torch.no_grad():
             return self._infer(tokens_T, positions_T, attend, batch, routing)
 
@@ -147,7 +158,7 @@ class FamilyDecoder(CudaDecoder):
         attend: Attend,
         lora: Operands,
         routing: Routing | None,
-        packed: PackedCausal | None = None,
+        whole: WholeSequences | None = None,
     ) -> Tensor:
         eps = self.config.norm_eps
         angles = self._angles(positions_T)
@@ -159,7 +170,8 @@ class FamilyDecoder(CudaDecoder):
             x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
             fused = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
             if w.delta is not None:
-                mixed = self._delta_mixed(index, w.delta, fused, packed or attend)
+                mixer: Any = whole or attend
+                mixed = mixer.delta(index, w.delta, w.delta.in_order(fused), eps)
             else:
                 target = cache.target(index) if cache is not None else (None, None, rows_T)
                 mixed = self._attended(index, w, fused, angles, target, attend)
@@ -189,6 +201,19 @@ class FamilyDecoder(CudaDecoder):
         )
         return (mixed if gate is None else mixed * gate.sigmoid()).flatten(1)
 
+    def _norm_heads(self, layer: _Layer, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
+        """By the kernel that takes a row at a time: torch's order of sums follows their number."""
+        if torch.is_grad_enabled():
+            return super()._norm_heads(layer, q_T, k_T)
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+
+        def norm(x: Tensor, weight: Tensor) -> Tensor:
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            return kernels.add_rms_norm(rows, None, weight, self.config.norm_eps)[1].view(x.shape)
+
+        return norm(q_T, layer.q_norm), norm(k_T, layer.k_norm)
+
     def _placed(
         self, q: Tensor, k: Tensor, v: Tensor, target: tuple[Any, Any, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,13 +232,11 @@ class FamilyDecoder(CudaDecoder):
             cache=target,
         )
 
-    def _delta_mixed(self, index: int, w: DeltaWeights, fused: Tensor, attend: Any) -> Tensor:
-        """What a delta layer hands to its output linear; differentiable where it must be."""
-        eps, fused = self.config.norm_eps, w.in_order(fused)
-        if not isinstance(attend, PackedCausal):
-            mixed: Tensor = attend.delta(index, w, fused, eps)
-            return mixed
-        delta = w.config
+    def _delta_mixed(
+        self, index: int, w: DeltaWeights, fused: Tensor, attend: PackedCausal
+    ) -> Tensor:
+        """What a delta layer hands to its output linear, differentiable: by the rule in chunks."""
+        eps, delta, fused = self.config.norm_eps, w.config, w.in_order(fused)
         sizes = (delta.channels, delta.values, delta.value_heads, delta.value_heads)
         x_TC, z_T, b_TH, a_TH = fused.split(sizes, dim=1)
         gates = w.gates(b_TH, a_TH)
@@ -221,7 +244,7 @@ class FamilyDecoder(CudaDecoder):
             out_THv = mix_packed(w, x_TC, *gates, attend.lengths)
         else:
             out_THv = attend.recur(index, w, x_TC, *gates)
-        mixed = GatedNorm.apply(out_THv, z_T, w.norm_v, eps)  # type: ignore[no-untyped-call]
+        mixed: Tensor = GatedNorm.apply(out_THv, z_T, w.norm_v, eps)  # type: ignore[no-untyped-call]
         return mixed
 
     def _mlp(
@@ -253,7 +276,7 @@ class FamilyDecoder(CudaDecoder):
         gate_up, inner["shared.gate_up"] = _linear(y, block.shared_gate_up, None, lora.get(up))
         act = kernels.swiglu(gate_up)
         out, inner["shared.down"] = _linear(act, block.shared_down, None, lora.get(down))
-        gate_T1 = torch.sigmoid(_gate(y, block.shared_gate_1D))
+        gate_T1 = torch.sigmoid(mixture_kernels.row_dot(y, block.shared_gate_1D))
         return delta + (out * gate_T1).to(delta.dtype), gate_up, saved, inner
 
     def _plain_batch(self, lora: Operands) -> LoraBatch | None:
@@ -272,8 +295,7 @@ class FamilyDecoder(CudaDecoder):
         fused, inner_qkv = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
         lse = None
         if w.delta is not None:
-            with torch.no_grad(), tensor_cores():
-                mixed = self._delta_mixed(index, w.delta, fused, stream.packed)
+            mixed = stream.whole.delta(index, w.delta, w.delta.in_order(fused), eps)
         else:
             q, k, v, gate = self._qkv(w, fused, stream)
             attn, lse = stream.attention.forward(index, q, k, v, w.sinks)
@@ -299,10 +321,30 @@ class FamilyDecoder(CudaDecoder):
         q, k, v, gate = self._heads(w, fused, *stream.angles)
         return q.contiguous(), k.contiguous(), v.contiguous(), gate
 
+    def train_layer_again(  # type: ignore[override]
+        self, index: int, s: _Saved, lora: Operands
+    ) -> None:
+        w = self.layers[index]
+        y = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
+        s.fused_TX = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
+        y = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
+        if w.mixture is None:
+            s.gate_up_TX = _linear(y, w.gate_up, None, lora.get(f"{index}.gate_up"))[0]
+        elif w.mixture.shared_gate_up is not None:
+            shared = lora.get(f"{index}.shared.gate_up")
+            s.gate_up_TX = _linear(y, w.mixture.shared_gate_up, None, shared)[0]
+        if s.experts is not None:
+            assert self.config.experts is not None
+            assert w.mixture is not None
+            s.experts.gate_up_NX = mixture.gate_up(
+                self.config.experts, w.mixture, index, y, s.experts.sorted, members_of(lora)
+            )[0]
+
     def train_layer_backward(  # type: ignore[override]
         self, index: int, s: _Saved, dx: Tensor, stream: FamilyStream, lora: BatchLora
     ) -> None:
         w = self.layers[index]
+        assert s.fused_TX is not None
         ops = {name: lora.get(f"{index}.{name}") for name in _PARTS}
 
         def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
@@ -364,7 +406,7 @@ class FamilyDecoder(CudaDecoder):
         assert s.gate_up_TX is not None
         assert block.shared_gate_up is not None
         assert block.shared_down is not None
-        gate_T1 = torch.sigmoid(_gate(y2, block.shared_gate_1D))
+        gate_T1 = torch.sigmoid(mixture_kernels.row_dot(y2, block.shared_gate_1D))
         dout = (dx * gate_T1).to(dx.dtype)
         dact, dh = _linear_backward(dout, block.shared_down, ops["shared.down"])
         # The shared output again: its product with dx is the gate's slope.
@@ -381,6 +423,7 @@ class FamilyDecoder(CudaDecoder):
         self, index: int, w: _Layer, s: _Saved, dmixed: Tensor, stream: FamilyStream
     ) -> Tensor:
         """The gradient of the fused linear in front of the mixer."""
+        assert s.fused_TX is not None
         if w.delta is not None:
             with torch.enable_grad(), tensor_cores():
                 leaf = s.fused_TX.detach().requires_grad_()
@@ -416,6 +459,7 @@ class FamilyStream(Stream):
     """One packed batch, with what delta layers and routers want to know of it."""
 
     packed: PackedCausal
+    whole: WholeSequences
     routing: Routing | None
 
 
@@ -431,11 +475,6 @@ def members_of(lora: Operands, *, with_grads: bool = False) -> list[mixture.Memb
         return []
     adapter, flat_P, mask_T = found.of_row()
     return [mixture.Member(0, len(mask_T), adapter, flat_P, None, mask_T)]
-
-
-def _gate(y_TD: Tensor, gate_1D: Tensor) -> Tensor:
-    """A linear with one output, in fp32; a product with ones would be no faster."""
-    return (y_TD.float() * gate_1D.float()).sum(-1, keepdim=True)
 
 
 def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:

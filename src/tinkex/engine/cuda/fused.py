@@ -15,6 +15,7 @@ fused width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,13 +55,24 @@ class _Saved:
 
     x_TD: Tensor
     rstd1_T: Tensor
-    qkv_TX: Tensor
+    qkv_TX: Tensor | None
     attn_THd: Tensor
     lse_HT: Tensor
     x2_TD: Tensor
     rstd2_T: Tensor
-    gate_up_TX: Tensor
+    gate_up_TX: Tensor | None
     inner: dict[str, Any]
+
+    def num_bytes(self) -> int:
+        rest = _bytes(self.x_TD, self.attn_THd, self.lse_HT, self.x2_TD)
+        return rest + self.wide_bytes()
+
+    def wide_bytes(self) -> int:
+        """What the two widest products take, which can be made from the rest."""
+        return _bytes(self.qkv_TX, self.gate_up_TX)
+
+    def slim(self) -> None:
+        self.qkv_TX = self.gate_up_TX = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +104,13 @@ class CudaDecoder(Decoder):
         attend: Attend,
         lora: LoraBatch | None = None,
         *,
-        recompute: bool = False,
+        room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor:
         trains = torch.is_grad_enabled() and lora is not None and bool(lora.spans)
         if trains and isinstance(attend, PackedCausal):
             assert lora is not None
-            return self._train(tokens_T, positions_T, attend.lengths, lora, recompute)
+            return self._train(tokens_T, positions_T, attend.lengths, lora, room)
         with torch.no_grad():
             if isinstance(attend, PackedCausal):
                 attend = PackedFlash(attend.lengths, self.config, self.device)
@@ -111,15 +123,16 @@ class CudaDecoder(Decoder):
         positions_T: Tensor,
         lengths: list[int],
         lora: LoraBatch,
-        recompute: bool,
+        room: float,
     ) -> Tensor:
         leaf = next(lora.spans[0].adapter.parameters())
-        if not recompute and (small := self._small.find(len(tokens_T), lengths, lora)) is not None:
+        fits = self.config.kept_bytes(lengths, self.dtype.itemsize) <= room
+        if fits and (small := self._small.find(len(tokens_T), lengths, lora)) is not None:
             small.fill(tokens_T, positions_T, lengths)
             out: Tensor = RecordedPass.apply(small, leaf)  # type: ignore[no-untyped-call]
             return out
         stream = self.stream(positions_T, PackedFlash(lengths, self.config, self.device))
-        one = Pass(self, stream, BatchLora(lora, len(tokens_T), self.dtype), recompute)
+        one = Pass(self, stream, BatchLora(lora, len(tokens_T), self.dtype), room)
         out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
         return out
 
@@ -216,6 +229,14 @@ class CudaDecoder(Decoder):
         delta, inner["down"] = _linear(act, w.down, None, lora.get(f"{index}.down"))
         return x2, delta, _Saved(x, rstd1, qkv, attn, lse, x2, rstd2, gate_up, inner)
 
+    def train_layer_again(self, index: int, s: _Saved, lora: Operands) -> None:
+        """Make what `slim` dropped, bit for bit."""
+        w = self.layers[index]
+        y = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
+        s.qkv_TX = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
+        y = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
+        s.gate_up_TX = _linear(y, w.gate_up, None, lora.get(f"{index}.gate_up"))[0]
+
     def train_layer_backward(
         self, index: int, s: _Saved, dx: Tensor, stream: Stream, lora: BatchLora
     ) -> None:
@@ -224,6 +245,8 @@ class CudaDecoder(Decoder):
         The adapters' gradients are gathered on the way. Consumes what the layer saved.
         """
         w, eps = self.layers[index], self.config.norm_eps
+        assert s.qkv_TX is not None
+        assert s.gate_up_TX is not None
         ops = {name: lora.get(f"{index}.{name}") for name in LINEARS}
 
         def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
@@ -260,9 +283,12 @@ class Pass:
     decoder: CudaDecoder
     stream: Stream
     lora: BatchLora
-    recompute: bool = False
+    room: float = math.inf
+    """Bytes that may be kept for the backward."""
     saved: list[Any] = field(default_factory=list)
+    """By layer: all it keeps; that without its widest products; or (tuple) its two inputs."""
     final: tuple[Tensor, Tensor] | None = None
+    used_bytes: int = 0
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         decoder = self.decoder
@@ -271,8 +297,8 @@ class Pass:
         for index in range(decoder.config.num_layers):
             below = (x, delta)
             x, delta, layer = decoder.train_layer(index, x, delta, self.stream, self.lora)
-            self.saved.append(below if self.recompute else layer)
-            del layer
+            self.saved.append(self._kept(index, below, layer))
+            del below, layer
         x, hidden_TD, rstd_T = kernels.add_rms_norm(
             x, delta, decoder.final_norm_D, decoder.config.norm_eps
         )
@@ -289,12 +315,36 @@ class Pass:
         )
         while self.saved:
             layer, index = self.saved.pop(), len(self.saved)
-            if self.recompute:
+            if isinstance(layer, tuple):
                 x, delta = layer
                 layer = decoder.train_layer(index, x, delta, self.stream, self.lora)[2]
+            elif not layer.wide_bytes():
+                decoder.train_layer_again(index, layer, self.lora)
             decoder.train_layer_backward(index, layer, dx_TD, self.stream, self.lora)
             del layer
         self.final = None
+
+    def _kept(self, index: int, below: tuple[Tensor, Tensor | None], layer: Any) -> Any:
+        """What of a layer there is room for, if the layers above keep as little as they can.
+
+        Without its widest products a layer keeps a third and repeats a half of its work; with its
+        inputs alone it repeats all of it, attention too, which in long sequences is most.
+        """
+        above = self.decoder.config.num_layers - index - 1
+        whole, wide, bare = layer.num_bytes(), layer.wide_bytes(), _bytes(*below)
+        if self.used_bytes + whole + above * (whole - wide) <= self.room:
+            self.used_bytes += whole
+            return layer
+        if self.used_bytes + whole - wide + above * bare <= self.room:
+            self.used_bytes += whole - wide
+            layer.slim()
+            return layer
+        self.used_bytes += bare
+        return below
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
 class _TrainingPass(torch.autograd.Function):

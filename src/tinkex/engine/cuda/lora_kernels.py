@@ -32,7 +32,7 @@ TRAINED_ROWS = 64
 COLUMNS = 128
 """Most columns of a tile."""
 _RANKS = 32
-_SPLITS = 8
+_SPLITS = 16
 _INPUTS = 128
 """Stretches are multiples of it."""
 

@@ -179,7 +179,7 @@ class Saved:
     weights_Tk: Tensor
     logits_TE: Tensor
     log_total_T: Tensor
-    gate_up_NX: Tensor
+    gate_up_NX: Tensor | None
     inner: dict[str, list[Any]]
     shared: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -207,14 +207,9 @@ class Routed:
     ) -> Routed:
         logits_TE = product(y_TD, w.router_ED, w.router_bias_E, torch.float32)
         chosen, weights, entropy, total = kernels.route(
-            logits_TE, config.per_token, config.normalised
+            logits_TE, config.per_token, config.normalised, given_Tk
         )
-        own = chosen
-        if given_Tk is not None:
-            chosen = torch.where(given_Tk[:, :1] < 0, chosen, given_Tk.to(chosen))
-            weights = (logits_TE.gather(1, chosen) - total[:, None]).exp()
-            if config.normalised:
-                weights = weights / weights.sum(-1, keepdim=True)
+        own = chosen if given_Tk is None else logits_TE.topk(config.per_token, dim=-1).indices
         return cls(logits_TE, chosen, weights, entropy, total, own)
 
 
@@ -237,21 +232,32 @@ def forward(
         routing.entropy[layer_index] = routed.entropy_T
     s = Sorted.of(chosen_Tk, weights_Tk, config.count)
     inner: dict[str, list[Any]] = {}
+    gate_up_NX, inner["gate_up"] = gate_up(config, w, layer_index, y_TD, s, members)
+    act_NM = kernels.activate(gate_up_NX, s.weight_N, config.clamp)
+    out_ND = grouped(act_NM, expanded(w.down_EDM).transpose(1, 2), s.stops_E)
+    inner["down"] = _add_adapters(out_ND, act_NM, s, members, config, layer_index, "down")
+    bias = None if w.down_bias_ED is None else (w.down_bias_ED, chosen_Tk, weights_Tk)
+    out_TD = kernels.gather_sum(out_ND, s.back_Tk, bias)
+    logits_TE, total_T = routed.logits_TE, routed.log_total_T
+    saved = Saved(s, chosen_Tk, weights_Tk, logits_TE, total_T, gate_up_NX, inner)
+    return out_TD, saved
+
+
+def gate_up(
+    config: ExpertsConfig,
+    w: MixtureWeights,
+    layer_index: int,
+    y_TD: Tensor,
+    s: Sorted,
+    members: Sequence[Member],
+) -> tuple[Tensor, list[Tensor]]:
+    """The first product of all experts, and the adapters' inner products."""
     x_ND = y_TD[s.rows_N]
     gate_up_NX = grouped(x_ND, expanded(w.gate_up_EXD).transpose(1, 2), s.stops_E)
     if w.gate_up_bias_EX is not None:
         gate_up_NX += w.gate_up_bias_EX[s.experts_N]
-    inner["gate_up"] = _add_adapters(gate_up_NX, x_ND, s, members, config, layer_index, "gate_up")
-    del x_ND
-    act_NM = kernels.activate(gate_up_NX, s.weight_N, config.clamp)
-    out_ND = grouped(act_NM, expanded(w.down_EDM).transpose(1, 2), s.stops_E)
-    inner["down"] = _add_adapters(out_ND, act_NM, s, members, config, layer_index, "down")
-    out_TD = kernels.gather_sum(out_ND, s.back_Tk)
-    if w.down_bias_ED is not None:
-        out_TD += _spread(weights_Tk, chosen_Tk, config.count).to(out_TD.dtype) @ w.down_bias_ED
-    logits_TE, total_T = routed.logits_TE, routed.log_total_T
-    saved = Saved(s, chosen_Tk, weights_Tk, logits_TE, total_T, gate_up_NX, inner)
-    return out_TD, saved
+    inner = _add_adapters(gate_up_NX, x_ND, s, members, config, layer_index, "gate_up")
+    return gate_up_NX, inner
 
 
 def backward(
@@ -265,6 +271,7 @@ def backward(
 ) -> Tensor:
     """The gradient of `y_TD`; the adapters' are added to their buffers. Consumes what was saved."""
     rows, stops_E = s.sorted.rows_N, s.sorted.stops_E
+    assert s.gate_up_NX is not None
     dout_ND = dout_TD[rows]
     dact_NM = grouped(dout_ND, expanded(w.down_EDM), stops_E)
     downs = list(_each(members, s.sorted, config, layer_index, "down"))

@@ -92,7 +92,10 @@ def activate_backward_(
 
 
 @triton.jit
-def _gather_sum(x, back, out, D, k: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_sum(
+    x, back, bias, chosen, weights, out, D,
+    k: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < D
@@ -100,30 +103,71 @@ def _gather_sum(x, back, out, D, k: tl.constexpr, BLOCK: tl.constexpr):
     for at in range(k):
         source = tl.load(back + row * k + at).to(tl.int64)
         total += tl.load(x + source * D + cols, keep, other=0.0).to(tl.float32)
+        if BIASED:
+            expert = tl.load(chosen + row * k + at)
+            more = tl.load(bias + expert * D + cols, keep, other=0.0).to(tl.float32)
+            total += more * tl.load(weights + row * k + at)
     tl.store(out + row * D + cols, total, keep)
 
 
-def gather_sum(x_ND: Tensor, back_Tk: Tensor) -> Tensor:
-    """The sum of each token's k rows, in their order, rounded once."""
+def gather_sum(
+    x_ND: Tensor, back_Tk: Tensor, bias: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
+    """The sum of each token's k rows, in their order, rounded once.
+
+    `bias` is (biases [E, D], experts [T, k], their weights): each row comes with its own.
+    """
     (T, k), D = back_Tk.shape, x_ND.shape[1]
     out = x_ND.new_empty(T, D)
     block = min(2048, triton.next_power_of_2(D))
     if T:
         _gather_sum[(T, triton.cdiv(D, block))](
-            x_ND, back_Tk, out, D, k=k, BLOCK=block, num_warps=4
-        )
+            x_ND, back_Tk, *(bias or (None, None, None)), out, D,
+            k=k, BIASED=bias is not None, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
+
+
+@triton.jit
+def _row_dot(x, w, out, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    keep = cols < D
+    xv = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32)
+    tl.store(out + row, tl.sum(xv * tl.load(w + cols, keep, other=0.0).to(tl.float32), 0))
+
+
+def row_dot(x_TD: Tensor, weight_1D: Tensor) -> Tensor:
+    """A linear with one output, in fp32 [T, 1]; a row's bits do not depend on the others."""
+    T, D = x_TD.shape
+    out_T1 = torch.empty(T, 1, device=x_TD.device, dtype=torch.float32)
+    if T:
+        _row_dot[(T,)](
+            x_TD, weight_1D, out_T1, D, BLOCK=triton.next_power_of_2(D), num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out_T1
 
 
 # ---------------------------------------------------------------------- routing
 
 
 @triton.jit
+def _pick(left, given, at, e, GIVEN: tl.constexpr):
+    """The best expert that is left, of equal ones the first; or the one that was given."""
+    best = tl.argmax(left, 0).to(tl.int64)
+    if GIVEN:
+        told = tl.load(given + at)
+        best = tl.where(tl.load(given) >= 0, told, best)
+    return best, tl.where(e == best, float("-inf"), left)
+
+
+@triton.jit
 def _route(
-    logits, chosen, weights, entropy, log_total, E: tl.constexpr, BE: tl.constexpr,
-    k: tl.constexpr, NORMALISED: tl.constexpr,
+    logits, given, chosen, weights, entropy, log_total, E: tl.constexpr, BE: tl.constexpr,
+    k: tl.constexpr, NORMALISED: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The best k experts of one token, best first; of equal ones the first."""
+    """The best k experts of one token, best first, or those that were given."""
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BE)
     x = tl.load(logits + row * E + e, e < E, other=float("-inf"))
@@ -135,30 +179,35 @@ def _route(
     left = x
     picked = 0.0
     for at in tl.static_range(k):
-        best = tl.argmax(left, 0)
-        p_best = tl.exp(tl.max(left, 0) - total)
-        tl.store(chosen + row * k + at, best.to(tl.int64))
+        best, left = _pick(left, given + row * k, at, e, GIVEN)
+        p_best = tl.exp(tl.max(tl.where(e == best, x, float("-inf")), 0) - total)
+        tl.store(chosen + row * k + at, best)
         tl.store(weights + row * k + at, p_best)
         picked += p_best
-        left = tl.where(e == best, float("-inf"), left)
     if NORMALISED:
         left = x
         for at in tl.static_range(k):
-            best = tl.argmax(left, 0)
-            tl.store(weights + row * k + at, tl.exp(tl.max(left, 0) - total) / picked)
-            left = tl.where(e == best, float("-inf"), left)
+            best, left = _pick(left, given + row * k, at, e, GIVEN)
+            p_best = tl.exp(tl.max(tl.where(e == best, x, float("-inf")), 0) - total)
+            tl.store(weights + row * k + at, p_best / picked)
 
 
-def route(logits_TE: Tensor, k: int, normalised: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(experts [T, k], their weights, entropy [T], log of the sum of exp [T])."""
+def route(
+    logits_TE: Tensor, k: int, normalised: bool, given_Tk: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(experts [T, k], their weights, entropy [T], log of the sum of exp [T]).
+
+    Rows of `given_Tk` that do not start with -1 say which experts to take.
+    """
     T, E = logits_TE.shape
     chosen_Tk = torch.empty(T, k, dtype=torch.int64, device=logits_TE.device)
     weights_Tk = logits_TE.new_empty(T, k)
     entropy_T, total_T = logits_TE.new_empty(2, T)
     if T:
         _route[(T,)](
-            logits_TE, chosen_Tk, weights_Tk, entropy_T, total_T, E=E,
-            BE=triton.next_power_of_2(E), k=k, NORMALISED=normalised, num_warps=1,
+            logits_TE, chosen_Tk if given_Tk is None else given_Tk.long().contiguous(),
+            chosen_Tk, weights_Tk, entropy_T, total_T, E=E, BE=triton.next_power_of_2(E), k=k,
+            NORMALISED=normalised, GIVEN=given_Tk is not None, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return chosen_Tk, weights_Tk, entropy_T, total_T
 

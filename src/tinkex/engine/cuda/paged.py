@@ -31,7 +31,7 @@ from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.operand import EXPERTS
 from tinkex.engine.lora.slots import Slots
-from tinkex.engine.model.delta import DeltaWeights, mix
+from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.sample.expert_pages import ExpertPages
 from tinkex.engine.sample.paged import PagedCache
@@ -43,8 +43,9 @@ Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
-_WORTH = 3
-"""Steps of a batch size after which it is recorded."""
+_WORTH, _WORTH_SMALLER = 3, 64
+"""Steps of a batch size after which it is recorded: where no recording has room for it, and where
+a larger one has, which takes some milliseconds more a step. To record takes most of a second."""
 
 
 class CudaPagedAttend:
@@ -58,7 +59,7 @@ class CudaPagedAttend:
         self._slots_T = torch.empty(0, dtype=torch.long)
         self._singles: _Singles | None = None
         self._longs: _Longs | None = None
-        self._moves: list[tuple[Tensor, Tensor, int]] = []
+        self._tokens: delta.Tokens | None = None
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
@@ -76,16 +77,8 @@ class CudaPagedAttend:
         )
         if self.states is not None:
             self.states.clear([chunk.seq.state for chunk in chunks if chunk.start == 0])
-            self._moves = []
-            if singles:
-                states = send([chunk.seq.state for _, chunk in singles], device)
-                self._moves.append((send([row for row, _ in singles], device), states, 1))
-            lengths = sorted({chunk.length for _, chunk in longs})
-            for length in lengths:  # chunks of one length go together
-                members = [(row, chunk) for row, chunk in longs if chunk.length == length]
-                places = np.concatenate([np.arange(row, row + length) for row, _ in members])
-                states = send([chunk.seq.state for _, chunk in members], device)
-                self._moves.append((send(places, device), states, length))
+            slots, lengths = zip(*((c.seq.state, c.length) for c in chunks), strict=True)
+            self._tokens = delta.Tokens.of(slots, lengths, device)
 
     def prepare(
         self,
@@ -100,8 +93,7 @@ class CudaPagedAttend:
         """
         self._slots_T, self._singles, self._longs = slots_T, singles, longs
         if states_B is not None:
-            rows_B = torch.arange(len(states_B), device=states_B.device)
-            self._moves = [(rows_B, states_B, 1)]
+            self._tokens = delta.Tokens.singles(states_B)
 
     def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
         at = self.cache.place[layer_index]
@@ -110,39 +102,8 @@ class CudaPagedAttend:
     def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
         """What a delta layer hands on; every sequence goes on from its state, and leaves it."""
         assert self.states is not None
-        outputs = []
-        for rows, slots, length in self._moves:
-            fused = fused_TX if len(self._moves) == 1 else fused_TX[rows]
-            if length == 1:
-                memory = self.states.layer(layer_index)
-                outputs.append(delta.step(w, fused, *memory, slots, eps))
-            else:
-                outputs.append(self._prefill_delta(layer_index, w, fused, slots, length, eps))
-        if len(outputs) == 1:
-            return outputs[0]
-        out_TX = outputs[0].new_zeros(len(fused_TX), outputs[0].shape[1])
-        for (rows, _, _), out in zip(self._moves, outputs, strict=True):
-            out_TX[rows] = out
-        return out_TX
-
-    def _prefill_delta(
-        self,
-        layer_index: int,
-        w: DeltaWeights,
-        fused: Tensor,
-        slots: Tensor,
-        length: int,
-        eps: float,
-    ) -> Tensor:
-        assert self.states is not None
-        config = w.config
-        sizes = (config.channels, config.values, config.value_heads, config.value_heads)
-        x, z, b, a = fused.split(sizes, dim=1)
-        shape = (len(slots), length)
-        x_BLC, g, beta = (t.unflatten(0, shape) for t in (x, *w.gates(b, a)))
-        out_BLHv, after = mix(w, x_BLC, g, beta, self.states.read(layer_index, slots))
-        self.states.write(layer_index, slots, after)
-        return delta.GatedNorm.apply(out_BLHv.flatten(0, 1), z, w.norm_v, eps)  # type: ignore[no-untyped-call,no-any-return]
+        assert self._tokens is not None
+        return delta.advance(w, fused_TX, *self.states.layer(layer_index), self._tokens, eps)
 
     def __call__(
         self,
@@ -356,16 +317,16 @@ class DecodeGraphs:
         return logits.index_select(0, send(back, self._decoder.device))
 
     def _static_for(self, num_rows: int, slots: Slots | None) -> _Static | None:
-        """Room for so many rows, or more. To record takes as long as some steps: it is done for a
-        size that has come a few times, not for every size that a growing batch passes through."""
+        """Room for so many rows, or more. A size is recorded when it has come some times, not every
+        size that a batch passes through while it grows and while its last samples end."""
         sizes = [size for size in _BATCH_SIZES if size >= num_rows]
         if not sizes:
             return None
         key = (sizes[0], slots)
         if key not in self._statics:
             self._met[key] += 1
-            if self._met[key] < _WORTH:
-                known = [size for size in sizes if (size, slots) in self._statics]
+            known = [size for size in sizes if (size, slots) in self._statics]
+            if self._met[key] < (_WORTH_SMALLER if known else _WORTH):
                 return self._statics[known[0], slots] if known else None
             self._statics[key] = _Static(
                 sizes[0], self._width, self._decoder.device, self._no_state

@@ -13,6 +13,7 @@ Shapes: T tokens, D hidden, V vocabulary, v the member's part of it, N rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,14 +68,12 @@ class GroupDecoder(Decoder):
         attend: Attend,
         lora: LoraBatch | None = None,
         *,
-        recompute: bool = False,
+        room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor:
         # A layer that is computed again is computed to its end: others wait for its sums.
         with set_checkpoint_early_stop(False):
-            return super().forward(
-                tokens_T, positions_T, attend, lora, recompute=recompute, routing=routing
-            )
+            return super().forward(tokens_T, positions_T, attend, lora, room=room, routing=routing)
 
     def _embed(self, tokens_T: Tensor) -> Tensor:
         mine_T = (tokens_T >= self._tokens.start) & (tokens_T < self._tokens.stop)

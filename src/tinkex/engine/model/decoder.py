@@ -33,7 +33,7 @@ from tinkex.engine.lora.adapter import (
     low_rank_backward,
     low_rank_inner,
 )
-from tinkex.engine.model.attention import Attend, WideAttend
+from tinkex.engine.model.attention import Attend, PackedCausal, WideAttend
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate, wide
@@ -71,7 +71,7 @@ class DecoderLike(Protocol):
         attend: Attend,
         lora: LoraBatch | None = None,
         *,
-        recompute: bool = False,
+        room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor: ...
 
@@ -139,14 +139,19 @@ class Decoder:
         attend: Attend,
         lora: LoraBatch | None = None,
         *,
-        recompute: bool = False,
+        room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states [T, D] behind the final norm, ready for `head`.
 
-        `recompute` keeps one tensor per layer and redoes the layer in the backward pass. `routing`
-        learns, or says, which experts of a mixture the rows pass.
+        `room` is how many bytes the layers may keep for the backward pass; if they need more, one
+        tensor per layer is kept and the layer computed again. `routing` learns, or says, which
+        experts of a mixture the rows pass.
         """
+        lengths = attend.lengths if isinstance(attend, PackedCausal) else [len(tokens_T)]
+        on_cpu = self.device.type == "cpu"
+        kept_bytes = self.config.kept_bytes(lengths, self.dtype.itemsize, with_pairs=on_cpu)
+        recompute = kept_bytes > room
         x_TD = self._embed(tokens_T)
         cos_Th, sin_Th = self._rope(positions_T)
         for index in range(self.config.num_layers):

@@ -7,6 +7,7 @@ config does not say is off. Nothing here touches a tensor or a file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinkex.contract.routing import Experts
@@ -170,6 +171,16 @@ class ModelConfig:
             each = 2 * self.hidden_size + 3 * self.experts.size
             return kept + self.experts.per_token * each + 3 * self.experts.shared_size
         return kept + 2 * self.mlp_size
+
+    def kept_bytes(self, lengths: Sequence[int], itemsize: int, *, with_pairs: bool = False) -> int:
+        """What all layers keep of sequences, when nothing is computed again.
+
+        `with_pairs`: as a CPU does, see `kept_pairs`.
+        """
+        kept = sum(lengths) * sum(map(self.kept_values, range(self.num_layers)))
+        if with_pairs:
+            kept += self.kept_pairs * sum(length**2 for length in lengths)
+        return kept * itemsize
 
     @property
     def kept_pairs(self) -> int:

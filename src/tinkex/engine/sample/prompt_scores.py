@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinkex.engine import jobs
 from tinkex.engine.model.softmax import log_total, logprobs_of
-from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniforms
+from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniform_table
 from tinkex.engine.sample.sampling_math import (
     EMPTY_LOGPROB,
     Settings,
@@ -84,7 +84,7 @@ class PromptScores:
         settings = Settings.of([job] * len(rows), self.vocab_size, device)
         for j in range(job.prompt_alt_tokens_k):
             key = sample_key(self.seed, j, PROMPT_ALT)
-            uniform_N3 = send([uniforms(key, row) for row in rows], device, torch.float64)
+            uniform_N3 = send(uniform_table([key] * len(rows), rows), device)
             tokens_N, logprobs_N = draw(logits_NV.clone(), settings, uniform_N3)
             self.alt.token_ids[rows.start : rows.stop, j] = tokens_N.cpu().numpy()
             self.alt.logprobs[rows.start : rows.stop, j] = logprobs_N.cpu().numpy()

@@ -2,12 +2,16 @@
 
 A stream would make a sample depend on what else was drawn before it; a counter does not, so a
 seeded sample is the same alone, in a batch, after preemption and on every device. Knows integers
-only.
+only. `uniforms` is the oracle of `uniform_table`.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 # Domain tags keep the draws of one job apart: token draws and alternative prompt draws.
@@ -42,6 +46,23 @@ def uniforms(key: int, position: int) -> tuple[float, ...]:
         numbers.append(float(state >> 11) * 2.0**-53)
         state = _mix(state)
     return tuple(numbers)
+
+
+def uniform_table(keys: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """`uniforms` of many at once, [N, LEVELS]; the same numbers."""
+    state = _mix_all(np.asarray(keys, np.uint64) ^ _mix_all(np.asarray(positions, np.uint64)))
+    table = np.empty((len(state), LEVELS))
+    for level in range(LEVELS):
+        table[:, level] = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        state = _mix_all(state)
+    return table
+
+
+def _mix_all(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def fresh_seed() -> int:

@@ -36,7 +36,7 @@ from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
 from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.prompt_scores import PromptScores
-from tinkex.engine.sample.rng import fresh_seed, sample_key, uniforms
+from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform_table
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.engine.sample.state_pool import StatePool
@@ -424,7 +424,7 @@ class Sampler:
             tokens += [tokens[-1]] * (self._fewest_rows - num_rows)
             positions += [positions[-1]] * (self._fewest_rows - num_rows)
         self._attend.begin(chunks)
-        inputs_2T = torch.tensor((tokens, positions), device=self.decoder.device)
+        inputs_2T = send((tokens, positions), self.decoder.device)
         routing = None if self._experts is None else Routing()
         hidden_TD = self.decoder.forward(
             inputs_2T[0],
@@ -502,8 +502,9 @@ class Sampler:
     def _draw(self, samples: list[_Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
         """Draw a token for each sample, of which `num_unread` drawn before are not read yet."""
         settings = self._settings_of(samples)
-        numbers = [uniforms(sample.key, sample.num_sampled + num_unread) for sample in samples]
-        uniform_N3 = send(numbers, logits_NV.device, torch.float64)
+        positions = [sample.num_sampled + num_unread for sample in samples]
+        table = uniform_table([sample.key for sample in samples], positions)
+        uniform_N3 = send(table, logits_NV.device)
         tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
         wanted = [self._agree(torch.stack((tokens_N.double(), logprobs_N.double())))]
         if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):

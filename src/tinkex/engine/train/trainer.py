@@ -69,7 +69,7 @@ class TrainerConfig:
     head_rows: int = 256
     """Rows whose logits exist at the same time."""
     activation_bytes: int = 3 << 29
-    """A pass that would keep more than this for its backward recomputes layers instead."""
+    """What a pass may keep for its backward; what does not fit is computed again there."""
     deterministic: bool = False
     """A datum's bits never depend on what else is in the batch: where the decoder cannot promise it
     for a packed pass, each datum gets one of its own."""
@@ -398,7 +398,7 @@ class Trainer:
                     exact=config.deterministic and decoder.device.type == "cpu",
                 ),
                 lora,
-                recompute=one.backward and self._kept_bytes(one) > config.activation_bytes,
+                room=config.activation_bytes,
                 routing=routing,
             )
         if routing is not None and routing.chosen and decoder.config.experts is not None:
@@ -421,17 +421,6 @@ class Trainer:
             _Handed.apply(hidden_TD, dhidden_TD).backward()  # type: ignore[no-untyped-call]
         for run, items in runs:
             collect(run, items, tasks)
-
-    def _kept_bytes(self, one: Pass) -> int:
-        """What the layers keep for the backward pass, when nothing is recomputed."""
-        config = self.decoder.config
-        per_token = sum(config.kept_values(index) for index in range(config.num_layers))
-        if not config.native:
-            per_token = per_token * 11 // 5  # transformers' layers keep 2.0 to 2.2 times as much
-        kept = one.num_tokens * per_token
-        if self.decoder.device.type == "cpu":
-            kept += config.kept_pairs * sum(item.length**2 for item in one.items)
-        return kept * self.decoder.dtype.itemsize
 
     def _settle(self, tasks: Mapping[int, Task], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
