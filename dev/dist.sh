@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build a wheel and an sdist into dist/ and try both in empty environments: the wheel on every
 # Python that Tinkex supports and this machine has (the SDK alone, then with its server), the sdist
-# on one, and the command through pipx. Exits 1 when anything fails. Usage: dev/dist.sh PYTHON
+# on one, and the command through pipx and uvx. Exits 1 when anything fails. Usage: dev/dist.sh PYTHON
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="$1"
@@ -10,7 +10,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 
 "$python" -m venv "$work/tools"
-"$work/tools/bin/pip" install -q build pipx twine
+"$work/tools/bin/pip" install -q build pipx twine uv
 rm -rf dist
 "$work/tools/bin/python" -m build --outdir dist . >"$work/build.log" 2>&1 ||
     { cat "$work/build.log"; exit 1; }
@@ -35,4 +35,8 @@ for version in 3.11 3.12 3.13 3.14; do
     fi
 done
 PIPX_HOME="$work/pipx" "$work/tools/bin/pipx" run --python "$python" --spec "$wheel" tinkex --version
+# uv does not read pip's settings, where a machine may have its own package index.
+index="${PIP_INDEX_URL:-$("$work/tools/bin/pip" config get global.index-url 2>/dev/null || true)}"
+UV_CACHE_DIR="$work/uv" UV_DEFAULT_INDEX="${index:-https://pypi.org/simple}" \
+    "$work/tools/bin/uvx" --no-config --python "$python" --from "$wheel" tinkex --version
 ls -l dist

@@ -94,3 +94,19 @@ def test_text_is_shown_as_it_is(capsys):
     captured = capsys.readouterr()
     assert "run x:train:0 [bold]" in captured.out
     assert captured.err == "on :train:\nstill :train:\n"
+
+
+def test_how_far_a_model_is_loaded_is_said_on_stderr(capsys):
+    from tinkex import events
+    from tinkex.cli.progress import loading_shown
+
+    def wait(reason: str) -> None:
+        events.emit("queue.change", request_id="r", state="paused_capacity", reason=reason)
+
+    with loading_shown():
+        wait("loading org/Large-Model")
+        wait("loading org/Large-Model 40 %")
+        wait("3 requests ahead")
+    wait("loading org/Large-Model 50 %")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "Loading org/Large-Model 40 %\n")

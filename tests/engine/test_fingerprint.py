@@ -93,6 +93,16 @@ def test_a_kept_fingerprint_is_forgotten_when_a_file_changes(bases):
     assert fingerprint(resolve(str(one))) == fingerprint(resolve(str(two))) != before
 
 
+def test_loading_says_how_far_it_is(bases, monkeypatch):
+    monkeypatch.setattr("tinkex.engine.fingerprint.TELL_EVERY_S", 0.0)
+    told = []
+    source = resolve(str(bases[0]))
+    load_decoder(source, weights=witness_of(source, told.append))
+    assert told == sorted(set(told))
+    assert len(told) > 2
+    assert told[-1] > 90
+
+
 def test_loading_sampling_and_merging_on_another_base_are_refused_with_both(bases, tmp_path):
     one, two = bases
     first, second = trainer_on(one), trainer_on(two)

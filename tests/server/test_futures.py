@@ -7,7 +7,9 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
+from tinkex.engine.jobs import Progress
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.wire import tinker_public_pb2 as pb
 
 
@@ -128,3 +130,17 @@ async def test_unknown_requests_are_404_and_cancel_is_forgiving(app_world: AppWo
     lost = {"request_id": "s:sample:0:4"}
     assert (await app_world.post("retrieve_future", lost)).status_code == 410
     assert (await app_world.ok("cancel_future", lost))["status"] == "gone"
+
+
+async def test_a_poll_hears_at_once_how_far_the_model_is_loaded() -> None:
+    made = promise()
+    request = QueuedRequest(1, promise=made)
+    made.reason = lambda: request.progress
+    poll = asyncio.create_task(made.wait(600.0, asyncio.Event()))
+    await asyncio.sleep(0)
+    request.note(Progress(job_id="j", text="running"))
+    await asyncio.sleep(0)
+    assert not poll.done()
+    request.note(Progress(job_id="j", text="loading org/large 40 %"))
+    assert await asyncio.wait_for(poll, 60) is None
+    assert made.reason() == "loading org/large 40 %"

@@ -6,6 +6,7 @@ Everything goes to stderr; stdout belongs to results.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from tinkex.events import Event, subscribe
+
 _LINE_EVERY_S = 5.0
+_LOADING = re.compile(r"loading .* \d+ %")
 
 
 class Steps:
@@ -113,6 +117,23 @@ def steps(headline: str) -> Iterator[Steps]:
         yield shown
     finally:
         shown.close()
+
+
+@contextlib.contextmanager
+def loading_shown() -> Iterator[None]:
+    """Say how far the server is with a base model that takes long to load."""
+    console = stderr_console()
+
+    def show(event: Event) -> None:
+        reason = str(event.fields.get("reason"))
+        if event.name == "queue.change" and _LOADING.fullmatch(reason):
+            console.print(f"L{reason[1:]}", markup=False)
+
+    forget = subscribe(show)
+    try:
+        yield
+    finally:
+        forget()
 
 
 @contextlib.contextmanager

@@ -58,13 +58,14 @@ class State:
     ) -> Iterator[ServiceClient]:
         """`model` is the base model wanted, `name` what the session is called in listings."""
         from tinkex import ServiceClient
+        from tinkex.cli.progress import loading_shown
 
         config = self.config(patient=patient)
         if model is not None and not model.startswith("tinker://"):
             config = config.replace(model=model)
         if name:
             config = config.replace(display_name=name)
-        with ServiceClient(config=config) as client:
+        with loading_shown(), ServiceClient(config=config) as client:
             yield client
 
     def config(self, *, patient: bool) -> ClientConfig:

@@ -461,14 +461,19 @@ class TorchEngine:
     def _base(self, name: str, job_id: str, emit: Emit) -> _Base:
         """A resident base model, loaded now when it is not."""
         if (base := self._bases.get(name)) is None:
-            _tell(emit, jobs.Progress(job_id=job_id, text=f"loading {name}"))
+            said = f"loading {name}"
+
+            def tell(percent: int) -> None:
+                _tell(emit, jobs.Progress(job_id=job_id, text=f"{said} {percent} %"))
+
+            _tell(emit, jobs.Progress(job_id=job_id, text=said))
             self._make_room()
             with self.pulse.work(job_id, is_loading=True):
                 source = resolve(name)
                 if source.note:
                     log.log(logging.WARNING if source.stands_in else logging.INFO, source.note)
                 warm_up = None if self._leader is not None else _warm_up(source, self.device)
-                witness = witness_of(source)
+                witness = witness_of(source, tell)
                 if self._leader is not None:
                     decoder: DecoderLike = self._leader.load(source, witness)
                 else:

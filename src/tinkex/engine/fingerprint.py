@@ -16,8 +16,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 _VALUES = 256
 _LENGTH = 16
 _FIELD = "base_fingerprint"
+TELL_EVERY_S = 2.0
+OnRead = Callable[[int], None]
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
@@ -53,9 +57,12 @@ def digest(name: str, tensor: Tensor) -> bytes:
 class Witness:
     """A `WeightReader` that takes note of the tensors it hands on."""
 
-    def __init__(self, reader: WeightReader) -> None:
+    def __init__(self, reader: WeightReader, on_read: OnRead = lambda count: None) -> None:
+        """`on_read` is told how many numbers were read so far."""
         self._reader = reader
         self._seen: dict[str, bytes] = {}
+        self._num_read = 0
+        self._on_read = on_read
 
     def names(self) -> Iterator[str]:
         return self._reader.names()
@@ -64,6 +71,8 @@ class Witness:
         tensor = self._reader.read(name)
         if name not in self._seen:
             self._seen[name] = digest(name, tensor)
+            self._num_read += tensor.numel()
+            self._on_read(self._num_read)
         return tensor
 
     def fingerprint(self, names: Iterator[str]) -> str:
@@ -76,10 +85,34 @@ class Witness:
         return whole.hexdigest()[:_LENGTH]
 
 
-def witness_of(source: ModelSource) -> Witness | None:
-    """A reader for our own decoder; None for models that transformers loads by itself."""
+def witness_of(source: ModelSource, tell: Callable[[int], None] | None = None) -> Witness | None:
+    """A reader for our own decoder; None for models that transformers loads by itself.
+
+    `tell` hears, now and then, how many percent of the model are read.
+    """
     config = source.config()
-    return Witness(open_weights(source, config)) if config.native else None
+    if not config.native:
+        return None
+    reader = open_weights(source, config)
+    if tell is None:
+        return Witness(reader)
+    return Witness(reader, _Share(sum(math.prod(s) for _, s in expected_shapes(config)), tell))
+
+
+class _Share:
+    """Percent of what there is to read, in steps of ten, a few seconds apart: most models are
+    there before the first."""
+
+    def __init__(self, num_all: int, tell: Callable[[int], None]) -> None:
+        self._num_all = num_all
+        self._tell = tell
+        self._told, self._told_at = 0, time.monotonic()
+
+    def __call__(self, num_read: int) -> None:
+        percent, now = 100 * num_read // self._num_all, time.monotonic()
+        if percent >= self._told + 10 and now - self._told_at >= TELL_EVERY_S:
+            self._told, self._told_at = percent, now
+            self._tell(min(percent, 100))
 
 
 def fingerprint(source: ModelSource, witness: Witness | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tinkex import types
+from tinkex import events, types
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.transport import Call
 from tinkex.errors import (
@@ -111,9 +111,18 @@ class SampleStream:
             async for line in lines:
                 if line.startswith("event:"):
                     kind = line[6:].strip()
-                elif line.startswith("data:") and self._take(kind, orjson.loads(line[5:])):
-                    return
+                elif line.startswith("data:"):
+                    event = orjson.loads(line[5:])
+                    if kind == "progress":
+                        self._hear(waiting, str(event.get("reason")))
+                    elif self._take(kind, event):
+                        return
         raise APIConnectionError("The stream ended before the sample did. Sample again.")
+
+    @staticmethod
+    def _hear(waiting: Waiting, reason: str) -> None:
+        waiting.hear("paused_capacity", reason)
+        events.emit("queue.change", request_id="", state="paused_capacity", reason=reason)
 
     def _take(self, kind: str, event: dict[str, Any]) -> bool:
         """Handle one event; True when it was the last."""

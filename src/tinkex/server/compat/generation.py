@@ -107,8 +107,13 @@ class Generation:
                 be an answer of its own.
         """
         events: asyncio.Queue[Event | None] = asyncio.Queue()
+
+        def take(event: Event) -> None:
+            if isinstance(event, Tokens):  # their protocols have no word for progress
+                events.put_nowait(event)
+
         promise, task, _ = await self.service.samples.stream(
-            self.user, self.wish.sample_request(), events.put_nowait
+            self.user, self.wish.sample_request(), take
         )
         promise.on_settle = lambda _: events.put_nowait(None)
         try:

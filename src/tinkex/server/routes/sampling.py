@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tinkex import types
-from tinkex.engine.jobs import Event, Tokens
+from tinkex.engine.jobs import Event, Progress, Tokens
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import encode
 from tinkex.server.auth import CurrentUser
@@ -132,6 +132,8 @@ async def _events(
         while (event := await events.get()) is not None:
             if isinstance(event, Tokens):
                 yield _sse("tokens", _tokens(event, sequence_ids))
+            elif isinstance(event, Progress):
+                yield _sse("progress", orjson.dumps({"reason": event.text}))
         assert promise.outcome is not None
         yield _last(promise.outcome, sequence_ids, snapshot)
     finally:

@@ -102,6 +102,11 @@ class Promise:
             _wake(waiter)
 
 
+def is_loading(progress: str) -> bool:
+    """Whether a request waits for its base model, which may take minutes."""
+    return progress.startswith("loading ")
+
+
 def _settled() -> str:
     return "done"
 

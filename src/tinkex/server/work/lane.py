@@ -19,10 +19,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from tinkex.engine.jobs import Event, Job, Progress, Result
+from tinkex.engine.jobs import Job, Result
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.files import disk
 from tinkex.server.off_loop import off_loop
@@ -415,9 +414,7 @@ class Lane:
             user_id, cost = self.model.user_id, max(1, request.size_bytes)
             slots, line = self.means.open_work, self.place.training
             async with slots.place(user_id), line.place(user_id, cost):
-                answer = self.place.pool.post(
-                    job, partial(_note, request), generation=self._state.generation
-                )
+                answer = self.place.pool.post(job, request.note, generation=self._state.generation)
                 sent.set_result(None)
                 request.started_at = time.time()
                 return await answer
@@ -630,13 +627,6 @@ class Lane:
 async def _refuse(exc: InvalidInputError | EngineError, sent: asyncio.Future[None]) -> Result:
     sent.set_result(None)
     raise exc
-
-
-def _note(request: QueuedRequest, event: Event) -> None:
-    if isinstance(event, Progress):
-        if event.text != request.progress:
-            logger.info("%s: %s", request.request_id, event.text)
-        request.progress = event.text
 
 
 def _is_suspect(task: asyncio.Task[Result]) -> bool:

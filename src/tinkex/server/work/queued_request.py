@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinkex.engine.jobs import Job
+from tinkex.engine.jobs import Event, Job, Progress
 from tinkex.server.operations.operation import Operation
-from tinkex.server.work.futures import Promise
+from tinkex.server.work.futures import Promise, is_loading
 
+logger = logging.getLogger(__name__)
 Mode = Literal["run", "replay", "skip"]
 
 
@@ -45,6 +47,16 @@ class QueuedRequest:
     @property
     def is_barrier(self) -> bool:
         return self.operation is None or self.operation.is_barrier
+
+    def note(self, event: Event) -> None:
+        """The worker says how it gets on."""
+        if not isinstance(event, Progress):
+            return
+        if event.text != self.progress:
+            logger.info("%s: %s", self.request_id, event.text)
+        self.progress = event.text
+        if is_loading(event.text) and self.promise is not None:
+            self.promise.wake()  # who waits for a large model wants to see it move
 
     def let_go(self) -> None:
         """Keep nothing but the number and what is needed to read the rest back."""

@@ -28,7 +28,7 @@ from tinkex.server.catalog import Catalog
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.problems import ApiError
-from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable, is_loading
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.origins import Origins
@@ -561,6 +561,10 @@ class _Run:
             if event.text != self.progress:
                 logger.info("%s: %s", self.promise.request_id, event.text)
             self.progress = event.text
+            if is_loading(event.text):
+                self.promise.wake()
+                if self.on_event is not None:
+                    self.on_event(event)
         elif self.on_event is not None:
             self.on_event(event)
 
