@@ -2,12 +2,14 @@
 
 Written aside and renamed, so that a file is there whole or not at all. It is read once by each of
 those who share an adapter, and removed by whoever named it. Not synced: nobody needs it after a
-crash.
+crash. Readers map it: what they add to something else is never copied.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+_ALIGN = 64
 
 
 def write(path: str | Path, arrays: Mapping[str, NDArray[Any]]) -> int:
@@ -24,30 +28,35 @@ def write(path: str | Path, arrays: Mapping[str, NDArray[Any]]) -> int:
     whole: dict[str, Any] = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     head = {name: [str(array.dtype), list(array.shape)] for name, array in whole.items()}
     text = json.dumps(head).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGN)
     with aside.open("wb", buffering=0) as file:
-        left = memoryview(len(text).to_bytes(8, "little") + text)
-        for data in (
-            left,
-            *(memoryview(array).cast("B") for array in whole.values() if array.size),
-        ):
-            while data:
-                data = data[file.write(data) :]
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for array in whole.values():
+            if array.size:
+                _write_all(file, memoryview(array).cast("B"))
+                _write_all(file, bytes(-array.nbytes % _ALIGN))
         size_bytes = file.tell()
     os.replace(aside, target)
     return size_bytes
 
 
+def _write_all(file: Any, data: bytes | memoryview) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
 def read(path: str | Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, each its own memory."""
-    arrays: dict[str, NDArray[Any]] = {}
+    """The arrays of a file. They may be written to; the file does not change by that."""
     with Path(path).open("rb", buffering=0) as file:
-        head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, (dtype, shape) in head.items():
-            array: Any = np.empty(shape, dtype)
-            left = memoryview(array).cast("B") if array.size else memoryview(b"")
-            while left:
-                if not (count := file.readinto(left)):
-                    raise EOFError(f"{Path(path).name} ends too early")
-                left = left[count:]
-            arrays[name] = array
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    at = 8 + int.from_bytes(data[:8], "little")
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, (kind, shape) in json.loads(data[8:at]).items():
+        dtype, count = np.dtype(kind), math.prod(shape)
+        if at + count * dtype.itemsize > len(data):
+            raise EOFError(f"{Path(path).name} ends too early")
+        arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape)
+        at += count * dtype.itemsize
+        at += -at % _ALIGN
     return arrays

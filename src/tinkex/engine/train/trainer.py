@@ -106,6 +106,8 @@ class ResidentAdapter:
     the order of sums may vary."""
     version: int = 0
     """Counts changes of the weights."""
+    shared: tuple[str, dict[int, Tensor]] = ("", {})
+    """What was last written to a file for others, until it is added up: its name, the gradients."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -289,7 +291,7 @@ class Trainer:
         resident = self.find(job.adapter_id)
         arrays = {str(shard): grad.cpu().numpy() for shard, grad in resident.grads.items()}
         size_bytes = gradient_file.write(job.file, arrays)
-        resident.grads.clear()
+        resident.shared, resident.grads = (job.file, resident.grads), {}
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def add_gradient(self, job: AddGradientJob) -> GradientResult:
@@ -298,12 +300,21 @@ class Trainer:
         resident = self.find(job.adapter_id)
         size_bytes = 0
         for file in job.files:
-            for shard, array in gradient_file.read(file).items():
-                if array.shape != resident.adapter.flat.shape:
-                    raise EngineError(f"gradients of shape {array.shape} do not fit the adapter")
-                resident.gather(int(shard), torch.from_numpy(array).to(self.decoder.device))
-                size_bytes += array.nbytes
+            for shard, grad in self._shared_in(file, resident):
+                if grad.shape != resident.adapter.flat.shape:
+                    raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
+                resident.gather(shard, grad)
+                size_bytes += grad.nbytes
+        resident.shared = ("", {})
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
+
+    def _shared_in(self, file: str, resident: ResidentAdapter) -> Iterator[tuple[int, Tensor]]:
+        """The gradients of a file by shard; those that were written here are here still."""
+        if file == resident.shared[0]:
+            yield from resident.shared[1].items()
+            return
+        for shard, array in gradient_file.read(file).items():
+            yield int(shard), torch.from_numpy(array).to(self.decoder.device)
 
     def _run(self, tasks: Sequence[Task]) -> Gathered:
         """All passes; when memory runs out, once more in pieces an eighth the size.
