@@ -6,11 +6,14 @@ Everything is real but the device: API process, journal, pool, routing, SDK. The
 for as long as one H200 was measured to take for Qwen3-8B (docs/benchmarks.md), times `SLOWER` for
 decoding and `TRAIN_SLOWER` for training, so that two cores can carry many workers; rates are
 printed as they would be without. A row is ok when the pool reaches nine tenths of the paper's.
+Samples are of many lengths, as real ones are, and the rate is that of the middle half of them: all
+places are taken then. What a sample costs client, API and workers in CPU time is printed too.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import os
 import subprocess
@@ -20,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,13 +37,16 @@ DECODE_STEP_S = BATCH / 11_204
 """One token for each of 128 sequences with 16 adapters: gpu_decode_128_16_adapters."""
 TRAIN_S = 16_384 / 16_306
 """A pass of 8 x 2,048 tokens: gpu_train_8x2048."""
-NUM_TOKENS = 64
-NUM_WAVES = 2
+NUM_TOKENS = (32, 96)
+"""Samples are from so many to so many tokens long, 64 on average."""
+NUM_WAVES = 3
 NUM_STEPS = 3
 
 
 @contextmanager
-def server(*flags: str, **settings: float) -> Iterator[tinkex.ServiceClient]:
+def server(
+    *flags: str, show_cpu: bool = False, **settings: float
+) -> Iterator[tinkex.ServiceClient]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "server.toml"
         config.write_text("".join(f"{name} = {value}\n" for name, value in settings.items()))
@@ -52,6 +59,8 @@ def server(*flags: str, **settings: float) -> Iterator[tinkex.ServiceClient]:
         try:
             with tinkex.ServiceClient(base_url=url, api_key="tml-scale") as service:
                 yield service
+                if show_cpu:
+                    print(f"CPU seconds: {_cpu_seconds(child.pid)}", file=sys.stderr)
         finally:
             child.terminate()
             child.wait(60)
@@ -62,17 +71,61 @@ def sampling(num_workers: int) -> tuple[float, float]:
     engine = f"toy:token_latency_s={DECODE_STEP_S * SLOWER}"
     flags = ("--engine", engine, "--workers", str(num_workers))
     # One key never takes the last eighth of the places: they are for whoever comes next.
-    with server(*flags, max_running_samples=-(-BATCH * 8 // 7)) as service:
+    most = -(-BATCH * 8 // 7)
+    with server(*flags, show_cpu=True, max_running_samples=most) as service:
         training = service.create_lora_training_client("toy", rank=8).result()
         sampler = training.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=NUM_TOKENS, stop=[])
         prompts = [types.ModelInput.from_ints([1, 2, n % 1000]) for n in range(BATCH * num_workers)]
         sampler.sample(prompts[0], 1, types.SamplingParams(max_tokens=1)).result()
-        started = time.monotonic()
-        waiting = [sampler.sample(p, 1, params) for _ in range(NUM_WAVES) for p in prompts]
-        count = sum(len(f.result().sequences[0].tokens_np) for f in waiting)
-        spent_s = time.monotonic() - started
-    return num_workers * BATCH / DECODE_STEP_S, count / spent_s * SLOWER
+        lengths = np.random.default_rng(0).integers(
+            NUM_TOKENS[0], NUM_TOKENS[1] + 1, NUM_WAVES * len(prompts)
+        )
+        ends: list[tuple[float, int]] = []
+
+        def note(done: Any) -> None:
+            ends.append((time.monotonic(), len(done.result().sequences[0].tokens_np)))
+
+        waiting = []
+        for prompt, length in zip(prompts * NUM_WAVES, lengths.tolist(), strict=True):
+            params = types.SamplingParams(max_tokens=length, stop=[])
+            waiting.append(sampler.sample(prompt, 1, params))
+            waiting[-1].add_done_callback(note)
+        for future in waiting:
+            future.result()
+    num_places = most * num_workers - most * num_workers // 8
+    on_paper = _ideal_ends(lengths.tolist(), num_places)
+    return _middle_rate(on_paper), _middle_rate(ends) * SLOWER
+
+
+def _ideal_ends(lengths: list[int], num_places: int) -> list[tuple[float, int]]:
+    """When each sample would end if a place that is free had the next one at once."""
+    free_at = [0.0] * num_places
+    ends = []
+    for length in lengths:
+        end = heapq.heappop(free_at) + length * DECODE_STEP_S
+        heapq.heappush(free_at, end)
+        ends.append((end, length))
+    return ends
+
+
+def _middle_rate(ends: list[tuple[float, int]]) -> float:
+    """Tokens a second between the first and the last quarter of all ends."""
+    ends = sorted(ends)[len(ends) // 4 : -len(ends) // 4]
+    return sum(count for _, count in ends[1:]) / (ends[-1][0] - ends[0][0])
+
+
+def _cpu_seconds(pid: int) -> dict[str, float]:
+    """What this process, the API and all workers took so far."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    tick_s = 1 / os.sysconf("SC_CLK_TCK")
+
+    def spent(process: int) -> float:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * tick_s
+
+    workers = sum(spent(int(child)) for child in children)
+    seconds = {"client": time.process_time(), "API": spent(pid), "workers": workers}
+    return {name: round(value, 1) for name, value in seconds.items()}
 
 
 def training(num_workers: int) -> tuple[float, float]:

@@ -108,7 +108,7 @@ def chat_sl(base_url: str, folder: Path, log: Path) -> subprocess.CompletedProce
     )
 
 
-def math_rl(base_url: str, folder: Path, log: Path) -> subprocess.CompletedProcess[str]:
+def math_rl(base_url: str, folder: Path, log: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return run(
         base_url,
         folder,
@@ -120,10 +120,10 @@ def math_rl(base_url: str, folder: Path, log: Path) -> subprocess.CompletedProce
         "behavior_if_log_dir_exists=delete",
         "group_size=4",
         "groups_per_batch=4",
-        "max_steps=2",
         "lora_rank=8",
         "eval_every=0",
         "save_every=0",
+        *(more or ("max_steps=2",)),
     )
 
 
