@@ -246,6 +246,16 @@ def test_greedy_equals_transformers_on_the_default_model():
         assert run.tokens(job_id) == [greedy_oracle(model, prompt, 200)]
 
 
+def test_samples_of_one_prompt_may_end_with_the_token_that_forks_them(model):
+    """They never were in a pass of their own."""
+    run = Run(model, model.sampler())
+    job_id = run.add(prompt_of(9, 1), num_samples=3, max_tokens=1, seed=0)
+    run.finish()
+    result = run.events[job_id][-1].result
+    assert [len(sequence.tokens) for sequence in result.sequences] == [1, 1, 1]
+    assert result.device_seconds > 0
+
+
 @pytest.mark.parametrize("adapter", [None, "one"])
 @pytest.mark.parametrize("memory", ["ample", "tight"])
 def test_logprobs_equal_the_trainers_with_chunks_prefix_reuse_and_preemption(

@@ -501,6 +501,9 @@ class Sampler:
 
     def _draw(self, samples: list[_Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
         """Draw a token for each sample, of which `num_unread` drawn before are not read yet."""
+        for sample in samples:
+            if sample.since_s is None:  # forked from a prompt that another one prefilled
+                sample.since_s = self._pass_clock.read_s()
         settings = self._settings_of(samples)
         positions = [sample.num_sampled + num_unread for sample in samples]
         table = uniform_table([sample.key for sample in samples], positions)
