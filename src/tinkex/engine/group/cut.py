@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tinkex.engine.group.group import MAX_MEMBERS
 from tinkex.engine.lora.adapter import Target, TargetPart
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.errors import NotSupportedError
@@ -222,8 +223,9 @@ def check_divides(config: ModelConfig, size: int, name: str) -> None:
         counts["value heads of the delta layers"] = config.delta.value_heads
     for what, count in counts.items():
         if count % size:
-            fits = [k for k in range(2, size) if not any(n % k for n in counts.values())]
-            way = f"--group {fits[-1]}" if fits else "no --group"
+            fits = [k for k in range(2, MAX_MEMBERS + 1) if not any(n % k for n in counts.values())]
+            nearest = min(fits, key=lambda k: (abs(k - size), -k), default=None)
+            way = "no --group" if nearest is None else f"--group {nearest}"
             raise NotSupportedError(
                 f"{name} has {count} {what}, which {size} devices cannot share evenly. "
                 f"Serve it with {way}."
