@@ -482,6 +482,8 @@ class Sampler:
             states += [fork.state for fork in forks if fork.state is not None]
             for sample in (seq, *(fork.seq for fork in forks)):
                 assert isinstance(sample, _Sample)
+                if sample.since_s is None:  # it was forked: recorded steps do not pass `_forward`
+                    sample.since_s = self._pass_clock.read_s()
                 samples.append(sample)
                 row_of_sample.append(len(rows))
             rows.append(last)
