@@ -57,7 +57,7 @@ RECIPES = {
     "distill": ("DistillConfig", "train"),
     "episodes": ("Turn", "Environment", "Episode", "Question", "Player", "as_task"),
     "render": ("Renderer", "Rendered"),
-    "loop": ("Result",),
+    "loop": ("RunOptions", "Result"),
 }
 GROUPS = {
     "data": "Training data",

@@ -20,14 +20,13 @@ from tinkex.errors import ConfigError
 from tinkex.recipes.data import load_prompts, split_off
 from tinkex.recipes.episodes import Episode, Player, Question, Turn
 from tinkex.recipes.loop import (
-    DEFAULT_MODEL,
     OnNote,
     OnStep,
     Result,
+    RunOptions,
     Schedule,
     batch_at,
     check_positive,
-    check_share,
     finish,
     learning_rate_at,
     note_if_finished,
@@ -52,13 +51,9 @@ PANELS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistillConfig:
-    log_dir: str
+class DistillConfig(RunOptions):
     teacher: str
     """Base model, or the `tinker://` path of a checkpoint, on the same server."""
-    model: str = DEFAULT_MODEL
-    """The student's base model."""
-    rank: int = 32
     learning_rate: float = 5e-4
     schedule: Schedule = "constant"
     steps: int = 40
@@ -66,17 +61,13 @@ class DistillConfig:
     samples_per_prompt: int = 2
     max_tokens: int = 64
     temperature: float = 1.0
-    eval_share: float = 0.1
-    """Share of the prompts held out; at most 32."""
     eval_every: int = 10
     save_every: int = 20
-    seed: int = 0
-    trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
-        check_positive(self, "samples_per_prompt", "temperature", "eval_every", "save_every")
-        check_share(self)
+        RunOptions.__post_init__(self)
+        check_positive(self, "steps", "prompts_per_step", "max_tokens")
+        check_positive(self, "samples_per_prompt", "temperature")
         if not self.teacher:
             raise ConfigError("A teacher is needed: a base model or a tinker:// path.")
 

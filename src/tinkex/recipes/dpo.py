@@ -16,14 +16,12 @@ from tinkex import AdamParams, ModelInput, SamplingClient, ServiceClient, Traini
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.data import Preference, load_preferences, split_off
 from tinkex.recipes.loop import (
-    DEFAULT_MODEL,
     OnNote,
     OnStep,
     Result,
-    Schedule,
+    RunOptions,
     batch_at,
     check_positive,
-    check_share,
     finish,
     learning_rate_at,
     note_if_finished,
@@ -51,31 +49,20 @@ PANELS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DpoConfig:
+class DpoConfig(RunOptions):
     data: str
     """Rows with `prompt`, `chosen` and `rejected`."""
-    log_dir: str
-    model: str = DEFAULT_MODEL
-    rank: int = 32
     learning_rate: float = 5e-4
-    schedule: Schedule = "linear"
     batch_size: int = 4
     """Pairs per step."""
     epochs: float = 2.0
     beta: float = 0.1
     """How closely to stay to the reference model; larger is closer."""
     max_length: int = 1024
-    eval_share: float = 0.1
-    """Share of the pairs held out; at most 200."""
-    eval_every: int = 20
-    save_every: int = 50
-    seed: int = 0
-    trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_positive(self, "rank", "learning_rate", "batch_size", "epochs", "beta", "max_length")
-        check_positive(self, "eval_every", "save_every")
-        check_share(self)
+        RunOptions.__post_init__(self)
+        check_positive(self, "batch_size", "epochs", "beta", "max_length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,10 +28,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
+Schedule = Literal["linear", "constant"]
 OnNote = Callable[[str], None]
 """Called with lines for a person, such as the report on bad rows."""
 OnStep = Callable[[int, int, Mapping[str, float]], None]
 """Called after each step with the step, the number of steps, and the step's metrics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """What the run of every recipe has. A recipe adds its own, and its own defaults."""
+
+    log_dir: str
+    """Where metrics and checkpoint names go. The same folder resumes."""
+    model: str = DEFAULT_MODEL
+    """A base model, or the `tinker://` path of a checkpoint to train on from."""
+    rank: int = 32
+    learning_rate: float = 1e-3
+    schedule: Schedule = "linear"
+    eval_share: float = 0.1
+    """Share of the rows, pairs or prompts held out; at most 200, or 32 where they are answered."""
+    eval_every: int = 20
+    save_every: int = 50
+    seed: int = 0
+    trackers: tuple[str, ...] = ()
+    """Any of wandb, trackio, tensorboard."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rank", "learning_rate", "eval_every", "save_every")
+        check_share(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,9 +208,6 @@ def _shuffled(num_rows: int, seed: int, epoch: int) -> list[int]:
         random.Random(f"{seed}/{epoch}").shuffle(order)
         _order[key] = order
     return _order[key]
-
-
-Schedule = Literal["linear", "constant"]
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float, schedule: Schedule) -> float:

@@ -41,14 +41,13 @@ from tinkex.recipes.episodes import (
     first_messages,
 )
 from tinkex.recipes.loop import (
-    DEFAULT_MODEL,
     OnNote,
     OnStep,
     Result,
+    RunOptions,
     Schedule,
     batch_at,
     check_positive,
-    check_share,
     finish,
     learning_rate_at,
     note_if_finished,
@@ -75,10 +74,7 @@ PANELS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RlConfig:
-    log_dir: str
-    model: str = DEFAULT_MODEL
-    rank: int = 32
+class RlConfig(RunOptions):
     learning_rate: float = 2e-4
     schedule: Schedule = "constant"
     steps: int = 60
@@ -104,9 +100,6 @@ class RlConfig:
     """Penalty on that distance, taken off the advantage of each token."""
     reward_by: str = ""
     """A field of the rows: the mean reward of each of its values is reported, too."""
-    eval_share: float = 0.1
-    """Share of the prompts held out; at most 32."""
-    eval_every: int = 20
     keep_best: bool = False
     """Keep a checkpoint of the best held-out reward."""
     patience: int = 0
@@ -114,14 +107,11 @@ class RlConfig:
     stop_at_reward: float | None = None
     """Stop when the held-out reward reaches this."""
     save_every: int = 20
-    seed: int = 0
-    trackers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_positive(self, "rank", "learning_rate", "steps", "prompts_per_step", "max_tokens")
-        check_positive(self, "temperature", "eval_every", "save_every", "max_turns")
-        check_positive(self, "updates_per_step")
-        check_share(self)
+        RunOptions.__post_init__(self)
+        check_positive(self, "steps", "prompts_per_step", "max_tokens", "max_turns")
+        check_positive(self, "temperature", "updates_per_step")
         if self.group_size < 2:
             raise ConfigError(
                 f"group_size must be at least 2, got {self.group_size}: "

@@ -18,14 +18,12 @@ from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes.best import Watch, stopped_at
 from tinkex.recipes.data import Conversation, load_conversations, split_off
 from tinkex.recipes.loop import (
-    DEFAULT_MODEL,
     OnNote,
     OnStep,
     Result,
-    Schedule,
+    RunOptions,
     batch_at,
     check_positive,
-    check_share,
     finish,
     learning_rate_at,
     note_if_finished,
@@ -49,41 +47,25 @@ PANELS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SftConfig:
+class SftConfig(RunOptions):
     data: str
     """JSONL, JSON or CSV file, or a Hugging Face dataset id."""
-    log_dir: str
-    """Where metrics and checkpoint names go. The same folder resumes."""
-    model: str = DEFAULT_MODEL
-    rank: int = 32
-    learning_rate: float = 1e-3
-    schedule: Schedule = "linear"
     batch_size: int = 8
     epochs: float = 3.0
     max_length: int = 1024
     """Longest conversation, in tokens; longer rows are reported and left out."""
     learn: Literal["all", "last"] = "all"
     """Learn all of the assistant's turns, or only the last of each row."""
-    eval_share: float = 0.1
-    """Share of the rows held out; at most 200."""
-    eval_every: int = 20
     samples: int = 1
     """Held-out questions that are answered at each evaluation, to read along; 0 is none."""
     keep_best: bool = False
     """Keep a checkpoint of the lowest held-out loss."""
     patience: int = 0
     """Stop after this many evaluations without a lower held-out loss; 0 is never."""
-    save_every: int = 50
-    seed: int = 0
-    trackers: tuple[str, ...] = ()
-    """Any of wandb, trackio, tensorboard."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "rank", "learning_rate", "batch_size", "epochs", "max_length", "eval_every"
-        )
-        check_positive(self, "save_every")
-        check_share(self)
+        RunOptions.__post_init__(self)
+        check_positive(self, "batch_size", "epochs", "max_length")
         if self.samples < 0:
             raise ConfigError(f"samples must be at least 0, got {self.samples}.")
         if not self.eval_share and (self.patience or self.keep_best):

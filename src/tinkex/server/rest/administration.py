@@ -5,6 +5,7 @@ Each call needs an admin key. What they do is in `server/work/oversight.py`.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
@@ -13,7 +14,7 @@ from tinkex.server.auth import CurrentAdmin
 from tinkex.server.exchange import answer, serve
 from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, read
 from tinkex.server.work.oversight import Oversight
-from tinkex.store import ApiKey
+from tinkex.store import ApiKey, User
 from tinkex.types.account.administration import (
     AddKeyRequest,
     AddKeyResponse,
@@ -40,6 +41,18 @@ def _oversight(request: Request) -> Oversight:
     return found
 
 
+async def _end(
+    request: Request,
+    name: str,
+    admin: User,
+    end: Callable[[User, str, str], Awaitable[int]],
+    of: str,
+) -> Response:
+    """End work as `end` does, for the reason in the request, and say how much of it there was."""
+    asked: StopWorkRequest = await read(request, name)
+    return answer(StopWorkResponse(num_ended=await end(admin, of, asked.reason)))
+
+
 @serve(router, "admin_list_users")
 async def list_users(
     request: Request, admin: CurrentAdmin, limit: Limit = 50, offset: Offset = 0
@@ -56,9 +69,7 @@ async def get_user(request: Request, admin: CurrentAdmin, user_id: Text) -> Resp
 
 @serve(router, "admin_disable_user")
 async def disable_user(request: Request, admin: CurrentAdmin, user_id: Text) -> Response:
-    asked: StopWorkRequest = await read(request, "admin_disable_user")
-    num_ended = await _oversight(request).disable(admin, user_id, asked.reason)
-    return answer(StopWorkResponse(num_ended=num_ended))
+    return await _end(request, "admin_disable_user", admin, _oversight(request).disable, user_id)
 
 
 @serve(router, "admin_enable_user", status_code=204)
@@ -69,9 +80,7 @@ async def enable_user(request: Request, admin: CurrentAdmin, user_id: Text) -> R
 
 @serve(router, "admin_stop_user")
 async def stop_user(request: Request, admin: CurrentAdmin, user_id: Text) -> Response:
-    asked: StopWorkRequest = await read(request, "admin_stop_user")
-    num_ended = await _oversight(request).stop_user(admin, user_id, asked.reason)
-    return answer(StopWorkResponse(num_ended=num_ended))
+    return await _end(request, "admin_stop_user", admin, _oversight(request).stop_user, user_id)
 
 
 @serve(router, "admin_set_quotas")
@@ -96,9 +105,9 @@ async def list_sessions(
 
 @serve(router, "admin_stop_session")
 async def stop_session(request: Request, admin: CurrentAdmin, session_id: Text) -> Response:
-    asked: StopWorkRequest = await read(request, "admin_stop_session")
-    num_ended = await _oversight(request).stop_session(admin, session_id, asked.reason)
-    return answer(StopWorkResponse(num_ended=num_ended))
+    return await _end(
+        request, "admin_stop_session", admin, _oversight(request).stop_session, session_id
+    )
 
 
 @serve(router, "admin_list_runs")
@@ -118,9 +127,7 @@ async def list_runs(
 
 @serve(router, "admin_stop_run")
 async def stop_run(request: Request, admin: CurrentAdmin, run_id: Text) -> Response:
-    asked: StopWorkRequest = await read(request, "admin_stop_run")
-    num_ended = await _oversight(request).stop_run(admin, run_id, asked.reason)
-    return answer(StopWorkResponse(num_ended=num_ended))
+    return await _end(request, "admin_stop_run", admin, _oversight(request).stop_run, run_id)
 
 
 @serve(router, "admin_list_keys")
