@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from server_process import ServerProcess
 import tinkex
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
-SHARED_TRIES = 500
+PATIENCE_S = 120.0
 
 
 @dataclass
@@ -69,10 +70,12 @@ class Loop:
     def until_shared(self, by: int) -> None:
         """Go forward until so many workers share a pass; leaves no gradient behind."""
         data = batch(np.random.default_rng(0), 2 * by)
-        for _ in range(SHARED_TRIES):
+        deadline = time.monotonic() + PATIENCE_S  # a worker may still be starting
+        while time.monotonic() < deadline:
             output = self.trainer.forward(data, "cross_entropy").result()
             if output.metrics.get("num_workers:max", 1.0) >= by:
                 return
+            time.sleep(0.02)
         raise AssertionError(f"no {by} workers share it: {output.metrics}")
 
     def step(self, number: int, rate: float) -> None:
