@@ -86,7 +86,6 @@ class Leader(Member):
         self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._is_closing = False
         self._losing = threading.Lock()
-        # NCCL looks into its store later too, so the folder stays as long as the group.
         self._folder = folder = Path(tempfile.mkdtemp(prefix="tinkex-group-"))
         try:
             for rank, name in enumerate(devices[1:], 1):
@@ -99,6 +98,8 @@ class Leader(Member):
             self._end_followers()
             raise
         group.on_loss = self._lose
+        if device.type == "cpu":  # NCCL looks into its store later too
+            shutil.rmtree(folder, ignore_errors=True)
         super().__init__(group)
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._gone: deque[int] = deque()
