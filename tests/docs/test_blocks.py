@@ -152,6 +152,7 @@ def test_commands_that_do_not_run_here_have_real_names_and_options(block):
         # What a shell would put in or take away: a path from a file, an output to a file.
         plain = re.sub(r"\$\([^)]*\)", "tinker://RUN/sampler_weights/NAME", command)
         plain = re.sub(r"\s>\s*\S+$", "", plain)
+        plain = re.sub(r"\s&($|\s.*)", "", plain)  # in the background
         if "<<" in plain:
             continue
         words = [w for w in shlex.split(plain, comments=True) if not re.match(r"[A-Z_]+=", w)]
