@@ -181,6 +181,7 @@ class FrontDoor:
         self._metrics: Metrics = root.state.metrics
         self._presence: Presence = root.state.presence
         self._hot = _hot_routes()
+        self._foreign = compat.endpoints()
         self._turns = FairGate(MAX_SUBMITTING)
         self._max_body_bytes: int = root.state.config.max_body_bytes
         self._bodies: BodyBudget = root.state.bodies
@@ -203,18 +204,24 @@ class FrontDoor:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        hot = self._hot.get(scope["path"]) if scope["method"] == "POST" else None
+        is_post = scope["method"] == "POST"
+        hot = self._hot.get(scope["path"]) if is_post else None
+        foreign = self._foreign.get(scope["path"]) if is_post else None
         self._presence.request_started()
         scope["app"] = self._root
         try:
             if hot is not None:
                 await self._answer(hot, scope, receive, watch)
+            elif foreign is not None:
+                await self._answer_foreign(foreign, scope, receive, watch)
             else:
                 await self._enter(scope, receive, watch)
         finally:
             let_go(scope, self._bodies)
             self._presence.request_ended()
-            name = scope["path"] if hot else getattr(scope.get("route"), "path", "unknown")
+            name = (
+                scope["path"] if hot or foreign else getattr(scope.get("route"), "path", "unknown")
+            )
             spent_s = time.perf_counter() - started
             self._metrics.observe(name, status, spent_s, scope.get("tinkex.user") or "")
             if self._log_access:
@@ -258,6 +265,25 @@ class FrontDoor:
             await in_their_words(scope["path"], response)(scope, receive, send)
             return
         await self._root.answer(scope, receive, send)
+
+    async def _answer_foreign(
+        self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """The short way to what OpenAI's and Anthropic's clients post to."""
+        path, is_admitted = scope["path"], False
+        try:
+            self._check_local(scope)
+            user = await foreign_user(Request(scope))
+            await self._admit(user, scope)
+            receive = _limited(scope, receive, self._max_body_bytes)
+            is_admitted = True
+            response = await endpoint(Request(scope, receive), user)
+        except Exception as exc:
+            ours = problems.response_for(self._put_off(exc, scope))
+            response = in_their_words(path, ours)
+            if not is_admitted:
+                response.headers["Connection"] = "close"  # what it goes on sending is not read
+        await response(scope, receive, send)
 
     async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)

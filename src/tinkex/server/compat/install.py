@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
 
 from tinkex.server.compat import (
     anthropic_messages,
@@ -16,6 +19,20 @@ from tinkex.server.compat.refusals import PREFIXES
 from tinkex.server.compat.trajectories import Trajectories
 from tinkex.server.compat.voices import Voices
 from tinkex.server.service import Service
+from tinkex.store import User
+
+_MODULES = (openai_chat, openai_completions, openai_responses)
+
+
+def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
+    """What is posted to, by its path; each takes (request, user)."""
+    routers = [(prefix, module.router) for prefix in PREFIXES for module in _MODULES]
+    return {
+        f"{prefix}{route.path}": route.endpoint
+        for prefix, router in (*routers, ("", anthropic_messages.router))
+        for route in router.routes
+        if isinstance(route, APIRoute) and route.methods == {"POST"}
+    }
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -24,7 +41,7 @@ def install(app: FastAPI, service: Service) -> None:
     app.state.voices = Voices(service.catalog)
     app.state.trajectories = Trajectories(service.store, service.shelf)
     for prefix in PREFIXES:
-        for module in (openai_chat, openai_completions, openai_responses):
+        for module in _MODULES:
             app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
     app.include_router(anthropic_messages.router)
     app.include_router(records.router)
