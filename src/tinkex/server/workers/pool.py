@@ -249,6 +249,10 @@ class Pool:
 
 
 def _make_empty(folder: Path) -> None:
-    """What an earlier server left there is of no use."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
+    """What an earlier server left there is of no use. The folder may be a mount or a link."""
+    folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+    for left in folder.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
