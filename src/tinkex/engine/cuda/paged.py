@@ -44,8 +44,9 @@ Drawn = tuple[Tensor, Sequence[int]]
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
 _WORTH, _WORTH_SMALLER = 3, 64
-"""Steps of a batch size after which it is recorded: where no recording has room for it, and where
-a larger one has, which takes some milliseconds more a step. To record takes most of a second."""
+"""Steps of a batch size after which it is recorded; the second where a recording of at most twice
+its size has room for it, which takes some milliseconds more a step. To record takes most of a
+second."""
 
 
 class CudaPagedAttend:
@@ -326,7 +327,8 @@ class DecodeGraphs:
         if key not in self._statics:
             self._met[key] += 1
             known = [size for size in sizes if (size, slots) in self._statics]
-            if self._met[key] < (_WORTH_SMALLER if known else _WORTH):
+            fits = bool(known) and known[0] <= 2 * num_rows
+            if self._met[key] < (_WORTH_SMALLER if fits else _WORTH):
                 return self._statics[known[0], slots] if known else None
             self._statics[key] = _Static(
                 sizes[0], self._width, self._decoder.device, self._no_state
