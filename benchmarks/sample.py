@@ -25,7 +25,8 @@ import report
 import torch
 
 from tinkex.engine import jobs
-from tinkex.engine.engine import EngineConfig, TorchEngine
+from tinkex.engine.config import EngineConfig
+from tinkex.engine.engine import TorchEngine
 from tinkex.engine.model import default_model
 
 BARS = {"sample_cpu_32": 2.0, "sample_cpu_1": 1.2}

@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +20,11 @@ from datums import train_datum
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import checkpoint, jobs
-from tinkex.engine.engine import EngineConfig, TorchEngine
+from tinkex.engine.config import EngineConfig
+from tinkex.engine.engine import TorchEngine
 from tinkex.engine.holdings import tensor_bytes
 from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.snapshots import snapshot_room
 from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import ConfigError
 
@@ -379,7 +380,7 @@ def test_unnamed_weights_for_sampling_do_not_wait_for_a_checkpoint_being_written
     assert named.job.job_id not in client.ended
     gate.set()
     assert named.result.size_bytes > 0
-    monkeypatch.setattr(client.engine, "_snapshots", OrderedDict())
+    client.engine._snapshots.clear()
     again = client.sample(tmp_path / "s", seed=3).result.sequences[0]  # from the folder
     assert again.tokens.tolist() == sample.tokens.tolist()
 
@@ -511,9 +512,7 @@ def test_a_device_that_is_not_supported_is_refused_with_what_to_use():
 
 
 def test_weights_kept_for_sampling_are_sized_by_the_machine():
-    from tinkex.engine.engine import _snapshot_room
-
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = _snapshot_room(torch.device("cpu"))
+    room = snapshot_room(torch.device("cpu"))
     assert 256 << 20 <= room <= 2 << 30
     assert room <= max(total // 32, 256 << 20)

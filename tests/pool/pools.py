@@ -117,7 +117,8 @@ def child(engine: str = "toy", **spec: Any) -> ProcessWorker:
 
 
 def torch_member(deterministic: bool) -> EngineWorker:
-    from tinkex.engine.engine import EngineConfig, TorchEngine
+    from tinkex.engine.config import EngineConfig
+    from tinkex.engine.engine import TorchEngine
 
     config = EngineConfig(device="cpu", deterministic=deterministic)
     return EngineWorker(lambda: TorchEngine(config), f"engine-{next(_numbers)}")

@@ -152,7 +152,8 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
 
 def tight_pool(exchange: Path) -> Pool:
     """Two engines, one of which has no room for a datum of more than forty tokens."""
-    from tinkex.engine.engine import EngineConfig, TorchEngine
+    from tinkex.engine.config import EngineConfig
+    from tinkex.engine.engine import TorchEngine
     from tinkex.engine.train.trainer import Trainer
 
     class Tight(TorchEngine):

@@ -20,23 +20,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from tinkex.engine import checkpoint, folders, jobs
+from tinkex.engine.config import EngineConfig, make_cuda_deterministic
 from tinkex.engine.fingerprint import Base, fingerprint, witness_of
 from tinkex.engine.holdings import give_back, tensor_bytes
-from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import Decoder, DecoderLike, load_decoder, runs_kernels
@@ -44,16 +42,15 @@ from tinkex.engine.pulse import Pulse
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.scheduler import FairShare
 from tinkex.engine.sample.stopping import load_detokenizer
+from tinkex.engine.snapshots import Snapshot, Snapshots, snapshot_room, version_of
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
-from tinkex.errors import ConfigError, EngineError, InvalidInputError, TinkerError
+from tinkex.errors import EngineError, InvalidInputError, TinkerError
 
 if TYPE_CHECKING:
     from tinkex.engine.cuda.warm_up import WarmUp
     from tinkex.engine.group.leader import Leader
 
 log = logging.getLogger(__name__)
-_SNAPSHOT_IDLE_S = 600.0
-"""Sampling weights that nobody used for this long are forgotten when others come."""
 MEASURE_EVERY_S, RESTING_S = 10.0, 60.0
 """How often memory is looked at: while there is work, and while there is none."""
 _LATER_S = 0.5
@@ -69,76 +66,6 @@ LaneJob = (
     | jobs.ShareGradientJob
     | jobs.AddGradientJob
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    device: str = "auto"
-    """`cpu`, `cuda`, `cuda:N`, or `auto`: the GPU when there is one. `auto:N` is the GPU of the
-    worker with that number when there are GPUs."""
-    deterministic: bool = False
-    """Equal jobs in equal order give equal bits; training jobs never share a pass."""
-    threads: int | None = None
-    """CPU threads for the mathematics; None leaves torch's choice."""
-    sampler: SamplerConfig | None = None
-    """None: what fits the device."""
-    trainer: TrainerConfig | None = None
-    """None: what fits the device."""
-    max_models: int = 2
-    """Base models kept in memory; more are kept only while they are in use."""
-    snapshot_bytes: int | None = None
-    """Memory for sampling weights that no running job uses. None: a 32nd of the machine's, from
-    256 MiB to 2 GiB; what is forgotten is read from disk again."""
-    idle_s: float = 300.0
-    """After so long without work, what can be made again is given up: on a CPU the KV cache and
-    packed copies, and everywhere what the allocators keep."""
-    train_share: float = 0.5
-    """Share of the device's time for training while both have work."""
-    any_base: bool = False
-    """Use checkpoints of other base weights too, with a warning."""
-    group: tuple[str, ...] = ()
-    """The devices of a group that holds each base model together; the first is `device`, the others
-    are followers' in processes of their own. Empty: one device holds it alone."""
-    group_timeout_s: float = 120.0
-    """A group ends when a member keeps the others waiting for longer in the middle of a pass."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.train_share < 1:
-            raise ConfigError(
-                f"engine.train_share must be between 0 and 1, got {self.train_share}. "
-                "Raise it if training starves, lower it if sampling does."
-            )
-        if self.max_models < 1 or (self.threads is not None and self.threads < 1):
-            raise ConfigError(
-                f"engine.max_models and engine.threads must be at least 1, got {self.max_models} "
-                f"and {self.threads}"
-            )
-
-    def torch_device(self) -> torch.device:
-        kind, _, number = self.device.partition(":")
-        if kind == "auto":
-            if not torch.cuda.is_available():
-                return torch.device("cpu")
-            if number and int(number) >= torch.cuda.device_count():
-                raise ConfigError(
-                    f"worker {number} has no GPU: there are {torch.cuda.device_count()}. Start "
-                    "with --workers (times --group) of at most that many, or with --device cpu."
-                )
-            return torch.device(f"cuda:{number}" if number else "cuda")
-        device = torch.device(self.device)
-        if device.type == "cuda" and (device.index or 0) >= max(1, torch.cuda.device_count()):
-            raise ConfigError(
-                f"engine.device is {self.device!r}, but torch sees "
-                f"{torch.cuda.device_count()} GPUs, counted from cuda:0"
-            )
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU")
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"engine.device is {self.device!r}: only CUDA cards and CPUs are supported. Use "
-                "'cpu', which runs on an Apple machine too."
-            )
-        return device
 
 
 @dataclass(slots=True)
@@ -175,20 +102,6 @@ class _Waiting:
     emit: Emit
 
 
-@dataclass(slots=True)
-class _Snapshot:
-    adapter: Adapter
-    version: str
-    """The hash of its content; of one that is being written, the job's id."""
-    written: str | None = None
-    """Tells its folder from another one of that name; None while it is being written."""
-    used_at: float = 0.0
-    size_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.size_bytes = sum(t.numel() * t.element_size() for t in self.adapter.parameters())
-
-
 class _Closing(BaseException):
     """Leaves a training job between two of its passes; nothing of it is kept."""
 
@@ -218,8 +131,7 @@ class TorchEngine:
         self._bases: OrderedDict[str, _Base] = OrderedDict()
         self._base_of: dict[str, str] = {}
         self._lanes: dict[str, deque[_Waiting]] = {}
-        self._snapshots: OrderedDict[tuple[str, str], _Snapshot] = OrderedDict()
-        self._snapshot_bytes = self.config.snapshot_bytes or _snapshot_room(self.device)
+        self._snapshots = Snapshots(self.config.snapshot_bytes or snapshot_room(self.device))
         share = self.config.train_share
         self._turns = FairShare({"train": share, "sample": 1 - share})
         self._order = itertools.count()
@@ -293,16 +205,14 @@ class TorchEngine:
     def _measure(self) -> None:
         """Say what the memory is for, and forget weights whose folder is gone."""
         self._measured_at = time.monotonic()
-        for key, kept in list(self._snapshots.items()):
-            if kept.written is not None and _written(key[1]) is None:
-                del self._snapshots[key]
+        self._snapshots.forget_gone()
         bases = list(self._bases.values())
         self.pulse.hold(
             base=sum(base.size_bytes for base in bases),
             packed=sum(base.packed_bytes for base in bases),
             kv=sum(base.kv_bytes for base in bases),
             adapters=sum(base.adapter_bytes for base in bases),
-            snapshots=sum(kept.size_bytes for kept in self._snapshots.values()),
+            snapshots=self._snapshots.size_bytes,
         )
 
     def _patience_s(self) -> float | None:
@@ -520,8 +430,7 @@ class TorchEngine:
             base = self._bases[name]
             if not base.trainer.adapters and (base.sampler is None or not base.sampler.has_work):
                 del self._bases[name]
-                for key in [key for key in self._snapshots if key[0] == name]:
-                    del self._snapshots[key]
+                self._snapshots.forget_base(name)
 
     def _trainer(self, adapter_id: str) -> Trainer:
         if (name := self._base_of.get(adapter_id)) is not None:
@@ -638,8 +547,8 @@ class TorchEngine:
         image = trainer.capture(job)
         snapshot = None
         if job.for_sampling:
-            snapshot = _Snapshot(trainer.snapshot(job.adapter_id), job.job_id)
-            self._keep(self._base_of[job.adapter_id], job.folder, snapshot)
+            snapshot = Snapshot(trainer.snapshot(job.adapter_id), job.job_id)
+            self._snapshots.keep(self._base_of[job.adapter_id], job.folder, snapshot)
         write = partial(_write, job, image, snapshot)
         self._written[disk] = disk.submit(self._attempt, job, emit, write)
         if job.ephemeral:
@@ -657,42 +566,21 @@ class TorchEngine:
         if job.adapter_folder is None:
             base.sampler.add(job, None, _safe(emit))
         else:
-            snapshot = self._snapshot(base, job.base_model, job.adapter_folder)
+            read = base.trainer.read_snapshot
+            snapshot = self._snapshots.find(job.base_model, job.adapter_folder, read)
             base.sampler.add(job, snapshot.adapter, _safe(emit), snapshot.version)
-
-    def _snapshot(self, base: _Base, name: str, folder: str) -> _Snapshot:
-        """The weights in a folder. A folder that was written anew is read anew."""
-        found, written = self._snapshots.get((name, folder)), _written(folder)
-        if found is None or (written is not None and written != found.written):
-            adapter = base.trainer.read_snapshot(folder)
-            found = _Snapshot(adapter, checkpoint.content_of(folder), written)
-        self._keep(name, folder, found)
-        return found
-
-    def _keep(self, name: str, folder: str, snapshot: _Snapshot) -> None:
-        self._snapshots[name, folder] = snapshot
-        self._snapshots.move_to_end((name, folder))
-        total = sum(kept.size_bytes for kept in self._snapshots.values())
-        snapshot.used_at = time.monotonic()
-        while len(self._snapshots) > 1:
-            oldest = next(iter(self._snapshots.values()))
-            is_idle = snapshot.used_at - oldest.used_at > _SNAPSHOT_IDLE_S
-            if total <= self._snapshot_bytes and not is_idle:
-                return
-            self._snapshots.popitem(last=False)
-            total -= oldest.size_bytes
 
 
 # ------------------------------------------------------------------------------------ functions
 
 
 def _write(
-    job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: _Snapshot | None
+    job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: Snapshot | None
 ) -> jobs.AdapterResult:
     size_bytes = checkpoint.write(job.folder, image, sync=not job.ephemeral)
     if snapshot is not None:
         snapshot.version = checkpoint.content_of(job.folder)
-        snapshot.written = _written(job.folder)
+        snapshot.written = version_of(job.folder)
     return jobs.AdapterResult(size_bytes=size_bytes)
 
 
@@ -709,14 +597,6 @@ def _lead(config: EngineConfig, device: torch.device) -> Leader | None:
         threads=config.threads,
         timeout_s=config.group_timeout_s,
     )
-
-
-def _snapshot_room(device: torch.device) -> int:
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(total // 32, 256 << 20), 2 << 30)
 
 
 def _make_safe(folder: str) -> None:
@@ -737,13 +617,6 @@ def _warm_up(source: ModelSource, device: torch.device) -> WarmUp | None:
     return WarmUp(config, device) if can_fuse(config) else None
 
 
-def make_cuda_deterministic() -> None:
-    """Choose kernels that add in one order. Costs speed; must run before CUDA's first product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-
-
 def _describe(name: str) -> jobs.ModelInfo:
     source = resolve(name)
     config = source.config()
@@ -758,15 +631,6 @@ def _describe(name: str) -> jobs.ModelInfo:
         note=source.note,
         stands_in=source.stands_in,
     )
-
-
-def _written(folder: str) -> str | None:
-    """Changes when a folder is written anew; None when it is not on this disk."""
-    try:
-        stat = (Path(folder) / "adapter_model.safetensors").stat()
-    except OSError:
-        return None
-    return f"{stat.st_ino}:{stat.st_mtime_ns}"
 
 
 def _tell(emit: Emit, event: jobs.Event) -> None:

@@ -132,7 +132,7 @@ def prepare_device(name: str, *, exact: bool) -> torch.device:
     Raises:
         ConfigError: There is no such device.
     """
-    from tinkex.engine.engine import EngineConfig, make_cuda_deterministic
+    from tinkex.engine.config import EngineConfig, make_cuda_deterministic
 
     device = EngineConfig(device=name).torch_device()
     if exact and device.type == "cuda":

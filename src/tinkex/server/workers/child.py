@@ -104,7 +104,8 @@ def build_engine(spec: WorkerSpec) -> Engine:
         return ToyEngine(
             ToyConfig.read(spec.engine, models=models, deterministic=spec.deterministic)
         )
-    from tinkex.engine.engine import EngineConfig, TorchEngine
+    from tinkex.engine.config import EngineConfig
+    from tinkex.engine.engine import TorchEngine
 
     device, *others = spec.device.split("+")
     if others:

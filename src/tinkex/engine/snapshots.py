@@ -1,0 +1,100 @@
+"""Weights that are sampled from, kept on the device by the folder they are in.
+
+A folder's weights never change; one that was written anew under an old name is read anew. The
+longest unused go first when room is short, and all whose folder is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tinkex.engine import checkpoint
+from tinkex.engine.lora.adapter import Adapter
+
+_IDLE_S = 600.0
+"""Weights that nobody used for this long are forgotten when others come."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    adapter: Adapter
+    version: str
+    """The hash of its content; of one that is being written, the job's id."""
+    written: str | None = None
+    """Tells its folder from another one of that name; None while it is being written."""
+    used_at: float = 0.0
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size_bytes = sum(t.numel() * t.element_size() for t in self.adapter.parameters())
+
+
+class Snapshots:
+    def __init__(self, room_bytes: int) -> None:
+        self._room_bytes = room_bytes
+        self._kept: OrderedDict[tuple[str, str], Snapshot] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(kept.size_bytes for kept in self._kept.values())
+
+    def find(self, base: str, folder: str, read: Callable[[str], Adapter]) -> Snapshot:
+        """The weights in a folder, read where they are not kept."""
+        found, written = self._kept.get((base, folder)), version_of(folder)
+        if found is None or (written is not None and written != found.written):
+            found = Snapshot(read(folder), checkpoint.content_of(folder), written)
+        self.keep(base, folder, found)
+        return found
+
+    def keep(self, base: str, folder: str, snapshot: Snapshot) -> None:
+        self._kept[base, folder] = snapshot
+        self._kept.move_to_end((base, folder))
+        total = self.size_bytes
+        snapshot.used_at = time.monotonic()
+        while len(self._kept) > 1:
+            oldest = next(iter(self._kept.values()))
+            is_idle = snapshot.used_at - oldest.used_at > _IDLE_S
+            if total <= self._room_bytes and not is_idle:
+                return
+            self._kept.popitem(last=False)
+            total -= oldest.size_bytes
+
+    def forget_gone(self) -> None:
+        """Those whose folder is no longer there."""
+        for key, kept in list(self._kept.items()):
+            if kept.written is not None and version_of(key[1]) is None:
+                del self._kept[key]
+
+    def forget_base(self, base: str) -> None:
+        for key in [key for key in self._kept if key[0] == base]:
+            del self._kept[key]
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def snapshot_room(device: torch.device) -> int:
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(total // 32, 256 << 20), 2 << 30)
+
+
+def version_of(folder: str) -> str | None:
+    """Changes when a folder is written anew; None when it is not on this disk."""
+    try:
+        stat = (Path(folder) / "adapter_model.safetensors").stat()
+    except OSError:
+        return None
+    return f"{stat.st_ino}:{stat.st_mtime_ns}"
