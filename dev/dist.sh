@@ -8,6 +8,8 @@ python="$1"
 top="$PWD"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
+# A home of its own: the SDK joins servers of this user's that run already.
+export TINKEX_HOME="$work/home"
 
 "$python" -m venv "$work/tools"
 "$work/tools/bin/pip" install -q build pipx twine uv
