@@ -1,6 +1,6 @@
 """Where a training step, a packed step of 16 tenants and a decode step spend their time on a GPU.
 
-python dev/gpu_profile.py [train] [decode]
+python dev/gpu_profile.py [train] [decode] [long]
 """
 
 import cProfile
@@ -49,6 +49,18 @@ def profile_training():
     host_time("16 tenants x 128", lambda: gpu.our_step(trainer, short))
 
 
+def profile_long():
+    import gpu_families as families
+
+    decoder = families.decoder_of(families.config_from_hf(families.LONG))
+    trainer = families.Trainer(decoder, base_model="m")
+    lora = gpu.jobs.LoraSpec(rank=16, seed=0, train_unembed=False)
+    create = gpu.jobs.CreateAdapterJob(job_id="", adapter_id="a", base_model="m", lora=lora)
+    trainer.create(create)
+    data = families.datums(decoder.config, [16384])
+    device_time("Qwen3-4B, 1 x 16384", lambda: families.our_step(trainer, data))
+
+
 def profile_decoding():
     sampler = gpu.our_sampler()
     gpu.our_decode(sampler, 128, 512, 8)
@@ -78,6 +90,9 @@ def main():
     wanted = sys.argv[1:] or ["train", "decode"]
     if "train" in wanted:
         profile_training()
+        gpu.free()
+    if "long" in wanted:
+        profile_long()
         gpu.free()
     if "decode" in wanted:
         profile_decoding()

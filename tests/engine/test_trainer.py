@@ -53,28 +53,6 @@ def test_two_jobs_of_one_adapter_in_one_call_add_up(tiny, rng):
         assert_close(named_grads(two)[name], grad, name)
 
 
-def test_who_is_trained_between_the_passes_of_a_job_takes_nothing_from_it(tiny, rng):
-    """In deterministic mode a job gathers by shard: those of its first passes must survive."""
-    data = make_data(rng)
-    alone, beside = (tiny().trainer(deterministic=True) for _ in range(2))
-    for trainer in (alone, beside):
-        make(trainer), make(trainer, "b")
-    train(alone, job(data))
-    nested = []
-
-    def between():
-        if not nested:
-            nested.append("begun")
-            nested.append(train(beside, job(data[:1], adapter_id="b")))
-
-    beside._after_pass = between
-    train(beside, job(data))
-    assert len(nested) == 2
-    assert len(alone.adapters["a"].grads) > 1
-    assert torch.equal(alone.adapters["a"].grad, beside.adapters["a"].grad)
-    assert beside.adapters["b"].grad is not None
-
-
 def test_forward_only_gathers_no_gradient_and_scores_the_same(tiny, rng):
     data = make_data(rng, "ppo")
     trainer = tiny().trainer()

@@ -6,9 +6,8 @@ slots of `sample.states`: a decode step is a token of every sequence, a prefill 
 few, and a training pass whole sequences from states of zeros. All launch the same kernels with the
 same tiles, and a token's bits follow from its state and itself alone, so sampler and trainer agree
 to the bit (the rules of `product`). No host sync: a step can be part of a CUDA graph. A state stays
-in registers while its sequence lasts, so whole sequences are no slower than in chunks; only
-gradients need the chunks of `delta_rule`. `engine/model/delta.py` defines the rule and is the
-oracle.
+in registers while its sequence lasts; only gradients need the chunks of `delta_rule`.
+`engine/model/delta.py` defines the rule and is the oracle.
 
 Letters: T tokens, B sequences, S slots, C channels, X all outputs of the fused linear, w the
 convolution's width less one, K key heads, H value heads, k and v their sizes.

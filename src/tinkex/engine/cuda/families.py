@@ -121,16 +121,22 @@ class FamilyDecoder(CudaDecoder):
                 leaf = next(lora.spans[0].adapter.parameters())
                 rows_T = torch.arange(len(positions_T), device=self.device)
                 angles = self._angles(positions_T)
-                whole = WholeSequences(attend.lengths, self.device)
+                whole = self._whole(attend)
                 stream = FamilyStream(angles, rows_T, flash, attend, whole, routing)
                 one = Pass(self, stream, batch, room)
                 out: Tensor = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
                 return out
             with torch.no_grad():
-                whole = WholeSequences(attend.lengths, self.device)
+                whole = self._whole(attend)
                 return self._infer(tokens_T, positions_T, flash, batch, routing, whole)
         with torch.no_grad():
             return self._infer(tokens_T, positions_T, attend, batch, routing)
+
+    def _whole(self, attend: PackedCausal) -> WholeSequences | None:
+        """What delta layers want to know of a packed batch; None: there are none."""
+        if self.config.delta is None:
+            return None
+        return WholeSequences(attend.lengths, self.device)
 
     def groups_experts(self, lora: LoraBatch) -> bool:
         """Whether the experts' adapters can be grouped; others take the plain way."""
@@ -295,6 +301,7 @@ class FamilyDecoder(CudaDecoder):
         fused, inner_qkv = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
         lse = None
         if w.delta is not None:
+            assert stream.whole is not None
             mixed = stream.whole.delta(index, w.delta, w.delta.in_order(fused), eps)
         else:
             q, k, v, gate = self._qkv(w, fused, stream)
@@ -459,7 +466,7 @@ class FamilyStream(Stream):
     """One packed batch, with what delta layers and routers want to know of it."""
 
     packed: PackedCausal
-    whole: WholeSequences
+    whole: WholeSequences | None
     routing: Routing | None
 
 
