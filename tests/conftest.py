@@ -15,11 +15,19 @@ import pytest
 
 # What every area may import: `from datums import datum`.
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
+import own_home
+
+own_home.move_in()
 
 # Triton reads this once, when it is first imported, which torch or transformers may do in any test
 # file. So it stands here, before all of them: without an NVIDIA driver the kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# torch reads this when it is imported, here and in every child. The threads of tiny products wait
+# for one another more than they compute: with two of them in each of two test processes the suite
+# takes twice the time, and on a busy machine five times.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def _serve(folder: Path, *flags: str, **options: object) -> subprocess.Popen[byt
     command = [sys.executable, "-m", "tinkex.cli", "serve", "--port", "0"]
     command += ["--data-dir", str(folder), *flags]
     env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
-    env |= {"OMP_NUM_THREADS": "1", "TINKEX_HOME": str(folder)}
+    env["TINKEX_HOME"] = str(folder)
     return subprocess.Popen(command, env=env, **options)  # type: ignore[call-overload]
 
 

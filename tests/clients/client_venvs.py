@@ -23,6 +23,9 @@ def client_python(name: str) -> Path:
     """The interpreter of the environment that holds a client; builds it when absent."""
     home = Path(os.environ.get("TINKEX_CLIENTS_DIR", Path.home() / ".cache" / "tinkex-clients"))
     home.mkdir(parents=True, exist_ok=True)
+    home = (
+        home.resolve()
+    )  # in a test `~/.cache` is a link, and a venv keeps the path it was made at
     folder = home / name
     stamp = folder / ".complete"
     with (home / f"{name}.lock").open("w") as lock:

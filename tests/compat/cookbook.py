@@ -33,8 +33,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 def cookbook_python() -> Path:
     """The interpreter of the environment; builds it first (minutes) when it is absent."""
     parent = Path(os.environ.get("TINKEX_PEERS_DIR", Path.home() / ".cache" / "tinkex-peers"))
-    folder = parent / f"cookbook-{VERSION}"
     parent.mkdir(parents=True, exist_ok=True)
+    folder = parent.resolve() / f"cookbook-{VERSION}"
     with (parent / f"cookbook-{VERSION}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / ".installed").exists():

@@ -24,7 +24,9 @@ FIRST = ("torch==2.13.0", "numpy")
 
 
 def peers_dir() -> Path:
-    return Path(os.environ.get("TINKEX_PEERS_DIR", Path.home() / ".cache" / "tinkex-peers"))
+    # Resolved: in a test `~/.cache` is a link, and a venv keeps the path it was made at.
+    folder = os.environ.get("TINKEX_PEERS_DIR", Path.home() / ".cache" / "tinkex-peers")
+    return Path(folder).resolve()
 
 
 def sdk_python(version: str) -> Path:

@@ -31,6 +31,7 @@ def llama_cpp():
     """`ask(file, prompts, texts)` -> what llama.cpp answers."""
     folder = Path.home() / ".cache" / "tinkex-peers" / f"xllamacpp-{VERSION}"
     folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
     python = folder / "bin" / "python"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +22,6 @@ def play(server: ServerProcess, python: str, module: str, models: list[Path]) ->
     command = [python, str(Path(__file__).parent / "family_loop.py"), module, server.base_url]
     done = subprocess.run(
         [*command, *map(str, models)], capture_output=True, text=True, timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n--- server\n{server.log[-3000:]}"
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -57,12 +57,3 @@ def mxfp4(tmp_path_factory):
     for kind, tensors in (("plain", plain), ("packed", stored)):
         save_file(tensors, folder / kind / "model.safetensors", metadata={"format": "pt"})
     return folder / "packed", folder / "plain"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Matrices this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -24,14 +24,6 @@ from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
 def leader() -> Iterator[Leader]:
     leader = Leader(("cpu", "cpu"), torch.device("cpu"), threads=1, timeout_s=60)

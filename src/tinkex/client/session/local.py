@@ -155,10 +155,8 @@ def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) 
             and wanted in found.get("models", ())
         )
         base_url = str(found.get("base_url", ""))
-        if not _is_alive(found.get("pid")):
-            file.unlink(missing_ok=True)  # it was killed before it could do so itself
-            continue
-        if fits and _answers(base_url, key):
+        # A killed server leaves its file; the next one that starts removes it.
+        if fits and _is_alive(found.get("pid")) and _answers(base_url, key):
             logger.warning(
                 "Using your server at %s (`tinkex serve`, process %s), which has %s.",
                 base_url,

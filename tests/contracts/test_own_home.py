@@ -1,0 +1,32 @@
+"""No test writes to the home of the user who runs it (`harness/own_home.py`)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from own_home import users_home
+
+from tinkex.client.session.credentials import credentials_path
+from tinkex.client.session.local import state_folder as of_client
+from tinkex.server.config import state_folder as of_server
+
+
+def test_what_tinkex_keeps_lies_in_a_home_of_the_tests() -> None:
+    for place in (of_client(), of_server(), credentials_path().parent):
+        assert place.parent == Path.home()
+        assert not place.is_symlink()
+    assert Path.home() != users_home()
+
+
+def test_children_without_our_variables_live_there_too() -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("TINKE")}
+    program = "from tinkex.server.config import state_folder; print(state_folder())"
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == str(Path.home() / ".tinkex")
+
+
+def test_caches_are_the_users() -> None:
+    assert (Path.home() / ".cache").resolve() == (users_home() / ".cache").resolve()
