@@ -2,9 +2,11 @@
 
 Each round a few tenants train a step, save a checkpoint, delete an old checkpoint; then one of:
 nothing, `kill -9` of the worker, `kill -9` of the server, a stop, a full disk. A server that starts
-again is given another spelling of its data folder. For the last two thirds of the time the server
-itself is left alone, so that files, memory and sockets of one process are compared between a third
-and the end. Then it starts again, and every checkpoint that was saved and not deleted is loaded.
+again is given another spelling of its data folder. After a sixth of the time the server itself is
+left alone, so that files, memory and sockets of one process, which has run for as long as an idle
+session stays in memory, are compared between a third of the time and the end; its memory is
+printed every minute. Then it starts again, and every checkpoint that was saved and not deleted is
+loaded.
 
     python benchmarks/soak.py [--no-bar] [--minutes 30]
 """
@@ -164,7 +166,7 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
         server,
     ):
         tenants = [Tenant(server, n) for n in range(NUM_TENANTS)]
-        started, early = time.monotonic(), None
+        started, early, weighed_at = time.monotonic(), None, 0.0
         while (spent := time.monotonic() - started) < minutes * 60:
             num_rounds += 1
             for tenant in rng.sample(tenants, 3):
@@ -174,10 +176,14 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
                     print(f"a call failed: {exc}", file=sys.stderr)
                     tenant.failures, tenant.model = tenant.failures + 1, ""
             if rng.random() < 0.2:
-                what = disturb(server, spellings, rng, spare_server=spent > minutes * 18)
+                what = disturb(server, spellings, rng, spare_server=spent > minutes * 10)
                 counts[what] += 1
                 if what == "full":
                     num_refused += rng.choice(tenants).work_on_full_disk(disk)
+            if spent - weighed_at >= 60:
+                weighed_at = spent
+                told = ", ".join(f"{k} {v:.1f}" for k, v in weigh(server.pid).items())
+                print(f"{spent / 60:.0f} min, process {server.pid}: {told}", file=sys.stderr)
             if early is None and spent > minutes * 20:
                 settle(tenants, rng)
                 early = weigh(server.pid)

@@ -50,6 +50,62 @@ async def _audit(world: AppWorld, **params: Any) -> list[dict[str, Any]]:
     return entries
 
 
+async def test_usage_is_told_by_key_and_by_run(tmp_path: Path) -> None:
+    """Ann has two keys and a run; each key is told by its number, and what waits keeps its key."""
+    keys = ("tml-ann=ann", "tml-two=ann", "tml-bob=bob")
+    sample = {
+        "base_model": "toy",
+        "prompt": {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 5},
+    }
+    async with open_app(tmp_path, api_keys=keys) as world:
+        await _make_admin(world)
+        model = await world.model(key=ANN)
+        await world.result((await world.train(model, 1, TOKENS, key=ANN)).json(), key=ANN)
+        await world.result((await world.train(model, 2, TOKENS, key="tml-two")).json(), key=ANN)
+        token = (await world.post("auth/token", {}, key="tml-two")).json()["jwt"]
+        await world.result((await world.post("asample", sample, key=token)).json(), key=ANN)
+        world.service.ends.flush()
+        store = world.service.store
+        store.flush()
+        numbers = [
+            (await store.call(store.accounts.find_key, key)).key_id
+            for key in ("tml-ann", "tml-two")
+        ]
+        by_key = (await _call(world, "GET", "usage?by=key")).json()["usage"]
+        by_run = (await _call(world, "GET", "usage?by=run")).json()["usage"]
+    told = {one["key_id"]: one for one in by_key if one["user_id"] == "ann"}
+    assert set(told) == set(numbers)
+    first, second = (told[number] for number in numbers)
+    assert first["counts"]["training"] == second["counts"]["training"] == len(TOKENS)
+    assert "sampling_sample" not in first["counts"]
+    assert second["counts"]["sampling_sample"] > 0
+    assert min(one["counts"]["device_seconds"] for one in (first, second)) > 0
+    assert second["key_name"] == "key of ann"
+    assert "tml-" not in str(by_key)
+    (run,) = [one for one in by_run if one.get("run_id") == model]
+    assert run["counts"]["training"] == 2 * len(TOKENS)
+
+
+async def test_a_request_that_a_restart_finishes_counts_for_the_key_it_came_with(
+    tmp_path: Path,
+) -> None:
+    async with _open(tmp_path, gap_limit_s=1000.0) as world:
+        model = await world.model(key=ANN)
+        # The number before it is missing, so it waits in the journal.
+        assert (await world.train(model, 2, TOKENS, key=ANN)).status_code == 200
+    async with _open(tmp_path) as world:
+        await world.result((await world.train(model, 1, TOKENS, key=ANN)).json(), key=ANN)
+        promise = (await world.train(model, 2, TOKENS, key=ANN)).json()
+        assert loss_of(await world.result(promise, key=ANN)) > 0
+        world.service.ends.flush()
+        store = world.service.store
+        store.flush()
+        number = (await store.call(store.accounts.find_key, ANN)).key_id
+        used = await store.call(store.usage.used, "key", 0.0, 10)
+    assert [(one.key_id, one.counts["training"]) for one in used] == [(number, 2 * len(TOKENS))]
+
+
 async def test_every_call_asks_for_an_admin_key(world: AppWorld) -> None:
     for row in ROWS:
         path = row.path.removeprefix("/tinkex/v1/admin/").replace("{key_id}", "1")

@@ -206,8 +206,9 @@ async def test_a_run_keeps_the_unnamed_weights_that_were_used_last(tmp_path: Pat
         await world.service.shelf.remove_deleted()
         assert len(list((tmp_path / "ephemeral").iterdir())) == 2
         world.service.store.flush()
-        usage = await world.service.store.call(world.service.store.usage.totals, 0.0)
-        assert {row.model_id for row in usage if row.kind == "sampling_sample"} == {model}
+        store = world.service.store
+        used = await store.call(store.usage.used, "run", 0.0, 100)
+        assert {one.model_id for one in used if one.counts.get("sampling_sample")} == {model}
 
 
 async def test_a_training_checkpoint_can_be_sampled(app_world: AppWorld) -> None:

@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from store_rows import op
 
 from tinkex.errors import ConfigError
-from tinkex.store import Store, StoreClosedError
+from tinkex.store import Store, StoreClosedError, UsageCount
 from tinkex.store.database import MIGRATIONS
 from tinkex.store.schema import metadata
 
@@ -47,6 +47,30 @@ def test_an_admin_key_of_an_older_database_stays_one(url: str) -> None:
     store.close()
     again = Store(url)
     assert [key.role for key in again.accounts.all_keys()] == ["admin", "user"]
+    again.close()
+
+
+def test_usage_of_an_older_database_stays_and_its_keys_are_not_known(url: str) -> None:
+    store = Store(url)
+    counts = [
+        UsageCount(kind="training", count=number, user_id="ann", key_id=number) for number in (1, 2)
+    ]
+    store.usage.add(counts)
+    store.flush()
+    with store._database.writer.begin() as connection:
+        config = Config()
+        config.set_main_option("script_location", str(MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0008")
+    store.close()
+    again = Store(url)
+    again.usage.add([UsageCount(kind="training", count=4, user_id="ann", key_id=2)])
+    again.flush()
+    used = again.usage.used("key", 0.0, 10)
+    assert [(one.key_id, one.counts) for one in used] == [
+        (2, {"training": 4}),
+        (0, {"training": 3}),
+    ]
     again.close()
 
 

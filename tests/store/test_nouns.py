@@ -176,6 +176,54 @@ def test_the_ledger_adds_up_per_hour_run_and_kind(store: Store) -> None:
     assert store.usage.events("bob", 0, 10**9) == []
 
 
+def test_the_ledger_tells_users_keys_and_runs_by_time_of_the_device(store: Store) -> None:
+    now = time.time()
+
+    def count(
+        kind: str, amount: float, key_id: int | None, run: str = "r", at: float = 0.0
+    ) -> None:
+        user = "bob" if key_id == 3 else "ann"
+        used = UsageCount(
+            kind=kind,  # type: ignore[arg-type]
+            count=amount,
+            user_id=user,
+            model_id=run,
+            key_id=key_id,
+            at=at,
+        )
+        store.usage.add([used])
+
+    count("training", 10, 1)
+    count("device_seconds", 1.0, 1)
+    count("training", 5, 2, "q")
+    count("device_seconds", 2.0, 2, "q")
+    count("training", 900, 3)
+    count("training", 7, None)
+    count("storage", 1e12, None)
+    count("training", 1e6, 1, at=now - 50 * 3600)
+    store.flush()
+    keys = store.usage.used("key", now - 86_400, 10)
+    assert [(one.user_id, one.key_id, one.counts) for one in keys] == [
+        ("ann", 2, {"training": 5, "device_seconds": 2.0}),
+        ("ann", 1, {"training": 10, "device_seconds": 1.0}),
+        ("bob", 3, {"training": 900}),
+        ("ann", 0, {"training": 7}),
+    ]
+    runs = store.usage.used("run", now - 86_400, 1)
+    assert [(one.user_id, one.model_id, one.counts) for one in runs] == [
+        ("ann", "q", {"training": 5, "device_seconds": 2.0})
+    ]
+    users = store.usage.used("user", now - 86_400, 10)
+    assert [(one.user_id, one.counts.get("training")) for one in users] == [
+        ("ann", 22),
+        ("bob", 900),
+    ]
+    assert store.usage.tokens(now - 3600) == {"training": 922}
+    # A user's bill knows no keys: the hour, the run and the kind are one row.
+    billed = [row for row in store.usage.events("ann", now - 7200, now + 1) if row.model_id == "r"]
+    assert [(row.kind, row.count) for row in billed if row.kind == "training"] == [("training", 17)]
+
+
 def test_audit_entries_are_kept_apart_by_user_kind_and_time(store: Store) -> None:
     store.audit.record("ann", "checkpoint_deleted", {"tinker_path": "x"})
     store.audit.record("ann", "project_session_assigned", {})

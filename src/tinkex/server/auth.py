@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jwt
@@ -203,7 +203,7 @@ class Auth:
         record = await self._store.call(self._store.accounts.find_key, credential)
         if record is None:
             raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
-        return _Identity(await self._user(record.user_id), record.key_id, record.role)
+        return await self._identified(record.user_id, record.key_id, record.role)
 
     async def _from_token(self, token: str) -> _Identity:
         try:
@@ -223,7 +223,13 @@ class Auth:
         if role is None:
             raise _refused("The key this token was made for is revoked. Use another key.")
         left_s = claims["exp"] - time.time()
-        return _Identity(await self._user(user_id), key_id, role, left_s)
+        return await self._identified(user_id, key_id, role, left_s)
+
+    async def _identified(
+        self, user_id: str, key_id: int | None, role: str, valid_s: float = CACHE_S
+    ) -> _Identity:
+        user = replace(await self._user(user_id), key_id=key_id)
+        return _Identity(user, key_id, role, valid_s)
 
     async def may_act(self, key_id: int | None, user_id: str) -> bool:
         """Whether what was given away in the name of a key is still good."""

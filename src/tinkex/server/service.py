@@ -206,6 +206,7 @@ class Service:
         for lane in [x for x in self._lanes.values() if x.model.session_id == session_id]:
             if await lane.park(save=save):
                 self._lanes.pop(lane.model.model_id, None)
+                self.curves.let_go(lane.model.model_id)
             else:
                 self.sessions.touch(session_id)  # look again after the next silence
         self.sessions.forget(session_id)

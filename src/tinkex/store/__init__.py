@@ -1,6 +1,7 @@
 """What survives a crash: accounts, sessions, runs, the journal, checkpoints and the ledger."""
 
 from tinkex.store.journal import SeqConflictError
+from tinkex.store.ledger import Used, UsedBy
 from tinkex.store.models import FilteredRuns, RunFilter
 from tinkex.store.records import (
     ApiKey,
@@ -56,5 +57,7 @@ __all__ = [
     "UsageCount",
     "UsageKind",
     "UsageRow",
+    "Used",
+    "UsedBy",
     "User",
 ]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Engine, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, func, insert, select, update
 
 from tinkex.store import schema
 from tinkex.store.records import ApiKey, User
@@ -45,11 +46,17 @@ class Accounts:
             row = connection.execute(query).mappings().first()
         return _user(row) if row else None
 
-    def users(self, limit: int, offset: int = 0) -> tuple[list[User], int]:
-        """A page of all users, in the order of their ids, and how many there are."""
-        query = select(schema.users).order_by(schema.users.c.user_id).limit(limit).offset(offset)
+    def users(self, limit: int, offset: int = 0, *, search: str = "") -> tuple[list[User], int]:
+        """A page of all users in the order of their ids, and how many there are.
+
+        With `search` only those whose id has it as a part, in whatever case.
+        """
+        column = schema.users.c.user_id
+        where = [column.icontains(search, autoescape=True)] if search else []
+        query = select(schema.users).where(*where).order_by(column).limit(limit).offset(offset)
+        count = select(func.count()).select_from(schema.users).where(*where)
         with self._reader.connect() as connection:
-            total = connection.execute(select(func.count()).select_from(schema.users)).scalar_one()
+            total = connection.execute(count).scalar_one()
             return [_user(row) for row in connection.execute(query).mappings()], int(total)
 
     def disable(self, user_id: str, at: float | None) -> None:
@@ -102,22 +109,38 @@ class Accounts:
             row = connection.execute(query).mappings().first()
         return _api_key(row) if row else None
 
-    def keys(self, user_id: str) -> list[ApiKey]:
-        keys = schema.api_keys
-        query = select(keys).where(keys.c.user_id == user_id).order_by(keys.c.key_id)
-        with self._reader.connect() as connection:
-            return [_api_key(row) for row in connection.execute(query).mappings()]
+    def keys(self, user_ids: Sequence[str]) -> list[ApiKey]:
+        """Every key of some users, revoked ones too, in the order they were added."""
+        return self._keys(schema.api_keys.c.user_id.in_(user_ids))
 
     def all_keys(self) -> list[ApiKey]:
         """Every key of all users, revoked ones too, in the order they were added."""
-        query = select(schema.api_keys).order_by(schema.api_keys.c.key_id)
-        with self._reader.connect() as connection:
-            return [_api_key(row) for row in connection.execute(query).mappings()]
+        return self._keys()
+
+    def keys_numbered(self, key_ids: Sequence[int]) -> list[ApiKey]:
+        """Some keys, revoked or not."""
+        return self._keys(schema.api_keys.c.key_id.in_(key_ids))
 
     def active_keys(self) -> list[ApiKey]:
         """Every key that is not revoked, of all users."""
+        return self._keys(schema.api_keys.c.revoked_at.is_(None))
+
+    def newest_keys(self, limit: int, *, search: str = "") -> tuple[list[ApiKey], int]:
+        """The keys that are not revoked, newest first, and how many there are.
+
+        With `search` only those of users whose id has it as a part.
+        """
         keys = schema.api_keys
-        query = select(keys).where(keys.c.revoked_at.is_(None)).order_by(keys.c.key_id)
+        where: list[ColumnElement[bool]] = [keys.c.revoked_at.is_(None)]
+        where += [keys.c.user_id.icontains(search, autoescape=True)] if search else []
+        count = select(func.count()).select_from(keys).where(*where)
+        query = select(keys).where(*where).order_by(keys.c.key_id.desc()).limit(limit)
+        with self._reader.connect() as connection:
+            total = int(connection.execute(count).scalar_one())
+            return [_api_key(row) for row in connection.execute(query).mappings()], total
+
+    def _keys(self, *where: Any) -> list[ApiKey]:
+        query = select(schema.api_keys).where(*where).order_by(schema.api_keys.c.key_id)
         with self._reader.connect() as connection:
             return [_api_key(row) for row in connection.execute(query).mappings()]
 
@@ -144,7 +167,7 @@ class Accounts:
 
 
 def _user(row: Any) -> User:
-    fields = {name: row[name] for name in User.__slots__}
+    fields = {name: row[name] for name in User.__slots__ if name != "key_id"}
     return User(**fields | {"quotas": row["quotas"] or {}})
 
 

@@ -117,6 +117,16 @@ class Checkpoints:
         with self._reader.connect() as connection:
             return {row[0]: (int(row[1]), int(row[2])) for row in connection.execute(query)}
 
+    def bytes_of(self, user_ids: Sequence[str]) -> dict[str, int]:
+        """What the checkpoints of each user weigh."""
+        query = (
+            select(_table.c.user_id, func.sum(_table.c.size_bytes))
+            .where(_table.c.user_id.in_(user_ids), _alive(None))
+            .group_by(_table.c.user_id)
+        )
+        with self._reader.connect() as connection:
+            return {row[0]: int(row[1]) for row in connection.execute(query)}
+
     def storage_by_user(self) -> list[tuple[str, str | None, int]]:
         """(user_id, project_id, bytes), for the ledger."""
         query = select(_table.c.user_id, _table.c.project_id, func.sum(_table.c.size_bytes))

@@ -23,6 +23,8 @@ from tinkex.errors import ConfigError
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_MS = 10_000
+CACHE_KB = 4000
+"""Pages of the database that each connection keeps; the system's cache has the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def open_database(url: str, *, full_sync: bool = True) -> Database:
         engine = create_engine(url, pool_size=8, pool_pre_ping=True, **options)
         database = Database(engine, engine)
     else:
-        reader = create_engine(url, pool_size=8, **options)
+        # The connection used last is used next: its pages are warm, and the others stay small.
+        reader = create_engine(url, pool_size=8, pool_use_lifo=True, **options)
         writer = create_engine(url, pool_size=1, **options)
         _prepare_sqlite(reader, "BEGIN", full_sync)
         _prepare_sqlite(writer, "BEGIN IMMEDIATE", full_sync)
@@ -126,7 +129,7 @@ def _prepare_sqlite(engine: Engine, begin: str, full_sync: bool) -> None:
             f"synchronous={'FULL' if full_sync else 'NORMAL'}",
             f"busy_timeout={BUSY_TIMEOUT_MS}",
             "temp_store=MEMORY",
-            "cache_size=-16000",
+            f"cache_size=-{CACHE_KB}",
         ):
             raw.execute(f"PRAGMA {pragma}")
 

@@ -252,6 +252,7 @@ def _row(op: NewRow) -> dict[str, Any]:
         "finished_at": at if refused else None,
         "error": op.refused,
         "error_category": "user" if refused else None,
+        "key_id": op.key_id,
     }
 
 

@@ -1,4 +1,4 @@
-"""Who used how much: token counts, saved checkpoints and stored bytes, one row per hour and run.
+"""Who used how much: tokens, checkpoints, stored bytes; a row for each hour, run and key.
 
 Training counts are written with the result they belong to; sampling counts are gathered in memory
 and written about once a second, so that a sample costs no commit of its own.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, func, select
+from sqlalchemy import ColumnElement, Connection, Engine, case, func, select
 
 from tinkex.store import schema
 from tinkex.store.records import UsageCount, UsageRow
@@ -22,8 +23,29 @@ _table = schema.usage
 BUCKET_S = 3600
 OPERATORS_KIND = "device_seconds"
 """Counted for who runs the server; users' bills know tokens."""
-_KEYS = ("bucket_start", "user_id", "session_id", "model_id", "kind", "base_model", "project_id")
-_Key = tuple[int, str, str, str, str, str, str]
+TOKEN_KINDS = ("training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample")
+_BILLED = ("bucket_start", "user_id", "session_id", "model_id", "kind", "base_model", "project_id")
+_KEYS = (*_BILLED, "key_id")
+_Key = tuple[int, str, str, str, str, str, str, int]
+UsedBy = Literal["user", "key", "run"]
+_USERS: dict[UsedBy, tuple[str, ...]] = {
+    "user": ("user_id",),
+    "key": ("user_id", "key_id"),
+    "run": ("user_id", "model_id"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """What one user, key or run used; the other of `key_id` and `model_id` says nothing."""
+
+    user_id: str
+    key_id: int = 0
+    """0: not known, or no key was needed."""
+    model_id: str = ""
+    """Empty: base models."""
+    counts: dict[str, float]
+    """By kind; what is 0 is left out."""
 
 
 class Ledger:
@@ -47,31 +69,55 @@ class Ledger:
         _add_rows(connection, sums)
 
     def events(self, user_id: str, start: float, end: float) -> list[UsageRow]:
-        """Rows of the buckets that start in [start, end), everything counted so far included."""
+        """Sums of the buckets that start in [start, end), everything counted so far included.
+
+        The keys of a user are one here.
+        """
         self._writer.flush()
+        names = [_table.c[name] for name in _BILLED]
         query = (
-            select(_table)
+            select(*names, func.sum(_table.c.count).label("count"))
             .where(_table.c.user_id == user_id, _table.c.kind != OPERATORS_KIND)
             .where(_table.c.bucket_start >= int(start), _table.c.bucket_start < int(end))
-            .order_by(*(_table.c[name] for name in _KEYS))
+            .group_by(*names)
+            .order_by(*names)
         )
         with self._reader.connect() as connection:
             return [_usage_row(row) for row in connection.execute(query).mappings()]
 
-    def totals(self, start: float, limit: int = 5000) -> list[UsageRow]:
-        """Sums over the buckets that end after `start`, of every user, run and kind."""
-        keys = [_table.c[name] for name in ("user_id", "model_id", "kind")]
-        amount = func.sum(_table.c.count)
+    def tokens(self, start: float) -> dict[str, float]:
+        """What everybody used in the buckets that end after `start`, by kind."""
         query = (
-            select(*keys, amount.label("count"))
-            .where(_table.c.bucket_start > int(start) - BUCKET_S)
-            .group_by(*keys)
-            .order_by(amount.desc())
+            select(_table.c.kind, func.sum(_table.c.count))
+            .where(_table.c.bucket_start > int(start) - BUCKET_S, _table.c.kind.in_(TOKEN_KINDS))
+            .group_by(_table.c.kind)
+        )
+        with self._reader.connect() as connection:
+            return {row[0]: float(row[1]) for row in connection.execute(query)}
+
+    def used(self, by: UsedBy, start: float, limit: int) -> list[Used]:
+        """What each user, key or run used in the buckets that end after `start`.
+
+        Most time of the device first; where that is equal, most of everything.
+        """
+        names = [_table.c[name] for name in _USERS[by]]
+        kinds = (*TOKEN_KINDS, OPERATORS_KIND)
+        sums = [_sum_of(kind).label(kind) for kind in kinds]
+        query = (
+            select(*names, *sums)
+            .where(_table.c.bucket_start > int(start) - BUCKET_S, _table.c.kind.in_(kinds))
+            .group_by(*names)
+            .order_by(sums[-1].desc(), func.sum(_table.c.count).desc(), *names)
             .limit(limit)
         )
-        rest = {"bucket_start": 0, "session_id": "", "base_model": "", "project_id": ""}
         with self._reader.connect() as connection:
-            return [_usage_row({**rest, **row}) for row in connection.execute(query).mappings()]
+            return [
+                Used(
+                    **{name: row[name] for name in _USERS[by]},
+                    counts={kind: row[kind] for kind in kinds if row[kind]},
+                )
+                for row in connection.execute(query).mappings()
+            ]
 
     def _gathered_write(self) -> Callable[[Connection], None] | None:
         with self._lock:
@@ -79,11 +125,15 @@ class Ledger:
         return (lambda connection: _add_rows(connection, sums)) if sums else None
 
 
+def _sum_of(kind: str) -> ColumnElement[float]:
+    return func.sum(case((_table.c.kind == kind, _table.c.count), else_=0.0))
+
+
 def _sum_up(sums: dict[_Key, float], counts: Iterable[UsageCount]) -> None:
     for c in counts:
         bucket = int((c.at or time.time()) // BUCKET_S) * BUCKET_S
         texts = (c.session_id, c.model_id, c.kind, c.base_model, c.project_id)
-        key: Any = (bucket, c.user_id, *(text or "" for text in texts))
+        key: Any = (bucket, c.user_id, *(text or "" for text in texts), c.key_id or 0)
         sums[key] = sums.get(key, 0.0) + c.count
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,12 +121,12 @@ class Models:
         row = {name: getattr(model, name) for name in Model.__slots__}
         self._writer.run(lambda c: c.execute(insert_or_ignore(c, _table), row))
 
-    def count_loaded(self, user_id: str) -> int:
-        """Models of a user whose state is kept."""
-        query = select(func.count()).select_from(_table)
-        query = query.where(_table.c.user_id == user_id, _table.c.unloaded.is_(False))
+    def count_loaded(self, user_ids: Sequence[str]) -> dict[str, int]:
+        """Models of each user whose state is kept."""
+        query = select(_table.c.user_id, func.count()).where(_table.c.user_id.in_(user_ids))
+        query = query.where(_table.c.unloaded.is_(False)).group_by(_table.c.user_id)
         with self._reader.connect() as connection:
-            return int(connection.execute(query).scalar_one())
+            return {row[0]: row[1] for row in connection.execute(query)}
 
     def get(self, model_id: str) -> Model | None:
         with self._reader.connect() as connection:

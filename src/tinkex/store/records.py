@@ -32,6 +32,8 @@ class User:
     """Since when an administrator refuses this user; None: not at all."""
     quotas: dict[str, float] = field(default_factory=dict, hash=False)
     """Limits of this user that differ from the server's, by name."""
+    key_id: int | None = None
+    """The key that calls for this user; None: nobody calls, or nobody's key is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,8 @@ class NewRow:
     """0: now."""
     refused: str | None = None
     """The reason, for a request that was refused but consumes its seq_id; it is never replayed."""
+    key_id: int | None = None
+    """The key it came with, which its tokens are counted for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +128,7 @@ class JournalRow:
     result_type: str | None
     error: str | None
     error_category: str | None
+    key_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +150,8 @@ class UsageCount:
     model_id: str | None = None
     base_model: str | None = None
     project_id: str | None = None
+    key_id: int | None = None
+    """The key that asked for it; None where no request did."""
     at: float = 0.0
     """0: now."""
 

@@ -95,6 +95,8 @@ models = Table(
     Column("unloaded", Boolean, nullable=False),
     Column("base_fingerprint", String),
     Index("ix_models_owner", "user_id", "created_at"),
+    Index("ix_models_created", "created_at", "model_id"),
+    Index("ix_models_bases", "user_id", "base_model"),
 )
 
 journal = Table(
@@ -117,6 +119,8 @@ journal = Table(
     Column("error_category", String),
     # When the result may be dropped: set at the end of the op, moved closer by its retrieval.
     Column("drop_result_at", Double),
+    # The key it came with; unknown on open servers and in rows of before.
+    Column("key_id", Integer),
     Index("ix_journal_drop", "drop_result_at"),
     Index("ix_journal_finished", "finished_at"),
 )
@@ -188,7 +192,8 @@ custom_losses = Table(
     UniqueConstraint("session_id", "seq_id"),
 )
 
-# Empty text stands for "not known" in the key columns: NULLs never conflict, so they cannot be one.
+# Empty text, or key 0, stands for "not known": NULLs never conflict, so they cannot be part of a
+# primary key.
 usage = Table(
     "usage",
     metadata,
@@ -199,6 +204,7 @@ usage = Table(
     Column("kind", String, primary_key=True),
     Column("base_model", String, primary_key=True),
     Column("project_id", String, primary_key=True),
+    Column("key_id", Integer, primary_key=True, autoincrement=False),
     Column("count", Double, nullable=False),
 )
 

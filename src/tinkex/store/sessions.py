@@ -52,13 +52,12 @@ class Sessions:
         row["created_at"] = round(session.created_at, 6)
         self._writer.run(lambda connection: connection.execute(insert(_table), row))
 
-    def count_alive(self, user_id: str, since: float) -> int:
-        """Sessions of a user that are not over and gave a sign of life since a moment."""
-        query = select(func.count()).select_from(_table)
-        query = query.where(_table.c.user_id == user_id, _table.c.status_type == "active")
-        query = query.where(_table.c.last_heartbeat >= since)
+    def count_alive(self, user_ids: Sequence[str], since: float) -> dict[str, int]:
+        """Sessions of each user that are not over and gave a sign of life since a moment."""
+        query = select(_table.c.user_id, func.count()).where(_table.c.user_id.in_(user_ids))
+        query = query.where(_table.c.status_type == "active", _table.c.last_heartbeat >= since)
         with self._reader.connect() as connection:
-            return int(connection.execute(query).scalar_one())
+            return {row[0]: row[1] for row in connection.execute(query.group_by(_table.c.user_id))}
 
     def get(self, session_id: str) -> Session | None:
         with self._reader.connect() as connection:

@@ -19,6 +19,7 @@ from tinkex.types.account.administration import (
     AdminKeysResponse,
     AdminRunsResponse,
     AdminSessionsResponse,
+    AdminUsageResponse,
     AdminUser,
     AdminUsersResponse,
     SetQuotasRequest,
@@ -285,6 +286,7 @@ _ROWS = [
     _get("admin_list_keys", f"{_ADMIN}/keys", AdminKeysResponse),
     _post("admin_add_key", AddKeyRequest, AddKeyResponse, f"{_ADMIN}/keys"),
     Endpoint(name="admin_revoke_key", method="DELETE", path=f"{_ADMIN}/keys/{{key_id}}"),
+    _get("admin_usage", f"{_ADMIN}/usage", AdminUsageResponse),
     _get("admin_audit_log", f"{_ADMIN}/audit", AdminAuditResponse),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 from app_world import AppWorld, open_app
+from sqlalchemy import event, insert
 from visits import HOSTILE, token_of
 
 from tinkex.engine.pulse import KINDS
+from tinkex.store import UsageCount, schema
 
 ADMIN, ANN = "tml-admin", "tml-ann"
 TOKENS = [1, 2, 3, 4]
@@ -72,12 +75,13 @@ async def test_a_change_needs_a_form_of_the_page(world):
 
 async def test_the_page_shows_health_users_usage_and_audit(world):
     async with log_in(world, ADMIN) as root:
+        world.service.ends.flush()
         world.service.store.flush()
         page = (await root.get("/console/server")).text
         told = (await root.get("/console/api/server")).json()
     assert "healthy" in page
     assert {user["user_id"] for user in told["users"]} >= {"ann", "root"}
-    usage = next(one for one in told["usage"] if one["run_id"] == world.run_id)
+    usage = next(one for one in told["usage_by_run"] if one["run_id"] == world.run_id)
     assert usage["user_id"] == "ann"
     assert usage["counts"]["training"] == len(TOKENS)
     assert usage["counts"]["device_seconds"] > 0
@@ -100,9 +104,10 @@ async def test_a_sample_is_counted_in_tokens_and_seconds_of_device(world):
     promise = (await world.post("asample", sample, key=ANN)).json()
     await world.result(promise, key=ANN)
     async with log_in(world, ADMIN) as root:
+        world.service.ends.flush()
         world.service.store.flush()
         told = (await root.get("/console/api/server")).json()
-    (used,) = [one["counts"] for one in told["usage"] if one["run_id"] == ""]
+    (used,) = [one["counts"] for one in told["usage_by_run"] if one["run_id"] is None]
     assert 2 <= used["sampling_sample"] <= 10
     assert used["device_seconds"] > 0
 
@@ -160,3 +165,105 @@ async def test_slow_requests_are_shown_and_polls_are_not_among_them(world):
         assert [one["seconds"] for one in slow] == [51.0 - number for number in range(20)]
         assert {one["route"] for one in slow} == {"/api/v1/create_model"}
         assert HOSTILE not in (await root.get("/console/server")).text
+
+
+async def test_the_number_of_questions_does_not_grow_with_users_runs_and_rows(world, monkeypatch):
+    """Nor does what is shown: pages have a bound, and sums over many rows are told again."""
+    store, asked = world.service.store, []
+    monkeypatch.setattr("tinkex.server.console.server_page.MAX_USERS", 10)
+    monkeypatch.setattr("tinkex.server.console.server_page.MAX_KEYS", 10)
+
+    def note(connection, cursor, statement, *_):
+        asked.append(statement)
+
+    event.listen(store._database.reader, "before_cursor_execute", note)
+    async with log_in(world, ADMIN) as root:
+
+        async def cost(path: str) -> int:
+            world.app.state.oversight.forget_sums()
+            await root.get(path)  # whoever looks is known from now on
+            world.app.state.oversight.forget_sums()
+            asked.clear()
+            assert (await root.get(path)).status_code == 200
+            # Housekeeping asks too, now and then.
+            return sum(not any(name in one for name in ("journal", "folder")) for one in asked)
+
+        few = await cost("/console/server")
+        now = time.time()
+        await store.call(_fill, store, now)
+        many = await cost("/console/server")
+        assert many <= few + 3, asked  # a page of users, their keys, and a look at a clock
+        assert many <= 40
+        page = (await root.get("/console/server")).text
+        assert page.count("/console/server/users") <= 2 * 10
+        asked.clear()
+        told = (await root.get("/console/api/server")).json()
+        assert not any("FROM usage" in one for one in asked), "told again for a while"
+        assert (told["num_users"], len(told["users"]), told["users_pages"]) == (102, 10, 11)
+        assert len(told["usage_by_key"]) == 50
+        assert told["usage_by_key"][0]["key_name"]
+        assert told["num_keys"] > len(told["keys"]) == 10
+        last = (await root.get("/console/api/server?users=10")).json()
+        assert len(last["users"]) == 2
+        found = (await root.get("/console/api/server?find=ER099")).json()
+        assert [one["user_id"] for one in found["users"]] == ["user099"]
+        assert {one["user_id"] for one in found["keys"]} == {"user099"}
+        for path in ("/console?everyone=true", "/console/api/runs?everyone=true"):
+            assert await cost(path) <= 15
+        plans = []
+        for statement in [one for one in asked if "FROM models" in one and "LIMIT" in one]:
+            with store._database.reader.connect() as connection:
+                rows = connection.exec_driver_sql(
+                    f"EXPLAIN QUERY PLAN {statement}", (50, 0)[: statement.count("?")]
+                )
+                plans += [row[-1] for row in rows]
+        assert plans
+        assert all("INDEX" in line for line in plans if line.startswith("SCAN")), plans
+
+
+def _fill(store, now: float) -> None:
+    """A hundred users with two keys, ten runs, and usage of each."""
+    users = [f"user{number:03}" for number in range(100)]
+    with store._database.writer.begin() as connection:
+        connection.execute(
+            insert(schema.users),
+            [{"user_id": name, "name": name, "email": "", "created_at": now} for name in users],
+        )
+        keys = [
+            {
+                "key_hash": f"{name}-{n}",
+                "user_id": name,
+                "name": f"key {n}",
+                "note": "",
+                "created_at": now,
+            }
+            for name in users
+            for n in range(2)
+        ]
+        connection.execute(insert(schema.api_keys), keys)
+        runs = [
+            {
+                "model_id": f"{name}-{n}:train:0",
+                "session_id": f"{name}-{n}",
+                "user_id": name,
+                "model_seq_id": 0,
+                "base_model": "toy",
+                "lora": {},
+                "optimizer_config": {},
+                "created_at": now - n,
+                "last_request_time": now,
+                "corrupted": False,
+                "unloaded": False,
+            }
+            for name in users
+            for n in range(10)
+        ]
+        connection.execute(insert(schema.models), runs)
+    store.usage.add(
+        UsageCount(
+            kind=kind, count=1.0 + n, user_id=name, key_id=2 + n % 200, model_id=f"{name}-{n}"
+        )
+        for n, name in enumerate(users)
+        for kind in ("training", "device_seconds")
+    )
+    store.flush()

@@ -2,14 +2,14 @@
 
 `backup`, `restore`, `fsck` and `vacuum` work on the server's data folder, so they need its machine
 and no key. `backup` and `fsck` may run beside the server, `restore` makes a new folder, `vacuum`
-wants the server stopped. `users`, `disable`, `enable` and `stop` ask the running server, with an
-admin key; from wherever.
+wants the server stopped. `users`, `usage`, `disable`, `enable` and `stop` ask the running server,
+with an admin key; from wherever.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,6 +18,7 @@ from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
     from tinkex.server.files.backup import Found
+    from tinkex.types.account.administration import AdminUsage
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -103,6 +104,40 @@ def users(state: State, /, limit: int, offset: int) -> None:
     ]
     title = f"Users ({len(rows)} of {found.cursor.total_count})"
     state.show(Table(title=title, columns=columns, rows=rows), plain(found, rfc3339=True))
+
+
+@admin.command()
+@click.option("--by", type=click.Choice(["user", "key", "run"]), default="user", help="Of whom.")
+@click.option("--hours", type=click.IntRange(1, 744), default=24, help="How far to look back.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, help="Most lines to show.")
+@pass_state
+def usage(state: State, /, by: Literal["user", "key", "run"], hours: int, limit: int) -> None:
+    """Tokens and device seconds of each user, key or run. Needs an admin key."""
+    with state.admin() as client:
+        found = client.get_usage(by, hours, limit).result()
+    heads = {"user": ("User",), "key": ("Key", "Name", "User"), "run": ("Run", "User")}
+    rows = [
+        (*_whose(by, one), *(round(one.counts.get(k, 0.0), 1) for k in _USED))
+        for one in found.usage
+    ]
+    title = f"Usage by {by}, last {hours} hours"
+    table = Table(title=title, columns=(*heads[by], *_USED.values()), rows=rows)
+    state.show(table, plain(found, rfc3339=True))
+
+
+_USED = {
+    "training": "Trained",
+    "sampling_prefill": "Read",
+    "sampling_prefill_cached": "Cached",
+    "sampling_sample": "Said",
+    "device_seconds": "Device s",
+}
+
+
+def _whose(by: str, one: AdminUsage) -> tuple[Any, ...]:
+    if by == "key":
+        return one.key_id or "none", one.key_name or "", one.user_id
+    return (one.run_id or "base models", one.user_id) if by == "run" else (one.user_id,)
 
 
 @admin.command()

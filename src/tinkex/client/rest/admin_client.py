@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, date, datetime
+from typing import Literal
 from urllib.parse import quote
 
 from tinkex import types
@@ -11,6 +12,7 @@ from tinkex.client.futures import APIFuture
 from tinkex.client.rest.rest_client import Caller
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.administration import (
+    AdminUsageResponse,
     AdminUsersResponse,
     StopWorkRequest,
     StopWorkResponse,
@@ -73,6 +75,18 @@ class AdminClient(Caller):
         return self._get("list_users", f"{_ADMIN}/users", AdminUsersResponse, query)
 
     list_users_async = awaited(list_users)
+
+    def get_usage(
+        self, by: Literal["user", "key", "run"] = "user", hours: int = 24, limit: int = 100
+    ) -> APIFuture[AdminUsageResponse]:
+        """Tokens and seconds of device of each user, key or run in the last hours.
+
+        Most time of the device first. What a key used is told by its number, never by itself.
+        """
+        query = {"by": by, "hours": hours, "limit": limit}
+        return self._get("get_usage", f"{_ADMIN}/usage", AdminUsageResponse, query)
+
+    get_usage_async = awaited(get_usage)
 
     def disable_user(self, user_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
         """Refuse a user from now on and end their work; what they stored is kept."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
@@ -25,12 +25,15 @@ from tinkex.server.metrics import Metrics, process_memory
 from tinkex.server.problems import ApiError
 from tinkex.server.work.oversight import Oversight
 from tinkex.server.workers.worker import Worker
+from tinkex.store import UsedBy
 from tinkex.types.account.administration import KeyRole
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
-MAX_USERS = 200
+MAX_USERS = 50
+MAX_KEYS = 50
 MAX_AUDIT = 100
 MAX_RUNS = 100
+MAX_USED = 50
 MAX_BUSY_USERS = 20
 HELD = {
     "base": "Base model",
@@ -40,8 +43,8 @@ HELD = {
     "snapshots": "Snapshots",
 }
 """What a worker's memory is for (`engine/pulse.py`), and what the page calls it."""
-HOUR_S = 3600.0
-DAY_S = 86_400.0
+DAY_HOURS = 24
+USED_BY: tuple[UsedBy, ...] = ("user", "key", "run")
 Text = Annotated[str, Form(max_length=200)]
 
 
@@ -50,26 +53,41 @@ def _oversight(request: Request) -> Oversight:
     return found
 
 
+Find = Annotated[str, Query(max_length=200)]
+Number = Annotated[int, Query(ge=0, le=1_000_000)]
+
+
 @router.get("/server")
-async def server_page(request: Request, user: AdminVisitor) -> Response:
-    return page(request, "server.html", user, **await _facts(request))
+async def server_page(
+    request: Request, user: AdminVisitor, find: Find = "", users: Number = 0
+) -> Response:
+    return page(request, "server.html", user, **await _shown(request, find, users))
 
 
 @router.get("/api/server")
 async def server_json(
-    request: Request, user: AdminVisitor, brief: Annotated[bool, Query()] = False
+    request: Request,
+    user: AdminVisitor,
+    brief: Annotated[bool, Query()] = False,
+    find: Find = "",
+    users: Number = 0,
 ) -> Response:
     """Everything on the page; with `brief` only what moves."""
-    return answer(await _moving(request) if brief else await _facts(request))
+    return answer(await _moving(request) if brief else await _facts(request, find, users))
 
 
-async def _facts(request: Request) -> dict[str, Any]:
+async def _facts(request: Request, find: str = "", users_page: int = 0) -> dict[str, Any]:
+    """All but what moves. Asks the database a fixed number of questions, whoever there is."""
     oversight = _oversight(request)
-    users, num_users = await oversight.users(MAX_USERS)
-    keys = await oversight.keys()
+    offset = users_page * MAX_USERS
+    users, num_users = await oversight.users(MAX_USERS, offset, search=find)
+    keys, num_keys = await oversight.newest_keys(MAX_KEYS, find)
     runs, num_busy = await oversight.runs(MAX_RUNS, busy_only=True)
     audit = await oversight.audit(MAX_AUDIT)
     return {
+        "find": find,
+        "users_page": users_page,
+        "users_pages": (num_users + MAX_USERS - 1) // MAX_USERS,
         **await _moving(request),
         "users": [one.model_dump(mode="json") for one in users],
         "num_users": num_users,
@@ -85,8 +103,8 @@ async def _facts(request: Request) -> dict[str, Any]:
                 "age": age(key.created_at),
             }
             for key in keys
-            if key.revoked_at is None
         ],
+        "num_keys": num_keys,
         "busy": [one.model_dump(mode="json") for one in runs],
         "num_busy": num_busy,
         **await _usage(request),
@@ -102,15 +120,26 @@ async def _facts(request: Request) -> dict[str, Any]:
     }
 
 
+async def _shown(request: Request, find: str = "", users_page: int = 0) -> dict[str, Any]:
+    """The facts, and the addresses that the page links to."""
+
+    def users_address(number: int) -> str:
+        given = {name: value for name, value in (("find", find), ("users", number)) if value}
+        return f"/console/server?{urlencode(given)}"
+
+    return {**await _facts(request, find, users_page), "users_address": users_address}
+
+
 async def _moving(request: Request) -> dict[str, Any]:
     """What changes while one looks."""
     service = service_of(request)
     metrics: Metrics = request.app.state.metrics
+    at, tokens = await _oversight(request).tokens()
     place = service.place
     rollouts, kept = service.rollouts, service.samples.kept
     free = await asyncio.to_thread(lambda: shutil.disk_usage(service.config.data_dir).free)
     return {
-        "at": time.time(),
+        "at": at,
         "trouble": place.trouble(),
         "uptime_s": metrics.uptime_s,
         "workers": [
@@ -139,7 +168,7 @@ async def _moving(request: Request) -> dict[str, Any]:
             sorted(service.open_work.by_user.items(), key=lambda one: -one[1])[:MAX_BUSY_USERS]
         ),
         "num_models": service.num_lanes,
-        "tokens": await _tokens(request),
+        "tokens": tokens,
         "slow": [{**one, "age": age(one["at"])} for one in metrics.slow.told()],
     }
 
@@ -149,37 +178,13 @@ def _process_bytes(member: Worker) -> int:
     return member.held_bytes.get("process") or process_memory(getattr(member, "pid", 0))
 
 
-async def _tokens(request: Request) -> dict[str, float]:
-    """Tokens of this hour and the one before, by kind: two looks give a throughput."""
-    store = service_of(request).store
-    rows = await store.call(store.usage.totals, time.time() - HOUR_S)
-    sums: dict[str, float] = {}
-    for row in rows:
-        if row.kind in ("training", "sampling_prefill", "sampling_sample"):
-            sums[row.kind] = sums.get(row.kind, 0.0) + row.count
-    return sums
-
-
 async def _usage(request: Request) -> dict[str, list[dict[str, Any]]]:
-    """What each user, and each run, used in the last day; most device time first."""
-    store = service_of(request).store
-    rows = await store.call(store.usage.totals, time.time() - DAY_S)
-    by_user: dict[str, dict[str, Any]] = {}
-    by_run: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in rows:
-        user_id, run_id = row.user_id, row.model_id or ""
-        user = by_user.setdefault(user_id, {"user_id": user_id, "counts": {}})
-        run = by_run.setdefault((user_id, run_id), {**user, "run_id": run_id, "counts": {}})
-        for one in (user, run):
-            one["counts"][row.kind] = one["counts"].get(row.kind, 0.0) + row.count
-    return {"usage_by_user": _most(by_user.values()), "usage": _most(by_run.values())}
-
-
-def _most(used: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    def amount(one: dict[str, Any]) -> tuple[float, float]:
-        return one["counts"].get("device_seconds", 0.0), sum(one["counts"].values())
-
-    return sorted(used, key=amount, reverse=True)[:MAX_RUNS]
+    """What each user, key and run used in the last day; most device time first."""
+    told = {}
+    for by in USED_BY:
+        found = await _oversight(request).usage(by, DAY_HOURS, MAX_USED)
+        told[f"usage_by_{by}"] = [one.model_dump(mode="json") for one in found]
+    return told
 
 
 # ------------------------------------------------------------------------------------ changes
@@ -199,7 +204,7 @@ async def add_key(
     role: Annotated[KeyRole, Form()] = "user",
 ) -> Response:
     key, made = await _oversight(request).add_key(admin, user_id.strip(), name=name, role=role)
-    return page(request, "server.html", admin, new_key=key, made=made, **await _facts(request))
+    return page(request, "server.html", admin, new_key=key, made=made, **await _shown(request))
 
 
 @router.post("/server/keys/revoke")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,8 @@ _DECLARED = (
     ),
     Quota("requests_per_minute", "requests a minute", "Slow down", retry_s=1),
 )
+COUNTED = ("sessions", "models", "disk_bytes")
+"""Those that the database counts."""
 QUOTAS: dict[str, Quota] = {quota.name: quota for quota in _DECLARED}
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BY_PATH = {path: quota for quota in _DECLARED for path in quota.paths}
@@ -217,14 +219,17 @@ class Quotas:
             self._counts.pop((user_id, name), None)
         self._buckets.pop(user_id, None)
 
-    def count(self, user_id: str, name: str) -> float:
+    def count(self, user_id: str, name: str) -> int:
         """How much of something that the database knows a user has. Blocks."""
+        return self.counts([user_id], name).get(user_id, 0)
+
+    def counts(self, user_ids: Sequence[str], name: str) -> dict[str, int]:
+        """The same of several users, in one question; who has none is left out. Blocks."""
         if name == "sessions":
-            return self._store.sessions.count_alive(user_id, time.time() - DAY_S)
+            return self._store.sessions.count_alive(user_ids, time.time() - DAY_S)
         if name == "models":
-            return self._store.models.count_loaded(user_id)
-        totals = self._store.checkpoints.storage_by_project(user_id).values()
-        return sum(size_bytes for _, size_bytes in totals)
+            return self._store.models.count_loaded(user_ids)
+        return self._store.checkpoints.bytes_of(user_ids)
 
 
 def _trim(counts: OrderedDict[Any, Any]) -> None:

@@ -65,6 +65,7 @@ class Turn:
 
     model: Model
     project_id: str | None
+    key_id: int | None
     request_id: str
     job_id: str
 

@@ -83,6 +83,7 @@ class Forward(Operation[TrainRequest]):
             model_id=model.model_id,
             base_model=model.base_model,
             project_id=turn.project_id,
+            key_id=turn.key_id,
         )
         if self.changes_state:
             await self.tools.curves.passed(model.model_id, result.metrics)

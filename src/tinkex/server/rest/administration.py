@@ -14,7 +14,7 @@ from tinkex.server.auth import CurrentAdmin
 from tinkex.server.exchange import answer, serve
 from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, read
 from tinkex.server.work.oversight import Oversight
-from tinkex.store import ApiKey, User
+from tinkex.store import ApiKey, UsedBy, User
 from tinkex.types.account.administration import (
     AddKeyRequest,
     AddKeyResponse,
@@ -25,6 +25,7 @@ from tinkex.types.account.administration import (
     AdminRunsResponse,
     AdminSession,
     AdminSessionsResponse,
+    AdminUsageResponse,
     AdminUsersResponse,
     SetQuotasRequest,
     StopWorkRequest,
@@ -32,6 +33,7 @@ from tinkex.types.account.administration import (
 )
 
 router = APIRouter(prefix="/tinkex/v1/admin", tags=["administration"])
+MAX_HOURS = 24 * 31
 KeyId = Annotated[int, Path(ge=0, le=2**31 - 1)]
 UserFilter = Annotated[Text | None, Query()]
 
@@ -55,9 +57,14 @@ async def _end(
 
 @serve(router, "admin_list_users")
 async def list_users(
-    request: Request, admin: CurrentAdmin, limit: Limit = 50, offset: Offset = 0
+    request: Request,
+    admin: CurrentAdmin,
+    limit: Limit = 50,
+    offset: Offset = 0,
+    search: Annotated[str, Query(max_length=200)] = "",
 ) -> Response:
-    users, total = await _oversight(request).users(limit, offset)
+    """In the order of their ids; with `search` those whose id has it as a part."""
+    users, total = await _oversight(request).users(limit, offset, search=search)
     return answer(AdminUsersResponse(users=users, cursor=cursor(offset, limit, total)))
 
 
@@ -150,6 +157,19 @@ async def add_key(request: Request, admin: CurrentAdmin) -> Response:
 async def revoke_key(request: Request, admin: CurrentAdmin, key_id: KeyId) -> Response:
     await _oversight(request).revoke_key(admin, key_id)
     return Response(status_code=204)
+
+
+@serve(router, "admin_usage")
+async def usage(
+    request: Request,
+    admin: CurrentAdmin,
+    by: UsedBy = "user",
+    hours: Annotated[int, Query(ge=1, le=MAX_HOURS)] = 24,
+    limit: Limit = 100,
+) -> Response:
+    """Of each user, key or run in the last hours, in tokens and seconds of device."""
+    found = await _oversight(request).usage(by, hours, limit)
+    return answer(AdminUsageResponse(usage=found))
 
 
 @serve(router, "admin_audit_log")

@@ -111,6 +111,7 @@ async def retrieve_futures(request: Request, user: CurrentUser) -> Response:
     found = log.after(cursor)
     if not found and not service.stopping.is_set():
         found = await log.wait_after(cursor, min(hold_s, service.config.hold_s))
+    service.samples.leave_log(session.sampling_session_id, clone)
     if asked.inline_results:
         waiting = service.samples.waiting(session.sampling_session_id, clone, MAX_REASONS)
         return await _frames(service, found, cursor, waiting)

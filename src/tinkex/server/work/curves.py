@@ -27,7 +27,8 @@ MAX_POINTS = 2048
 MAX_CURVES = 200
 MAX_COURSE = 120
 MAX_RUNS = 256
-"""Runs whose curves are kept in memory."""
+MAX_HELD = 500_000
+"""Runs whose curves are kept in memory, and points of them all; more of one run stay while used."""
 PARTS = ("pass_time_s", "optim_time_s", "save_time_s")
 """What the time of a step goes to, `Operation.part_of_step`; the rest is `other_time_s`."""
 MEASURED = frozenset(
@@ -138,7 +139,9 @@ class Curves:
 
     # ------------------------------------------------------------------------ what happens
 
-    def worked(self, model: Model, part: str, started_at: float, ended_at: float) -> None:
+    def worked(
+        self, model: Model, key_id: int | None, part: str, started_at: float, ended_at: float
+    ) -> None:
         """The worker had a request; requests sent ahead overlap, and time counts once."""
         run = self._runs.get(model.model_id)
         before = max(run.busy_until, run.stepped_at) if run is not None else 0.0
@@ -155,6 +158,7 @@ class Curves:
                     session_id=model.session_id,
                     model_id=model.model_id,
                     base_model=model.base_model,
+                    key_id=key_id,
                 )
             ]
         )
@@ -267,8 +271,16 @@ class Curves:
             run.dirty.clear()
         if changed:
             await self._store.call(self._store.curves.save, changed)
-        while len(self._runs) > MAX_RUNS:
-            self._runs.popitem(last=False)
+        num_held = sum(len(c.steps) for run in self._runs.values() for c in run.curves.values())
+        while len(self._runs) > MAX_RUNS or (num_held > MAX_HELD and len(self._runs) > 1):
+            _, run = self._runs.popitem(last=False)
+            num_held -= sum(len(curve.steps) for curve in run.curves.values())
+
+    def let_go(self, model_id: str) -> None:
+        """A run is parked: its curves are read again when somebody looks."""
+        run = self._runs.get(model_id)
+        if run is not None and not run.dirty:
+            del self._runs[model_id]
 
     async def _open(self, model_id: str) -> _Run:
         run = self._runs.get(model_id)

@@ -138,7 +138,7 @@ class PromiseTable:
         return self._promises.get(request_id)
 
     def settled(self, promise: Promise) -> None:
-        promise.expires_at = self._clock() + self._ttl_s
+        promise.expires_at = min(promise.expires_at, self._clock() + self._ttl_s)
 
     def fetched(self, promise: Promise) -> bool:
         """Its result was handed out: start the grace. False when it was handed out before."""
@@ -147,6 +147,12 @@ class PromiseTable:
         promise.is_fetched = True
         promise.expires_at = self._clock() + self._grace_s
         return True
+
+    def soon(self, request_ids: Iterable[str]) -> None:
+        """These can be found elsewhere: after the grace they need not be here."""
+        for request_id in request_ids:
+            if (promise := self._promises.get(request_id)) is not None:
+                promise.expires_at = min(promise.expires_at, self._clock() + self._grace_s)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -194,6 +200,11 @@ class FinishedLog:
         self._cursor += 1
         self._entries.append(FinishedSample(self._cursor, request_id, size_bytes))
         self.wake()
+
+    @property
+    def is_of_no_use(self) -> bool:
+        """Nothing is in it and nobody waits for it: a new one would do as well."""
+        return not self._entries and not self._waiters
 
     def wake(self) -> None:
         for waiter in self._waiters:

@@ -9,6 +9,7 @@ refused. A request that is refused uses up its number all the same, because the 
 from __future__ import annotations
 
 import asyncio
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,8 @@ class Inbox:
             promise = await self._write(operation, opened, user, seq_id, digest)
         except Exception as exc:
             open_work.end(user_id)
-            accepted.set_result(exc)
+            # A copy: the exception itself holds the frames it passed, and with them the body.
+            accepted.set_result(copy.copy(exc))
             if not isinstance(exc, InvalidInputError):  # our own trouble: it may be sent again
                 self._taken.pop(seq_id, None)
             raise
@@ -106,12 +108,13 @@ class Inbox:
             body=body,
             body_hash=digest,
             refused=None if refused is None else str(refused),
+            key_id=user.key_id,
         )
         await asyncio.wrap_future(lane.means.store.journal.append(row))
         if refused is not None:
             lane.skip(seq_id)
             raise refused
-        return lane.push(seq_id, operation, row.request_id, body, asked)
+        return lane.push(row, operation, asked)
 
     async def _again(self, taken: _Taken, digest: bytes, seq_id: int) -> Promise:
         """The number is known: the same request gets the same answer, another one is refused."""
@@ -120,7 +123,7 @@ class Inbox:
         # Shielded: a repeat whose client hangs up must not take the first one's answer with it.
         answer = await asyncio.shield(taken.accepted)
         if isinstance(answer, Exception):
-            raise answer
+            raise copy.copy(answer)
         found = await self._lane.means.results.find(answer)
         if found is None:
             raise ApiError(410, f"The result of seq_id {seq_id} was handed out and is gone.")

@@ -33,7 +33,7 @@ from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.work.results import Results
 from tinkex.server.workers.place import Place
-from tinkex.store import JournalRow, Model, Store, UsageCount
+from tinkex.store import JournalRow, Model, NewRow, Store, UsageCount
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,8 @@ class Means:
     operations: dict[str, Operation[Any]]
     open_work: OpenWork
     gap_limit_s: float
-    on_worked: Callable[[Model, str, float, float], None]
-    """Told the model, the part of a step, and from when to when the worker had it."""
+    on_worked: Callable[[Model, int | None, str, float, float], None]
+    """Told the model, the key, the part of a step, and from when to when the worker had it."""
 
 
 class Lane:
@@ -143,14 +143,15 @@ class Lane:
         self._next_seq = min([self._applied_seq + 1, *self._requests])
         self._last_seq = max([self._applied_seq, *self._requests])
 
-    def push(
-        self, seq_id: int, operation: Operation[Any], request_id: str, body: bytes, asked: Any
-    ) -> Promise:
+    def push(self, row: NewRow, operation: Operation[Any], asked: Any) -> Promise:
         """Queue a request at its number. The inbox has made sure that the number is free.
 
         It counts as open work already, until it is told how it ended.
         """
-        request = QueuedRequest(seq_id, operation, request_id, body, asked=asked)
+        seq_id = row.seq_id
+        request = QueuedRequest(
+            seq_id, operation, row.request_id, row.body, asked=asked, key_id=row.key_id
+        )
         promise = self._promise(request, self.model.user_id)
         self._held_bytes += request.held_bytes
         if self._held_bytes > MAX_HELD_BYTES and seq_id > self._next_seq:
@@ -336,7 +337,9 @@ class Lane:
     def _revived(self, row: JournalRow) -> QueuedRequest:
         """An accepted request from the journal, with a promise that can be polled again."""
         operation = self.means.operations[row.kind]
-        request = QueuedRequest(row.seq_id, operation, row.request_id, row.body or b"")
+        request = QueuedRequest(
+            row.seq_id, operation, row.request_id, row.body or b"", key_id=row.key_id
+        )
         self._promise(request, row.user_id)
         self.means.open_work.begin(self.model.user_id)
         self._held_bytes += request.held_bytes
@@ -397,6 +400,7 @@ class Lane:
         return Turn(
             model=self.model,
             project_id=self._project_id,
+            key_id=request.key_id,
             request_id=request.request_id,
             job_id=f"{request.request_id}#{self._num_launched}",
         )
@@ -459,7 +463,8 @@ class Lane:
             self._retire(request)
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
-        self.means.on_worked(self.model, operation.part_of_step, request.started_at, ended_at)
+        part, key_id = operation.part_of_step, request.key_id
+        self.means.on_worked(self.model, key_id, part, request.started_at, ended_at)
         try:
             concluded = await operation.conclude(request.asked, self._turn(request), job, result)
         except InvalidInputError as exc:

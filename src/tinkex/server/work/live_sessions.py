@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 from tinkex.server.problems import ApiError
 from tinkex.store import Session, Store, User
@@ -100,7 +101,8 @@ class LiveSessions:
         return silent
 
     def _remember(self, session: Session) -> None:
-        self._known[session.session_id] = session
+        # Without what a client said about itself, which may be long.
+        self._known[session.session_id] = replace(session, tags=[], user_metadata={})
         self._seen.setdefault(session.session_id, self._clock())
         while len(self._known) > MAX_CACHED:
             self._known.popitem(last=False)

@@ -37,7 +37,7 @@ from tinkex.server.files import disk
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.operations.operation import Operation
 from tinkex.server.work.write_behind import RETRY_S, WriteBehind
-from tinkex.server.workers.worker import Worker
+from tinkex.server.workers.pool import Pool
 from tinkex.store import JournalRow, Snapshot, Store
 from tinkex.types._bounds import INT64
 
@@ -93,9 +93,7 @@ class _Since:
 
 
 class ModelState:
-    def __init__(
-        self, model_id: str, base_model: str, worker: Worker, files: SnapshotFiles
-    ) -> None:
+    def __init__(self, model_id: str, base_model: str, worker: Pool, files: SnapshotFiles) -> None:
         self.generation = -1
         """The worker's generation that holds the state; -1: none does, or it is not trusted."""
         self.is_restoring = False
@@ -278,6 +276,7 @@ class ModelState:
                 await self._run(self._drop_job(), self.generation)
             logger.info("%s is parked", self._model_id)
         self.generation = -1
+        self._worker.let_go(self._model_id)
 
     async def discard(self) -> None:
         """Forget the state for good, snapshot included."""
@@ -285,6 +284,7 @@ class ModelState:
         if self.is_here:
             await self._run(self._drop_job(), self.generation)
         self.generation = -1
+        self._worker.let_go(self._model_id)
         await self._files.forget(self._model_id)
 
     def _drop_job(self) -> DropAdapterJob:

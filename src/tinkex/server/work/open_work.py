@@ -62,6 +62,8 @@ class OpenWork:
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():  # granted and cancelled at once
                 _less(self._held, user_id)
+            elif granted in (line := self._lines.get(user_id, deque())):
+                line.remove(granted)
             self._grant(user_id)
             raise
 

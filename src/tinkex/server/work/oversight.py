@@ -8,17 +8,31 @@ caller is an administrator is asked by the routes; nothing here looks at credent
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from tinkex.server.auth import Auth, is_configured, new_key
-from tinkex.server.guard.quotas import QUOTAS, Quotas, check_names
+from tinkex.server.guard.quotas import COUNTED, QUOTAS, Quotas, check_names
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import Outcome
-from tinkex.store import ApiKey, AuditEntry, Model, Session, SessionQuery, Store, User
-from tinkex.types.account.administration import AdminRun, AdminUser, KeyRole
+from tinkex.server.work.remembered import Remembered
+from tinkex.store import (
+    ApiKey,
+    AuditEntry,
+    Model,
+    Session,
+    SessionQuery,
+    Store,
+    UsedBy,
+    User,
+)
+from tinkex.types.account.administration import AdminRun, AdminUsage, AdminUser, KeyRole
 
+USAGE_S = 30.0
+THROUGHPUT_S = 4.0
+"""How long what was added up over many rows is told again."""
 NOBODY = ""
 """The owner of audit lines that concern no user."""
 
@@ -29,42 +43,68 @@ class Oversight:
         self._store: Store = service.store
         self._auth = auth
         self._quotas = quotas
+        self._usage = Remembered(USAGE_S)
+        self._throughput = Remembered(THROUGHPUT_S)
 
     # ------------------------------------------------------------------------ what there is
 
-    async def users(self, limit: int, offset: int = 0) -> tuple[list[AdminUser], int]:
-        """A page of all users with what each of them holds, and how many users there are."""
-        found, total = await self._store.call(self._store.accounts.users, limit, offset)
-        return [await self.user(user) for user in found], total
+    async def users(
+        self, limit: int, offset: int = 0, *, search: str = ""
+    ) -> tuple[list[AdminUser], int]:
+        """A page of all users with what each of them holds, and how many users there are.
+
+        With `search` only those whose id has it as a part. The number of questions to the database
+        does not depend on how many users there are.
+        """
+        find = self._store.accounts.users
+        found, total = await self._store.call(find, limit, offset, search=search)
+        return await self._told(found), total
 
     async def user(self, user: User) -> AdminUser:
-        user_id, samples = user.user_id, self._service.samples
-        keys = await self._store.call(self._store.accounts.keys, user_id)
-        keys = [key for key in keys if key.revoked_at is None]
-        lanes = [lane for lane in self._service.lanes if lane.model.user_id == user_id]
-        num_waiting, num_sampling = samples.num_open(user_id)
-        num_training = sum(lane.num_running for lane in lanes)
-        num_waiting += sum(lane.num_waiting for lane in lanes) - num_training
-        counted = {
-            name: int(await self._store.call(self._quotas.count, user_id, name))
-            for name in ("sessions", "models", "disk_bytes")
-        }
-        return AdminUser(
-            user_id=user_id,
-            name=user.name,
-            created_at=_moment(user.created_at),
-            disabled_at=None if user.disabled_at is None else _moment(user.disabled_at),
-            is_admin=any(key.is_admin for key in keys),
-            num_keys=len(keys),
-            num_sessions=counted["sessions"],
-            num_models=counted["models"],
-            disk_bytes=counted["disk_bytes"],
-            num_queued=num_waiting,
-            num_running=num_sampling + num_training,
-            result_bytes=samples.kept.bytes_of(user_id),
-            quotas=self._quotas.limits(user),
-            own_quotas=user.quotas,
-        )
+        return (await self._told([user]))[0]
+
+    async def _told(self, users: Sequence[User]) -> list[AdminUser]:
+        names, under_way = [user.user_id for user in users], self._under_way()
+        counted, keys = await self._store.call(self._held, names)
+        kept, told = self._service.samples.kept, []
+        for user in users:
+            user_id = user.user_id
+            num_queued, num_running = under_way.get(user_id, (0, 0))
+            roles = [key.role for key in keys if key.user_id == user_id]
+            told.append(
+                AdminUser(
+                    user_id=user_id,
+                    name=user.name,
+                    created_at=_moment(user.created_at),
+                    disabled_at=None if user.disabled_at is None else _moment(user.disabled_at),
+                    is_admin="admin" in roles,
+                    num_keys=len(roles),
+                    num_sessions=counted["sessions"].get(user_id, 0),
+                    num_models=counted["models"].get(user_id, 0),
+                    disk_bytes=counted["disk_bytes"].get(user_id, 0),
+                    num_queued=num_queued,
+                    num_running=num_running,
+                    result_bytes=kept.bytes_of(user_id),
+                    quotas=self._quotas.limits(user),
+                    own_quotas=user.quotas,
+                )
+            )
+        return told
+
+    def _held(self, user_ids: Sequence[str]) -> tuple[dict[str, dict[str, int]], list[ApiKey]]:
+        """What the database knows of some users: amounts by name, and their valid keys. Blocks."""
+        counted = {name: self._quotas.counts(user_ids, name) for name in COUNTED}
+        keys = self._store.accounts.keys(user_ids)
+        return counted, [key for key in keys if key.revoked_at is None]
+
+    def _under_way(self) -> dict[str, tuple[int, int]]:
+        """How many requests of each user wait, and how many a worker holds."""
+        found = self._service.samples.under_way()
+        for lane in self._service.lanes:
+            waiting, running = found.get(lane.model.user_id, (0, 0))
+            waiting += lane.num_waiting - lane.num_running
+            found[lane.model.user_id] = waiting, running + lane.num_running
+        return found
 
     async def known_user(self, user_id: str) -> User:
         """
@@ -218,9 +258,58 @@ class Oversight:
         return await self.user(changed)
 
     async def keys(self, user_id: str | None = None) -> list[ApiKey]:
-        """Every key, revoked ones too, in the order they were made."""
-        found = await self._store.call(self._store.accounts.all_keys)
-        return [key for key in found if user_id in (None, key.user_id)]
+        """Every key, or those of a user, revoked ones too, in the order they were made."""
+        accounts = self._store.accounts
+        if user_id is None:
+            return await self._store.call(accounts.all_keys)
+        return await self._store.call(accounts.keys, [user_id])
+
+    async def newest_keys(self, limit: int, search: str = "") -> tuple[list[ApiKey], int]:
+        """Valid keys, newest first, and how many there are; of users whose id has `search`."""
+        return await self._store.call(self._store.accounts.newest_keys, limit, search=search)
+
+    # ------------------------------------------------------------------------ what was used
+
+    async def usage(self, by: UsedBy, hours: int, limit: int) -> list[AdminUsage]:
+        """What each user, key or run used in the last hours; most time of the device first.
+
+        Added up over all rows of the time, and told again for half a minute.
+        """
+        key = (by, hours, limit)
+        return await self._usage.of(key, lambda: self._used(by, hours, limit))
+
+    async def _used(self, by: UsedBy, hours: int, limit: int) -> list[AdminUsage]:
+        start = time.time() - hours * 3600
+        found = await self._store.call(self._store.usage.used, by, start, limit)
+        numbers = [one.key_id for one in found if one.key_id]
+        keys = await self._store.call(self._store.accounts.keys_numbered, numbers)
+        names = {key.key_id: key.name for key in keys}
+        return [
+            AdminUsage(
+                user_id=one.user_id,
+                key_id=one.key_id or None,
+                key_name=names.get(one.key_id),
+                run_id=one.model_id or None,
+                counts=one.counts,
+            )
+            for one in found
+        ]
+
+    async def tokens(self) -> tuple[float, dict[str, float]]:
+        """A moment, and the tokens of its hour and the one before by kind.
+
+        Two looks at it give a throughput.
+        """
+        return await self._throughput.of((), self._tokens)
+
+    def forget_sums(self) -> None:
+        """Add up again when next asked."""
+        self._usage.forget()
+        self._throughput.forget()
+
+    async def _tokens(self) -> tuple[float, dict[str, float]]:
+        now = time.time()
+        return now, await self._store.call(self._store.usage.tokens, now - 3600)
 
     async def add_key(
         self, admin: User, user_id: str, *, name: str = "", role: KeyRole = "user"

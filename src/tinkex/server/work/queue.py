@@ -35,7 +35,8 @@ class FairGate:
         self._held: Counter[str] = Counter()
         self._lines: dict[str, deque[Ticket]] = {}
         self._used: dict[str, float] = {}
-        self._order: list[tuple[float, str]] = []  # a heap with one entry per user in line
+        self._order: list[tuple[float, str]] = []  # a heap with one entry per user in `_ordered`
+        self._ordered: set[str] = set()  # those in line, and those who left it without a place
         self._now = 0.0  # the virtual time of the last user served
         self.num_waiting = 0
         self.resize(places)
@@ -96,10 +97,15 @@ class FairGate:
         line = self._lines.setdefault(user, deque())
         if not line:
             self._used[user] = max(self._used.get(user, 0.0), self._now)
-            heapq.heappush(self._order, (self._used[user], user))
+            self._put_in_order(user)
         line.append(ticket)
         self.num_waiting += 1
         return ticket
+
+    def _put_in_order(self, user: str) -> None:
+        if user not in self._ordered:
+            self._ordered.add(user)
+            heapq.heappush(self._order, (self._used[user], user))
 
     def _leave(self, ticket: Ticket) -> None:
         line = self._lines.get(ticket.user)
@@ -113,8 +119,12 @@ class FairGate:
         full: list[tuple[float, str]] = []  # users who hold many, while only kept places are left
         while self._free > 0 and self._order:
             used, user = heapq.heappop(self._order)
+            self._ordered.discard(user)
             line = self._lines.get(user)
             if not line:
+                continue
+            if used < self._used[user]:  # left the line and came back
+                self._put_in_order(user)
                 continue
             if not self._may_take(user):
                 full.append((used, user))
@@ -127,11 +137,11 @@ class FairGate:
                 self._take(user, ticket.cost)
                 ticket.granted.set_result(None)
             if line:
-                heapq.heappush(self._order, (self._used[user], user))
+                self._put_in_order(user)
             else:
                 del self._lines[user]
-        for entry in full:
-            heapq.heappush(self._order, entry)
+        for _, user in full:
+            self._put_in_order(user)
 
     def _charge(self, user: str, cost: float) -> None:
         start = max(self._used.get(user, 0.0), self._now)

@@ -37,6 +37,8 @@ class QueuedRequest:
     held_bytes: int = 0
     started_at: float = 0.0
     progress: str = ""
+    key_id: int | None = None
+    """The key it came with."""
     through_seq: int = -1
     """The last number it stands for: one `skip` covers a whole range. -1: its own only."""
 

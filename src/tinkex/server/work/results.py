@@ -1,8 +1,8 @@
 """Results as they are asked for: from memory while they are young, else from the journal.
 
 A promise in memory is the quick way to a result; the journal is the lasting one. A large result
-leaves the memory once it is in the journal, a fetched one too; a poll that comes then reads the
-row. A promise made from a row is not put back into the table.
+leaves the memory once it is in the journal, a fetched one too, and one that nobody fetches after
+the grace; a poll that comes then reads the row. A promise made from a row is not put back.
 """
 
 from __future__ import annotations
@@ -95,16 +95,20 @@ class Results:
 
         def write() -> Future[None]:
             if not outcome.ok:
-                return journal.fail(request_id, outcome.error, outcome.category, started_at=began)
-            written = journal.finish(
-                request_id,
-                outcome.payload,
-                result_type=outcome.kind,
-                started_at=began,
-                usage=usage,
-            )
-            if len(outcome.payload) > LARGE_RESULT_BYTES:
-                self._drop_after(written, request_id)
+                written = journal.fail(
+                    request_id, outcome.error, outcome.category, started_at=began
+                )
+            else:
+                written = journal.finish(
+                    request_id,
+                    outcome.payload,
+                    result_type=outcome.kind,
+                    started_at=began,
+                    usage=usage,
+                )
+            is_large = len(outcome.payload) > LARGE_RESULT_BYTES
+            leave = self._promises.drop if is_large else self._promises.soon
+            self._after(written, leave, request_id)
             return written
 
         self._ends.put(write, then)
@@ -116,16 +120,18 @@ class Results:
     def _mark_retrieved(self, request_id: str) -> Future[None]:
         written = self._store.journal.retrieved(request_id, self._grace_s)
         if not self._ends.is_behind:  # else its end may not be in the journal yet
-            self._drop_after(written, request_id)
+            self._after(written, self._promises.drop, request_id)
         return written
 
-    def _drop_after(self, written: Future[None], request_id: str) -> None:
+    def _after(
+        self, written: Future[None], leave: Callable[[list[str]], None], request_id: str
+    ) -> None:
         """Let the memory go of a result once it is in the journal; without room there it stays."""
         loop = asyncio.get_running_loop()
 
         def look(done: Future[None]) -> None:  # on the store's thread
             if done.exception() is None and not loop.is_closed():
-                loop.call_soon_threadsafe(self._promises.drop, [request_id])
+                loop.call_soon_threadsafe(leave, [request_id])
 
         written.add_done_callback(look)
 

@@ -41,6 +41,7 @@ CLONE_STRIDE = 10**9
 MAX_ATTEMPTS = 5
 MAX_CACHED_SESSIONS = 10_000
 IDLE_LOG_S = 3600.0
+LOST_S = 86_400.0
 ACCESS_S = 1.0
 """How long the right to read a checkpoint may be taken for granted."""
 
@@ -97,7 +98,9 @@ class Samples:
         self._judged: dict[str, float] = {}  # when a session's right to read was looked at
         self._hashes: dict[str, bytes] = {}
         self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
-        for request_id in ledger.lost:
+        self._lost = list(ledger.lost)
+        self._started_at = time.monotonic()
+        for request_id in self._lost:
             if (key := _poller_of(request_id)) is not None:
                 self.log(*key).add(request_id, 0)
 
@@ -343,7 +346,7 @@ class Samples:
         self._ledger.promised(request_id)
         promise = self._promises.add(Promise(request_id, user.user_id, "Sample"))
         self._hashes[request_id] = digest
-        promise.on_settle, promise.on_drop = self._settled, self.kept.drop
+        promise.on_settle, promise.on_drop = self._settled, self._dropped
         if (key := _poller_of(request_id)) is not None:
             self._pending.setdefault(key, {})[request_id] = promise
         task = self._launch(promise, user, session, job, None)
@@ -363,6 +366,12 @@ class Samples:
         size = promise.outcome.size_bytes if promise.outcome else 0
         self.log(*key).add(promise.request_id, size)
 
+    def _dropped(self, promise: Promise) -> None:
+        """It was fetched, or nobody came for it in time."""
+        self.kept.drop(promise)
+        self._ledger.handed_out(promise.request_id)
+        self._hashes.pop(promise.request_id, None)
+
     def waiting(self, sampling_session_id: str, clone: int, limit: int) -> list[Promise]:
         """The samples of a batched poller that are not done, oldest first."""
         found = self._pending.get((sampling_session_id, clone), {})
@@ -380,6 +389,7 @@ class Samples:
     ) -> asyncio.Task[None]:
         prepare = partial(self._prepare, session)
         run = _Run(promise, self._place, session, job, on_event, prepare, self._open_work)
+        run.key_id = user.key_id
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
         self._tasks[task] = run
@@ -411,11 +421,11 @@ class Samples:
             logger.exception("sample %s failed", run.promise.request_id)
             run.promise.settle(Outcome(error=f"The server failed: {exc}", category="server"))
             return
-        self._count(session, run.user_id, result)
+        self._count(session, run, result)
         self._on_sampled(session, run.job, result)
         run.promise.settle(Outcome(kind="sample", payload=encode.sample_payload(result)))
 
-    def _count(self, session: SamplingSession, user_id: str, result: SampleResult) -> None:
+    def _count(self, session: SamplingSession, run: _Run, result: SampleResult) -> None:
         cached = result.prompt_cache_hit_tokens
         counts = {
             "sampling_prefill": result.num_prompt_tokens - cached,
@@ -427,10 +437,11 @@ class Samples:
             UsageCount(
                 kind=kind,  # type: ignore[arg-type]
                 count=count,
-                user_id=user_id,
+                user_id=run.user_id,
                 session_id=session.session_id or None,
                 model_id=_model_of(session),
                 base_model=session.base_model,
+                key_id=run.key_id,
             )
             for kind, count in counts.items()
             if count
@@ -445,21 +456,30 @@ class Samples:
             found = self._logs[key] = FinishedLog()
         return found
 
+    def leave_log(self, sampling_session_id: str, clone: int) -> None:
+        """A poll was answered: forget a log that has nothing to tell."""
+        key = (sampling_session_id, clone)
+        found = self._logs.get(key)
+        if found is not None and found.is_of_no_use:
+            del self._logs[key]
+
     def handed_out(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._ledger.handed_out(request_id)
 
     def forget(self) -> None:
-        """Drop digests of promises that are gone and logs nobody asked for in an hour."""
-        self._hashes = {k: v for k, v in self._hashes.items() if self._promises.get(k) is not None}
+        """Drop logs nobody asked for in an hour, and losses nobody asked for in a day."""
         now = time.monotonic()
+        if self._lost and now - self._started_at > LOST_S:
+            self.handed_out(self._lost)
+            self._lost = []
         for key in [k for k, log in self._logs.items() if now - log.used_at > IDLE_LOG_S]:
             del self._logs[key]
 
-    def num_open(self, user_id: str) -> tuple[int, int]:
-        """How many samples of a user wait, and how many a worker holds."""
-        sent = [run.sent for run in self._tasks.values() if run.user_id == user_id]
-        return len(sent) - sum(sent), sum(sent)
+    def under_way(self) -> dict[str, tuple[int, int]]:
+        """How many samples of each user wait, and how many a worker holds."""
+        sent = Counter(run.user_id for run in self._tasks.values() if run.sent)
+        return {name: (number - sent[name], sent[name]) for name, number in self._num_open.items()}
 
     def stop(
         self, outcome: Outcome, *, user_id: str | None = None, session_id: str | None = None
@@ -492,6 +512,7 @@ class _Run:
     __slots__ = (
         "attempts",
         "job",
+        "key_id",
         "num_sent",
         "on_event",
         "open_work",
@@ -522,6 +543,7 @@ class _Run:
         self.place = place
         self.job = job
         self.on_event = on_event
+        self.key_id: int | None = None
         self.attempts = 0
         self.num_sent = 0
         self.sent = False

@@ -26,8 +26,6 @@ from tinkex.server.workers.routing import Router
 from tinkex.server.workers.worker import OnEvent, Worker
 
 logger = logging.getLogger(__name__)
-MAX_EMPTY = 4096
-"""Homes of adapters that were dropped, kept in case they come back."""
 
 
 class Pool:
@@ -157,6 +155,12 @@ class Pool:
         home = self._home(adapter_id)
         return 0 if home is None else home.generation
 
+    def let_go(self, adapter_id: str) -> None:
+        """Nobody will ask for this adapter for a while: remember nothing of it."""
+        home = self._homes.get(adapter_id)
+        if home is not None and home.is_empty:
+            del self._homes[adapter_id]
+
     def post(
         self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
     ) -> asyncio.Future[Result]:
@@ -196,14 +200,7 @@ class Pool:
         times = None if lost is None else lost.times
         home = Home(adapter_id, self._num_homes, member, self._shared, times)
         self._homes[adapter_id] = home
-        self._forget_empty()
         return home
-
-    def _forget_empty(self) -> None:
-        if len(self._homes) > 2 * MAX_EMPTY:
-            empty = [name for name, home in self._homes.items() if home.is_empty]
-            for name in empty[: max(0, len(empty) - MAX_EMPTY)]:
-                del self._homes[name]
 
     def _with_model(self, base_model: str) -> list[Worker]:
         """The members that have a base model in memory, of several.
@@ -216,6 +213,7 @@ class Pool:
         for member in self.ready:
             key = (id(member), member.generation, base_model)
             if key not in self._loaded:
+                self._forget_lost(member)
                 self._loaded[key] = False
                 job = LoadModelJob(job_id=f"load-{secrets.token_hex(8)}", base_model=base_model)
                 member.post(job).add_done_callback(partial(self._note_loaded, key))
@@ -223,9 +221,15 @@ class Pool:
                 there.append(member)
         return there
 
+    def _forget_lost(self, member: Worker) -> None:
+        """What an earlier process of a member had, or members that are gone."""
+        generations = {id(one): one.generation for one in self.members}
+        self._loaded = {k: v for k, v in self._loaded.items() if generations.get(k[0]) == k[1]}
+
     def _note_loaded(self, key: tuple[int, int, str], answer: asyncio.Future[Result]) -> None:
         if not answer.cancelled() and answer.exception() is None:
-            self._loaded[key] = True
+            if key in self._loaded:
+                self._loaded[key] = True
 
     def times_of(self, adapter_id: str) -> Mapping[str, float]:
         """Seconds of a step of an adapter by phase, over the last ones; empty before the first."""

@@ -128,6 +128,26 @@ class AdminAuditResponse(Response):
     entries: Listing[AdminAuditEntry]
 
 
+class AdminUsage(Response):
+    """What a user, a key or a run used."""
+
+    user_id: str
+    key_id: int | None = None
+    """A key by its number; none where the server was open or the key is not known."""
+    key_name: str | None = None
+    run_id: str | None = None
+    """None: samples of base models, or usage that is not told by run."""
+    counts: dict[str, float]
+    """Tokens by kind (`training`, `sampling_prefill`, `sampling_prefill_cached`,
+    `sampling_sample`), and `device_seconds`."""
+
+
+class AdminUsageResponse(Response):
+    """Most time of the device first."""
+
+    usage: Listing[AdminUsage]
+
+
 class StopWorkRequest(Request):
     reason: Reason = ""
 
