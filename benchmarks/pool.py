@@ -2,8 +2,9 @@
 
 The toy engine has artificial latencies here (a token takes as long as on a real device and a worker
 generates eight samples at a time), so that the pool is measured and not this machine's two cores.
-The last figure is SmolLM2-135M on the real engine: two workers of one thread share every pass,
-against one worker of two threads.
+The last figures are SmolLM2-135M on the real engine: two workers of one thread share every pass,
+against one worker of two threads; and what it takes them to add up the gradients of an adapter of
+rank 32, in a meeting over gloo and through files.
 
     python benchmarks/pool.py [--no-bar] [--write] [--no-model]
 """
@@ -30,6 +31,7 @@ from tinkex.engine.jobs import (
     Job,
     LoraSpec,
     OptimJob,
+    OptimResult,
     Result,
     SampleJob,
     SaveAdapterJob,
@@ -52,12 +54,19 @@ def member(engine: str, threads: int | None = None) -> ProcessWorker:
 
 
 @asynccontextmanager
-async def opened(size: int, engine: str, threads: int | None = None) -> AsyncIterator[Pool]:
+async def opened(
+    size: int, engine: str, threads: int | None = None, meeting_timeout_s: float = 60.0
+) -> AsyncIterator[Pool]:
     with tempfile.TemporaryDirectory() as folder:
         exchange = Path(folder) / "exchange"
         deterministic = engine.startswith("toy")
         members = [member(engine, threads) for _ in range(size)]
-        pool = Pool(members, exchange=exchange, deterministic=deterministic)
+        pool = Pool(
+            members,
+            exchange=exchange,
+            deterministic=deterministic,
+            meeting_timeout_s=0.0 if deterministic else meeting_timeout_s,
+        )
         await pool.start()
         await asyncio.gather(*(one.wait_ready() for one in pool.members))
         try:
@@ -157,14 +166,26 @@ def batch(num: int, length: int, num_ids: int = 8) -> tuple[TrainDatum, ...]:
     )
 
 
-async def step(pool: Pool, data: tuple[TrainDatum, ...]) -> TrainResult:
+async def step(pool: Pool, data: tuple[TrainDatum, ...]) -> tuple[TrainResult, OptimResult]:
     job = TrainJob(job_id=next(_ids), adapter_id="a", data=data, loss_fn="cross_entropy")
     params = AdamParams(learning_rate=1e-3)
     passed = pool.post(job)
     stepped = pool.post(OptimJob(job_id=next(_ids), adapter_id="a", params=params))
-    result, _ = await asyncio.gather(passed, stepped)
+    result, end = await asyncio.gather(passed, stepped)
     assert isinstance(result, TrainResult)
-    return result
+    assert isinstance(end, OptimResult)
+    return result, end
+
+
+async def share(pool: Pool, base_model: str, data: tuple[TrainDatum, ...], rank: int = 8) -> None:
+    """Train until all members share the run."""
+    lora = LoraSpec(rank=rank, seed=1)
+    await run(pool, CreateAdapterJob, adapter_id="a", base_model=base_model, lora=lora)
+    for _ in range(20):  # what a pass takes is measured, then others join
+        result, _ = await step(pool, data)
+        if result.metrics.get("num_workers:max") == pool.size:
+            return
+    raise RuntimeError(f"the pass was never split over {pool.size} workers")
 
 
 async def steps_per_s(
@@ -174,15 +195,7 @@ async def steps_per_s(
     num: int,
     on_begin: Callable[[], None] = lambda: None,
 ) -> float:
-    await run(
-        pool, CreateAdapterJob, adapter_id="a", base_model=base_model, lora=LoraSpec(rank=8, seed=1)
-    )
-    for _ in range(20):  # what a pass takes is measured, then others join
-        result = await step(pool, data)
-        if result.metrics.get("num_workers:max") == pool.size:
-            break
-    else:
-        raise RuntimeError(f"the pass was never split over {pool.size} workers")
+    await share(pool, base_model, data)
     on_begin()
     began = time.perf_counter()
     for _ in range(num):
@@ -241,6 +254,20 @@ async def model_tokens_per_s(size: int, threads: int) -> tuple[float, float]:
         return rate * num_tokens, num * num_tokens / (cpu_seconds(pool) - spent_s[0])
 
 
+async def reduce_s(meeting_timeout_s: float) -> float:
+    """Seconds until two members have each other's gradients of a rank-32 adapter, added up."""
+    from tinkex.engine.model import default_model
+
+    async with opened(2, "torch", 1, meeting_timeout_s) as pool:
+        data = batch(8, 32, num_ids=1000)
+        await share(pool, default_model.NAME, data, rank=32)
+        took = []
+        for _ in range(7):
+            _, end = await step(pool, data)
+            took.append(end.metrics["reduce_time_s:sum"] + end.metrics["transfer_time_s:sum"])
+        return sorted(took)[3]
+
+
 def cpu_seconds(pool: Pool) -> float:
     """What the members took so far."""
     ticks = 0
@@ -294,6 +321,13 @@ async def measure(with_model: bool) -> list[report.Figure]:
                     bar=1.0, note="SmolLM2-135M on the CPU; peer: one worker of two threads",
                 )
             )  # fmt: skip
+        figures.append(
+            report.Figure(
+                name="pool_reduce_gloo", ours=await reduce_s(60.0), peer=await reduce_s(0.0),
+                unit="s",
+                note="2 workers, SmolLM2-135M, rank 32, median of 7 steps; peer: through files",
+            )
+        )  # fmt: skip
     return figures
 
 

@@ -1,10 +1,10 @@
-"""What it costs two members to add up a gradient: through files, and through gloo's all-reduce.
+"""What it costs two members to add up a gradient: through files, and in a meeting over gloo.
 
     python dev/gradient_exchange.py [--megabytes 700]
 
-Files are what a pool does (`engine/gradient_file.py`): each member writes what it gathered, then
-maps the others' files and adds all in one order. Says seconds, and CPU seconds of the member
-that took more, which say more on a machine with other work.
+These are the two ways of a pool (`server/workers/exchange.py`): each member writes what it
+gathered, then maps the others' files and adds all in one order; or they swap slices of it. Says
+seconds, and CPU seconds of the member that took more, which say more on a machine with other work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from tinkex.engine import gradient_file
+from tinkex.engine.exchange import gradient_file
+from tinkex.engine.exchange.meeting import meet
+from tinkex.engine.exchange.reduction import reduce
 
 ROUNDS = 3
 
@@ -37,8 +38,7 @@ def timed(barrier: Barrier, work: Callable[[], Any]) -> tuple[float, float]:
 
 def member(rank: int, num_values: int, folder: str, barrier: Barrier, answers: Any) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    meeting = meet(rank, 2, torch.device("cpu"), f"file:{folder}/store", timeout_s=600)
     grad = torch.full((num_values,), rank + 1.0)
     sums: list[torch.Tensor] = []
 
@@ -52,17 +52,19 @@ def member(rank: int, num_values: int, folder: str, barrier: Barrier, answers: A
             for part in [own] if other == rank else map(torch.from_numpy, read.values()):
                 sums.append(part) if not sums else sums[0].add_(part)
 
-    def reduce() -> None:
-        dist.all_reduce(sums[0])
+    def swap() -> None:
+        total = reduce(meeting, {rank: sums[0]}, grad)
+        assert total is not None
+        sums[0] = total
 
     for _ in range(ROUNDS):
         rows = [("write", *timed(barrier, write))]
-        for name, work in (("read and add", add), ("gloo's all-reduce", reduce)):
+        for name, work in (("read and add", add), ("a meeting over gloo", swap)):
             sums[:] = [grad.clone()]
             rows.append((name, *timed(barrier, work)))
             assert float(sums[0][-1]) == 3.0
         answers.put((rank, rows))
-    dist.destroy_process_group()
+    meeting.close()
 
 
 def main() -> None:

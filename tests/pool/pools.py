@@ -48,6 +48,7 @@ class EngineWorker:
         self.is_ready = self.is_moving = False
         self.held_bytes: dict[str, int] = {}
         self.utilisation = 0.0
+        self.address = ""
         self._make = make
         self._engine: Engine | None = None
         self._pending: dict[str, asyncio.Future[Result]] = {}
@@ -126,9 +127,18 @@ def torch_member(deterministic: bool) -> EngineWorker:
 
 @asynccontextmanager
 async def opened(
-    members: Sequence[Worker], exchange: Path | None = None, *, deterministic: bool = True
+    members: Sequence[Worker],
+    exchange: Path | None = None,
+    *,
+    deterministic: bool = True,
+    meeting_timeout_s: float = 0.0,
 ) -> AsyncIterator[Pool]:
-    pool = Pool(members, exchange=exchange, deterministic=deterministic)
+    pool = Pool(
+        members,
+        exchange=exchange,
+        deterministic=deterministic,
+        meeting_timeout_s=meeting_timeout_s,
+    )
     await pool.start()
     try:
         await asyncio.gather(*(member.wait_ready() for member in pool.members))

@@ -33,6 +33,7 @@ import torch
 
 from tinkex.engine import checkpoint, folders, jobs
 from tinkex.engine.config import EngineConfig, make_cuda_deterministic
+from tinkex.engine.exchange.meetings import Meetings
 from tinkex.engine.fingerprint import Base, fingerprint, witness_of
 from tinkex.engine.holdings import give_back, tensor_bytes
 from tinkex.engine.model import packed_weights
@@ -145,6 +146,12 @@ class TorchEngine:
         self._is_resting = True
         # Unnamed weights for sampling do not wait for a large checkpoint that is being written.
         self._leader = _lead(self.config, self.device)
+        self._meetings = Meetings(
+            self.device,
+            lambda adapter_id: self._trainer(adapter_id).find(adapter_id),
+            self._attempt,
+            refusal="a group of devices meets no other worker" if self.config.group else "",
+        )
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-disk")
         self._quick_disk = ThreadPoolExecutor(1, thread_name_prefix="torch-engine-quick-disk")
         self._written: dict[ThreadPoolExecutor, Future[None]] = {}
@@ -154,13 +161,17 @@ class TorchEngine:
     # ----------------------------------------------------------------------------- jobs.Engine
 
     def submit(self, job: jobs.Job, emit: Emit) -> None:
-        self._put((job, emit))
+        if isinstance(job, jobs.MeetingJob):
+            self._meetings.submit(job, emit)
+        else:
+            self._put((job, emit))
 
     def cancel(self, job_id: str) -> None:
         """A job that waits or samples ends as cancelled; one that is training runs to its end."""
         self._put(job_id)
 
     def close(self) -> None:
+        self._meetings.close()
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -331,7 +342,7 @@ class TorchEngine:
             elif isinstance(job, jobs.DescribeModelJob):
                 with self.pulse.work(job.job_id, is_loading=True):  # it may have to be fetched
                     self._attempt(job, emit, partial(_describe, job.base_model))
-            else:
+            elif isinstance(job, LaneJob):
                 lane = self._lanes.setdefault(job.adapter_id, deque())
                 lane.append(_Waiting(next(self._order), job, emit))
 

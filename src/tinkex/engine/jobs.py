@@ -184,30 +184,87 @@ class OptimResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ShareGradientJob:
-    """Move the gradients gathered here into a file; none are left. Without any there is a file too.
+    """Put the gradients gathered here aside for all who share the adapter; none are left.
 
-    Workers that share an adapter never wait for each other: each writes what it has gathered, and
-    when all have, each adds all files, in one order, and takes the same step.
+    An engine never waits for another one in its own thread. When all have put theirs aside, they
+    come together as files or in a meeting (`ReduceGradientJob`), and everyone takes the same step.
     """
 
     job_id: str
     adapter_id: str
-    file: str
+    file: str | None
+    """Where to; without any gradients there is a file too. None: they stay in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddGradientJob:
-    """Add the gradients in files, in the order given, to those gathered here."""
+    """Add what came together to what was gathered here."""
 
     job_id: str
     adapter_id: str
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    """All who gathered something wrote one; they are added in the order given."""
+    reduced: bool = False
+    """The sum is here, from a `ReduceGradientJob`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientResult:
     seconds: float
     size_bytes: int
+
+
+# ------------------------------------------------------------------------------------ meetings
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenMeetingJob:
+    """Hold a store open at which members on several machines find each other."""
+
+    job_id: str
+    meeting_id: str
+    host: str
+    """This machine's name for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinMeetingJob:
+    """Come to a meeting with other engines; see `engine.exchange.meeting`."""
+
+    job_id: str
+    meeting_id: str
+    rank: int
+    size: int
+    place: str
+    host: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveMeetingJob:
+    job_id: str
+    meeting_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceGradientJob:
+    """Add up what all in a meeting have put aside. Changes nothing: `AddGradientJob` does.
+
+    Runs beside the engine's own thread. Those of one meeting have one order for all in it.
+    """
+
+    job_id: str
+    adapter_id: str
+    meeting_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingResult:
+    place: str
+    """Of a store that was opened."""
+
+
+MeetingJob = OpenMeetingJob | JoinMeetingJob | LeaveMeetingJob | ReduceGradientJob
 
 
 # ------------------------------------------------------------------------------------ sampling
@@ -316,11 +373,20 @@ Job = (
     | OptimJob
     | ShareGradientJob
     | AddGradientJob
+    | MeetingJob
     | SampleJob
     | DescribeModelJob
     | LoadModelJob
 )
-Result = AdapterResult | TrainResult | OptimResult | GradientResult | SampleResult | ModelInfo
+Result = (
+    AdapterResult
+    | TrainResult
+    | OptimResult
+    | GradientResult
+    | MeetingResult
+    | SampleResult
+    | ModelInfo
+)
 
 
 # ------------------------------------------------------------------------------------ events

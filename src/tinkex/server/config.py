@@ -111,6 +111,8 @@ class ServerConfig:
     """Devices that hold a base model together, as one worker; for models larger than one device."""
     group_timeout_s: float = 120.0
     """A group is started again when a member keeps the others waiting for longer."""
+    meeting_timeout_s: float = 30.0
+    """Workers that add up gradients wait for each other so long, then use files; 0: only files."""
     ray: str = ""
     """`auto` or `HOST:PORT` of a Ray cluster: workers run on its nodes, one a GPU."""
     access_log: bool = False

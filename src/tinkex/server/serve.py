@@ -281,7 +281,13 @@ def make_pool(config: ServerConfig) -> Pool:
         [make_worker(config, index, device, threads) for index, device in enumerate(devices)],
         exchange=config.data_dir / "exchange",
         deterministic=config.deterministic or config.is_toy,
+        meeting_timeout_s=_meeting_timeout_s(config),
     )
+
+
+def _meeting_timeout_s(config: ServerConfig) -> float:
+    """Toys and groups of devices do not meet: their gradients go through files."""
+    return 0.0 if config.is_toy or config.group_size > 1 else config.meeting_timeout_s
 
 
 def _make_cluster_pool(config: ServerConfig) -> Pool:
@@ -294,6 +300,7 @@ def _make_cluster_pool(config: ServerConfig) -> Pool:
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
         exchange=config.data_dir / "exchange",
+        meeting_timeout_s=_meeting_timeout_s(config),
     )
     cluster = Cluster.connect(config.ray)
     try:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from table import FAMILIES, ROWS
 
+from tinkex.engine.exchange.meeting import Meeting
 from tinkex.engine.group.adapters import AdapterCut
 from tinkex.engine.group.cut import ModelCut, check_divides
 from tinkex.engine.group.group import Group
@@ -77,7 +78,9 @@ def test_an_adapter_cut_and_joined_is_the_same(family, size):
         for tensor in whole.parameters():
             tensor.normal_(generator=generator)
     cut = AdapterCut(whole, targets, model)
-    members = [cut.cut(whole, Group(rank, size, torch.device("cpu"))) for rank in range(size)]
+    cpu = torch.device("cpu")
+    groups = [Group(Meeting(rank, size, cpu, 1.0, None)) for rank in range(size)]
+    members = [cut.cut(whole, group) for group in groups]
     for rank, member in enumerate(members):
         assert cut.layout(rank) == (member.layout, len(member.flat))
         shapes = model.targets(targets, rank)

@@ -1,10 +1,10 @@
 """The members of a group, and what they tell each other in the middle of a pass.
 
 A group is k processes with a device each that hold one base model together. All of them run the
-same code on the same inputs; where a tensor is cut, they meet in a collective: gloo between CPUs,
-NCCL between CUDA cards. Every collective has a deadline. A member that dies or hangs can leave the
-others with half of a sum, so there is nothing to go on from: the process says what happened and
-ends, and whoever supervises the group starts it again.
+same code on the same inputs; where a tensor is cut, they meet in a collective (`exchange.meeting`),
+which has a deadline. A member that dies or hangs can leave the others with half of a sum, so there
+is nothing to go on from: the process says what happened and ends, and whoever supervises the group
+starts it again.
 
 `enter` and `leave` are the two edges of a block of cut linears. Behind `enter` every member has all
 of the input and computes its part; `leave` adds the parts up. In the backward pass the roles
@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from tinkex.engine.exchange.meeting import Meeting, MeetingLost, meet
+
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 LOST = 75
 """The exit code of a member that lost the others (EX_TEMPFAIL: try again)."""
@@ -43,16 +42,25 @@ def end(text: str) -> NoReturn:
 class Group:
     """This process's place in a group that was formed; see `form`."""
 
-    rank: int
-    size: int
-    device: torch.device
+    meeting: Meeting
     exact: bool = False
     """Sums are added in the order of the members, so that a row's bits never depend on the size of
     the tensor it is in."""
-    timeout_s: float = 120.0
     num_meetings: int = 0
     """Collectives so far. Equal for all members between two calls, or the group is broken."""
     on_loss: Callable[[str], NoReturn] = end
+
+    @property
+    def rank(self) -> int:
+        return self.meeting.rank
+
+    @property
+    def size(self) -> int:
+        return self.meeting.size
+
+    @property
+    def device(self) -> torch.device:
+        return self.meeting.device
 
     @property
     def leads(self) -> bool:
@@ -68,33 +76,27 @@ class Group:
             for other in others:
                 first += other
             return first
-        self._meet("a sum", lambda: dist.all_reduce(part))
+        self._meet(self.meeting.sum, part)
         return part
 
     def largest(self, part: Tensor) -> Tensor:
         """Number by number the largest of the members'. `part` may be overwritten."""
         part = part.contiguous()
-        self._meet("a maximum", lambda: dist.all_reduce(part, op=dist.ReduceOp.MAX))
+        self._meet(self.meeting.largest, part)
         return part
 
     def parts(self, part: Tensor) -> list[Tensor]:
         """The tensors of all members, which have one shape, in their order."""
-        part = part.contiguous()
-        every = [torch.empty_like(part) for _ in range(self.size)]
-        self._meet("a gathering", lambda: dist.all_gather(every, part))
-        return every
+        return self._meet(self.meeting.parts, part.contiguous())
 
     def to_leader(self, part: Tensor) -> list[Tensor]:
         """As `parts`, for the leader; the others get nothing."""
-        part = part.contiguous()
-        every = [torch.empty_like(part) for _ in range(self.size)] if self.leads else None
-        self._meet("a gathering", lambda: dist.gather(part, every, dst=0))
-        return every or []
+        return self._meet(self.meeting.to_first, part.contiguous())
 
     def same(self, value: Tensor) -> Tensor:
         """The leader's tensor, for all. Overwrites `value` of the others."""
         value = value.contiguous()
-        self._meet("a broadcast", lambda: dist.broadcast(value, src=0))
+        self._meet(self.meeting.same, value)
         return value
 
     def least(self, number: int) -> int:
@@ -106,19 +108,13 @@ class Group:
         """Whether it is true for all."""
         return bool(self.least(int(flag)))
 
-    def _meet(self, what: str, act: Callable[[], Any]) -> None:
-        began = time.monotonic()
+    def _meet(self, collective: Callable[[Tensor], T], part: Tensor) -> T:
         try:
-            act()
-        except RuntimeError as exc:
-            waited_s = time.monotonic() - began
-            said = str(exc).splitlines()[0][-200:] if str(exc) else type(exc).__name__
-            if waited_s >= 0.9 * self.timeout_s:
-                text = f"another one did not come to {what} within {self.timeout_s:g} s"
-            else:
-                text = f"another one is gone in the middle of {what}"
-            self.on_loss(f"member {self.rank} of {self.size} says that {text} ({said})")
+            result = collective(part)
+        except MeetingLost as exc:
+            self.on_loss(str(exc))
         self.num_meetings += 1
+        return result
 
     # ----------------------------------------------------------------------- edges of a block
 
@@ -165,17 +161,6 @@ def form(
 
     Blocks until all are there, at most for `timeout_s`.
     """
-    # Members are on one machine: the sockets of gloo need no other interface than loopback.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=FileStore(meeting_place, size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    group = Group(rank, size, device, exact, timeout_s)
-    group.all_agree(True)  # all are there, and reach each other
-    return group
+    # A wait on the host for each sum would cost more than the sum: on CUDA the device waits.
+    place = f"file:{meeting_place}"
+    return Group(meet(rank, size, device, place, timeout_s=timeout_s, waits=False), exact)

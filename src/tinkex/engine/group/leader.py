@@ -166,7 +166,7 @@ class Leader(Member):
         for process, pipe in self._followers:
             process.wait()
             pipe.close()
-        torch.distributed.destroy_process_group()
+        self.group.meeting.close()
 
     # ------------------------------------------------------------------------------------ calls
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tinkex.engine import checkpoint, gradient_file
+from tinkex.engine import checkpoint
+from tinkex.engine.exchange import gradient_file
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.adapters import AdapterCut, CutAdapter
 from tinkex.engine.group.decoder import GroupDecoder
@@ -133,6 +134,7 @@ class GroupTrainer(Trainer):
 
     def share_gradient(self, job: ShareGradientJob) -> GradientResult:
         """Several groups may share an adapter: their files hold whole gradients."""
+        assert job.file is not None, "a group meets nobody"
         began = time.perf_counter()
         resident, adapter = self.find(job.adapter_id), self._of(job.adapter_id)
         joined = {shard: adapter.join(grad) for shard, grad in resident.grads.items()}

@@ -26,7 +26,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkex.engine import gradient_file, jobs
+from tinkex.engine import jobs
+from tinkex.engine.exchange import gradient_file
 from tinkex.engine.folders import write_whole
 from tinkex.engine.metrics import Gap, Tally
 from tinkex.engine.pulse import Pulse

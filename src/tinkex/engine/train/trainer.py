@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tinkex.contract.optimizers import check_params
 from tinkex.contract.routing import NOT_RECORDED
-from tinkex.engine import checkpoint, gradient_file
+from tinkex.engine import checkpoint
+from tinkex.engine.exchange import gradient_file
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.jobs import (
     AddGradientJob,
@@ -94,6 +95,17 @@ class TrainerConfig:
 
 
 @dataclass(slots=True)
+class Shared:
+    """Gradients that were put aside for all who share an adapter, until they are added up."""
+
+    shards: dict[int, Tensor] = field(default_factory=dict)
+    file: str = ""
+    """Where they lie as well."""
+    total: Tensor | None = None
+    """The sum of everybody's, if they met."""
+
+
+@dataclass(slots=True)
 class ResidentAdapter:
     """An adapter in memory, with everything that training it further needs."""
 
@@ -106,8 +118,8 @@ class ResidentAdapter:
     the order of sums may vary."""
     version: int = 0
     """Counts changes of the weights."""
-    shared: tuple[str, dict[int, Tensor]] = ("", {})
-    """What was last written to a file for others, until it is added up: its name, the gradients."""
+    shared: Shared = field(default_factory=Shared)
+    """Between `share_gradient` and `add_gradient` a meeting's thread may use it as well."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -286,32 +298,38 @@ class Trainer:
         return OptimResult(metrics=metrics)
 
     def share_gradient(self, job: ShareGradientJob) -> GradientResult:
-        """Move what was gathered here into a file."""
+        """Put what was gathered here aside, in memory or in a file."""
         began = time.perf_counter()
         resident = self.find(job.adapter_id)
-        arrays = {str(shard): grad.cpu().numpy() for shard, grad in resident.grads.items()}
-        size_bytes = gradient_file.write(job.file, arrays)
-        resident.shared, resident.grads = (job.file, resident.grads), {}
+        if resident.grads or resident.shared.file:  # else a meeting failed, and they are there yet
+            resident.shared, resident.grads = Shared(resident.grads), {}
+        shared, size_bytes = resident.shared, 0
+        if job.file is not None:
+            arrays = {str(shard): grad.cpu().numpy() for shard, grad in shared.shards.items()}
+            size_bytes = gradient_file.write(job.file, arrays)
+            shared.file = job.file
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def add_gradient(self, job: AddGradientJob) -> GradientResult:
-        """Add what others gathered, file by file."""
+        """Add what came together: file by file, or the sum that a meeting made."""
         began = time.perf_counter()
         resident = self.find(job.adapter_id)
         size_bytes = 0
+        if job.reduced and resident.shared.total is not None:
+            resident.gather(0, resident.shared.total)
         for file in job.files:
-            for shard, grad in self._shared_in(file, resident):
+            for shard, grad in self._shared_in(file, resident.shared):
                 if grad.shape != resident.adapter.flat.shape:
                     raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
                 resident.gather(shard, grad)
                 size_bytes += grad.nbytes
-        resident.shared = ("", {})
+        resident.shared = Shared()
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
-    def _shared_in(self, file: str, resident: ResidentAdapter) -> Iterator[tuple[int, Tensor]]:
+    def _shared_in(self, file: str, shared: Shared) -> Iterator[tuple[int, Tensor]]:
         """The gradients of a file by shard; those that were written here are here still."""
-        if file == resident.shared[0]:
-            yield from resident.shared[1].items()
+        if file == shared.file:
+            yield from shared.shards.items()
             return
         for shard, array in gradient_file.read(file).items():
             yield int(shard), torch.from_numpy(array).to(self.decoder.device)

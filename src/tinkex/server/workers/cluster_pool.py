@@ -42,6 +42,8 @@ class Wish:
     budget: Budget = field(default_factory=Budget)
     exchange: Path | None = None
     """Where members' gradients meet, on the server's disk; None: passes are never split."""
+    meeting_timeout_s: float = 0.0
+    """How long members wait for each other when gradients go from node to node; 0: they do not."""
 
 
 class Survey:
@@ -103,6 +105,7 @@ class ClusterPool(Pool):
             members,
             name="the cluster",
             exchange=wish.exchange,
+            meeting_timeout_s=wish.meeting_timeout_s,
             deterministic=spec.deterministic or spec.engine.startswith("toy"),
         )
         self._count()

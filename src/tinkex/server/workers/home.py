@@ -3,8 +3,8 @@
 An adapter begins on one member, its leader. When splitting a pass would save more time than it
 costs, both measured, the leader's state is saved aside and loaded by others, which share the
 adapter from then on: every pass is cut into parts (`splitting`), each member gathers the gradients
-of its part, and a step has two rounds. First each member moves what it gathered into a file; when
-all have, each adds all files, in one order, and takes the same step. No member ever waits for
+of its part, and a step has two rounds. First the gradients come together (`exchange`); when all
+have them, each adds them, in one order, and takes the same step. No engine's thread ever waits for
 another one, so none can hang with another; whoever hangs is ended by its own watchdog.
 
 When a member that holds gradients is lost, or a part is refused while others went through, the home
@@ -14,7 +14,6 @@ is broken: nobody's copy is used again, and the owner restores the adapter elsew
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import shutil
@@ -23,11 +22,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tinkex.engine.jobs import (
-    AddGradientJob,
     CreateAdapterJob,
     DropAdapterJob,
     GradientResult,
@@ -37,18 +34,18 @@ from tinkex.engine.jobs import (
     OptimResult,
     Result,
     SaveAdapterJob,
-    ShareGradientJob,
     TrainJob,
     TrainResult,
 )
 from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.workers.exchange import Brought, Exchange, raise_worst
+from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
 from tinkex.server.workers.splitting import Part, joined, part_of, renumbered, split
 from tinkex.server.workers.step_times import StepTimes
 from tinkex.server.workers.worker import OnEvent, Worker
 
 logger = logging.getLogger(__name__)
-Answer = asyncio.Future[Result]
 PART_S = 0.01
 """What a pass in parts costs beside its compute, at least."""
 REDUCE_S = 0.05
@@ -65,8 +62,8 @@ RECENT = 0.3
 class Shared:
     """What the homes of a pool have in common."""
 
-    exchange: Path | None
-    """Where members leave files for each other; None: passes are never split."""
+    exchange: Exchange | None
+    """How members' gradients come together; None: passes are never split."""
     deterministic: bool
     lines: Counter[int] = field(default_factory=Counter)
     """Tokens of training that were posted to a member, by its id, and have not ended."""
@@ -74,21 +71,6 @@ class Shared:
     """Seconds of training a token, measured, by base model and whether there is a backward."""
     seconds: Counter[str] = field(default_factory=Counter)
     """What training took altogether: compute, wait, reduce and transfer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seat:
-    """A member that has the adapter, while it remembers it."""
-
-    member: Worker
-    generation: int
-
-    @property
-    def is_lost(self) -> bool:
-        return not self.member.is_ready or self.member.generation != self.generation
-
-    def post(self, job: Job, on_event: OnEvent | None = None) -> Answer:
-        return self.member.post(job, on_event, generation=self.generation)
 
 
 class Home:
@@ -270,12 +252,9 @@ class Home:
 
     def _raise_worst(self, ends: Sequence[Result | BaseException]) -> None:
         """Some members went through, others did not: no copy can be used again."""
-        errors = [end for end in ends if isinstance(end, BaseException)]
-        if not errors:
-            return
-        self.give_up()
-        final = [error for error in errors if not isinstance(error, WorkerLostError)]
-        raise next(iter(final), errors[0])
+        if any(isinstance(end, BaseException) for end in ends):
+            self.give_up()
+            raise_worst(ends)
 
     def _measured(
         self, parts: Sequence[Result], whole: Result, backward: bool, began: float
@@ -319,21 +298,21 @@ class Home:
                 _chain(self._dispatch(job, on_event, ()), answer)
 
     async def _step(self, job: OptimJob) -> Answer:
-        """Everybody writes what it gathered; when all have, everybody adds all of it and steps."""
+        """What was gathered comes together; when all have it, everybody adds it and steps."""
         began = time.perf_counter()
         holders = [seat for seat in self.seats if seat in self._holders]
         self._num_alone = 0 if len(holders) > 1 else self._num_alone + 1
         if self._num_alone >= ALONE_STEPS and self._holders <= {self.seats[0]}:
             self._be_alone()
             return _chained(self.seats[0].post(job), self._stepped_alone)
-        files, shared = await self._share(holders)
-        added = [seat.post(self._add_job(files)) for seat in self.seats] if files else []
+        brought = await self._bring(holders)
+        added = [seat.post(brought.job()) for seat in self.seats] if holders else []
         stepped = [
             seat.post(replace(job, job_id=f"{job.job_id}/{place}" if place else job.job_id))
             for place, seat in enumerate(self.seats)
         ]
         self._clear()
-        return asyncio.create_task(self._stepped(files, shared, added, stepped, began))
+        return asyncio.create_task(self._stepped(brought, added, stepped, began))
 
     def _stepped_alone(self, result: Result) -> Result:
         """One member has it all: nothing to add up, nothing to bring."""
@@ -346,22 +325,21 @@ class Home:
 
     async def _stepped(
         self,
-        files: Sequence[str],
-        shared: Sequence[GradientResult],
+        brought: Brought,
         added: Sequence[Answer],
         stepped: Sequence[Answer],
         began: float,
     ) -> Result:
         ends = await asyncio.gather(*added, *stepped, return_exceptions=True)
-        await _remove(files)
+        await brought.remove()
         self._raise_worst(ends)
         result = next(end for end in ends if isinstance(end, OptimResult))
-        transfer_s = max((one.seconds for one in shared), default=0.0)
-        reduce_s = max((e.seconds for e in ends if isinstance(e, GradientResult)), default=0.0)
+        transfer_s, reduce_s = brought.transfer_s, brought.reduce_s
+        reduce_s += max((e.seconds for e in ends if isinstance(e, GradientResult)), default=0.0)
         compute_s = float(result.metrics.get("optim_time_s:sum", 0.0))
         took_s = time.perf_counter() - began
         wait_s = max(0.0, took_s - transfer_s - reduce_s - compute_s)
-        if len(shared) > 1:
+        if brought.num_holders > 1:
             self._reduce_s += RECENT * (transfer_s + reduce_s - self._reduce_s)
         spent = {"compute": compute_s, "wait": wait_s, "reduce": reduce_s, "transfer": transfer_s}
         self._shared.seconds.update(spent)
@@ -373,37 +351,29 @@ class Home:
     async def _save(self, job: SaveAdapterJob, on_event: OnEvent | None) -> Answer:
         """Bring all gradients to the leader, which saves them with the rest."""
         leader = self.seats[0]
-        files, _ = await self._share([s for s in self.seats[1:] if s in self._holders])
-        added = leader.post(self._add_job(files))
+        brought = await self._bring([s for s in self.seats[1:] if s in self._holders], leader)
+        added = leader.post(brought.job())
         saved = leader.post(job, on_event)
         self._holders, self._pins = {leader}, dict.fromkeys(self._pins, leader)
-        return asyncio.create_task(self._saved(files, added, saved))
+        return asyncio.create_task(self._saved(brought, added, saved))
 
-    async def _saved(self, files: Sequence[str], added: Answer, saved: Answer) -> Result:
+    async def _saved(self, brought: Brought, added: Answer, saved: Answer) -> Result:
         ends = await asyncio.gather(added, saved, return_exceptions=True)
-        await _remove(files)
+        await brought.remove()
         self._raise_worst(ends[:1])
         return await saved
 
-    async def _share(self, seats: Sequence[Seat]) -> tuple[tuple[str, ...], list[GradientResult]]:
-        """Have members write what they gathered; gives the files, in the order of the members."""
-        assert self._shared.exchange is not None
-        name = secrets.token_hex(8)
-        files = tuple(str(self._shared.exchange / f"{name}-{i}.grad") for i in range(len(seats)))
-        answers = [
-            seat.post(ShareGradientJob(job_id=_id(), adapter_id=self._adapter_id, file=file))
-            for seat, file in zip(seats, files, strict=True)
-        ]
-        ends = await asyncio.gather(*answers, return_exceptions=True)
+    async def _bring(self, holders: Sequence[Seat], to: Seat | None = None) -> Brought:
+        """Bring what was gathered to all; or to one, shard by shard and not yet added up."""
+        exchange = self._shared.exchange
+        assert exchange is not None
         try:
-            self._raise_worst(ends)
-        except BaseException:
-            await _remove(files)
+            if to is None:
+                return await exchange.bring(self._adapter_id, self.seats, holders)
+            return await exchange.bring_files(self._adapter_id, holders)
+        except EngineError:
+            self.give_up()
             raise
-        return files, [end for end in ends if isinstance(end, GradientResult)]
-
-    def _add_job(self, files: tuple[str, ...]) -> AddGradientJob:
-        return AddGradientJob(job_id=_id(), adapter_id=self._adapter_id, files=files)
 
     def _clear(self) -> None:
         """The gathered gradients are used up."""
@@ -422,9 +392,9 @@ class Home:
     def _invite(self, new: Sequence[Worker]) -> None:
         """Have more members share the adapter."""
         assert self._shared.exchange is not None
-        folder = str(self._shared.exchange / f"{secrets.token_hex(8)}-join")
+        folder = str(self._shared.exchange.folder / f"{secrets.token_hex(8)}-join")
         job = SaveAdapterJob(
-            job_id=_id(),
+            job_id=new_id(),
             adapter_id=self._adapter_id,
             folder=folder,
             with_optimizer=True,
@@ -441,7 +411,7 @@ class Home:
             wanted = [] if self._is_broken else members
             for seat in [Seat(member, member.generation) for member in wanted]:
                 job = LoadAdapterJob(
-                    job_id=_id(),
+                    job_id=new_id(),
                     adapter_id=self._adapter_id,
                     base_model=self.base_model,
                     folder=folder,
@@ -481,8 +451,8 @@ class Home:
     def _drop(self, seats: Iterable[Seat]) -> None:
         for seat in seats:
             if not seat.is_lost:
-                job = DropAdapterJob(job_id=_id(), adapter_id=self._adapter_id)
-                seat.post(job).add_done_callback(_ignore)
+                job = DropAdapterJob(job_id=new_id(), adapter_id=self._adapter_id)
+                seat.post(job).add_done_callback(ignore)
 
 
 def _sooner(costs: Sequence[int], loads: Sequence[float], parts: Sequence[Part]) -> float:
@@ -491,15 +461,6 @@ def _sooner(costs: Sequence[int], loads: Sequence[float], parts: Sequence[Part])
 
 
 # ------------------------------------------------------------------------------------ futures
-
-
-def _id() -> str:
-    return f"pool-{secrets.token_hex(8)}"
-
-
-def _ignore(answer: Answer) -> None:
-    if not answer.cancelled():
-        answer.exception()
 
 
 def _fail(answer: Answer, error: BaseException) -> None:
@@ -515,7 +476,7 @@ def _chain(
 
     def ended(_: Answer) -> None:
         if target.done():
-            _ignore(source)
+            ignore(source)
         elif source.cancelled():
             target.cancel()
         elif (error := source.exception()) is not None:
@@ -531,12 +492,3 @@ def _chained(source: Answer, change: Callable[[Result], Result]) -> Answer:
     target: Answer = asyncio.get_running_loop().create_future()
     _chain(source, target, change)
     return target
-
-
-async def _remove(files: Iterable[str]) -> None:
-    def unlink() -> None:
-        for file in files:
-            with contextlib.suppress(OSError):
-                Path(file).unlink()
-
-    await asyncio.to_thread(unlink)

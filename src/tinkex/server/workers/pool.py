@@ -19,8 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tinkex.engine.jobs import DescribeModelJob, Job, LoadModelJob, Result, SampleJob, TrainJob
+from tinkex.engine.jobs import (
+    DescribeModelJob,
+    Job,
+    LoadModelJob,
+    MeetingJob,
+    Result,
+    SampleJob,
+    TrainJob,
+)
 from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.workers.exchange import Exchange
 from tinkex.server.workers.home import Home, Shared
 from tinkex.server.workers.routing import Router
 from tinkex.server.workers.worker import OnEvent, Worker
@@ -31,6 +40,7 @@ logger = logging.getLogger(__name__)
 class Pool:
     """See `Worker`. Its generation counts the losses of all members together."""
 
+    address = ""
     num_nodes = 1
     """Machines that have members."""
     num_left_out = 0
@@ -43,13 +53,19 @@ class Pool:
         name: str = "the pool",
         exchange: Path | None = None,
         deterministic: bool = False,
+        meeting_timeout_s: float = 0.0,
     ) -> None:
-        """`exchange` is a folder that all members reach; without it no pass is split."""
+        """`exchange` is a folder that all members reach; without it no pass is split.
+
+        Args:
+            meeting_timeout_s: See `Exchange`.
+        """
         if not members:
             raise ValueError("a pool needs at least one member")
         self.name = name if len(members) > 1 else members[0].name
         self.members = list(members)
-        self._shared = Shared(exchange, deterministic)
+        self.exchange = None if exchange is None else Exchange(exchange, meeting_timeout_s)
+        self._shared = Shared(self.exchange, deterministic)
         self._homes: dict[str, Home] = {}
         self._loaded: dict[tuple[int, int, str], bool] = {}  # base models by member: asked, there
         self._num_homes = 0
@@ -127,8 +143,8 @@ class Pool:
 
     async def start(self) -> None:
         self._is_started = True
-        if self._shared.exchange is not None:
-            await asyncio.to_thread(_make_empty, self._shared.exchange)
+        if self.exchange is not None:
+            await asyncio.to_thread(_make_empty, self.exchange.folder)
         for member in self.members:
             await member.start()
 
@@ -171,6 +187,7 @@ class Pool:
             return self._router.post(job, with_model, on_event)
         if isinstance(job, DescribeModelJob | LoadModelJob):
             return self.ready[0].post(job, on_event)
+        assert not isinstance(job, MeetingJob), "members meet each other, not the pool"
         home = self._home(job.adapter_id)
         if home is None or generation not in (None, home.generation):
             return self._lost(f"{job.adapter_id} was lost with its worker")

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 class SupervisedWorker(ABC):
     """One engine, started again whenever it ends; see `Worker`."""
 
+    address = ""
+
     def __init__(
         self,
         *,

@@ -15,8 +15,9 @@ A member of a pool is a `Worker`. What makes a member on another machine:
   brings back what the engine wrote before it says that the job is done. Folders and files never
   change under their name, so each travels once; `content_sha256` in a folder's `tinkex.json` names
   what is in it.
-- It waits for no other member, ever: the pool asks each one and waits with the patience of each
-  one's own watchdog, so that a member that hangs is ended and the others go on.
+- It waits for no other member but in a meeting (`exchange`), which has a deadline and a thread of
+  its own: the pool asks each one and waits with the patience of each one's own watchdog, so that a
+  member that hangs is ended and the others go on.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ class Worker(Protocol):
     @property
     def name(self) -> str:
         """For logs and messages."""
+
+    @property
+    def address(self) -> str:
+        """Where other members reach its machine; empty: it is the server's."""
 
     @property
     def generation(self) -> int:

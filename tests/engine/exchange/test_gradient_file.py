@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinkex.engine import gradient_file
+from tinkex.engine.exchange import gradient_file
 
 
 def test_what_is_read_is_what_was_written_and_belongs_to_the_reader(tmp_path: Path) -> None:

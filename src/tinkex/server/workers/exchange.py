@@ -1,0 +1,274 @@
+"""How the gradients of members that share an adapter come together: in a meeting, or as files.
+
+First everyone puts aside what it gathered, in its engine's turn; that may take as long as the
+passes of others before it. Then they meet (`engine.exchange`): gloo or NCCL, beside the engine's
+own thread, along the fixed tree of virtual shards. Members that cannot meet, or did not in time,
+use files: each writes what it put aside, and each reads all. A meeting changes nothing before
+everyone has the sum, so nothing is lost by that, and the bits are the same.
+
+A meeting belongs to a set of members, for as long as each of them lives; a set that changed meets
+anew. One sum at a time in a pool: members that are in several meetings have one order for them, and
+two cards never wait for each other crosswise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkex.engine.jobs import (
+    AddGradientJob,
+    GradientResult,
+    JoinMeetingJob,
+    LeaveMeetingJob,
+    MeetingResult,
+    OpenMeetingJob,
+    ReduceGradientJob,
+    Result,
+    ShareGradientJob,
+)
+from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+AGAIN_S = 600.0
+"""How long members whose meeting failed use files before they try another one."""
+MAX_MEETINGS = 4
+"""Each costs sockets, and on a GPU memory; the one that was not used for longest goes."""
+GRACE_S = 10.0
+"""After one member failed, the others are waited for as long as their deadline and this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Gradients that wait to be added: everyone runs `job`."""
+
+    adapter_id: str
+    files: tuple[str, ...] = ()
+    reduced: bool = False
+    transfer_s: float = 0.0
+    reduce_s: float = 0.0
+    num_holders: int = 0
+
+    def job(self) -> AddGradientJob:
+        return AddGradientJob(
+            job_id=new_id(), adapter_id=self.adapter_id, files=self.files, reduced=self.reduced
+        )
+
+    async def remove(self) -> None:
+        """Everyone has added them, or nobody will."""
+        await _unlink(self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    meeting_id: str
+    seats: tuple[Seat, ...]
+    file: str
+
+
+class _NoMeetingError(Exception):
+    """Nobody is lost, but they could not meet."""
+
+
+class Exchange:
+    def __init__(self, folder: Path, timeout_s: float = 0.0) -> None:
+        """`folder` is one that all members reach.
+
+        Args:
+            timeout_s: How long members of a meeting wait for each other; 0: they use files.
+        """
+        self.folder = folder
+        self.num_meetings = self.num_by_files = 0
+        """Sums that were made so, for tests and metrics."""
+        self._timeout_s = timeout_s
+        self._meetings: OrderedDict[frozenset[tuple[int, int]], _Meeting] = OrderedDict()
+        self._failed_at: dict[frozenset[tuple[int, int]], float] = {}
+        self._turn = asyncio.Lock()
+
+    async def bring(
+        self, adapter_id: str, seats: Sequence[Seat], holders: Sequence[Seat]
+    ) -> Brought:
+        """Bring what `holders` gathered to all `seats`.
+
+        Raises:
+            WorkerLostError: A member is lost, and what it had.
+            EngineError: A member failed.
+        """
+        if not holders:
+            return Brought(adapter_id)
+        if self._may_meet(seats):
+            # Everyone, so that one that is still loading the adapter keeps nobody waiting later.
+            await self._put_aside(adapter_id, seats, [None] * len(seats))
+            try:
+                async with self._turn:
+                    return await self._reduce(adapter_id, seats, len(holders))
+            except _NoMeetingError as exc:
+                self._failed_at[_key(seats)] = time.monotonic()
+                logger.warning("workers that share %s use files: %s", adapter_id, exc)
+        return await self.bring_files(adapter_id, holders)
+
+    async def bring_files(self, adapter_id: str, holders: Sequence[Seat]) -> Brought:
+        """Have members write what they gathered; gives the files, in the order of the members."""
+        name = secrets.token_hex(8)
+        files = tuple(str(self.folder / f"{name}-{i}.grad") for i in range(len(holders)))
+        try:
+            shared = await self._put_aside(adapter_id, holders, files)
+        except BaseException:
+            await _unlink(files)
+            raise
+        self.num_by_files += 1
+        seconds = max((one.seconds for one in shared), default=0.0)
+        return Brought(adapter_id, files, transfer_s=seconds, num_holders=len(holders))
+
+    async def _put_aside(
+        self, adapter_id: str, holders: Sequence[Seat], files: Sequence[str | None]
+    ) -> list[GradientResult]:
+        answers = [
+            seat.post(ShareGradientJob(job_id=new_id(), adapter_id=adapter_id, file=file))
+            for seat, file in zip(holders, files, strict=True)
+        ]
+        ends = await asyncio.gather(*answers, return_exceptions=True)
+        raise_worst(ends)
+        return [end for end in ends if isinstance(end, GradientResult)]
+
+    # ------------------------------------------------------------------------ meetings
+
+    def _may_meet(self, seats: Sequence[Seat]) -> bool:
+        if not self._timeout_s or len(seats) < 2:
+            return False
+        failed_at = self._failed_at.get(_key(seats))
+        return failed_at is None or time.monotonic() - failed_at > AGAIN_S
+
+    async def _reduce(self, adapter_id: str, seats: Sequence[Seat], num_holders: int) -> Brought:
+        self._forget_lost()
+        key = _key(seats)
+        meeting = self._meetings.get(key) or await self._form(seats)
+        self._meetings[key] = meeting
+        self._meetings.move_to_end(key)
+        while len(self._meetings) > MAX_MEETINGS:
+            self._leave(next(iter(self._meetings)))
+        answers = [
+            seat.post(
+                ReduceGradientJob(
+                    job_id=new_id(), adapter_id=adapter_id, meeting_id=meeting.meeting_id
+                )
+            )
+            for seat in seats
+        ]
+        try:
+            ends = await self._together(seats, answers)
+        except BaseException:
+            self._leave(key)
+            raise
+        self.num_meetings += 1
+        seconds = max((end.seconds for end in ends if isinstance(end, GradientResult)), default=0.0)
+        return Brought(adapter_id, reduced=True, reduce_s=seconds, num_holders=num_holders)
+
+    async def _form(self, seats: Sequence[Seat]) -> _Meeting:
+        """Have members meet: on this machine at a file, elsewhere at the first one's address."""
+        meeting_id = secrets.token_hex(16)
+        hosts = [seat.member.address or LOOPBACK for seat in seats]
+        file = ""
+        if all(not seat.member.address for seat in seats):
+            file = str(self.folder / f"{meeting_id}.meet")
+            place = f"file:{file}"
+        else:
+            opening = OpenMeetingJob(job_id=new_id(), meeting_id=meeting_id, host=hosts[0])
+            (opened,) = await self._together(seats, [seats[0].post(opening)])
+            assert isinstance(opened, MeetingResult)
+            place = opened.place
+        meeting = _Meeting(meeting_id, tuple(seats), file)
+        answers = [
+            seat.post(
+                JoinMeetingJob(
+                    job_id=new_id(),
+                    meeting_id=meeting_id,
+                    rank=rank,
+                    size=len(seats),
+                    place=place,
+                    host=hosts[rank],
+                    timeout_s=self._timeout_s,
+                )
+            )
+            for rank, seat in enumerate(seats)
+        ]
+        try:
+            await self._together(seats, answers)
+        except BaseException:
+            self._end(meeting)
+            raise
+        logger.info("%d workers meet to add up gradients", len(seats))
+        return meeting
+
+    async def _together(self, seats: Sequence[Seat], answers: Sequence[Answer]) -> list[Result]:
+        """What all said. Each keeps its own deadline; who does not is not waited for."""
+        _, left = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        if left:
+            _, left = await asyncio.wait(left, timeout=self._timeout_s + GRACE_S)
+        for answer in left:
+            answer.cancel()
+        ends: list[Result] = []
+        errors: list[BaseException] = []
+        for answer in answers:
+            if answer in left or answer.cancelled():
+                errors.append(EngineError("a worker did not answer"))
+            elif (error := answer.exception()) is not None:
+                errors.append(error)
+            else:
+                ends.append(answer.result())
+        lost = [error for error in errors if isinstance(error, WorkerLostError)]
+        if lost or any(seat.is_lost for seat in seats):
+            raise next(iter(lost), WorkerLostError("a worker died in a meeting"))
+        if errors:
+            raise _NoMeetingError(str(errors[0])) from errors[0]
+        return ends
+
+    def _forget_lost(self) -> None:
+        for key, meeting in list(self._meetings.items()):
+            if any(seat.is_lost for seat in meeting.seats):
+                self._leave(key)
+        now = time.monotonic()
+        self._failed_at = {k: at for k, at in self._failed_at.items() if now - at <= AGAIN_S}
+
+    def _leave(self, key: frozenset[tuple[int, int]]) -> None:
+        if (meeting := self._meetings.pop(key, None)) is not None:
+            self._end(meeting)
+
+    def _end(self, meeting: _Meeting) -> None:
+        for seat in meeting.seats:
+            if not seat.is_lost:
+                job = LeaveMeetingJob(job_id=new_id(), meeting_id=meeting.meeting_id)
+                seat.post(job).add_done_callback(ignore)
+        if meeting.file:
+            with contextlib.suppress(OSError):
+                Path(meeting.file).unlink()
+
+
+def raise_worst(ends: Iterable[Result | BaseException]) -> None:
+    """Raise the error that says most, if there is one: a loss is often that of another's error."""
+    errors = [end for end in ends if isinstance(end, BaseException)]
+    final = [error for error in errors if not isinstance(error, WorkerLostError)]
+    if errors:
+        raise next(iter(final), errors[0])
+
+
+def _key(seats: Sequence[Seat]) -> frozenset[tuple[int, int]]:
+    return frozenset(seat.key for seat in seats)
+
+
+async def _unlink(files: Iterable[str]) -> None:
+    def unlink() -> None:
+        for file in files:
+            with contextlib.suppress(OSError):
+                Path(file).unlink()
+
+    await asyncio.to_thread(unlink)
