@@ -40,7 +40,7 @@ from tinkex.engine.toy.losses import custom_loss_and_slopes, loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
 from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
 from tinkex.engine.train.shards import deal
-from tinkex.errors import InvalidInputError, ModelNotFoundError
+from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
 log = logging.getLogger(__name__)
 Emit = Callable[[jobs.Event], None]
@@ -258,6 +258,13 @@ class ToyEngine:
                 return self._share(job)
             case jobs.AddGradientJob():
                 return self._add(job)
+            case (
+                jobs.OpenMeetingJob()
+                | jobs.JoinMeetingJob()
+                | jobs.LeaveMeetingJob()
+                | jobs.ReduceGradientJob()
+            ):
+                raise NotSupportedError("a toy meets nobody; its gradients go through files")
             case jobs.SampleJob():
                 return self._sample(job, emit)
             case jobs.LoadModelJob():
@@ -367,6 +374,7 @@ class ToyEngine:
     # ------------------------------------------------------------------------------- training
 
     def _share(self, job: jobs.ShareGradientJob) -> jobs.GradientResult:
+        assert job.file is not None, "a toy meets nobody"
         began, adapter = time.perf_counter(), self._adapter(job.adapter_id)
         size_bytes = gradient_file.write(job.file, pack_gradients(adapter.grads))
         adapter.grads = {}

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 class Pool:
     """See `Worker`. Its generation counts the losses of all members together."""
 
-    address = ""
+    address: str = ""
     num_nodes = 1
     """Machines that have members."""
     num_left_out = 0

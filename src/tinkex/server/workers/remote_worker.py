@@ -51,6 +51,7 @@ class RemoteWorker(SupervisedWorker):
             name=name, start_timeout_s=start_timeout_s, budget=budget, on_refusal=on_refusal
         )
         self.node = node
+        self.address = node.address
         self._cluster = cluster
         self._spec = spec
         self._num_gpus = num_gpus

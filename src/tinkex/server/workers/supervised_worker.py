@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class SupervisedWorker(ABC):
     """One engine, started again whenever it ends; see `Worker`."""
 
-    address = ""
+    address: str = ""
 
     def __init__(
         self,
