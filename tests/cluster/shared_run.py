@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "harness"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
-from pools import TOY, Run, always_split, child, opened
+from pools import TOY, Run, always_split, child, opened, torch_member
 from test_shared_training import whole_run
 
 from tinkex.cluster.connection import Cluster
@@ -23,18 +23,21 @@ from tinkex.server.workers.child import WorkerSpec
 from tinkex.server.workers.cluster_pool import ClusterPool, Wish
 
 
-async def main(address: str, folder: Path) -> None:
+async def main(address: str, folder: Path, model: str) -> None:
     always_split(pytest.MonkeyPatch())
-    async with opened([child(TOY)], folder / "one" / "exchange") as pool:
-        alone = Run(pool, "toy")
+    is_toy = model == "toy"
+    one = child(TOY) if is_toy else torch_member(deterministic=True)
+    async with opened([one], folder / "one" / "exchange") as pool:
+        alone = Run(pool, model)
         end = await whole_run(alone, folder / "one")
     exchange = folder / "two" / "exchange"
     cluster = await asyncio.to_thread(Cluster.connect, address)
-    wish = Wish(spec=WorkerSpec(engine=TOY), exchange=exchange)
+    spec = WorkerSpec(engine=TOY) if is_toy else WorkerSpec(engine="torch", deterministic=True)
+    wish = Wish(spec=spec, exchange=exchange, meeting_timeout_s=0.0 if is_toy else 60.0)
     members = await asyncio.to_thread(ClusterPool, cluster, wish)
     await members.start()
     await asyncio.gather(*(member.wait_ready() for member in members.members))
-    together = Run(members, "toy")
+    together = Run(members, model)
     end_together = await whole_run(together, folder / "two")
     left = [file.name for file in exchange.iterdir()]
     await members.close()
@@ -42,9 +45,10 @@ async def main(address: str, folder: Path) -> None:
         "num_workers": together.most_workers,
         "is_equal": together.seen == alone.seen and end_together == end,
         "left": left,
+        "have_met": members.exchange is not None and members.exchange.num_meetings > 0,
     }
     print(json.dumps(said))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))

@@ -141,20 +141,23 @@ def test_nodes_give_the_bits_of_a_single_worker(
     assert "adapter_model.safetensors" in alone[1]
 
 
+@pytest.mark.parametrize("engine", ["toy", "torch"])
 def test_nodes_share_the_passes_of_one_run_and_give_the_bits_of_a_single_worker(
-    cluster: RayCluster, nodes: list[str], tmp_path: Path
+    cluster: RayCluster, nodes: list[str], tiny_model: Path, tmp_path: Path, engine: str
 ) -> None:
     """Gradients travel from node to node, and nothing of them is left on the way."""
     command = [sys.executable, str(Path(__file__).parent / "shared_run.py")]
+    model = "toy" if engine == "toy" else str(tiny_model)
     done = subprocess.run(
-        [*command, cluster.address, str(tmp_path)],
+        [*command, cluster.address, str(tmp_path), model],
         capture_output=True,
         text=True,
         timeout=2 * PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said == {"num_workers": 2, "is_equal": True, "left": []}
+    meets = engine == "torch"
+    assert said == {"num_workers": 2, "is_equal": True, "left": [], "have_met": meets}
 
 
 # ------------------------------------------------------------------------------ who comes and goes
@@ -299,3 +302,45 @@ def test_a_node_with_other_code_is_left_out(cluster: RayCluster, node: str, tmp_
     assert verdicts[node] == "ok"
     assert "install the same there" in verdicts[other]
     cluster.kill(other)
+
+
+# ------------------------------------------------------------------------------ groups
+
+
+def _followers(leader: int) -> list[int]:
+    children = Path(f"/proc/{leader}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [p for p in pids if b"group.follower" in Path(f"/proc/{p}/cmdline").read_bytes()]
+
+
+def test_a_group_on_a_node_gives_the_bits_of_a_group_here_and_is_started_again(
+    cluster: RayCluster, tiny_model: Path, tmp_path: Path
+) -> None:
+    model = str(tiny_model)
+    flags = ("--model", model, "--device", "cpu", "--deterministic", "--group", "2")
+    with ServerProcess(tmp_path / "here", *flags) as server:
+        here = _whole_loop(server, model)
+    node_id = cluster.add(num_cpus=2)
+    with ServerProcess(tmp_path / "there", *flags, "--ray", cluster.address) as server:
+        _wait_workers(server, 1)
+        there = _whole_loop(server, model)
+        loop = Loop(server, model)
+        loop.step()
+        (leader,) = [row["pid"] for row in _status(cluster)["workers"]]
+        (follower,) = _followers(leader)
+        os.kill(follower, signal.SIGKILL)
+        loop.step()
+        (again,) = [row["pid"] for row in _status(cluster)["workers"]]
+        assert again != leader
+        (follower,) = _followers(again)
+        loop.client.close()
+    _until(lambda: not Path(f"/proc/{follower}").exists(), "the follower ends with the server")
+    cluster.kill(node_id)
+    assert there == here
+
+
+def test_a_group_that_no_node_can_hold_is_refused(
+    cluster: RayCluster, node: str, tmp_path: Path
+) -> None:
+    said = _refusal(tmp_path, "--ray", cluster.address, "--group", "2", "--device", "cpu")
+    assert "no node of the Ray cluster has as many devices" in said

@@ -158,7 +158,6 @@ def test_a_model_that_a_group_cannot_hold_is_refused_at_start(tmp_path: Path) ->
         ({"group_size": 17}, "group_size must be at most 16"),
         ({"group_size": 0}, "group_size must be positive"),
         ({"group_size": 2, "engine": "toy"}, "the toy engine has no model to divide"),
-        ({"group_size": 2, "ray": "auto"}, "ray places workers"),
         ({"group_size": 2, "devices": ("cuda:0",)}, "Groups of 2 need 2 different ones"),
         ({"group_size": 2, "devices": ("cuda:0,cuda:0",)}, "--device cuda:0,cuda:1"),
         ({"group_size": 2, "devices": ("cuda:0,cpu",)}, "are all of one kind"),

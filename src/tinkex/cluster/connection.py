@@ -119,23 +119,27 @@ class Cluster:
         node: Node,
         *,
         name: str,
+        num_cpus: int,
         num_gpus: int,
         build: Callable[[Any], Engine],
         spec: Any,
         log_level: str,
     ) -> RemoteEngine:
-        """An actor on that node, in a placement group of its own. Returns before it is ready."""
+        """An actor on that node, in a placement group of its own. Returns before it is ready.
+
+        The members of a group of devices are children of the actor, which has all their devices.
+        """
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = {"CPU": 1.0} | ({"GPU": float(num_gpus)} if num_gpus else {})
+        bundle = {"CPU": float(num_cpus)} | ({"GPU": float(num_gpus)} if num_gpus else {})
         group = placement_group(
             [bundle], strategy="STRICT_PACK", bundle_label_selector=[{_LABEL: node.node_id}]
         )
         actor = self._ray.remote(concurrency_groups=_GROUPS)(EngineHost).options(
             name=f"{name}-{secrets.token_hex(4)}",
             namespace=NAMESPACE,
-            num_cpus=1,
+            num_cpus=num_cpus,
             num_gpus=num_gpus,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(

@@ -312,10 +312,9 @@ class ServerConfig:
             return
         if size > MAX_GROUP:
             raise ConfigError(f"group_size must be at most {MAX_GROUP}, got {size}.")
-        if self.is_toy or self.ray:
-            what = "the toy engine has no model to divide" if self.is_toy else "ray places workers"
+        if self.is_toy:
             raise ConfigError(
-                f"group_size is {size}, but {what}: a group is of devices of this machine, with "
+                f"group_size is {size}, but the toy engine has no model to divide: a group is for "
                 "the torch engine. Leave group_size out."
             )
         if self._shares_device:

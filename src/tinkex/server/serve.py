@@ -294,9 +294,11 @@ def _make_cluster_pool(config: ServerConfig) -> Pool:
     from tinkex.cluster.connection import Cluster
     from tinkex.server.workers.cluster_pool import ClusterPool, Wish
 
+    device = config.devices[0] if config.group_size == 1 else config.worker_devices[0]
     wish = Wish(
-        spec=_spec(config, config.devices[0], None),
+        spec=_spec(config, device, None),
         num_workers=config.num_workers,
+        group_size=config.group_size,
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
         exchange=config.data_dir / "exchange",

@@ -1,7 +1,8 @@
 """A pool whose members are engines on the nodes of a Ray cluster.
 
 Every GPU of every node has a member; where no node has one, every node has a member on its CPUs,
-or as many as were asked for, spread over the nodes. Nodes that join are looked at and used, those
+or as many as were asked for, spread over the nodes. With groups a member has several devices, all
+of one node. Nodes that join are looked at and used, those
 that leave take their members with them: the cluster is asked every few seconds. A node that lacks
 the model's files or runs other code is left out, and it says why in the log and in
 `tinkex cluster status`; it is looked at again, in case somebody helps.
@@ -38,6 +39,8 @@ class Wish:
     spec: WorkerSpec
     num_workers: int = 0
     """0: one for each GPU, or one for each node where there are none."""
+    group_size: int = 1
+    """Devices of a member."""
     start_timeout_s: float = 300.0
     budget: Budget = field(default_factory=Budget)
     exchange: Path | None = None
@@ -119,27 +122,33 @@ class ClusterPool(Pool):
                 + "; ".join(f"{node[:8]}: {why}" for node, why in self._survey.left_out.items())
             )
         num_places = sum(self._places(nodes).values())
+        if num_places == 0 and self._wish.group_size > 1:
+            raise ConfigError(
+                f"--group is {self._wish.group_size}, and no node of the Ray cluster has as many "
+                f"devices ({_offers(nodes)}). The members of a group are on one node."
+            )
         if num_places == 0:
             raise ConfigError("the nodes of the Ray cluster offer neither GPUs nor CPUs.")
         if self._wish.num_workers > num_places:
-            offers = ", ".join(f"{n}: {n.num_gpus} GPUs, {n.num_cpus} CPUs" for n in nodes)
+            what = "devices" if self._wish.group_size == 1 else "places"
             raise ConfigError(
-                f"--workers is {self._wish.num_workers}, and the cluster has {num_places} devices "
-                f"for them ({offers}). Ask for fewer, or add nodes."
+                f"--workers is {self._wish.num_workers}, and the cluster has {num_places} {what} "
+                f"for them ({_offers(nodes)}). Ask for fewer, or add nodes."
             )
 
     def _uses_gpus(self, nodes: Sequence[Node]) -> bool:
         spec = self._wish.spec
-        wants = not spec.engine.startswith("toy") and spec.device != "cpu"
+        wants = not spec.engine.startswith("toy") and not spec.device.startswith("cpu")
         return wants and any(node.num_gpus for node in nodes)
 
     def _places(self, nodes: Sequence[Node]) -> Counter[str]:
         """How many members each node may have."""
+        size = self._wish.group_size
         if self._uses_gpus(nodes):
-            return Counter({node.node_id: node.num_gpus for node in nodes})
+            return Counter({node.node_id: node.num_gpus // size for node in nodes})
         if self._wish.num_workers:
-            return Counter({node.node_id: node.num_cpus for node in nodes})
-        return Counter({node.node_id: min(1, node.num_cpus) for node in nodes})
+            return Counter({node.node_id: node.num_cpus // size for node in nodes})
+        return Counter({node.node_id: min(1, node.num_cpus // size) for node in nodes})
 
     def _missing(self, nodes: Sequence[Node], members: Sequence[RemoteWorker]) -> list[Node]:
         """The nodes of members to add: on the emptiest first, so that they spread."""
@@ -158,18 +167,19 @@ class ClusterPool(Pool):
 
     def _make(self, node: Node) -> RemoteWorker:
         self._num_made += 1
-        uses_gpu = self._uses_gpus([node])
+        size = self._wish.group_size
         # Sums may depend on the number of threads: in deterministic mode all have as many as one
         # would have there.
         spec = self._wish.spec
         is_free = bool(self._wish.num_workers) or spec.deterministic
-        threads = None if is_free else max(1, node.num_cpus)
+        threads = None if is_free else max(1, node.num_cpus // size)
         return RemoteWorker(
             self._cluster,
             node,
             replace(spec, threads=threads),
             name=f"worker-{self._num_made - 1}",
-            num_gpus=1 if uses_gpu else 0,
+            num_devices=size,
+            uses_gpus=self._uses_gpus([node]),
             start_timeout_s=self._wish.start_timeout_s,
             budget=self._wish.budget,
         )
@@ -218,3 +228,7 @@ class ClusterPool(Pool):
 
     def _remote(self) -> list[RemoteWorker]:
         return [member for member in self.members if isinstance(member, RemoteWorker)]
+
+
+def _offers(nodes: Sequence[Node]) -> str:
+    return ", ".join(f"{n}: {n.num_gpus} GPUs, {n.num_cpus} CPUs" for n in nodes)

@@ -1,4 +1,5 @@
-"""Reach an engine on another machine: an actor on one device of one node of a Ray cluster.
+"""Reach an engine on another machine: an actor on one node of a Ray cluster, on one device there or
+on those of a group.
 
 What a job reads is brought to the node before the job, once for each engine; what it writes is
 brought back before anybody hears that it is done. Jobs of one adapter keep their order through
@@ -32,7 +33,7 @@ MAX_BROUGHT = 256
 
 
 class RemoteWorker(SupervisedWorker):
-    """One engine on one device of a node; see `Worker`."""
+    """One engine on a node; see `Worker`."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class RemoteWorker(SupervisedWorker):
         spec: WorkerSpec,
         *,
         name: str,
-        num_gpus: int,
+        num_devices: int = 1,
+        uses_gpus: bool = False,
         start_timeout_s: float = 300.0,
         budget: Budget | None = None,
         on_refusal: Callable[[], None] | None = None,
@@ -54,7 +56,7 @@ class RemoteWorker(SupervisedWorker):
         self.address = node.address
         self._cluster = cluster
         self._spec = spec
-        self._num_gpus = num_gpus
+        self._num_devices, self._uses_gpus = num_devices, uses_gpus
         self._patience_s = budget.turn_s
         self._engine: RemoteEngine | None = None
         self._beat = Beat()
@@ -92,7 +94,8 @@ class RemoteWorker(SupervisedWorker):
         return await self._cluster.start_engine(
             self.node,
             name=self.name,
-            num_gpus=self._num_gpus,
+            num_cpus=self._num_devices,
+            num_gpus=self._num_devices if self._uses_gpus else 0,
             build=build_engine,
             spec=self._spec,
             log_level=self._spec.log_level,
