@@ -23,19 +23,14 @@ from typing import Any
 
 from tinkex.cluster import job_paths
 from tinkex.engine import pulse
-from tinkex.engine.jobs import Done, Engine, Event, Failed, Job
+from tinkex.engine.hosting import Cancel, take
+from tinkex.engine.jobs import Done, Engine, Event, Job
 from tinkex.errors import ConfigError
 
-logger = logging.getLogger(__name__)
 BREATH_S = 1.0
 """How long a call for events waits for the first one."""
 MAX_EVENTS = 256
 _SCRATCH = "tinkex-worker-"
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    job_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +115,11 @@ class EngineHost:
 
     def _act(self, message: Job | Cancel | Forget) -> None:
         assert self._engine is not None
-        if isinstance(message, Cancel):
-            self._engine.cancel(message.job_id)
-        elif isinstance(message, Forget):
+        if isinstance(message, Forget):
             remove(self._path(message.path))
         else:
-            self._submit(self._engine, message)
-
-    def _submit(self, engine: Engine, job: Job) -> None:
-        try:
-            engine.submit(self._moved_here(job), self._emitter(job))
-        except Exception as exc:  # the protocol promises exactly one answer per job
-            logger.exception("submit failed")
-            failed = Failed(job_id=job.job_id, message=str(exc), category="server")
-            self._events.put(failed)
+            emit = self._events.put if isinstance(message, Cancel) else self._emitter(message)
+            take(self._engine, message, emit, self._moved_here)
 
     def events(self) -> tuple[bytes, pulse.Beat]:
         """What happened since the last call, or in the next second; and what the engine does."""

@@ -17,10 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tinkex.cluster.engine_host import Cancel, Forget, Started, Written
+from tinkex.cluster.engine_host import Forget, Started, Written
 from tinkex.cluster.job_paths import WHOLE
 from tinkex.cluster.parcels import PIECE_BYTES, Parcels
 from tinkex.engine.folders import make_safe
+from tinkex.engine.hosting import Cancel
 from tinkex.engine.jobs import Event, Job
 from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError

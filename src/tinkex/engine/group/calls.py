@@ -55,18 +55,6 @@ class Go:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A follower cannot run with these settings."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Ref:
     """An argument that the follower has under this number."""
 

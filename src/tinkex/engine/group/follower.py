@@ -24,14 +24,13 @@ from tinkex.engine.group.calls import (
     Ended,
     Go,
     Member,
-    Ready,
     Ref,
-    Refused,
     Resume,
     Start,
     prepare_device,
 )
 from tinkex.engine.group.group import Group, end, form
+from tinkex.engine.hosting import Ready, Refused
 from tinkex.errors import ConfigError, TinkerError
 
 log = logging.getLogger(__name__)

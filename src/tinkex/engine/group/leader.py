@@ -35,9 +35,7 @@ from tinkex.engine.group.calls import (
     Ended,
     Go,
     Member,
-    Ready,
     Ref,
-    Refused,
     Resume,
     Start,
 )
@@ -45,6 +43,7 @@ from tinkex.engine.group.cut import check_divides
 from tinkex.engine.group.decoder import GroupDecoder, load_part
 from tinkex.engine.group.group import MAX_MEMBERS, end, form
 from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
+from tinkex.engine.hosting import Ready, Refused
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike

@@ -21,12 +21,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from tinkex.engine.jobs import Engine, Event, Failed
+from tinkex.engine.hosting import Ready, Refused, take
+from tinkex.engine.jobs import Engine, Event
 from tinkex.engine.pulse import SIZE_BYTES
 from tinkex.errors import ConfigError
 
 HEADER = struct.Struct("<Q")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,25 +45,6 @@ class WorkerSpec:
     log_level: str = "info"
     threads: int | None = None
     """CPU threads of the engine; None: all. Workers that share a machine share its cores."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The engine exists and takes jobs."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The engine cannot run with these settings; starting it again would not help."""
-
-    text: str
 
 
 class FrameSocket:
@@ -144,15 +125,7 @@ def serve(frames: FrameSocket, pulse_fd: int) -> None:
             os._exit(0)
 
     while True:
-        message = frames.receive()
-        if isinstance(message, Cancel):
-            engine.cancel(message.job_id)
-            continue
-        try:
-            engine.submit(message, emit)
-        except Exception as exc:  # the protocol promises exactly one answer per job
-            logger.exception("submit failed")
-            emit(Failed(job_id=message.job_id, message=str(exc), category="server"))
+        take(engine, frames.receive(), emit)
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ from typing import Any
 
 from tinkex.cluster import job_paths
 from tinkex.cluster.connection import Cluster, Node
-from tinkex.cluster.engine_host import Cancel as CancelThere
 from tinkex.cluster.engine_host import Forget, Written
 from tinkex.cluster.remote_engine import RemoteEngine
+from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Event, Failed, Job, Result
 from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError
-from tinkex.server.workers.child import Cancel, Ready, Refused, WorkerSpec, build_engine
+from tinkex.server.workers.child import WorkerSpec, build_engine
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget
 
@@ -121,7 +121,7 @@ class RemoteWorker(SupervisedWorker):
 
     def _send(self, message: Any) -> None:
         if isinstance(message, Cancel):
-            self._tell(CancelThere(message.job_id))
+            self._tell(message)
             return
         job: Job = message
         adapter_id = getattr(job, "adapter_id", "")

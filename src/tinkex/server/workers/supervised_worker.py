@@ -16,10 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
 from tinkex.engine.pulse import KINDS, Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
-from tinkex.server.workers.child import Cancel, Ready, Refused
 from tinkex.server.workers.utilisation import Utilisation
 from tinkex.server.workers.watchdog import Budget, Watchdog
 from tinkex.server.workers.worker import OnEvent

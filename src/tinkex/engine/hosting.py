@@ -1,0 +1,55 @@
+"""What a process with an engine says of itself, and how it takes work.
+
+Three kinds of processes use these words: a worker behind a socket (`server/workers/child.py`), an
+actor on a node of a cluster (`cluster/engine_host.py`), and a member of a group, which has a part
+of an engine and takes calls instead of jobs (`group/follower.py`). How the words travel is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tinkex.engine.jobs import Engine, Event, Failed, Job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """It exists and takes work."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """It cannot run with these settings; starting it again would not help."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    job_id: str
+
+
+def take(
+    engine: Engine,
+    message: Job | Cancel,
+    emit: Callable[[Event], None],
+    move: Callable[[Job], Job] = lambda job: job,
+) -> None:
+    """Cancel a job, or submit one; `move` rewrites it for the place where the engine is.
+
+    A job that cannot be submitted ends with `Failed`: everyone who sends a job gets one end of it.
+    """
+    if isinstance(message, Cancel):
+        engine.cancel(message.job_id)
+        return
+    try:
+        engine.submit(move(message), emit)
+    except Exception as exc:
+        logger.exception("submit failed")
+        emit(Failed(job_id=message.job_id, message=str(exc), category="server"))
