@@ -1,6 +1,6 @@
 """Where a training step, a packed step of 16 tenants and a decode step spend their time on a GPU.
 
-python dev/gpu_profile.py [train] [decode] [long]
+python dev/gpu_profile.py [train] [deterministic] [decode] [long]
 """
 
 import cProfile
@@ -49,6 +49,16 @@ def profile_training():
     host_time("16 tenants x 128", lambda: gpu.our_step(trainer, short))
 
 
+def profile_deterministic():
+    """The step of `gpu_train_deterministic`: eight virtual shards side by side."""
+    trainer, data = gpu.our_trainer(1), gpu.datums([264] * 64)
+    device_time("64 x 264", lambda: gpu.our_step(trainer, [data]))
+    trainer.config = gpu.replace(trainer.config, deterministic=True)
+    with gpu.deterministic():
+        device_time("64 x 264, deterministic", lambda: gpu.our_step(trainer, [data]))
+        host_time("64 x 264, deterministic", lambda: gpu.our_step(trainer, [data]))
+
+
 def profile_long():
     import gpu_families as families
 
@@ -63,13 +73,15 @@ def profile_long():
 
 def profile_decoding():
     sampler = gpu.our_sampler()
-    gpu.our_decode(sampler, 128, 512, 8)
+    gpu.our_decode(sampler, 128, 512, 24)
     host_time("decode 128", lambda: gpu.our_decode(sampler, 128, 16, 64))
     device_time("decode 128 x 576, 16 steps", decoding(sampler, 128, 576, 16))
     device_time("decode 1 x 576, 16 steps", decoding(sampler, 1, 576, 16))
     many = gpu.some_adapters(sampler, 16)
     device_time("decode 128 x 576, 1 adapter", decoding(sampler, 128, 576, 16, many[:1]))
     device_time("decode 128 x 576, 16 adapters", decoding(sampler, 128, 576, 16, many))
+    device_time("decode 256 x 576, 16 steps", decoding(sampler, 256, 576, 16))
+    device_time("decode 256 x 576, 1 adapter", decoding(sampler, 256, 576, 16, many[:1]))
 
 
 def decoding(sampler, batch, length, steps, adapters=()):
@@ -78,6 +90,8 @@ def decoding(sampler, batch, length, steps, adapters=()):
     gpu.add_jobs(sampler, batch, length, 8 * steps, adapters)
     while sampler.step() != batch:
         pass
+    for _ in range(4):  # the step is recorded
+        sampler.step()
 
     def run():
         for _ in range(steps):
@@ -90,6 +104,9 @@ def main():
     wanted = sys.argv[1:] or ["train", "decode"]
     if "train" in wanted:
         profile_training()
+        gpu.free()
+    if "deterministic" in wanted:
+        profile_deterministic()
         gpu.free()
     if "long" in wanted:
         profile_long()

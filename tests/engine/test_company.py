@@ -119,3 +119,32 @@ def test_in_deterministic_mode_order_and_split_change_no_bit_of_a_logprob(tiny, 
     for one, two, three in zip(whole.outputs, reversed_.outputs[::-1], pieces, strict=True):
         np.testing.assert_array_equal(one["logprobs"], two["logprobs"])
         np.testing.assert_array_equal(one["logprobs"], three["logprobs"])
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "gspo"])
+def test_shards_side_by_side_are_the_shards_one_after_the_other(tiny, rng, loss_fn, monkeypatch):
+    """What a decoder gets that keeps pieces apart; that no bit differs is shown on CUDA."""
+    data = make_data(rng, loss_fn, lengths=[7, 12, 12, 1, 30, 3, 20, 9, 14, 30, 5])
+    after, beside = (tiny("qwen3").trainer(deterministic=True) for _ in range(2))
+    make(after), make(beside)
+    passes = []
+    forward = beside.decoder.forward
+
+    def watched(tokens_T, positions_T, attend, *args, **options):
+        passes.append((len(tokens_T), list(attend.pieces)))
+        return forward(tokens_T, positions_T, attend, *args, **options)
+
+    monkeypatch.setattr(beside.decoder, "forward", watched)
+    monkeypatch.setattr(beside.decoder, "batch_invariant", True)
+    monkeypatch.setattr(beside.decoder, "keeps_pieces_apart", True)
+    for _ in range(2):  # gradients are gathered
+        (expected,), (got,) = train(after, job(data, loss_fn)), train(beside, job(data, loss_fn))
+    assert passes[0][0] == sum(len(datum.tokens) for datum in data)
+    assert sum(passes[0][1]) == len(data)
+    assert len(passes[0][1]) == 8
+    for ours, theirs in zip(got.outputs, expected.outputs, strict=True):
+        np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], rtol=1e-5, atol=1e-5)
+    ours, theirs = beside.adapters["a"].grads, after.adapters["a"].grads
+    assert sorted(ours) == sorted(theirs) == list(range(8))
+    for shard, grad in theirs.items():
+        assert_close(ours[shard], grad, str(shard))

@@ -12,92 +12,25 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here; run on a GPU machine", allow_module_level=True)
 
+from cuda_models import (
+    FAMILIES,
+    OTHERS,
+    LoudWeights,
+    config,
+    generate,
+    kind_of,
+    noisy_adapter,
+    other,
+)
+
 from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
 from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.base_model import ModelConfig, RopeConfig
-from tinkex.engine.model.decoder import Decoder, _decoder_class
-from tinkex.engine.model.families import config_from_hf
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.weights import RandomWeights
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [70, 5, 130]
-
-
-def config(**changes) -> ModelConfig:
-    values = {
-        "arch": "qwen3",
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "num_layers": 3,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_size": 64,
-        "mlp_size": 384,
-        "norm_eps": 1e-6,
-        "rope": RopeConfig(theta=1e6),
-        "max_context_length": 1024,
-        "qk_norm": True,
-    }
-    return ModelConfig(**(values | changes))
-
-
-FAMILIES = {
-    "qwen3": config(),
-    "llama": config(arch="llama", qk_norm=False, tied_head=True, num_kv_heads=8),
-    "qwen2": config(arch="qwen2", qk_norm=False, qkv_bias=True),
-    "windowed": config(arch="mistral", qk_norm=False, windows=(None, 32, 32)),
-}
-
-
-_SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size": 384,
-    "max_position_embeddings": 1024,
-}
-_SIXTEEN = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
-_HYBRID = {
-    "num_hidden_layers": 4,
-    "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-}
-OTHERS = {
-    "qwen3_moe": {"num_hidden_layers": 3, "head_dim": 64, **_SIXTEEN, "norm_topk_prob": True},
-    "mixtral": {"num_hidden_layers": 3, "num_local_experts": 8, "num_experts_per_tok": 2,
-                "sliding_window": 40},
-    "olmoe": {"num_hidden_layers": 3, "num_key_value_heads": 8, "num_experts": 16,
-              "num_experts_per_tok": 4, "clip_qkv": 1.5},
-    "gpt_oss": {"num_hidden_layers": 4, "head_dim": 64, "num_local_experts": 8,
-                "num_experts_per_tok": 4, "sliding_window": 32},
-    "qwen3_5_text": _HYBRID,
-    "qwen3_next": {**_HYBRID, **_SIXTEEN, "shared_expert_intermediate_size": 128},
-    "qwen3_5_moe_text": {**_HYBRID, **_SIXTEEN, "shared_expert_intermediate_size": 128},
-}  # fmt: skip
-"""Families with other parts: see `cuda.families`."""
-
-
-def other(family: str) -> ModelConfig:
-    return config_from_hf({"model_type": family, **_SMALL, **OTHERS[family]})
-
-
-def kind_of(cfg: ModelConfig) -> type[Decoder]:
-    return _decoder_class(cfg, "cuda")
-
-
-class LoudWeights(RandomWeights):
-    """Random weights whose layers do not vanish beside the residual; the same in every read."""
-
-    def read(self, name):
-        self._generator.manual_seed(sum(name.encode()))
-        tensor = super().read(name)
-        return tensor * (4 if tensor.ndim > 1 else 1)
 
 
 def run(kind, dtype, cfg, ranks, room=math.inf):
@@ -165,63 +98,6 @@ def test_shapes_the_kernels_do_not_know_are_left_to_the_plain_decoder():
 
 
 # ---------------------------------------------------------------------- sampling
-
-
-def generate(
-    kind,
-    dtype,
-    prompts,
-    *,
-    adapters=(),
-    max_tokens=24,
-    look_ahead=True,
-    stops=(),
-    kv_bytes=64 << 20,
-    pass_tokens=64,
-    **options,
-):
-    from tinkex.engine import jobs
-    from tinkex.engine.sample.sampler import Sampler, SamplerConfig
-
-    cfg = FAMILIES["qwen3"]
-    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
-    sampler = Sampler(decoder, SamplerConfig(kv_bytes=kv_bytes, max_pass_tokens=pass_tokens))
-    makers = adapters or [None] * len(prompts)
-    known = {make: make(decoder) for make in makers if make}
-    ends = {}
-    for number, (prompt, make) in enumerate(zip(prompts, makers, strict=True)):
-        lora = known.get(make)
-        job = jobs.SampleJob(
-            job_id=str(number),
-            base_model="m",
-            adapter_folder=f"f{id(lora)}" if lora else None,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            stop_tokens=stops,
-            **options,
-        )
-        sampler.add(job, lora, lambda event: ends.update({event.job_id: event}))
-    while sampler.has_work:
-        sampler.step(look_ahead=look_ahead)
-    return [ends[str(number)].result.sequences[0] for number in range(len(prompts))]
-
-
-def noisy_adapter(rank, seed):
-    def make(decoder):
-        adapter = fresh_adapter(
-            decoder.targets,
-            rank=rank,
-            alpha=16.0,
-            kinds=["attn", "mlp", "unembed"],
-            seed=seed,
-            device="cuda",
-        )
-        generator = torch.Generator().manual_seed(seed)
-        for _, _, b_Or in adapter.modules():
-            b_Or.data.copy_(torch.randn(b_Or.shape, generator=generator) * 0.02)
-        return adapter.frozen_copy()
-
-    return make
 
 
 def score(kind, dtype, make, prompt, sequence):
@@ -440,8 +316,8 @@ def test_every_tile_of_the_sequential_product_gives_the_same_bits():
     tiles = [Tile(16, 32, 128, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3),
              Tile(32, 128, 32, 4, 3), Tile(128, 32, 64, 4, 4)]  # fmt: skip
     first, *others = (sequential(x, w, dtype=torch.float32, tile=tile) for tile in tiles)
-    for other in others:
-        assert torch.equal(first, other)
+    for again in others:
+        assert torch.equal(first, again)
     assert torch.equal(first[7:8], sequential(x[7:8], w, dtype=torch.float32))
 
 
@@ -567,159 +443,3 @@ def test_a_traced_custom_loss_runs_on_the_device():
     assert loss == pytest.approx(expected, rel=1e-5)
     assert grad.norm() > 0
     assert relative(grad, wanted) < 1e-3
-
-
-# ---------------------------------------------------------------------- the whole engine
-
-
-@pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-CROWDS = {
-    "together": {},
-    "in other chunks": {"pass_tokens": 17},
-    "short of memory": {"kv_bytes": 1536 * 16 * 22},  # 22 blocks of 16 tokens: someone must yield
-    "read at once": {"look_ahead": False},
-}
-
-
-@pytest.mark.parametrize("crowd", CROWDS.values(), ids=CROWDS)
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9}], ids=["all", "top_p"])
-def test_a_deterministic_sample_is_the_same_alone_and_in_a_crowd(deterministic, crowd, options):
-    """To the bit, logprobs too: with adapters of two ranks, and with none."""
-    generator = torch.Generator().manual_seed(9)
-    lengths = [50, 9, 33, 100, 1, 20]
-    prompts = [torch.randint(0, 512, (n,), generator=generator).numpy() for n in lengths]
-    one, two = noisy_adapter(8, 1), noisy_adapter(20, 2)
-    adapters = [None, one, two, one, None, two]
-    options = {"seed": 5, "max_tokens": 40, **options}
-    crowded = generate(CudaDecoder, torch.bfloat16, prompts, adapters=adapters, **options, **crowd)
-    for prompt, make, sample in zip(prompts, adapters, crowded, strict=True):
-        (alone,) = generate(CudaDecoder, torch.bfloat16, [prompt], adapters=[make], **options)
-        assert alone.tokens.tolist() == sample.tokens.tolist()
-        assert alone.logprobs.tolist() == sample.logprobs.tolist()
-
-
-ENGINE_SCRIPT = """
-import sys, json, hashlib, queue
-import numpy as np
-from tinkex.contract.optimizers import AdamParams
-from tinkex.engine import jobs
-from tinkex.engine.config import EngineConfig
-from tinkex.engine.engine import TorchEngine
-
-model, out = sys.argv[1:]
-engine = TorchEngine(EngineConfig(deterministic=True))
-answers = queue.Queue()
-
-def run(job):
-    engine.submit(job, answers.put)
-    while isinstance(event := answers.get(timeout=120), jobs.Progress):
-        pass
-    assert isinstance(event, jobs.Done), event
-    return event.result
-
-lora = jobs.LoraSpec(rank=8, seed=1)
-run(jobs.CreateAdapterJob(job_id="c", adapter_id="a", base_model=model, lora=lora))
-rng = np.random.default_rng(0)
-rows = [rng.integers(0, 512, n) for n in (50, 9, 120)]
-data = tuple(
-    jobs.TrainDatum(
-        tokens=r[:-1],
-        inputs={"target_tokens": r[1:], "weights": np.ones(len(r) - 1, np.float32)},
-    )
-    for r in rows
-)
-losses = []
-for step in range(6):
-    train = jobs.TrainJob(job_id="t", adapter_id="a", data=data, loss_fn="cross_entropy")
-    losses.append(run(train).metrics["loss:sum"])
-    run(jobs.OptimJob(job_id="o", adapter_id="a", params=AdamParams(learning_rate=5e-3)))
-run(jobs.SaveAdapterJob(job_id="s", adapter_id="a", folder=out, for_sampling=True))
-sample = jobs.SampleJob(
-    job_id="g", base_model=model, adapter_folder=out, prompt=rows[0][:20], num_samples=3,
-    max_tokens=20, seed=7, stop_tokens=(),
-)
-result = run(sample)
-train = jobs.TrainJob(job_id="t", adapter_id="a", data=data, loss_fn="cross_entropy")
-run(train)  # gradients without a step: the snapshot must hold them
-state = jobs.SaveAdapterJob(
-    job_id="s", adapter_id="a", folder=out + "-state", with_optimizer=True, with_gradients=True
-)
-run(state)
-run(jobs.LoadAdapterJob(
-    job_id="l", adapter_id="b", base_model=model, folder=out + "-state", with_optimizer=True
-))
-ends = []
-for name in "ab":
-    run(jobs.OptimJob(job_id="o", adapter_id=name, params=AdamParams(learning_rate=5e-3)))
-    end = jobs.SaveAdapterJob(job_id="s", adapter_id=name, folder=out + "-" + name)
-    run(end)
-    ends.append(open(end.folder + "/adapter_model.safetensors", "rb").read())
-weights = open(out + "/adapter_model.safetensors", "rb").read()
-print(json.dumps({
-    "losses": losses,
-    "tokens": [s.tokens.tolist() for s in result.sequences],
-    "sha": hashlib.sha256(weights).hexdigest(),
-    "resumes": ends[0] == ends[1] != weights,
-}))
-engine.close()
-"""
-
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-
-
-def saved_model(folder, kind, **extra):
-    """A tiny random model as a Hugging Face folder."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    hf = AutoConfig.for_model(
-        kind,
-        vocab_size=512,
-        hidden_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=384,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        **extra,
-    )
-    AutoModelForCausalLM.from_config(hf).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("kind", "extra"), [("qwen3", {}), ("qwen3_moe", EXPERTS)], ids=["ours", "through transformers"]
-)
-def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path, kind, extra):
-    """Two fresh processes: equal losses, weights and samples; the loss falls; resuming is exact."""
-    import json
-    import subprocess
-    import sys
-
-    model = saved_model(tmp_path / "model", kind, **extra)
-    script = tmp_path / "run.py"
-    script.write_text(ENGINE_SCRIPT)
-    runs = []
-    for number in range(2):
-        out = str(tmp_path / f"adapter{number}")
-        done = subprocess.run(
-            [sys.executable, str(script), str(model), out],
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
-    assert runs[0] == runs[1]
-    assert runs[0]["resumes"]
-    assert runs[0]["losses"][-1] < 0.8 * runs[0]["losses"][0]

@@ -12,10 +12,11 @@ import torch
 if sys.platform != "linux":
     pytest.skip("triton has no build for this system", allow_module_level=True)
 
-from tinkex.engine.cuda import attention, kernels, product
+from tinkex.engine.cuda import attention, draw_kernels, kernels, product
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
 from tinkex.engine.lora.operand import BatchLora
 from tinkex.engine.lora.slots import Slots
+from tinkex.engine.sample import sampling_math
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -202,6 +203,35 @@ def test_each_block_of_rows_meets_its_own_matrix():
         assert (y[start:stop] - want).norm() / want.norm() < 2e-3
 
 
+# ---------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("cells", [1, 64, 4096, 5000, 9001])
+def test_tokens_are_drawn_as_the_plain_version_draws_them(cells):
+    """A rounding of exp moves a draw only where a number falls on the edge of two tokens."""
+    rows = 12
+    scaled = randn(rows, cells) * 6
+    scaled -= scaled.amax(1, keepdim=True)
+    scaled[1, cells // 2 :] = float("-inf")
+    scaled[1, 0] = 0
+    scaled[2] = float("-inf")
+    scaled[2, cells - 1] = 0  # one token alone
+    uniform = torch.rand(rows, 3, device=DEVICE, dtype=torch.float64)
+    uniform[3], uniform[4] = 0, 1 - 2**-53
+    picked, total = draw_kernels.pick(scaled, uniform, sampling_math._ONE)
+    expected, log_total = sampling_math._pick_plainly(scaled, uniform)
+    assert picked.tolist() == expected.tolist()
+    torch.testing.assert_close(sampling_math._log(total), log_total)
+    weights = sampling_math._weights(scaled)
+    assert (weights.gather(1, picked[:, None]) > 0).all()
+
+
+def test_rows_that_are_not_numbers_draw_a_token_that_exists():
+    scaled = torch.full((2, 5000), float("nan"), device=DEVICE)
+    picked, _ = draw_kernels.pick(scaled, torch.rand(2, 3, device=DEVICE), sampling_math._ONE)
+    assert ((picked >= 0) & (picked < 5000)).all()
+
+
 # ---------------------------------------------------------------------- adapters in slots
 
 
@@ -228,12 +258,13 @@ def adapter(ranks: tuple[int, ...], seed: int) -> Adapter:
 
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 20, 20), (200, 200, 200)], ids=str)
 @pytest.mark.parametrize("count", [1, 3])
-def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count):
+@pytest.mark.parametrize("places", [11, 200], ids=["few places", "many places"])
+def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count, places):
     adapters = [adapter(ranks, seed) for seed in range(count)]
-    slots = Slots(adapters[0], 2 if count == 1 else 4, torch.float32, max_rows=16)
+    slots = Slots(adapters[0], 2 if count == 1 else 4, torch.float32, max_rows=256)
     owner = [0, None, 0, 0, None] if count == 1 else [2, None, 0, 1, 0, 2, None, 2]
     spans = [Span(row, row + 1, adapters[at]) for row, at in enumerate(owner) if at is not None]
-    order = slots.place(LoraBatch(spans), len(owner))
+    order = slots.place(LoraBatch(spans), len(owner), places)
     assert sorted(order) == list(range(len(owner)))
     x, y = randn(len(owner), 40), randn(len(owner), 300)
     expected = y.clone()
@@ -241,10 +272,11 @@ def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count):
         for part, a, b in adapters[at].modules() if at is not None else ():
             columns = slice(part.target.start, part.target.stop)
             expected[row, columns] += part.scale * (b @ (a @ x[row]))
-    filled = [*order, *[order[0]] * 3]
+    filled = [*order, *[order[0]] * (places - len(order))]
     for _ in range(2):  # the second call finds the counters as the first did
         sorted_y = y[filled].clone()
-        slots.operands["x"].add_(sorted_y, x[filled].contiguous())
+        operand, rows = slots.operands["x"], x[filled].contiguous()
+        operand.add_(sorted_y, operand.start(rows))
         off = (sorted_y[: len(owner)] - expected[order]).norm() / expected.norm()
         assert off < 2e-3  # the GPU's fp32 products are TF32
         assert torch.equal(sorted_y[len(owner) :], y[filled[len(owner) :]])
@@ -266,7 +298,7 @@ def test_adapters_on_spans_add_to_outputs_and_to_the_gradients_of_inputs(ranks):
             columns = slice(part.target.start, part.target.stop)
             want_y[start:stop, columns] += part.scale * x[start:stop] @ a.t() @ b.t()
             want_dx[start:stop] += part.scale * dy[start:stop, columns] @ b @ a
-    inner = operand.add_(y, x)
+    operand.add_(y, inner := operand.start(x))
     operand.backward_input_(dx, dy)
     assert [len(h) for h in inner] == [stop - start for start, stop in spans]
     for ours, want in ((y, want_y), (dx, want_dx)):

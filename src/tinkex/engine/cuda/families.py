@@ -89,6 +89,8 @@ class _Saved:
 class FamilyDecoder(CudaDecoder):
     """A frozen base model of any native family on a GPU."""
 
+    keeps_pieces_apart = False  # the backward of routers and delta layers is torch's
+
     @property
     def records_steps(self) -> bool:  # type: ignore[override]
         """Grouped products read their rows' bounds on the card from Hopper on; before, on the

@@ -47,8 +47,16 @@ Three = tuple[Tensor, Tensor, Tensor]
 class PackedFlash:
     """See `attention.Attend`; `forward` and `backward` are the same for who wants gradients."""
 
-    def __init__(self, lengths: Sequence[int], config: ModelConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        config: ModelConfig,
+        device: torch.device,
+        pieces: Sequence[int] = (),
+    ) -> None:
+        """`pieces`: see `PackedCausal`."""
         self._config, self._lengths, self._device = config, lengths, device
+        self._pieces = pieces
         self._queries = attention.Queries.of(lengths, lengths, device)
         self._ragged: list[Stretch] = []
         self._stretches: list[Stretch] = []
@@ -131,7 +139,7 @@ class PackedFlash:
 
     def _stretches_of(self, window: int | None) -> list[Stretch]:
         if not self._ragged:
-            self._ragged = self._stretches = [Ragged.of(0, self._lengths, self._device)]
+            self._ragged = self._stretches = ragged(self._lengths, self._pieces, self._device)
             config = self._config
             heads = (config.num_heads, config.num_kv_heads, config.head_size)
             deterministic = torch.are_deterministic_algorithms_enabled()
@@ -184,6 +192,16 @@ def cut(lengths: Sequence[int], device: torch.device) -> list[Stretch]:
             stretches.append(Rectangle(start, *shape))
             start = stretches[-1].rows.stop
     flush()
+    return stretches
+
+
+def ragged(lengths: Sequence[int], pieces: Sequence[int], device: torch.device) -> list[Stretch]:
+    """All for flash attention, piece by piece: its order of sums follows their number."""
+    stretches: list[Stretch] = []
+    first, start = 0, 0
+    for count in pieces or [len(lengths)]:
+        stretches.append(Ragged.of(start, lengths[first : first + count], device))
+        first, start = first + count, stretches[-1].rows.stop
     return stretches
 
 

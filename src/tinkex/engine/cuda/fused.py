@@ -90,6 +90,7 @@ class CudaDecoder(Decoder):
     """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
 
     batch_invariant = True
+    keeps_pieces_apart = True
     records_steps = True
     """Whether a decode step can be recorded: none of its products waits for the host."""
 
@@ -110,7 +111,7 @@ class CudaDecoder(Decoder):
         trains = torch.is_grad_enabled() and lora is not None and bool(lora.spans)
         if trains and isinstance(attend, PackedCausal):
             assert lora is not None
-            return self._train(tokens_T, positions_T, attend.lengths, lora, room)
+            return self._train(tokens_T, positions_T, attend, lora, room)
         with torch.no_grad():
             if isinstance(attend, PackedCausal):
                 attend = PackedFlash(attend.lengths, self.config, self.device)
@@ -121,17 +122,21 @@ class CudaDecoder(Decoder):
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
-        lengths: list[int],
+        attend: PackedCausal,
         lora: LoraBatch,
         room: float,
     ) -> Tensor:
         leaf = next(lora.spans[0].adapter.parameters())
+        lengths = attend.lengths
         fits = self.config.kept_bytes(lengths, self.dtype.itemsize) <= room
+        # A recording fills its rows up, so the sums over them are in another order.
+        fits &= not lora.apart
         if fits and (small := self._small.find(len(tokens_T), lengths, lora)) is not None:
             small.fill(tokens_T, positions_T, lengths)
             out: Tensor = RecordedPass.apply(small, leaf)  # type: ignore[no-untyped-call]
             return out
-        stream = self.stream(positions_T, PackedFlash(lengths, self.config, self.device))
+        flash = PackedFlash(lengths, self.config, self.device, attend.pieces)
+        stream = self.stream(positions_T, flash)
         one = Pass(self, stream, BatchLora(lora, len(tokens_T), self.dtype), room)
         out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
         return out
@@ -147,10 +152,7 @@ class CudaDecoder(Decoder):
 
     def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
-        logits_NV = product(hidden_ND, self.head_VD, dtype=torch.float32)
-        if lora is not None:
-            lora.add_(logits_NV, hidden_ND)
-        return logits_NV
+        return _linear(hidden_ND, self.head_VD, None, lora, torch.float32)[0]
 
     # ------------------------------------------------------------------------------ inference
 
@@ -248,28 +250,29 @@ class CudaDecoder(Decoder):
         assert s.qkv_TX is not None
         assert s.gate_up_TX is not None
         ops = {name: lora.get(f"{index}.{name}") for name in LINEARS}
+        apart = lora.batch.apart
 
         def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
             if (op := ops[name]) is not None:
                 op.gather(x, s.inner[name], dy, dh, lora.grads(f"{index}.{name}"))
 
-        dact, dh = _linear_backward(dx, w.down, ops["down"])
+        dact, dh = _linear_backward(dx, w.down, ops["down"], apart=apart)
         act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
         gather("down", act, dx, dh)
         del act, dact
-        dy, dh = _linear_backward(s.gate_up_TX, w.gate_up, ops["gate_up"])
+        dy, dh = _linear_backward(s.gate_up_TX, w.gate_up, ops["gate_up"], apart=apart)
         if dh is not None:
             y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
             gather("gate_up", y2, s.gate_up_TX, dh)
         kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
-        dattn, dh = _linear_backward(dx, w.out, ops["o"])
+        dattn, dh = _linear_backward(dx, w.out, ops["o"], apart=apart)
         gather("o", s.attn_THd.flatten(1), dx, dh)
         q, k, v = self._split(s.qkv_TX, w, stream.angles, (None, None, stream.rows_T))
         grads_qkv = stream.attention.backward(
             index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.lse_HT
         )
         dqkv = kernels.rope_backward(*grads_qkv, s.qkv_TX, *stream.angles, _norms(w), eps)
-        dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"])
+        dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"], apart=apart)
         if dh is not None:
             y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
             gather("qkv", y1, dqkv, dh)
@@ -371,13 +374,23 @@ def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
 
 
 def _linear(
-    x_TX: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraAddend | None
+    x_TX: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    lora: LoraAddend | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Any]:
     """(x W^T + adapters, the adapters' inner product)."""
-    y_TX = product(x_TX, weight, bias)
-    return y_TX, None if lora is None else lora.add_(y_TX, x_TX)
+    inner = None if lora is None else lora.start(x_TX)
+    y_TX = product(x_TX, weight, bias, dtype)
+    if lora is not None:
+        lora.add_(y_TX, inner)
+    return y_TX, inner
 
 
-def _linear_backward(dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None) -> tuple[Tensor, Any]:
-    dx_TX = dy_TX @ weight
+def _linear_backward(
+    dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None, *, apart: bool = False
+) -> tuple[Tensor, Any]:
+    """The gradient of a linear's input, in an order of sums that no other row changes (`apart`)."""
+    dx_TX = product(dy_TX, weight.t()) if apart else dy_TX @ weight
     return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)

@@ -25,10 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16
-"""Rows of a block of a decode step."""
-TRAINED_ROWS = 64
-"""Rows of a block of a training pass."""
+ROWS, MANY_ROWS = 16, 64
+"""Rows of a block of a decode step of few sequences; of one of many, and of a training pass."""
 COLUMNS = 128
 """Most columns of a tile."""
 _RANKS = 32
@@ -79,12 +77,19 @@ def _shrink(
 
 
 def shrink(
-    x_BI: Tensor, flat_SP: Tensor, blocks_M3: Tensor, arrived: Tensor, at: int, ranks: int
+    x_BI: Tensor,
+    flat_SP: Tensor,
+    blocks_M3: Tensor,
+    arrived: Tensor,
+    at: int,
+    ranks: int,
+    *,
+    rows: int,
 ) -> Tensor:
     """Each row times its slot's A, [B, R]; rows of no block are left undefined.
 
     A lies at `at` of each slot's buffer, [R, I]. `arrived` is int32 zeros, at least one for each
-    block and 32 ranks, and zeros again afterwards.
+    block and 32 ranks, and zeros again afterwards. `rows` is the size of a block.
     """
     B, num_in = x_BI.shape
     tiles = triton.cdiv(ranks, _RANKS)
@@ -94,7 +99,7 @@ def shrink(
     _shrink[(len(blocks_M3), tiles, _SPLITS)](
         x_BI, flat_SP, blocks_M3, part_CBR, arrived, out_BR, flat_SP.stride(0), at, B, num_in,
         ranks,
-        BM=ROWS, BR=_RANKS, BK=_INPUTS, SPLITS=_SPLITS, num_warps=4, num_stages=3,
+        BM=rows, BR=_RANKS, BK=_INPUTS, SPLITS=_SPLITS, num_warps=4, num_stages=3,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out_BR
@@ -134,13 +139,13 @@ def _shrink_many(
 
 
 def shrink_many(x_TI: Tensor, flat_SP: Tensor, blocks_M3: Tensor, at: int, ranks: int) -> Tensor:
-    """What `shrink` gives, for blocks of `TRAINED_ROWS` rows."""
+    """What `shrink` gives, for blocks of `MANY_ROWS` rows."""
     T, num_in = x_TI.shape
     out_TR = torch.empty(T, ranks, device=x_TI.device, dtype=flat_SP.dtype)
     block_r = min(128, max(16, triton.next_power_of_2(ranks)))
     _shrink_many[(triton.cdiv(ranks, block_r), len(blocks_M3))](
         x_TI, flat_SP, blocks_M3, out_TR, flat_SP.stride(0), at, num_in, ranks,
-        BM=TRAINED_ROWS, BR=block_r, BK=64, SPLITS=_SPLITS, UNIT=_INPUTS, EVEN=num_in % 64 == 0,
+        BM=MANY_ROWS, BR=block_r, BK=64, SPLITS=_SPLITS, UNIT=_INPUTS, EVEN=num_in % 64 == 0,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return out_TR
@@ -207,7 +212,7 @@ def expand_(
     factor: Factor,
     blocks_M3: Tensor,
     *,
-    rows: int = ROWS,
+    rows: int,
 ) -> None:
     """y += scale * h times the factor of each row's slot. `rows` is the size of a block."""
     block_r = min(64, max(16, triton.next_power_of_2(factor.rank)))

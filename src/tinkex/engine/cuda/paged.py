@@ -43,10 +43,10 @@ Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _SLOT_COUNTS = (2, 4, 8, 16, 32, 64)
-_WORTH, _WORTH_SMALLER = 3, 64
-"""Steps of a batch size after which it is recorded; the second where a recording of at most twice
-its size has room for it, which takes some milliseconds more a step. To record takes most of a
-second."""
+_WORTH, _WORTH_SMALLER, _WORTH_LITTLE = 3, 16, 64
+"""Steps of a batch size after which it is recorded: the first; where a larger recording has room
+for it, which takes some milliseconds more a step; where one of at most twice its size has. To
+record takes most of a second, which sizes that a batch only passes through never earn back."""
 
 
 class CudaPagedAttend:
@@ -301,7 +301,7 @@ class DecodeGraphs:
             return None
         order = list(range(len(chunks)))
         if lora is not None and slots is not None:
-            order = slots.place(lora, len(chunks))
+            order = slots.place(lora, len(chunks), static.batch)
         if drawn is not None:
             drawn = drawn[0], [drawn[1][row] for row in order]
         static.fill([chunks[row] for row in order], drawn)
@@ -318,8 +318,7 @@ class DecodeGraphs:
         return logits.index_select(0, send(back, self._decoder.device))
 
     def _static_for(self, num_rows: int, slots: Slots | None) -> _Static | None:
-        """Room for so many rows, or more. A size is recorded when it has come some times, not every
-        size that a batch passes through while it grows and while its last samples end."""
+        """Room for so many rows, or more. A size is recorded when it has come some times."""
         sizes = [size for size in _BATCH_SIZES if size >= num_rows]
         if not sizes:
             return None
@@ -327,8 +326,10 @@ class DecodeGraphs:
         if key not in self._statics:
             self._met[key] += 1
             known = [size for size in sizes if (size, slots) in self._statics]
-            fits = bool(known) and known[0] <= 2 * num_rows
-            if self._met[key] < (_WORTH_SMALLER if fits else _WORTH):
+            worth = _WORTH
+            if known:
+                worth = _WORTH_LITTLE if known[0] <= 2 * num_rows else _WORTH_SMALLER
+            if self._met[key] < worth:
                 return self._statics[known[0], slots] if known else None
             self._statics[key] = _Static(
                 sizes[0], self._width, self._decoder.device, self._no_state

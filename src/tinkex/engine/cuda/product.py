@@ -136,7 +136,7 @@ def sequential(
     (T, _), num_out = x_TI.shape, len(weight_OI)
     y_TO = torch.empty(T, num_out, device=x_TI.device, dtype=dtype or x_TI.dtype)
     tile = tile or tile_for(T, num_out, x_TI.device)
-    _launch(x_TI, weight_OI, bias_O, y_TO, None, -(-T // tile.rows), tile)
+    _launch(x_TI, weight_OI.contiguous(), bias_O, y_TO, None, -(-T // tile.rows), tile)
     return y_TO
 
 
@@ -182,9 +182,10 @@ def _launch(
 
 # ---------------------------------------------------------------------- the faster of the two
 
-_Key = tuple[int, int, int, bool, torch.dtype, torch.device]
+_Key = tuple[int, int, bool, int, bool, torch.dtype, torch.device]
 _EQUAL: dict[_Key, bool] = {}
-"""By outputs, inputs, rows, bias, type of the result and device: whether cuBLAS may be used."""
+"""By outputs, inputs, whether the matrix lies so, rows, bias, type of the result and device:
+whether cuBLAS may be used."""
 
 
 def product(
@@ -192,7 +193,9 @@ def product(
 ) -> Tensor:
     """x W^T + bias with fp32 sums in one order, rounded once to `dtype` (that of x by default)."""
     dtype = dtype or x_TI.dtype
-    key = (*weight_OI.shape, len(x_TI), bias_O is not None, dtype, x_TI.device)
+    num_out, num_in = weight_OI.shape
+    straight = weight_OI.is_contiguous()
+    key = (num_out, num_in, straight, len(x_TI), bias_O is not None, dtype, x_TI.device)
     equal = _EQUAL.get(key)
     if equal is None:
         if (

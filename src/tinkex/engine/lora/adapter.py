@@ -158,6 +158,18 @@ class Adapter:
                     change(weights[at][start:stop], values[at][start:stop])
                 at += 1
 
+    def twin(self) -> Adapter:
+        """The same weights, not a copy, with gradients of its own."""
+        twin = object.__new__(Adapter)
+        twin.layout, twin.signature, twin.grad = self.layout, self.signature, None
+        twin.flat = self.flat
+        leaves = iter([view.detach().requires_grad_() for view in self.views(self.flat)])
+        twin.groups = {
+            key: group.map([next(leaves) for _ in group.tensors()])
+            for key, group in self.groups.items()
+        }
+        return twin
+
     def frozen_copy(self) -> Adapter:
         """An immutable snapshot, for sampling while training goes on."""
         copy = object.__new__(Adapter)
@@ -304,9 +316,13 @@ class Slot:
 
 
 class LoraBatch:
-    """Contiguous, non-overlapping spans; rows outside all spans see the base model only."""
+    """Contiguous, non-overlapping spans; rows outside all spans see the base model only.
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    With `apart`, a span's gradients are to be a function of its own rows alone, to the bit.
+    """
+
+    def __init__(self, spans: Iterable[Span], *, apart: bool = False) -> None:
+        self.apart = apart
         self.spans = tuple(span for span in spans if span.stop > span.start)
         for left, right in zip(self.spans, self.spans[1:], strict=False):
             assert left.stop <= right.start, "LoRA spans must be sorted and disjoint"
@@ -324,10 +340,11 @@ class LoraBatch:
         rows = np.asarray(rows)
         edges = [(span.start, span.stop) for span in self.spans]
         cuts = np.searchsorted(rows, np.asarray(edges, dtype=np.int64).reshape(-1, 2))
-        return LoraBatch(
+        spans = (
             Span(int(start), int(stop), span.adapter)
             for span, (start, stop) in zip(self.spans, cuts, strict=True)
         )
+        return LoraBatch(spans, apart=self.apart)
 
 
 NO_SLOTS: tuple[Slot, ...] = ()

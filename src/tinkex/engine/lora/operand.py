@@ -4,7 +4,9 @@ Master weights are fp32. A pass on CUDA uses a bf16 copy of an adapter's whole b
 optimizer step. Spans of a batch whose adapters have one layout are a team: their copies are
 stacked, [G, P], and each product serves all of them in one launch. Otherwise each span is a team of
 its own and they take turns. Gradients go to the adapters' own gradient buffers. What an adapter
-adds to a row does not depend on the team: see `lora_kernels`.
+adds to a row does not depend on the team: see `lora_kernels`. Where a span's gradients must not
+depend on it either (`LoraBatch.apart`), spans of one adapter are a team in the forward pass, and
+each is multiplied for itself in the backward pass.
 
 Letters: T tokens, t those of a team, G adapters, P parameters, R ranks of all modules of a linear,
 r of one, I inputs, O outputs.
@@ -13,12 +15,13 @@ r of one, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraPart, Span
@@ -34,8 +37,11 @@ Member = tuple[int, int, Adapter, Tensor, Tensor | None]
 class LoraAddend(Protocol):
     """All adapters of one fused linear in this batch, forward only."""
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor) -> Any:
-        """y += lora(x); returns the inner product, if a backward may need it."""
+    def start(self, x_TI: Tensor) -> Any:
+        """The inner product, which may run beside what the caller launches next."""
+
+    def add_(self, y_TO: Tensor, inner: Any) -> None:
+        """y += the outer product with what `start` gave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,16 @@ class Team:
     """See `lora_kernels`; counted from the team's first row."""
     stops_G: Tensor | None
     """Where each adapter's rows end; None for an adapter alone."""
+    pieces: tuple[slice, ...] = (slice(None),)
+    """Rows of the team that are multiplied for themselves; the adapters are twins then."""
+
+    @classmethod
+    def of_pieces(cls, spans: Sequence[Span], dtype: torch.dtype) -> Team:
+        """Spans of one adapter, or of its twins."""
+        first = spans[0].start
+        whole = cls.of([Span(first, spans[-1].stop, spans[0].adapter)], dtype)
+        pieces = tuple(slice(span.start - first, span.stop - first) for span in spans)
+        return replace(whole, adapters=tuple(span.adapter for span in spans), pieces=pieces)
 
     @classmethod
     def of(cls, spans: Sequence[Span], dtype: torch.dtype) -> Team:
@@ -94,7 +110,7 @@ class Team:
         blocks = [
             (number, at, stop)
             for number, (start, stop) in enumerate(ends)
-            for at in range(start, stop, lora_kernels.TRAINED_ROWS)
+            for at in range(start, stop, lora_kernels.MANY_ROWS)
         ]
         device, copy = adapters[0].flat.device, _copy_of(adapters[0], dtype)
         flat_GP, weights, stops_G = copy.flat[None], copy.weights, None
@@ -107,7 +123,11 @@ class Team:
 
     def product(self, a: Tensor, b_G: Tensor) -> Tensor:
         """Each adapter's rows of `a` times its matrix."""
-        return a @ b_G[0] if self.stops_G is None else _grouped(a, b_G, self.stops_G)
+        if self.stops_G is not None:
+            return _grouped(a, b_G, self.stops_G)
+        if len(self.pieces) == 1:
+            return a @ b_G[0]
+        return torch.cat([a[rows] @ b_G[0] for rows in self.pieces])
 
     def gradient(self, a: Tensor, b: Tensor) -> Tensor:
         """The product of two matrices over each adapter's rows, [G, ...]."""
@@ -117,7 +137,7 @@ class Team:
 
     def expand_(self, y_tO: Tensor, h_tR: Tensor, factor: lora_kernels.Factor) -> None:
         lora_kernels.expand_(
-            y_tO, h_tR, self.flat_GP, factor, self.blocks_M3, rows=lora_kernels.TRAINED_ROWS
+            y_tO, h_tR, self.flat_GP, factor, self.blocks_M3, rows=lora_kernels.MANY_ROWS
         )
 
 
@@ -141,14 +161,15 @@ class Share:
     weights: Weights
     layout: LinearLayout
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor) -> Tensor:
+    def start(self, x_TI: Tensor) -> Tensor:
         team, layout = self.team, self.layout
-        h_tR = lora_kernels.shrink_many(
+        return lora_kernels.shrink_many(
             x_TI[team.rows], team.flat_GP, team.blocks_M3, layout.at, layout.ranks
         )
+
+    def add_(self, y_TO: Tensor, h_tR: Tensor) -> None:
         for factor in self.layout.outer:
-            team.expand_(y_TO[team.rows], h_tR, factor)
-        return h_tR
+            self.team.expand_(y_TO[self.team.rows], h_tR, factor)
 
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Tensor:
         team, dy_tO = self.team, dy_TO[self.team.rows]
@@ -160,12 +181,13 @@ class Share:
         return dh_tR
 
     def gather(
-        self, x_TI: Tensor, h_tR: Tensor, dy_TO: Tensor, dh_tR: Tensor, grads: Weights
+        self, x_TI: Tensor, h_tR: Tensor, dy_TO: Tensor, dh_tR: Tensor, grads: Sequence[Weights]
     ) -> None:
         team, x_tI, dy_tO = self.team, x_TI[self.team.rows], dy_TO[self.team.rows]
-        grads.A.add_(team.gradient(dh_tR, x_tI))
-        for dB, rows, columns, scale in grads.each():
-            dB.add_(team.gradient(dy_tO[:, columns], h_tR[:, rows]), alpha=scale)
+        for own, grad in zip(team.pieces, grads, strict=True):
+            grad.A.add_(team.gradient(dh_tR[own], x_tI[own]))
+            for dB, ranks, columns, scale in grad.each():
+                dB.add_(team.gradient(dy_tO[own, columns], h_tR[own, ranks]), alpha=scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +196,13 @@ class LoraOperand:
 
     shares: tuple[Share, ...]
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor) -> list[Tensor]:
+    def start(self, x_TI: Tensor) -> list[Tensor]:
+        return [share.start(x_TI) for share in self.shares]
+
+    def add_(self, y_TO: Tensor, inner: Sequence[Tensor]) -> None:
         """y += lora(x)."""
-        return [share.add_(y_TO, x_TI) for share in self.shares]
+        for share, h_tR in zip(self.shares, inner, strict=True):
+            share.add_(y_TO, h_tR)
 
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> list[Tensor]:
         """dx += the gradient through the adapters; returns those of the inner products."""
@@ -188,7 +214,7 @@ class LoraOperand:
         inner: Sequence[Tensor],
         dy_TO: Tensor,
         dinner: Sequence[Tensor],
-        grads: Sequence[Weights],
+        grads: Sequence[Sequence[Weights]],
     ) -> None:
         """Add the gradients of A and B to `grads`, which are `BatchLora.grads` of the linear."""
         for share, h_tR, dh_tR, grad in zip(self.shares, inner, dinner, grads, strict=True):
@@ -207,21 +233,25 @@ class BatchLora:
 
     def __init__(self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype) -> None:
         spans = lora.spans if lora is not None else ()
-        together = len(spans) > 1 and _tile(spans, num_rows)
+        apart = lora is not None and lora.apart
+        together = len(spans) > 1 and not apart and _tile(spans, num_rows)
         if together and can_group([span.adapter for span in spans]):
             self._teams = [Team.of(spans, dtype)]
+        elif apart:
+            by_owner = groupby(spans, lambda span: id(span.adapter.flat))
+            self._teams = [Team.of_pieces(list(own), dtype) for _, own in by_owner]
         else:
             self._teams = [Team.of([span], dtype) for span in spans]
-        self.batch, self._dtype = LoraBatch(spans), dtype
+        self.batch, self._dtype = LoraBatch(spans, apart=apart), dtype
         self._operands: dict[str, LoraOperand | None] = {}
-        self._stacks: list[Tensor] = []
-        self._grads: list[Mapping[str, Weights]] = []
+        self._stacks: list[Tensor | None] = []
+        self._grads: list[list[Mapping[str, Weights]]] = []
 
     @classmethod
     def fixed(cls, like: Adapter, flat_1P: Tensor, grad_1P: Tensor, num_rows: int) -> BatchLora:
         """One adapter on all rows, with its weights and gradients where these tensors are."""
         batch = cls(None, num_rows, flat_1P.dtype)
-        blocks = [(0, at, num_rows) for at in range(0, num_rows, lora_kernels.TRAINED_ROWS)]
+        blocks = [(0, at, num_rows) for at in range(0, num_rows, lora_kernels.MANY_ROWS)]
         weights = weights_by_key(like, flat_1P)
         batch._teams = [
             Team(
@@ -229,7 +259,7 @@ class BatchLora:
                 send(blocks, flat_1P.device, torch.int32), None,
             )
         ]  # fmt: skip
-        batch._grads = [weights_by_key(like, grad_1P)]
+        batch._grads = [[weights_by_key(like, grad_1P)]]
         return batch
 
     def get(self, key: str) -> LoraOperand | None:
@@ -242,11 +272,11 @@ class BatchLora:
             self._operands[key] = LoraOperand(tuple(shares)) if shares else None
         return self._operands[key]
 
-    def grads(self, key: str) -> list[Weights]:
-        """Where the gradients of one linear's adapters are gathered."""
+    def grads(self, key: str) -> list[list[Weights]]:
+        """Where the gradients of one linear's adapters are gathered: by team, and by its pieces."""
         if not self._grads:
             self._start()
-        return [by_key[key] for by_key in self._grads if key in by_key]
+        return [[one[key] for one in team] for team in self._grads if key in team[0]]
 
     def members(self, *, with_grads: bool) -> Iterator[Member]:
         """Every adapter by itself, for who makes operands of its own."""
@@ -257,19 +287,23 @@ class BatchLora:
 
     def finish(self) -> None:
         for team, stack_GP in zip(self._teams, self._stacks, strict=False):
-            if len(team.adapters) > 1:
+            if stack_GP is not None:
                 for adapter, grad in zip(team.adapters, stack_GP, strict=True):
                     _grad_of(adapter).add_(grad)
 
     def _start(self) -> None:
         for team in self._teams:
-            first = team.adapters[0]
-            if len(team.adapters) == 1:
-                stack_GP = _grad_of(first)[None]
-            else:
+            first, stack_GP = team.adapters[0], None
+            if team.stops_G is not None:
                 stack_GP = first.flat.new_zeros((len(team.adapters), first.flat.numel()))
+                self._grads.append([weights_by_key(first, stack_GP)])
+            else:
+                own = {
+                    adapter: weights_by_key(first, _grad_of(adapter)[None])
+                    for adapter in dict.fromkeys(team.adapters)
+                }
+                self._grads.append([own[adapter] for adapter in team.adapters])
             self._stacks.append(stack_GP)
-            self._grads.append(weights_by_key(first, stack_GP))
 
 
 def _tile(spans: Sequence[Span], num_rows: int) -> bool:
@@ -295,7 +329,8 @@ class _Copy:
     layouts: Mapping[str, LinearLayout]
 
 
-_COPIES: WeakKeyDictionary[Adapter, _Copy] = WeakKeyDictionary()
+_COPIES = WeakTensorKeyDictionary()
+"""By the adapter's buffer, which twins share."""
 
 
 def low_precision_flat(adapter: Adapter, dtype: torch.dtype) -> Tensor:
@@ -304,11 +339,12 @@ def low_precision_flat(adapter: Adapter, dtype: torch.dtype) -> Tensor:
 
 
 def _copy_of(adapter: Adapter, dtype: torch.dtype) -> _Copy:
-    version, copy = adapter.flat._version, _COPIES.get(adapter)
+    copy: _Copy | None = _COPIES.get(adapter.flat)
+    version = adapter.flat._version
     if copy is None or copy.flat.dtype != dtype:
         flat = adapter.flat.to(dtype)
         weights = weights_by_key(adapter, flat[None])
-        _COPIES[adapter] = copy = _Copy(version, flat, weights, layouts(adapter))
+        _COPIES[adapter.flat] = copy = _Copy(version, flat, weights, layouts(adapter))
     elif copy.version != version:
         copy.flat.copy_(adapter.flat)
         copy.version = version

@@ -23,13 +23,15 @@ from tinkex.engine.transfer import send
 class Slots:
     """Adapters of one layout side by side in low precision. Slot 0 is the base model alone.
 
-    `blocks_M3` says which rows of the batch are whose; see `lora_kernels`.
+    `blocks_M3` says which rows of the batch are whose; see `lora_kernels`. Adapters' inner products
+    run beside the products with the base's weights, on a stream of their own: a decode step is
+    hundreds of small kernels, each of which leaves most of the card idle at its start and end.
     """
 
     def __init__(self, like: Adapter, count: int, dtype: torch.dtype, *, max_rows: int) -> None:
         device, self.count = like.flat.device, count
         self.flat_SP = like.flat.new_zeros((count, like.flat.numel()), dtype=dtype)
-        num_blocks = self.most_blocks(max_rows)
+        num_blocks = -(-max_rows // lora_kernels.ROWS) + count - 2
         self.blocks_M3 = torch.zeros(num_blocks, 3, dtype=torch.int32, device=device)
         widest = max(len(group.a_RI) for group in like.groups.values())
         self.arrived = torch.zeros(num_blocks * widest, dtype=torch.int32, device=device)
@@ -37,14 +39,23 @@ class Slots:
         self._like = like
         self.slot_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
         """Whose each row is, in the order that `place` gives."""
+        self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.operands = {key: SlotLora(self, layout) for key, layout in layouts(like).items()}
 
     def most_blocks(self, num_rows: int) -> int:
         """Blocks that so many rows can need, however they are shared out."""
-        return -(-num_rows // lora_kernels.ROWS) + self.count - 2
+        return -(-num_rows // self.block_rows(num_rows)) + self.count - 2
 
-    def place(self, lora: LoraBatch, num_rows: int) -> list[int]:
-        """Put a batch's adapters into slots; returns its rows in the order the slots want."""
+    def block_rows(self, num_rows: int) -> int:
+        """Rows of a block of a step with so many: of one adapter there may be many."""
+        many = num_rows // (self.count - 1) >= lora_kernels.MANY_ROWS
+        return lora_kernels.MANY_ROWS if many else lora_kernels.ROWS
+
+    def place(self, lora: LoraBatch, num_rows: int, places: int) -> list[int]:
+        """Put a batch's adapters into slots, for a step that was recorded with so many places.
+
+        Returns the rows of the batch in the order the slots want.
+        """
         slot_of = self._assign(list(dict.fromkeys(span.adapter for span in lora.spans)))
         slot_by_row = np.zeros(num_rows, np.int64)
         for span in lora.spans:
@@ -54,7 +65,7 @@ class Slots:
         wanted = [
             (slot, first, stops[slot])
             for slot in range(1, len(stops))
-            for first in range(stops[slot - 1], stops[slot], lora_kernels.ROWS)
+            for first in range(stops[slot - 1], stops[slot], self.block_rows(places))
         ]
         blocks[: len(wanted)] = np.array(wanted, np.int32).reshape(-1, 3)
         self.blocks_M3.copy_(send(blocks, self.blocks_M3.device))
@@ -96,16 +107,32 @@ class SlotExperts:
 
 @dataclass(frozen=True, slots=True)
 class SlotLora:
-    """One linear's adapters of all slots. See `fused`: `add_` is all that decoding asks for."""
+    """One linear's adapters of all slots, forward only; see `operand.LoraAddend`."""
 
     slots: Slots
     layout: LinearLayout
 
-    def add_(self, y_BO: Tensor, x_BI: Tensor) -> None:
-        slots, layout = self.slots, self.layout
-        blocks_M3 = slots.blocks_M3[: slots.most_blocks(len(x_BI))]
-        h_BR = lora_kernels.shrink(
-            x_BI, slots.flat_SP, blocks_M3, slots.arrived, layout.at, layout.ranks
-        )
-        for factor in layout.outer:
-            lora_kernels.expand_(y_BO, h_BR, slots.flat_SP, factor, blocks_M3)
+    def start(self, x_BI: Tensor) -> Tensor:
+        if (beside := self.slots.beside) is None:
+            return self._inner(x_BI)
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            return self._inner(x_BI)
+
+    def _inner(self, x_BI: Tensor) -> Tensor:
+        slots, layout, num_rows = self.slots, self.layout, len(x_BI)
+        return lora_kernels.shrink(
+            x_BI, slots.flat_SP, slots.blocks_M3[: slots.most_blocks(num_rows)], slots.arrived,
+            layout.at, layout.ranks, rows=slots.block_rows(num_rows),
+        )  # fmt: skip
+
+    def add_(self, y_BO: Tensor, h_BR: Tensor) -> None:
+        # What `start` reads and makes is not given to anyone else before the streams meet again.
+        slots, num_rows = self.slots, len(y_BO)
+        if slots.beside is not None:
+            torch.cuda.current_stream().wait_stream(slots.beside)
+        blocks_M3 = slots.blocks_M3[: slots.most_blocks(num_rows)]
+        for factor in self.layout.outer:
+            lora_kernels.expand_(
+                y_BO, h_BR, slots.flat_SP, factor, blocks_M3, rows=slots.block_rows(num_rows)
+            )

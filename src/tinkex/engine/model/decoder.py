@@ -59,6 +59,8 @@ class DecoderLike(Protocol):
     dtype: torch.dtype
     batch_invariant: bool
     """Whether no bit of a row's forward depends on the other rows of a pass."""
+    keeps_pieces_apart: bool
+    """Whether no bit of a piece's gradients (`PackedCausal.pieces`) depends on the other pieces."""
 
     @property
     def vocabulary(self) -> VocabularyPart | None:
@@ -107,6 +109,7 @@ class Decoder:
     """A frozen base model. All methods are functions of their arguments; nothing is kept."""
 
     batch_invariant = False
+    keeps_pieces_apart = False
     vocabulary: VocabularyPart | None = None
 
     def __init__(

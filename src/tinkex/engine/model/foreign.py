@@ -38,6 +38,7 @@ class ForeignDecoder:
     """A transformers model behind the decoder's interface. One thread at a time."""
 
     batch_invariant = False
+    keeps_pieces_apart = False
     vocabulary = None
 
     def __init__(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.sampling import DrawSettings
-from tinkex.engine.model.softmax import log_total, logprobs_of
+from tinkex.engine.model.softmax import HAS_TRITON, log_total, logprobs_of
 from tinkex.engine.transfer import send
 
 EMPTY_LOGPROB = -99999.0
@@ -144,6 +144,16 @@ def _log(total: Tensor) -> Tensor:
 
 def _pick(scaled_NX: Tensor, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
     """(a cell of each row [N], the log of the row's weight [N])."""
+    if scaled_NX.is_cuda and HAS_TRITON:
+        from tinkex.engine.cuda import draw_kernels
+
+        if (picked := draw_kernels.pick(scaled_NX, uniform_N3, _ONE)) is not None:
+            return picked[0], _log(picked[1])
+    return _pick_plainly(scaled_NX, uniform_N3)
+
+
+def _pick_plainly(scaled_NX: Tensor, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
+    """By torch alone: what every device can, and what the kernels are held against."""
     num_rows, num_cells = scaled_NX.shape
     num_groups = -(-num_cells // _GROUP)
     shape = (num_rows, num_groups, _WIDTH, _WIDTH)

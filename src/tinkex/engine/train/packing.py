@@ -3,13 +3,16 @@
 A pass holds whole datums of any number of adapters, ordered so that each adapter's rows (and each
 job's) are contiguous. Packing sees lengths and owners, never tensors of the model. With `alone`
 every datum is a pass of its own, so its bits cannot depend on its company.
+
+Where sums must not depend on who else is in a pass, `pack_pieces` first cuts every virtual shard
+into pieces, by what the shard holds and nothing else, and then fills passes with whole pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,10 @@ class Item:
     datum: int
     length: int
     backward: bool
+    shard: int = 0
+    """Its virtual shard; see `shards`."""
+    piece: int = 0
+    """What its shard's items are summed up in: counted within the shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +49,23 @@ class Pass:
             bounds.append(bounds[-1] + item.length)
         return bounds
 
-    def owner_spans(self) -> list[tuple[int, int, int]]:
-        """(start, stop, owner) for each adapter's contiguous rows."""
-        spans: list[tuple[int, int, int]] = []
-        for item, (start, stop) in zip(self.items, pairwise(self.bounds), strict=True):
-            if spans and spans[-1][2] == item.owner:
-                spans[-1] = (spans[-1][0], stop, item.owner)
-            else:
-                spans.append((start, stop, item.owner))
-        return spans
+    @property
+    def pieces(self) -> list[int]:
+        """How many datums each piece holds, in their order."""
+        return [len(list(group)) for _, group in groupby(self.items, _piece)]
+
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """(start, stop, owner, shard) for the contiguous rows of each adapter and piece."""
+        edges, bounds, at = [], self.bounds, 0
+        for count in self.pieces:
+            first = self.items[at]
+            edges.append((bounds[at], bounds[at + count], first.owner, first.shard))
+            at += count
+        return edges
+
+
+def _piece(item: Item) -> tuple[int, int, int]:
+    return item.owner, item.shard, item.piece
 
 
 def pack(items: Sequence[Item], *, max_tokens: int, alone: bool = False) -> list[Pass]:
@@ -67,6 +82,31 @@ def pack(items: Sequence[Item], *, max_tokens: int, alone: bool = False) -> list
         # Equal lengths side by side share one attention kernel.
         chosen.sort(key=lambda item: (item.owner, item.job, item.length, item.datum))
         passes += [Pass(tuple(group), backward) for group in _fill(chosen, max_tokens)]
+    return passes
+
+
+def pack_pieces(items: Sequence[Item], *, piece_tokens: int, max_tokens: int) -> list[Pass]:
+    """Passes of whole pieces: the first of every shard, then the second of every shard, ..."""
+    passes: list[Pass] = []
+    shards = sorted({(item.owner, item.shard) for item in items})
+    for backward in (True, False):
+        pieces: list[tuple[int, tuple[Item, ...]]] = []
+        for shard in shards:
+            mine = [i for i in items if i.backward == backward and (i.owner, i.shard) == shard]
+            cut = pack(mine, max_tokens=piece_tokens)
+            pieces += [
+                (number, tuple(replace(item, piece=number) for item in one.items))
+                for number, one in enumerate(cut)
+            ]
+        pieces.sort(key=lambda piece: piece[0])
+        group: list[Item] = []
+        for _, piece in pieces:
+            if group and sum(item.length for item in (*group, *piece)) > max_tokens:
+                passes.append(Pass(tuple(group), backward))
+                group = []
+            group += piece
+        if group:
+            passes.append(Pass(tuple(group), backward))
     return passes
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,8 @@ class Run:
     active: NDArray[np.bool_]
     evaluate: Evaluate
     token_local: bool
+    piece: tuple[int, int] = (0, 0)
+    """Rows of different pieces never share a chunk."""
 
     logprobs: Tensor = field(init=False)
     slopes: Tensor | None = None
@@ -74,6 +77,12 @@ def score(
     head = _Head(
         decoder, hidden_TD.detach(), lora, torch.zeros_like(hidden_TD) if backward else None
     )
+    for _, piece in groupby(runs, lambda run: run.piece):
+        _score_piece(head, list(piece), backward, chunk_rows)
+    return head.dhidden_TD
+
+
+def _score_piece(head: _Head, runs: Sequence[Run], backward: bool, chunk_rows: int) -> None:
     local = [run for run in runs if run.token_local]
     whole = [run for run in runs if not run.token_local]
     for rows in _chunks(_rows(local, active=True), chunk_rows):
@@ -87,7 +96,6 @@ def score(
     sloped = [run for run in whole if run.slopes is not None]
     for rows in _chunks(_rows(sloped), chunk_rows):
         head.visit(rows, sloped, evaluate=False, backward=True)
-    return head.dhidden_TD
 
 
 def _rows(runs: Sequence[Run], active: bool | None = None) -> Rows:

@@ -160,7 +160,8 @@ def runs_of(
         task = tasks[item.job]
         datum = task.data[item.datum]
         alone = -1 if task.token_local else item.datum
-        return item.job, alone, datum.targets.shape[1:], sorted(datum.inputs)
+        kind = datum.targets.shape[1:], sorted(datum.inputs)
+        return item.job, (item.shard, item.piece), alone, kind
 
     for _, group in groupby(placed, key):
         entries = list(group)
@@ -179,6 +180,7 @@ def runs_of(
             active=torch.cat([datum.active_T for datum in data]).numpy(),
             evaluate=task.evaluate,
             token_local=task.token_local,
+            piece=(entries[0][0].shard, entries[0][0].piece),
         )
         yield run, [item for item, _ in entries]
 

@@ -45,9 +45,9 @@ from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
 from tinkex.engine.train.losses import Limits, Prepared
 from tinkex.engine.train.optim import OptimizerState, apply_step
-from tinkex.engine.train.packing import Item, Pass, pack
+from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
 from tinkex.engine.train.scoring import score
-from tinkex.engine.train.shards import NUM_SHARDS, tree_sum
+from tinkex.engine.train.shards import tree_sum
 from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
 from tinkex.errors import (
     ConfigError,
@@ -61,6 +61,9 @@ JobError = TinkerError
 """What `train` answers for a job that failed: an `EngineError` is ours, all others the caller's."""
 Gathered = dict[tuple[str, int], Tensor]
 """Gradients by adapter and virtual shard, until they are settled."""
+_PIECE = 4096
+"""Tokens of a virtual shard whose gradients are added up in one product, in deterministic mode. A
+constant: another number gives other bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +75,7 @@ class TrainerConfig:
     activation_bytes: int = 3 << 29
     """What a pass may keep for its backward; what does not fit is computed again there."""
     deterministic: bool = False
-    """A datum's bits never depend on what else is in the batch: where the decoder cannot promise it
+    """A shard's bits never depend on what else is in the batch: where the decoder cannot promise it
     for a packed pass, each datum gets one of its own."""
 
     def __post_init__(self) -> None:
@@ -120,11 +123,21 @@ class ResidentAdapter:
     """Counts changes of the weights."""
     shared: Shared = field(default_factory=Shared)
     """Between `share_gradient` and `add_gradient` a meeting's thread may use it as well."""
+    twins: dict[int, Adapter] = field(default_factory=dict)
+    """Where the gradients of shards go while they are computed side by side."""
 
     @property
     def grad(self) -> Tensor | None:
         """The sum of what was gathered; a copy when there are several shards."""
         return tree_sum(self.grads, torch.add)
+
+    def twin(self, shard: int) -> Adapter:
+        """The adapter, gathering gradients of one shard."""
+        if shard == 0:
+            return self.adapter
+        if shard not in self.twins:
+            self.twins[shard] = self.adapter.twin()
+        return self.twins[shard]
 
     def gather(self, shard: int, grad: Tensor) -> None:
         """Add a gradient, which is the resident's from now on."""
@@ -372,14 +385,16 @@ class Trainer:
     def _forget_passes(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             task.restart()
-            self.adapters[task.job.adapter_id].adapter.drop_grad()
+            resident = self.adapters[task.job.adapter_id]
+            for adapter in (resident.adapter, *resident.twins.values()):
+                adapter.drop_grad()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _run_passes(self, tasks: Sequence[Task], config: TrainerConfig) -> Gathered:
         gathered: Gathered = {}
         owners = list(dict.fromkeys(task.job.adapter_id for task in tasks))
-        adapters = [self.adapters[owner].adapter for owner in owners]
+        shards = [task.shards if config.deterministic else () for task in tasks]
         items = [
             Item(
                 owners.index(task.job.adapter_id),
@@ -387,45 +402,70 @@ class Trainer:
                 d,
                 len(datum.tokens_T),
                 task.needs_backward(datum),
+                shards[j][d] if shards[j] else 0,
             )
             for j, task in enumerate(tasks)
             for d, datum in enumerate(task.data)
         ]
-        alone = config.deterministic and not self.decoder.batch_invariant
-        for shard, mine in _by_shard(items, tasks, config.deterministic):
-            for one in pack(mine, max_tokens=config.max_tokens, alone=alone):
+        for batch in self._batches(items, config):
+            used: dict[tuple[str, int], Adapter] = {}
+            for one in batch:
                 began = time.perf_counter()
                 with exactly(config.deterministic and self.decoder.device.type == "cpu"):
-                    self._run_pass(one, tasks, adapters, config)
+                    self._run_pass(one, tasks, owners, config)
                 seconds_per_token = (time.perf_counter() - began) / one.num_tokens
                 for item in one.items:
                     tasks[item.job].seconds += seconds_per_token * item.length
+                    owner = owners[item.owner]
+                    used[owner, item.shard] = self._gatherer(owner, item.shard)
                 self._after_pass()
-            for owner, adapter in zip(owners, adapters, strict=True):
+            for (owner, shard), adapter in used.items():
                 if adapter.grad is not None:
                     gathered[owner, shard] = adapter.grad
                     adapter.drop_grad()
         return gathered
 
+    def _batches(self, items: Sequence[Item], config: TrainerConfig) -> Iterator[list[Pass]]:
+        """The passes, in batches between which no gradient has to wait for another.
+
+        Shards whose bits are their own in any company go side by side; else one after the other.
+        """
+        if not config.deterministic:
+            yield pack(items, max_tokens=config.max_tokens)
+        elif self.decoder.batch_invariant:
+            together = config.max_tokens if self.decoder.keeps_pieces_apart else 0
+            yield pack_pieces(items, piece_tokens=_PIECE, max_tokens=together)
+        else:
+            for shard in sorted({item.shard for item in items}):
+                mine = [item for item in items if item.shard == shard]
+                yield pack(mine, max_tokens=config.max_tokens, alone=True)
+
+    def _gatherer(self, owner: str, shard: int) -> Adapter:
+        """The adapter, or its twin, that a shard's gradients go to in this pass."""
+        resident = self.adapters[owner]
+        return resident.twin(shard) if self.decoder.batch_invariant else resident.adapter
+
     def _run_pass(
-        self, one: Pass, tasks: Sequence[Task], adapters: Sequence[Adapter], config: TrainerConfig
+        self, one: Pass, tasks: Sequence[Task], owners: Sequence[str], config: TrainerConfig
     ) -> None:
         decoder, device = self.decoder, self.decoder.device
+        exact = config.deterministic and decoder.device.type == "cpu"
+        pieces = one.pieces if config.deterministic and decoder.keeps_pieces_apart else ()
         data = [tasks[item.job].data[item.datum] for item in one.items]
         tokens_T = torch.cat([datum.tokens_T for datum in data]).to(device)
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
-        lora = LoraBatch(Span(a, b, adapters[owner]) for a, b, owner in one.owner_spans())
+        spans = [
+            Span(start, stop, self._gatherer(owners[owner], shard))
+            for start, stop, owner, shard in one.spans()
+        ]
+        lora = LoraBatch(spans, apart=bool(pieces))
         runs = list(runs_of(one, tasks, device))
         routing = _routing(decoder.config, data, device)
         with torch.set_grad_enabled(one.backward):
             hidden_TD = decoder.forward(
                 tokens_T,
                 positions_T,
-                PackedCausal(
-                    one.bounds,
-                    decoder.config.windows,
-                    exact=config.deterministic and decoder.device.type == "cpu",
-                ),
+                PackedCausal(one.bounds, decoder.config.windows, exact=exact, pieces=pieces),
                 lora,
                 room=config.activation_bytes,
                 routing=routing,
@@ -518,16 +558,3 @@ def _routing(config: ModelConfig, data: Sequence[Prepared], device: torch.device
     ]
     given_LTk = torch.cat(rows).transpose(0, 1).contiguous().to(device)
     return Routing(dict(zip(config.expert_layers, given_LTk, strict=True)))
-
-
-def _by_shard(
-    items: Sequence[Item], tasks: Sequence[Task], deterministic: bool
-) -> Iterator[tuple[int, list[Item]]]:
-    """The items of each virtual shard; all in one where the order of sums may vary."""
-    if not deterministic:
-        yield 0, list(items)
-        return
-    shards = [task.shards for task in tasks]
-    for shard in range(NUM_SHARDS):
-        if mine := [item for item in items if shards[item.job][item.datum] == shard]:
-            yield shard, mine
