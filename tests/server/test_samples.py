@@ -241,7 +241,7 @@ def test_the_ledger_forgets_what_was_handed_out(tmp_path: Path) -> None:
     for n in range(50):
         ledger.promised(f"s:{n}")
         if n % 2:
-            ledger.handed_out(f"s:{n}")
+            ledger.handed_out([f"s:{n}"])
     ledger.close()
     again = SampleLedger(tmp_path / "samples.log")
     again.close()
@@ -264,7 +264,7 @@ def test_a_ledger_without_room_promises_nothing_and_spoils_nothing(tmp_path: Pat
     real, ledger._file = ledger._file, HalfWriter(ledger._file)  # type: ignore[assignment]
     with pytest.raises(OSError, match="No space left"):
         ledger.promised("s:2")
-    ledger.handed_out("s:1")  # cannot be noted either, and hurts nobody
+    ledger.handed_out(["s:1"])  # cannot be noted either, and hurts nobody
     ledger._file = real
     ledger.promised("s:3")
     ledger.close()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import orjson
@@ -29,13 +29,13 @@ from tinkex.server.compat.callers import foreign_sees_users, foreign_user
 from tinkex.server.compat.refusals import in_their_words, is_foreign
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import install as console
-from tinkex.server.exchange import let_go, receive_body
+from tinkex.server.exchange import Answer, headers_of, let_go, receive_body
 from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.guard.logs import answering
 from tinkex.server.guard.origin import check_local
-from tinkex.server.guard.quotas import Quotas
+from tinkex.server.guard.quotas import LIMITED_PATHS, Quotas
 from tinkex.server.guard.strangers import Strangers
 from tinkex.server.metrics import Metrics
 from tinkex.server.routes import futures as routes_futures
@@ -82,6 +82,7 @@ SUBMIT_COST = 4096
 _FOR_OPERATORS = frozenset({"/docs", "/redoc", "/openapi.json"})
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
+_ids = random.Random()
 
 
 def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
@@ -186,6 +187,8 @@ class FrontDoor:
         self._max_body_bytes: int = root.state.config.max_body_bytes
         self._bodies: BodyBudget = root.state.bodies
         self._strangers: Strangers = root.state.strangers
+        self._auth: Auth = root.state.auth
+        self._quotas: Quotas = root.state.quotas
         self._log_access: bool = root.state.config.access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,14 +197,15 @@ class FrontDoor:
             return
         started = time.perf_counter()
         status = 500
-        request_id = _request_id(scope)
-        answering.set(request_id.decode())
+        request_id = _request_id(headers_of(scope))
+        answering.set(request_id)
+        id_header = (b"x-request-id", request_id.encode())
 
         async def watch(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                message["headers"] = [*message["headers"], id_header]
             await send(message)
 
         is_post = scope["method"] == "POST"
@@ -211,7 +215,12 @@ class FrontDoor:
         scope["app"] = self._root
         try:
             if hot is not None:
-                await self._answer(hot, scope, receive, watch)
+                response = await self._answer(hot, scope, receive)
+                if isinstance(response, Answer):
+                    status = response.status_code
+                    await _send(response, id_header, send)
+                else:
+                    await response(scope, receive, watch)
             elif foreign is not None:
                 await self._answer_foreign(foreign, scope, receive, watch)
             else:
@@ -228,19 +237,19 @@ class FrontDoor:
                 _log(scope, name, request_id, status, spent_s)
 
     def _check_local(self, scope: Scope) -> None:
-        if self._root.state.auth.is_open:
+        if self._auth.is_open:
             check_local(scope["headers"])
 
     async def _admit(self, user: User, scope: Scope) -> None:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
         scope["tinkex.user"] = user.user_id
-        quotas: Quotas = self._root.state.quotas
-        quotas.note(user)
-        quotas.spend(user.user_id)
+        self._quotas.note(user)
+        self._quotas.spend(user.user_id)
         if scope["method"] == "POST":
             if scope["path"] in _STORES:
                 self._root.state.service.room.require()
-            await quotas.require(user.user_id, scope["path"])
+            if scope["path"] in LIMITED_PATHS:
+                await self._quotas.require(user.user_id, scope["path"])
 
     def _put_off(self, exc: Exception, scope: Scope) -> Exception:
         """A caller whose key is unknown, again and again, is asked to wait."""
@@ -285,11 +294,12 @@ class FrontDoor:
                 response.headers["Connection"] = "close"  # what it goes on sending is not read
         await response(scope, receive, send)
 
-    async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive) -> Response:
         request = Request(scope, receive)
         try:
             self._check_local(scope)
-            user = await current_user(request)
+            key = headers_of(scope).get(b"x-api-key")
+            user = await self._auth.user_of(None if key is None else key.decode("latin-1"))
             await self._admit(user, scope)
             if scope["path"] in _SUBMITS:
                 size = len(await receive_body(request))  # a slow sender must not hold a turn
@@ -301,26 +311,32 @@ class FrontDoor:
             response = problems.response_for(self._put_off(exc, scope))
             if response.status_code in (401, 413):
                 response.headers["Connection"] = "close"  # what it goes on sending is not read
-        await response(scope, receive, send)
+        return response
 
 
-def _request_id(scope: Scope) -> bytes:
+async def _send(response: Answer, id_header: tuple[bytes, bytes], send: Send) -> None:
+    headers = [*response.raw_headers, id_header]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
     """The caller's, when it is plain and short; else a new one."""
-    for name, given in scope["headers"]:
-        if name == b"x-request-id" and _is_plain(given):
-            return bytes(given)
-    return secrets.token_hex(8).encode()
+    given = headers.get(b"x-request-id")
+    if given is not None and _is_plain(given):
+        return given.decode()
+    return f"{_ids.getrandbits(64):016x}"  # it names, and proves nothing
 
 
 def _is_plain(given: bytes) -> bool:
     return 0 < len(given) <= 64 and given.replace(b"-", b"").isalnum()
 
 
-def _log(scope: Scope, route: str, request_id: bytes, status: int, spent_s: float) -> None:
+def _log(scope: Scope, route: str, request_id: str, status: int, spent_s: float) -> None:
     """One line of JSON a request, without queries and bodies: they may hold what is private."""
     line = {
         "at": round(time.time(), 3),
-        "request_id": request_id.decode(),
+        "request_id": request_id,
         "address": scope["client"][0] if scope.get("client") else None,
         "user": scope.get("tinkex.user"),
         "method": scope["method"],

@@ -21,7 +21,7 @@ from tinkex.types import (
     TensorData,
     TopkLogprobs,
 )
-from tinkex.wire import results
+from tinkex.wire import proto_results, results
 from tinkex.wire.generation import JSON, PROTOBUF
 
 __all__ = ["JSON", "PROTOBUF", "metrics_json", "sample_json", "sample_payload", "train_json"]
@@ -34,7 +34,7 @@ def train_payload(result: TrainResult) -> bytes:
     ]
     metrics = {name: float(value) for name, value in result.metrics.items()}
     message = ForwardBackwardOutput(OUTPUT_TYPE, outputs, metrics)
-    return results.encode(message, PROTOBUF).content
+    return proto_results.encode_pass(message)
 
 
 def sample_payload(result: SampleResult) -> bytes:
@@ -47,7 +47,7 @@ def sample_payload(result: SampleResult) -> bytes:
         _alternatives(result.prompt_alt),
         prompt_routed_experts=_experts(result.prompt_routed_experts),
     )
-    return results.encode(message, PROTOBUF).content
+    return proto_results.encode_sample(message)
 
 
 def _sequence(sequence: SampledTokens) -> SampledSequence:

@@ -13,6 +13,7 @@ import orjson
 import zstandard
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from tinkex.server.auth import current_user
@@ -23,6 +24,7 @@ from tinkex.server.service import Service
 from tinkex.wire import json_codec, requests, results
 from tinkex.wire.body import BodyTooLargeError, unpack
 from tinkex.wire.endpoints import ENDPOINTS
+from tinkex.wire.generation import JSON
 from tinkex.wire.requests import Opened
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
@@ -32,6 +34,20 @@ RESERVE_BYTES = 1024 * 1024
 """Reserved at a time for a body that does not say its length."""
 _KEPT = "tinkex.body"
 _HELD = "tinkex.held"
+_HEADERS = "tinkex.headers"
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """A request's headers by their names in lower case, the first of each; made once."""
+    found: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if found is None:
+        found = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return found
+
+
+def header(request: Request, name: bytes) -> str:
+    """One header, empty when it was not sent. Starlette looks through all of them each time."""
+    return headers_of(request.scope).get(name, b"").decode("latin-1")
 
 
 def service_of(request: Request) -> Service:
@@ -52,14 +68,18 @@ async def receive_body(request: Request) -> bytes:
     if kept is not None:
         return kept
     limit = limit_of(request)
-    declared = request.headers.get("content-length", "")
+    declared = header(request, b"content-length")
     reserved = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     if reserved > limit:
         raise _too_large(limit)
     await _reserve(request, reserved)
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
+    size, is_more = 0, True
+    while is_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect()
+        part, is_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         if size > limit:
             raise _too_large(limit)
@@ -74,7 +94,7 @@ async def receive_body(request: Request) -> bytes:
 
 def limit_of(request: Request) -> int:
     """Most bytes the body of this request may have."""
-    kind = request.headers.get("content-type", "")
+    kind = header(request, b"content-type")
     return body_limit(request.scope["path"], kind, service_of(request).config.max_body_bytes)
 
 
@@ -100,8 +120,8 @@ async def read_body(request: Request) -> bytes:
         ApiError: 413 for too much, 415 for a compression we do not know.
     """
     body = await receive_body(request)
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding in ("identity", ""):
+    encoding = header(request, b"content-encoding").strip().lower()
+    if encoding in ("", "identity"):
         return body
     if encoding != "zstd":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
@@ -138,15 +158,18 @@ def _too_large(limit: int) -> ApiError:
 
 async def read(request: Request, name: str) -> Any:
     """The request in the body, judged by the declaration of its endpoint."""
-    opened = await open_body(request, name)
-    return await off_loop(len(opened.content), opened.read)
+    raw = await read_body(request)
+    return await off_loop(len(raw), _judged, name, raw, header(request, b"content-type"))
+
+
+def _judged(name: str, raw: bytes, content_type: str) -> Any:
+    return requests.open_body(name, raw, content_type).read()
 
 
 async def open_body(request: Request, name: str) -> Opened:
     """The body, parsed and not judged yet."""
     raw = await read_body(request)
-    content_type = request.headers.get("content-type")
-    return await off_loop(len(raw), requests.open_body, name, raw, content_type)
+    return await off_loop(len(raw), requests.open_body, name, raw, header(request, b"content-type"))
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -155,10 +178,22 @@ async def read_json(request: Request) -> dict[str, Any]:
     return await off_loop(len(raw), json_codec.loads_object, raw or b"{}")
 
 
-def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Response:
+class Answer(Response):
+    """Bytes of a media type, ready to be sent. What it has it has from the start, so the front
+    door sends it without asking Starlette."""
+
+    def __init__(self, content: bytes, media_type: str = JSON, status_code: int = 200) -> None:
+        self.body, self.status_code, self.background = content, status_code, None
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(content)),
+            (b"content-type", media_type.encode("latin-1")),
+        ]
+
+
+def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Answer:
     """A declared result, or a small object, as JSON."""
     content = results.encode(body).content if isinstance(body, BaseModel) else orjson.dumps(body)
-    return Response(content, status_code=status, media_type="application/json")
+    return Answer(content, status_code=status)
 
 
 def serve(router: APIRouter, name: str, /, **options: Any) -> Callable[[Handler], Handler]:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from bisect import bisect_left
+from collections import Counter as Counted
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from tinkex.server.service import Service
@@ -60,24 +65,64 @@ class SlowRequests:
         return [asdict(one) for one in self._found]
 
 
+class Answered(Collector):
+    """Requests by route: how many of each status, and how long they took.
+
+    Counted in plain integers and told when asked: the counters of the library take a lock each.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counted[tuple[str, int]] = Counted()
+        self._spans: dict[str, list[int]] = {}  # requests of a route by their time
+        self._seconds: dict[str, float] = {}
+
+    def note(self, route: str, status: int, seconds: float) -> None:
+        self._counts[route, status] += 1
+        spans = self._spans.get(route)
+        if spans is None:
+            spans = self._spans[route] = [0] * (len(_BUCKETS) + 1)
+            self._seconds[route] = 0.0
+        spans[bisect_left(_BUCKETS, seconds)] += 1
+        self._seconds[route] += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "tinkex_http_requests", "Requests answered", labels=["route", "status"]
+        )
+        for (route, status), count in self._counts.items():
+            requests.add_metric([route, str(status)], count)
+        latency = HistogramMetricFamily(
+            "tinkex_http_seconds", "Time to answer, polls included", labels=["route"]
+        )
+        bounds = [str(float(bound)) for bound in _BUCKETS] + ["+Inf"]
+        for route, spans in self._spans.items():
+            buckets = list(zip(bounds, map(float, accumulate(spans)), strict=True))
+            latency.add_metric([route], buckets, self._seconds[route])
+        return requests, latency
+
+
+class AnsweredUsers(Collector):
+    """Requests by user and kind of status, counted alike."""
+
+    def __init__(self) -> None:
+        self.counts: Counted[tuple[str, int]] = Counted()
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "tinkex_user_requests", "Requests of a user", labels=["user", "status"]
+        )
+        for (user, kind), count in self.counts.items():
+            requests.add_metric([user, f"{kind}xx"], count)
+        return (requests,)
+
+
 class Metrics:
     """One registry per app, so that several apps live in one process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "tinkex_http_requests",
-            "Requests answered",
-            ["route", "status"],
-            registry=self._registry,
-        )
-        self._latency = Histogram(
-            "tinkex_http_seconds",
-            "Time to answer, polls included",
-            ["route"],
-            buckets=_BUCKETS,
-            registry=self._registry,
-        )
+        self._answered = Answered()
+        self._registry.register(self._answered)
         self._telemetry = Counter(
             "tinkex_client_events", "Events clients reported", ["severity"], registry=self._registry
         )
@@ -94,12 +139,8 @@ class Metrics:
             registry=self._registry,
         )
         self._users = CollectorRegistry()
-        self._user_requests = Counter(
-            "tinkex_user_requests",
-            "Requests of a user",
-            ["user", "status"],
-            registry=self._users,
-        )
+        self._answered_users = AnsweredUsers()
+        self._users.register(self._answered_users)
         self._user_gauges = {
             name: Gauge(f"tinkex_user_{name}", text, ["user"], registry=self._users)
             for name, text in (
@@ -139,7 +180,6 @@ class Metrics:
         self._started = time.monotonic()
         self.slow = SlowRequests()
         self._worst_lag_s = 0.0
-        self._children: dict[tuple[str, int], Any] = {}
 
     @property
     def uptime_s(self) -> float:
@@ -154,19 +194,8 @@ class Metrics:
 
     def observe(self, route: str, status: int, seconds: float, user: str = "") -> None:
         if user:
-            key = (self._name_of(user), status // 100)
-            known = self._children.get(key)
-            if known is None:
-                known = self._children[key] = self._user_requests.labels(key[0], f"{key[1]}xx")
-            known.inc()
-        found = self._children.get((route, status))
-        if found is None:
-            found = self._children[(route, status)] = (
-                self._requests.labels(route, str(status)),
-                self._latency.labels(route),
-            )
-        found[0].inc()
-        found[1].observe(seconds)
+            self._answered_users.counts[self._name_of(user), status // 100] += 1
+        self._answered.note(route, status, seconds)
         if seconds >= SLOW_S:
             self.slow.note(route, status, seconds, user)
 

@@ -146,19 +146,20 @@ def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
 def sample_job(
     asked: SampleRequest,
     *,
+    job_id: str = "",
     base_model: str,
     folder: str | None,
     info: ModelInfo | None,
     tenant: str = "",
     stream: bool = False,
 ) -> SampleJob:
-    """A checked job, its id still empty."""
+    """A checked job."""
     prompt = decode.tokens_of(asked.prompt, "prompt")
     check_tokens(prompt, "prompt", info)
     params = asked.sampling_params
     stop_tokens, stop_strings = read_stop(params.stop, "sampling_params.stop")
     job = SampleJob(
-        job_id="",
+        job_id=job_id,
         base_model=base_model,
         adapter_folder=folder,
         prompt=prompt,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Engine, case, func, select
 
 from tinkex.store import schema
-from tinkex.store.records import UsageCount, UsageRow
+from tinkex.store.records import UsageCount, UsageKind, UsageRow
 from tinkex.store.upsert import insert_or_add
 from tinkex.store.writer import GroupWriter
 
@@ -60,6 +60,24 @@ class Ledger:
         """Count. Returns at once; the rows follow within about a second."""
         with self._lock:
             _sum_up(self._gathered, counts)
+
+    def add_kinds(
+        self,
+        counts: Mapping[UsageKind, float],
+        *,
+        user_id: str,
+        session_id: str | None,
+        model_id: str | None,
+        base_model: str | None,
+        key_id: int | None,
+    ) -> None:
+        """Count several kinds of one piece of work, now. For what happens often."""
+        at, rest = _bucket(time.time()), (base_model or "", "", key_id or 0)
+        who = (at, user_id, session_id or "", model_id or "")
+        with self._lock:
+            for kind, count in counts.items():
+                key = (*who, kind, *rest)
+                self._gathered[key] = self._gathered.get(key, 0.0) + count
 
     @staticmethod
     def write(connection: Connection, counts: Iterable[UsageCount]) -> None:
@@ -131,10 +149,13 @@ def _sum_of(kind: str) -> ColumnElement[float]:
 
 def _sum_up(sums: dict[_Key, float], counts: Iterable[UsageCount]) -> None:
     for c in counts:
-        bucket = int((c.at or time.time()) // BUCKET_S) * BUCKET_S
-        texts = (c.session_id, c.model_id, c.kind, c.base_model, c.project_id)
-        key: Any = (bucket, c.user_id, *(text or "" for text in texts), c.key_id or 0)
+        who = (_bucket(c.at or time.time()), c.user_id, c.session_id or "", c.model_id or "")
+        key = (*who, c.kind, c.base_model or "", c.project_id or "", c.key_id or 0)
         sums[key] = sums.get(key, 0.0) + c.count
+
+
+def _bucket(at: float) -> int:
+    return int(at // BUCKET_S) * BUCKET_S
 
 
 def _add_rows(connection: Connection, sums: dict[_Key, float]) -> None:

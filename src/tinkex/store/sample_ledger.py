@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger("tinkex.store")
@@ -26,14 +27,14 @@ class SampleLedger:
         self._path = file
         self._open: dict[str, None] = {}
         self._compacted_bytes = 0
-        self._whole_bytes = 0  # without a last line that a crash tore
+        self._size_bytes = 0  # without a last line that a crash tore
         self.lost = self._read()
         """What an earlier process promised and never handed out."""
         self._open.update(
             dict.fromkeys(self.lost)
         )  # lost after the next crash too, until asked for
         self._file = file.open("ab", buffering=0)
-        self._file.truncate(self._whole_bytes)
+        self._file.truncate(self._size_bytes)
         self._file.seek(0, os.SEEK_END)
         self._compact()
 
@@ -43,7 +44,7 @@ class SampleLedger:
             lines = self._path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
-        self._whole_bytes = sum(len(line) + 1 for line in lines[:-1])
+        self._size_bytes = sum(len(line) + 1 for line in lines[:-1])
         for line in lines[:-1]:  # a torn last line was never acknowledged
             request_id = line[1:].decode(errors="replace")
             if line[:1] == b"+":
@@ -65,23 +66,26 @@ class SampleLedger:
             del self._open[request_id]
             raise
 
-    def handed_out(self, request_id: str) -> None:
-        if self._open.pop(request_id, "") is None:
-            try:
-                self._write(b"-" + request_id.encode() + b"\n")
-            except OSError as exc:  # after a crash it counts as lost, and is asked for by nobody
-                log.warning("cannot note that %s was handed out: %s", request_id, exc.strerror)
-
-    def _write(self, line: bytes) -> None:
-        size = self._file.tell()
+    def handed_out(self, request_ids: Iterable[str]) -> None:
+        """Note the ends of promises, those it knows, in one write."""
+        known = [name for name in request_ids if self._open.pop(name, "") is None]
+        if not known:
+            return
         try:
-            if self._file.write(line) < len(line):
+            self._write(b"".join(b"-" + name.encode() + b"\n" for name in known))
+        except OSError as exc:  # after a crash they count as lost, and are asked for by nobody
+            log.warning("cannot note that %d were handed out: %s", len(known), exc.strerror)
+
+    def _write(self, lines: bytes) -> None:
+        try:
+            if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self._file.truncate(size)  # half a line would spoil the next
-            self._file.seek(size)
+            self._file.truncate(self._size_bytes)  # half a line would spoil the next
+            self._file.seek(self._size_bytes)
             raise
-        if size > max(self.MAX_BYTES, 2 * self._compacted_bytes):
+        self._size_bytes += len(lines)
+        if self._size_bytes > max(self.MAX_BYTES, 2 * self._compacted_bytes):
             self._compact()
 
     def _compact(self) -> None:
@@ -98,7 +102,8 @@ class SampleLedger:
             log.warning("%s stays as long as it is: %s", self._path, exc.strerror)
             return
         self._file.close()
-        self._file, self._compacted_bytes = file, len(lines)
+        self._file = file
+        self._compacted_bytes = self._size_bytes = len(lines)
 
     def close(self) -> None:
         self._file.close()

@@ -77,13 +77,15 @@ def all_known(kind: type[BaseModel]) -> BeforeValidator:
     another result. Null says nothing, so it may have any name.
     """
 
+    known = dict.fromkeys(kind.model_fields)
+
     def read(value: object) -> object:
         if not isinstance(value, dict):
             return value
         for name, item in value.items():
-            if item is not None and name not in kind.model_fields:
+            if name not in known and item is not None:
                 raise InvalidInputError(
-                    f"there is no such field; there are {', '.join(kind.model_fields)}",
+                    f"there is no such field; there are {', '.join(known)}",
                     path=str(name)[:80],
                 )
         return value

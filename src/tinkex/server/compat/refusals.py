@@ -17,6 +17,7 @@ from tinkex.server import problems
 
 PREFIXES = ("/v1", "/oai/api/v1")
 """OpenAI's own, and the one of the hosted service."""
+_BELOW = tuple(f"{prefix}/" for prefix in PREFIXES)
 _MESSAGES = "/v1/messages"
 _KEPT_HEADERS = ("retry-after", "connection", "allow")
 
@@ -37,7 +38,7 @@ _ANTHROPIC = {
 
 
 def is_foreign(path: str) -> bool:
-    return path.startswith(tuple(f"{prefix}/" for prefix in PREFIXES))
+    return path.startswith(_BELOW)
 
 
 def in_their_words(path: str, ours: Response) -> Response:

@@ -12,11 +12,13 @@ import logging
 import re
 import shutil
 import time
+from functools import lru_cache
 from pathlib import Path
 
 from tinkex.errors import EngineError
 
 log = logging.getLogger(__name__)
+MAX_REMEMBERED = 4096
 _STAMP = "%Y%m%d-%H%M%S"
 _LOT = re.compile(r"\d{8}-\d{6}")
 
@@ -25,8 +27,10 @@ class DataFolder:
     def __init__(self, data_dir: Path) -> None:
         self.root = data_dir.resolve()
         self.quarantine_root = self.root / "quarantine"
+        # Every sample asks, and always for the same few; pathlib takes its time.
+        self.path = lru_cache(MAX_REMEMBERED)(self._path)
 
-    def path(self, name: str) -> Path:
+    def _path(self, name: str) -> Path:
         """Where the folder of a row lies.
 
         Raises:

@@ -21,8 +21,9 @@ WAIT_S = 30.0
 
 def body_limit(path: str, content_type: str, max_body_bytes: int) -> int:
     """Most bytes a body of that route may have, before and after it is unpacked."""
-    # Endpoints of other APIs carry conversations.
-    size = _SIZES.get(path, "medium" if is_foreign(path) else "small")
+    size = _SIZES.get(path)
+    if size is None:  # endpoints of other APIs carry conversations
+        size = "medium" if is_foreign(path) else "small"
     if size != "large":
         return min(MAX_BYTES[size], max_body_bytes)
     is_proto = content_type.startswith("application/x-protobuf")

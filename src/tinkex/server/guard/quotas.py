@@ -81,7 +81,9 @@ COUNTED = ("sessions", "models", "disk_bytes")
 """Those that the database counts."""
 QUOTAS: dict[str, Quota] = {quota.name: quota for quota in _DECLARED}
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BY_PATH = {path: quota for quota in _DECLARED for path in quota.paths}
+_BY_PATH = {f"/api/v1/{path}": quota for quota in _DECLARED for path in quota.paths}
+LIMITED_PATHS = frozenset(_BY_PATH)
+"""Paths of calls that make more of what has a limit."""
 
 
 def check_names(quotas: Mapping[str, Any]) -> None:
@@ -144,7 +146,7 @@ class Quotas:
         if user.quotas:
             self._own[user.user_id] = user.quotas
             _trim(self._own)
-        else:
+        elif self._own:
             self._own.pop(user.user_id, None)
 
     def limit(self, user_id: str, name: str) -> float:
@@ -200,7 +202,7 @@ class Quotas:
         Raises:
             ApiError: 429.
         """
-        quota = _BY_PATH.get(path.removeprefix("/api/v1/"))
+        quota = _BY_PATH.get(path)
         if quota is None or not self.limit(user_id, quota.name):
             return
         found = self._counts.get((user_id, quota.name))

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from tinkex import types
 from tinkex.server import encode
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, read, serve, service_of
+from tinkex.server.exchange import Answer, answer, header, read, serve, service_of
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
@@ -40,7 +40,7 @@ async def retrieve_future(request: Request, user: CurrentUser) -> Response:
     size = outcome.size_bytes
     if asked.allow_metadata_only and size > service.config.metadata_only_bytes:
         return answer(types.CompleteMetadataResponse(response_payload_size=size))
-    response = await _result(promise, outcome, request.headers.get("accept", ""))
+    response = await _result(promise, outcome, header(request, b"accept"))
     service.fetched(promise)
     return response
 
@@ -65,12 +65,12 @@ async def _result(promise: Promise, outcome: Outcome, accept: str) -> Response:
         return answer({"error": outcome.error, "category": category})
     content = await _content(outcome)
     if outcome.kind == "json":
-        return Response(content, media_type=encode.JSON)
+        return Answer(content, encode.JSON)
     if encode.PROTOBUF in accept:
-        return Response(content, media_type=encode.PROTOBUF)
+        return Answer(content, encode.PROTOBUF)
     translate = encode.train_json if outcome.kind == "train" else encode.sample_json
     payload = await off_loop(len(content), translate, content)
-    return Response(payload, media_type=encode.JSON)
+    return Answer(payload, encode.JSON)
 
 
 async def _content(outcome: Outcome) -> bytes:
@@ -155,4 +155,4 @@ async def _frames(
             break
         cursor = entry.cursor
     reasons = [] if found else [{"request_id": p.request_id, **_queue_state(p)} for p in waiting]
-    return Response(made.content(cursor, reasons), media_type=frames.FRAMES)
+    return Answer(made.content(cursor, reasons), frames.FRAMES)

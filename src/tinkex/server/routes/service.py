@@ -10,7 +10,7 @@ from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.compat.callers import foreign_sees_users
-from tinkex.server.exchange import answer, read, serve, service_of
+from tinkex.server.exchange import Answer, answer, read, serve, service_of
 from tinkex.server.guard.connections import ConnectionLimits
 from tinkex.server.problems import problem
 from tinkex.types import (
@@ -23,9 +23,11 @@ from tinkex.types import (
     TelemetrySendRequest,
 )
 from tinkex.types.service.extensions import ProcessRequest
+from tinkex.wire import results
 
 router = APIRouter()
 api = APIRouter(prefix="/api/v1", tags=["service"])
+_ALIVE = results.encode(SessionHeartbeatResponse()).content
 
 # Only what really works is switched on; everything left out keeps the client's default.
 CLIENT_CONFIG: dict[str, Any] = {
@@ -151,7 +153,7 @@ async def create_session(request: Request, user: CurrentUser) -> Response:
 async def session_heartbeat(request: Request, user: CurrentUser) -> Response:
     asked: SessionHeartbeatRequest = await read(request, "session_heartbeat")
     await service_of(request).sessions.heartbeat(user, asked.session_id)
-    return answer(SessionHeartbeatResponse())
+    return Answer(_ALIVE)
 
 
 @serve(api, "telemetry")

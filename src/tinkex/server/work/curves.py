@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.store import Model, Store, StoredCurve, UsageCount
+from tinkex.store import Model, Store, StoredCurve
 
 logger = logging.getLogger(__name__)
 MAX_POINTS = 2048
@@ -149,18 +149,13 @@ class Curves:
         if run is not None:
             run.spent[part] = run.spent.get(part, 0.0) + seconds
             run.busy_until = max(run.busy_until, ended_at)
-        self._store.usage.add(
-            [
-                UsageCount(
-                    kind="device_seconds",
-                    count=seconds,
-                    user_id=model.user_id,
-                    session_id=model.session_id,
-                    model_id=model.model_id,
-                    base_model=model.base_model,
-                    key_id=key_id,
-                )
-            ]
+        self._store.usage.add_kinds(
+            {"device_seconds": seconds},
+            user_id=model.user_id,
+            session_id=model.session_id,
+            model_id=model.model_id,
+            base_model=model.base_model,
+            key_id=key_id,
         )
 
     async def passed(self, model_id: str, metrics: Mapping[str, float]) -> None:

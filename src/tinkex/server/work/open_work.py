@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 from tinkex.server.guard.quotas import Quotas
+from tinkex.server.work.queue import Held
 
 
 class OpenWork:
@@ -41,17 +41,15 @@ class OpenWork:
     def end(self, user_id: str) -> None:
         _less(self._open, user_id)
 
-    @asynccontextmanager
-    async def place(self, user_id: str) -> AsyncIterator[None]:
-        """Wait until the user may have one more at the workers."""
-        await self._acquire(user_id)
-        try:
-            yield
-        finally:
-            _less(self._held, user_id)
-            self._grant(user_id)
+    def place(self, user_id: str) -> Held:
+        """`async with`: wait until the user may have one more at the workers."""
+        return Held(self, user_id)
 
-    async def _acquire(self, user_id: str) -> None:
+    def release(self, user_id: str) -> None:
+        _less(self._held, user_id)
+        self._grant(user_id)
+
+    async def acquire(self, user_id: str, _cost: float = 1.0) -> None:
         if user_id not in self._lines and self._has_room(user_id):
             self._held[user_id] += 1
             return
@@ -72,7 +70,9 @@ class OpenWork:
         return not limit or self._held[user_id] < limit
 
     def _grant(self, user_id: str) -> None:
-        line = self._lines.get(user_id, deque())
+        line = self._lines.get(user_id)
+        if line is None:
+            return
         while line and (line[0].done() or self._has_room(user_id)):
             granted = line.popleft()
             if not granted.done():

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from typing import Protocol
 
 
 class Ticket:
@@ -25,6 +24,28 @@ class Ticket:
         self.user = user
         self.cost = cost
         self.granted = granted
+
+
+class Gate(Protocol):
+    async def acquire(self, user: str, cost: float) -> None: ...
+    def release(self, user: str) -> None: ...
+
+
+class Held:
+    """`async with`: a place at a gate. A class, because a generator costs three times as much."""
+
+    __slots__ = ("_cost", "_gate", "_user")
+
+    def __init__(self, gate: Gate, user: str, cost: float = 1.0) -> None:
+        self._gate = gate
+        self._user = user
+        self._cost = cost
+
+    async def __aenter__(self) -> None:
+        await self._gate.acquire(self._user, self._cost)
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._gate.release(self._user)
 
 
 class FairGate:
@@ -49,13 +70,8 @@ class FairGate:
         self._few = max(places // 16, 1)
         self._grant()
 
-    @asynccontextmanager
-    async def place(self, user: str, cost: float = 1.0) -> AsyncIterator[None]:
-        await self.acquire(user, cost)
-        try:
-            yield
-        finally:
-            self.release(user)
+    def place(self, user: str, cost: float = 1.0) -> Held:
+        return Held(self, user, cost)
 
     async def acquire(self, user: str, cost: float = 1.0) -> None:
         if self._may_take(user) and (not self.num_waiting or self._free <= self._kept_free):

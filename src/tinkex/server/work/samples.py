@@ -33,7 +33,7 @@ from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.origins import Origins
 from tinkex.server.workers.place import Place
-from tinkex.store import SampleLedger, SamplingSession, Store, UsageCount, User
+from tinkex.store import SampleLedger, SamplingSession, Store, UsageKind, User
 from tinkex.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class Samples:
                     path="seq_id",
                 )
             return Accepted(known, _sequence_ids(request_id, asked.num_samples), snapshot)
-        job = await self._job(session, asked)
+        job = await self._job(session, asked, request_id)
         self._check_room(user.user_id)
         self._quotas.check(user.user_id, "result_bytes", self.kept.bytes_of(user.user_id))
         promise = self._start(user, session, request_id, job, digest)
@@ -261,7 +261,8 @@ class Samples:
         """
         self._open_work.require(user_id)
         limit = self._max_queued + self._place.sampling.num_places
-        mine, num_users = self._num_open[user_id], len(self._num_open.keys() | {user_id})
+        mine = self._num_open[user_id]
+        num_users = len(self._num_open) + (user_id not in self._num_open)
         if mine < limit // (num_users + 1) or (len(self._tasks) < limit and mine < limit * 3 // 4):
             return
         raise ApiError(
@@ -279,9 +280,9 @@ class Samples:
         Its tokens are passed to `on_event` while they are made; None: only the whole is wanted.
         """
         session = await self._session_of(user, asked)
-        job = await self._job(session, asked, stream=on_event is not None)
-        self._check_room(user.user_id)
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
+        job = await self._job(session, asked, request_id, stream=on_event is not None)
+        self._check_room(user.user_id)
         promise = Promise(request_id, user.user_id, "Sample")
         task = self._launch(promise, user, session, job, on_event)
         return promise, task, _sequence_ids(request_id, job.num_samples)
@@ -320,12 +321,18 @@ class Samples:
         return f"{session.sampling_session_id}:{number}"
 
     async def _job(
-        self, session: SamplingSession, asked: SampleRequest, *, stream: bool = False
+        self,
+        session: SamplingSession,
+        asked: SampleRequest,
+        request_id: str,
+        *,
+        stream: bool = False,
     ) -> SampleJob:
         info: ModelInfo | None = await self._catalog.info(session.base_model)
         name = session.folder
         job = validation.sample_job(
             asked,
+            job_id=f"{request_id}#1",
             base_model=self._catalog.resolve(session.base_model),
             folder=None if name is None else str(self._shelf.folders.path(name)),
             info=info,
@@ -427,24 +434,19 @@ class Samples:
 
     def _count(self, session: SamplingSession, run: _Run, result: SampleResult) -> None:
         cached = result.prompt_cache_hit_tokens
-        counts = {
+        counts: dict[UsageKind, float] = {
             "sampling_prefill": result.num_prompt_tokens - cached,
             "sampling_prefill_cached": cached,
             "sampling_sample": result.num_sampled_tokens,
             "device_seconds": result.device_seconds,
         }
-        self._store.usage.add(
-            UsageCount(
-                kind=kind,  # type: ignore[arg-type]
-                count=count,
-                user_id=run.user_id,
-                session_id=session.session_id or None,
-                model_id=_model_of(session),
-                base_model=session.base_model,
-                key_id=run.key_id,
-            )
-            for kind, count in counts.items()
-            if count
+        self._store.usage.add_kinds(
+            {kind: count for kind, count in counts.items() if count},
+            user_id=run.user_id,
+            session_id=session.session_id,
+            model_id=_model_of(session),
+            base_model=session.base_model,
+            key_id=run.key_id,
         )
 
     # ------------------------------------------------------------------------ handing out
@@ -464,8 +466,7 @@ class Samples:
             del self._logs[key]
 
     def handed_out(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._ledger.handed_out(request_id)
+        self._ledger.handed_out(request_ids)
 
     def forget(self) -> None:
         """Drop logs nobody asked for in an hour, and losses nobody asked for in a day."""
@@ -553,16 +554,9 @@ class _Run:
         cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
         while True:
             try:
-                slots, line = self.open_work, self.place.sampling
-                async with slots.place(self.user_id), line.place(self.user_id, cost):
-                    await self.place.pool.wait_ready()
-                    await self.prepare()
-                    self.num_sent += 1
-                    job = replace(self.job, job_id=f"{self.promise.request_id}#{self.num_sent}")
-                    self.sent = True
-                    result = await self.place.pool.post(job, self._note)
-                    assert isinstance(result, SampleResult)
-                    return result
+                async with self.open_work.place(self.user_id):
+                    async with self.place.sampling.place(self.user_id, cost):
+                        return await self._attempt()
             except WorkerLostError as exc:
                 self.attempts += not exc.is_blameless
                 self.sent, self.progress = False, ""
@@ -570,6 +564,18 @@ class _Run:
                     raise EngineError(
                         f"The worker died {self.attempts} times while it ran this sample."
                     ) from exc
+
+    async def _attempt(self) -> SampleResult:
+        await self.place.pool.wait_ready()
+        await self.prepare()
+        self.num_sent += 1
+        if self.num_sent > 1:  # a job has a new name each time it is sent
+            name = f"{self.promise.request_id}#{self.num_sent}"
+            self.job = replace(self.job, job_id=name)
+        self.sent = True
+        result = await self.place.pool.post(self.job, self._note)
+        assert isinstance(result, SampleResult)
+        return result
 
     def reason(self) -> str:
         if not self.place.pool.is_ready:
