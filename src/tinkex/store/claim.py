@@ -148,6 +148,9 @@ class Fence:
             self.epoch = int(connection.execute(query).scalar_one()) + 1
             raised = update(schema.meta).where(_epoch_row).values(value=str(self.epoch))
             connection.execute(raised)
+        # Every transaction asks this, so it is compiled once.
+        asked = select(schema.meta.c.value).where(_epoch_row).with_for_update(read=True)
+        self._query = str(asked.compile(engine, compile_kwargs={"literal_binds": True}))
 
     def check(self, connection: Connection) -> None:
         """To be called first in a transaction.
@@ -155,8 +158,7 @@ class Fence:
         Raises:
             FencedError: The epoch is another's.
         """
-        query = select(schema.meta.c.value).where(_epoch_row).with_for_update(read=True)
-        found = connection.execute(query).scalar()
+        found = connection.exec_driver_sql(self._query).scalar()
         if found != str(self.epoch):
             raise FencedError(
                 f"Another server took over this database (epoch {found}, this one has "

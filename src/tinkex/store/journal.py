@@ -300,13 +300,15 @@ def _end_all(connection: Connection, ends: Sequence[_End]) -> list[None]:
     return [None] * len(ends)
 
 
+_RETRIEVED = (
+    update(_table)
+    .where(_table.c.request_id == bindparam("id"))
+    .values(drop_result_at=bindparam("at"))
+)
+
+
 def _mark_retrieved(connection: Connection, marks: Sequence[tuple[str, float]]) -> list[None]:
-    statement = (
-        update(_table)
-        .where(_table.c.request_id == bindparam("id"))
-        .values(drop_result_at=bindparam("at"))
-    )
-    connection.execute(statement, [{"id": request_id, "at": at} for request_id, at in marks])
+    connection.execute(_RETRIEVED, [{"id": request_id, "at": at} for request_id, at in marks])
     return [None] * len(marks)
 
 

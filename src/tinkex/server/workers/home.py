@@ -203,6 +203,8 @@ class Home:
         exact = self._shared.deterministic and job.backward
         pins = {shard: self.seats.index(seat) for shard, seat in self._pins.items()}
         alone = split(costs, [0.0], dict.fromkeys(pins, 0) if exact else None)
+        if len(self.seats) == 1 and not helpers:
+            return alone
         if self._shared.exchange is None or (token_s := self._token_s(job.backward)) is None:
             return alone
         loads = [self._line(seat.member) for seat in self.seats]
