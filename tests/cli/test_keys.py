@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
 from server_process import ServerProcess
+from wire_client import WireClient
 
 
 @pytest.fixture
@@ -157,6 +158,32 @@ def test_an_administrator_disables_enables_and_stops_a_user(server, keys, cli, m
     monkeypatch.setenv("TINKER_API_KEY", ann)
     refused = cli("admin", "disable", "--user", "root")
     assert (refused.code, "needs an admin key" in refused.err) == (1, True)
+
+
+def test_usage_is_shown_by_key(server, keys, cli, monkeypatch):
+    monkeypatch.setenv("TINKER_BASE_URL", server.base_url)
+    admin = keys("add", "--user", "root", "--admin", "--json").json["key"]
+    made = keys("add", "--user", "ann", "--name", "laptop", "--json").json
+    client = WireClient(server.base_url, key=made["key"])
+    model = client.model(client.session())
+    client.result(client.train(model, 1, [1, 2, 3]))
+    client.close()
+    monkeypatch.setenv("TINKER_API_KEY", admin)
+    # What is asked for is told again for a while, so each look asks for another number of lines.
+    for limit in range(5, 105):
+        asked = ("admin", "usage", "--by", "key", "--limit", limit)
+        used = cli(*asked, "--json").json["usage"]
+        if any(one["counts"].get("training") for one in used):
+            break
+        time.sleep(0.1)
+    (one,) = [one for one in used if one["user_id"] == "ann"]
+    assert (one["key_id"], one["key_name"]) == (made["key_id"], "laptop")
+    assert one["counts"]["training"] == 3
+    shown = cli(*asked).out
+    assert "laptop" in shown
+    assert made["key"] not in shown
+    assert model in cli("admin", "usage", "--by", "run").out
+    assert cli("admin", "usage", "--by", "moon").code == 2
 
 
 def test_the_first_key_closes_an_open_server_and_opens_another_address(tmp_path, keys):

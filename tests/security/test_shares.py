@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from app_world import AppWorld, open_app
+from fastapi import Request, Response
 
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.scheduler import Scheduler, SchedulerConfig, Seq
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.queue import FairGate
+from tinkex.store import User
+from tinkex.wire import requests
+from tinkex.wire.requests import Opened
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 HOG, POLITE = "tml-ann", "tml-bob"
@@ -201,3 +207,54 @@ async def test_who_does_not_fetch_is_not_given_more(tmp_path: Path) -> None:
         assert isinstance(await world.result(promise, key=POLITE), bytes)
         for promise in promises:
             assert isinstance(await world.result(promise, key=HOG), bytes)
+
+
+# ------------------------------------------------------------------------------------ API time
+
+
+async def test_a_newcomers_request_is_read_before_the_crowd_of_another(
+    two_keys: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who submits much at once waits behind who submits little, whatever came first."""
+    door = two_keys.app.door
+    monkeypatch.setattr(door, "_turns", FairGate(1))
+    read: list[str] = []
+    may_go = asyncio.Event()
+
+    async def hold(request: Request, user: User) -> Response:
+        await may_go.wait()
+        read.append(user.user_id)
+        return Response(b"{}")
+
+    monkeypatch.setitem(door._hot, "/api/v1/forward_backward", hold)
+    crowd = [
+        asyncio.create_task(two_keys.post("forward_backward", b"x" * 1000, key="tml-bob"))
+        for _ in range(10)
+    ]
+    while door._turns.num_waiting < 9:
+        await asyncio.sleep(0)
+    small = asyncio.create_task(two_keys.post("forward_backward", b"x", key="tml-ann"))
+    while door._turns.num_waiting < 10:
+        await asyncio.sleep(0)
+    may_go.set()
+    await asyncio.gather(*crowd, small)
+    assert read.index("ann") <= 2
+
+
+async def test_a_large_body_is_parsed_off_the_event_loop(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[int, threading.Thread] = {}
+    parse = requests.open_body
+
+    def noted(name: str, raw: bytes, content_type: str | None) -> Opened:
+        threads[len(raw)] = threading.current_thread()
+        return parse(name, raw, content_type)
+
+    monkeypatch.setattr(requests, "open_body", noted)
+    for body in (b'{"a": 1}', b'{"a": [' + b"[]," * 100_000 + b"[]]}"):
+        answer = await app_world.post(
+            "forward_backward", body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400
+        assert (threads[len(body)] is threading.current_thread()) == (len(body) < 100)

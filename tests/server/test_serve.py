@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 from click.testing import CliRunner
 from server_process import ServerProcess
-from wire_client import WireClient
+from wire_client import WireClient, model_body
 
 from tinkex.server.serve import serve
 
@@ -109,4 +109,28 @@ def test_ctrl_c_reaches_the_worker_only_through_the_server(tmp_path: Path) -> No
         os.kill(worker, signal.SIGINT)
         client.model(client.session())
         assert server.worker_pids() == [worker]
+        client.close()
+
+
+def test_a_request_that_does_not_end_ends_with_the_grace(tmp_path: Path) -> None:
+    """And what was accepted goes on after the next start."""
+    settings = tmp_path / "settings.toml"
+    settings.write_text("stop_grace_s = 0.2\n")
+    flags = ("--config", str(settings))
+    with ServerProcess(tmp_path, "--engine", "toy:latency_s=600", *flags) as server:
+        client = WireClient(server.base_url)
+        sample = {
+            "base_model": "toy",
+            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 5},
+        }
+        session = client.session()
+        body = {**model_body(session), "type": "create_model"}
+        promise = client.ok("create_model", body)
+        url = f"{server.base_url}/api/v1/sample_stream"
+        with client.http.stream("POST", url, json=sample):
+            assert server.stop() == 0
+        server._flags = ("--engine", "toy", *flags)
+        server.start()
+        assert client.result(promise)["model_id"]
         client.close()

@@ -11,10 +11,12 @@ async function look() {
   const answer = await fetch("/console/api/server?brief=true").catch(() => null);
   if (!answer || !answer.ok) return;
   const told = await answer.json();
-  for (const place of document.querySelectorAll("[data-rate]")) {
+  // The server adds tokens up every few seconds; in between it tells the same again.
+  const isNew = !before || told.at > before.at;
+  for (const place of before && isNew ? document.querySelectorAll("[data-rate]") : []) {
     const kind = place.dataset.rate;
-    const made = before ? (told.tokens[kind] || 0) - (before.tokens[kind] || 0) : 0;
-    if (before) place.textContent = short(Math.max(0, made / (told.at - before.at)));
+    const made = (told.tokens[kind] || 0) - (before.tokens[kind] || 0);
+    place.textContent = short(Math.max(0, made / (told.at - before.at)));
   }
   for (const line of told.queues) {
     const place = document.querySelector(`[data-waiting="${CSS.escape(line.name)}"]`);
@@ -27,7 +29,7 @@ async function look() {
       if (place) place.textContent = size(bytes);
     }
   }
-  before = told;
+  if (isNew) before = told;
 }
 look();
 setTimeout(look, 1500);
