@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.files import disk
 from tinkex.server.off_loop import off_loop
 from tinkex.server.operations.operation import Conclusion, Operation, Turn
+from tinkex.server.work import replay
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.model_state import ModelState
@@ -91,7 +92,7 @@ class Lane:
         self._wake = asyncio.Event()
         self._gap_timer: asyncio.TimerHandle | None = None
         self._num_launched = 0
-        self._lost_replays: Counter[int] = Counter()  # by the number that was replayed
+        self._lost_replays = replay.LostReplays()
         self._exclusive = asyncio.Lock()
 
     # ------------------------------------------------------------------------ for the outside
@@ -308,31 +309,14 @@ class Lane:
         """Put what followed the snapshot back into the lane, up to what was published."""
         applied = self._applied_seq
         waiting = {n: request for n, request in self._requests.items() if request.mode == "run"}
-        done = [row for row in rows if row.seq_id <= applied and self._had_effect(row)]
-        replays = {row.seq_id: self._replayed(row) for row in done}
         ahead = {n: request for n, request in self._requests.items() if n > applied}
+        replays = replay.replays_of(rows, self.means.operations, through=applied)
         self._requests = ahead | replays | waiting
-        # What lies between was refused, failed or never came: one entry for each stretch of it, so
-        # that a hole costs memory by what stands around it, not by how many numbers it has.
-        at = start + 1
-        for seq_id in sorted(n for n in self._requests if n <= applied):
-            if at < seq_id:
-                self._requests[at] = QueuedRequest(at, mode="skip", through_seq=seq_id - 1)
-            at = seq_id + 1
-        if at <= applied:
-            self._requests[at] = QueuedRequest(at, mode="skip", through_seq=applied)
+        self._requests |= replay.skips_between(self._requests, after=start, through=applied)
         self._next_seq = start + 1
         if replays:
             model_id = self.model.model_id
             logger.info("%s: replaying %d requests after %d", model_id, len(replays), start)
-
-    def _had_effect(self, row: JournalRow) -> bool:
-        return row.state == "done" and self.means.operations[row.kind].changes_state
-
-    def _replayed(self, row: JournalRow) -> QueuedRequest:
-        assert row.body is not None, f"{row.request_id} has no body and no snapshot covers it"
-        operation = self.means.operations[row.kind]
-        return QueuedRequest(row.seq_id, operation, row.request_id, row.body, mode="replay")
 
     def _revived(self, row: JournalRow) -> QueuedRequest:
         """An accepted request from the journal, with a promise that can be polled again."""
@@ -495,7 +479,7 @@ class Lane:
         self._retire(request)
         if request.mode != "run":
             return
-        self._lost_replays.clear()
+        self._lost_replays.forget()
         if request.seq_id == 0 and not outcome.ok:
             self._broken = self._never_created(outcome.error)
         self._tell(request, outcome, usage)
@@ -529,7 +513,8 @@ class Lane:
         self._flights.popleft()
         error = disk.trouble(exc) or str(exc)
         self._settle(request, Outcome(error=error, category="server"))
-        self._count_lost_replay(request, error)
+        if self._lost_replays.is_hopeless(request):
+            self._lose_state(error)
         if request.operation is not None and request.operation.changes_state:
             self._state.distrust()
             await self._take_back(blame=False)
@@ -543,8 +528,8 @@ class Lane:
             for flight in flights
             if blame and flight.request.started_at and _is_suspect(flight.task)
         ]
-        if suspects:  # those behind it had hardly begun
-            self._count_lost_replay(suspects[0], "the worker died")
+        if suspects and self._lost_replays.is_hopeless(suspects[0]):  # the others hardly began
+            self._lose_state("the worker died")
         for request in suspects:
             request.attempts += 1
         for flight in flights:
@@ -553,17 +538,6 @@ class Lane:
             request.started_at, request.progress = 0.0, ""
             if request.attempts >= MAX_ATTEMPTS:
                 self._blame(request)
-
-    def _count_lost_replay(self, request: QueuedRequest, reason: str) -> None:
-        """A replay starts afresh each time, so its failures are counted here.
-
-        By number: what kills a worker does so at the same place again, and a worker that is killed
-        for other reasons is not lost for ever, however often that happens.
-        """
-        if request.mode == "replay":
-            self._lost_replays[request.seq_id] += 1
-            if self._lost_replays[request.seq_id] >= MAX_ATTEMPTS:
-                self._lose_state(reason)
 
     def _lose_state(self, reason: str) -> None:
         logger.error("the state of %s is lost: %s", self.model.model_id, reason)
