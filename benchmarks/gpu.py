@@ -1,6 +1,7 @@
 """Training and sampling at Qwen3-8B shape on one GPU: ours against peft + transformers.
 
     python benchmarks/gpu.py [--no-bar] [--write] [--no-peer] [--only train,tenants,sample]
+    python benchmarks/gpu.py --only moe,hybrid,oss,long,long_decode,whole
 
 Random weights, bf16, rank 32 on every linear of the layers (the peer's users do not adapt the head,
 so neither do we here). Ours and the peer run in one process, one after the other on a freed GPU:
@@ -134,14 +135,36 @@ EVEN = [2048] * 8
 RAGGED = [int(n) for n in np.random.default_rng(0).integers(256, 2049, 8)]
 
 
-def our_train_rates() -> tuple[float, float, float]:
-    """(tokens per second of equal lengths, peak memory in GiB, tokens per second of ragged ones)"""
+SMALLER = 50
+"""GiB: the card's memory, if it had no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRates:
+    """Tokens per second, and GiB."""
+
+    even: float
+    peak: float
+    ragged: float
+    frugal: float
+    """The even lengths where less memory is left for what the backward needs."""
+    frugal_peak: float
+
+
+def our_train_rates() -> TrainRates:
     trainer = our_trainer(1)
-    torch.cuda.reset_peak_memory_stats()
-    even = seconds(lambda: our_step(trainer, [datums(EVEN)]), 5)
-    peak = torch.cuda.max_memory_allocated() / GIB
-    ragged = seconds(lambda: our_step(trainer, [datums(RAGGED)]), 5)
-    return sum(EVEN) / even, peak, sum(RAGGED) / ragged
+
+    def even() -> tuple[float, float]:
+        torch.cuda.reset_peak_memory_stats()
+        took = seconds(lambda: our_step(trainer, [datums(EVEN)]), 5)
+        return sum(EVEN) / took, torch.cuda.max_memory_allocated() / GIB
+
+    rate, peak = even()
+    ragged = sum(RAGGED) / seconds(lambda: our_step(trainer, [datums(RAGGED)]), 5)
+    kept = SHAPE.kept_bytes(EVEN, 2)
+    less = int(kept - max(0.0, peak - SMALLER) * GIB)
+    trainer.config = replace(trainer.config, activation_bytes=less)
+    return TrainRates(rate, peak, ragged, *even())
 
 
 def deterministic_rates() -> tuple[float, float]:
@@ -173,7 +196,8 @@ def deterministic() -> Iterator[None]:
 
 
 def train_figures(flops: float, peers: bool) -> list[report.Figure]:
-    ours, peak, ours_ragged = our_train_rates()
+    rates = our_train_rates()
+    ours = rates.even
     free()
     slower, plain = deterministic_rates()
     free()
@@ -193,10 +217,18 @@ def train_figures(flops: float, peers: bool) -> list[report.Figure]:
             note=f"{achieved / 1e12:.0f} TFLOP/s in matrix products, {achieved / flops:.0%} of "
             f"the card's {flops / 1e12:.0f}",
         ),
-        report.Figure(name="gpu_train_peak_memory", ours=peak, unit="GiB", bar=70),
+        report.Figure(name="gpu_train_peak_memory", ours=rates.peak, unit="GiB", bar=70),
+        report.Figure(
+            name="gpu_train_in_50_GiB",
+            ours=rates.frugal,
+            peer=ours,
+            unit="tokens/s",
+            note=f"peak {rates.frugal_peak:.1f} GiB: some layers keep less and compute it again; "
+            "peer: ours with all the memory it takes",
+        ),
         report.Figure(
             name="gpu_train_ragged",
-            ours=ours_ragged,
+            ours=rates.ragged,
             peer=peer_ragged,
             unit="tokens/s",
             note=f"8 datums of {min(RAGGED)} to {max(RAGGED)} tokens; the peer fills them up",
@@ -509,7 +541,7 @@ def main() -> int:
     figures += train_figures(flops, peers) if "train" in only else []
     figures += tenant_figures() if "tenants" in only else []
     figures += sample_figures(flops, bandwidth, peers) if "sample" in only else []
-    if set(only) & {"moe", "hybrid", "oss", "long", "whole"}:
+    if set(only) & {"moe", "hybrid", "oss", "long", "long_decode", "whole"}:
         import gpu_families
 
         figures += gpu_families.figures(only, peers=peers)

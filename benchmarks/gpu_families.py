@@ -324,6 +324,10 @@ def figures(only: Sequence[str], *, peers: bool = True) -> list[report.Figure]:
             peak = torch.cuda.max_memory_allocated() / GIB
             add(f"gpu_long_train_{length}", rate, None, bar, f"peak {peak:.0f} GiB")
             free()
+        del decoder
+        free()
+    if "long_decode" in only:
+        decoder = decoder_of(config_from_hf(LONG))
         rate = decode_rate(decoder, batch=1, prompt=130_000, new=64)
         add("gpu_long_decode_130000", rate, None, None, "one sample")
         del decoder
