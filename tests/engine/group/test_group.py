@@ -8,7 +8,13 @@ by up to 1.2e-6 of its length, as much as one device's differs from float64's.
 from __future__ import annotations
 
 import filecmp
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +24,7 @@ from training import distance, job, make, train
 
 from tinkex.contract.optimizers import AdamParams, LionParams, MuonParams
 from tinkex.engine import checkpoint, jobs
-from tinkex.errors import InvalidInputError, ModelNotFoundError
+from tinkex.errors import EngineError, InvalidInputError, ModelNotFoundError
 
 KINDS = ("qwen3-yarn", "qwen3_moe", "qwen3_5")
 """Dense, mixture, hybrid."""
@@ -317,6 +323,63 @@ def test_other_calls_are_made_between_the_passes_of_a_job(leader, pair, tmp_path
     train(both.alone, job(data()))
     assert did
     assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
+
+
+@contextmanager
+def little_memory(pid: int, room_bytes: int) -> Iterator[None]:
+    """A process may take so much more memory than it has, and no more."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    before = resource.prlimit(pid, resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + room_bytes
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_AS, before)
+
+
+ROOM_BYTES = 28 << 20
+"""A job of 20,000 tokens needs 100 MB, an eighth of it 12 MB."""
+
+
+def long_data(num: int) -> tuple[jobs.TrainDatum, ...]:
+    return data() * (num // sum(len(datum.tokens) for datum in data()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_a_member_without_memory_fails_the_job_to_blame_and_the_group_goes_on(
+    leader, pair, tmp_path
+):
+    # An eighth of so many tokens is still the whole job.
+    both = pair("qwen3-yarn", max_tokens=1 << 20, activation_bytes=1)
+    start(both, tmp_path)
+    train(both.group, job(data()))  # whatever is imported is imported by now
+    train(both.alone, job(data()))
+    before = leader.group.num_regroups
+    with little_memory(leader.pids[0], ROOM_BYTES):
+        (error,) = both.group.train([job(long_data(20_000))])
+    assert isinstance(error, EngineError)
+    assert re.search("member 1 of the group: .*can't allocate memory", str(error))
+    assert re.search(r"held \d+ tokens; send fewer or shorter datums", str(error))
+    assert leader.group.num_regroups == before + 2, "it was tried twice"
+    train(both.group, job(data()))
+    train(both.alone, job(data()))
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"), FP32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+def test_a_job_that_is_too_large_for_a_member_is_done_in_small_pieces(leader, pair, tmp_path):
+    both = pair("qwen3-yarn", max_tokens=20_000, activation_bytes=1)
+    start(both, tmp_path)
+    train(both.group, job(data()))  # whatever is imported is imported by now
+    train(both.alone, job(data()))
+    before = leader.group.num_regroups
+    with little_memory(leader.pids[0], ROOM_BYTES):
+        train(both.group, job(long_data(20_000)))
+    assert leader.group.num_regroups == before + 1
+    train(both.alone, job(long_data(20_000)))
+    # Sums over many tokens, in another order.
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"), 1e-3)
 
 
 def test_a_refused_call_leaves_the_group_as_it_was(pair, tmp_path):

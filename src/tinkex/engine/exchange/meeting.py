@@ -33,6 +33,9 @@ _POLL_S = 0.0005
 class MeetingLost(EngineError):
     """Another one is gone, or did not come in time."""
 
+    is_late = False
+    """It did not come: nobody knows whether it still lives."""
+
 
 @dataclass(slots=True)
 class Meeting:
@@ -49,6 +52,8 @@ class Meeting:
     waits: bool = True
     """On CUDA: wait on the host until a collective is over, so that the deadline is kept here.
     False: later work waits for it on the device, and a deadline that passes ends the process."""
+    is_broken: bool = False
+    """Somebody said that it will not come to the next collective."""
 
     def run(self, what: str, start: Callable[[Any], Any]) -> None:
         """Take part in a collective.
@@ -62,15 +67,15 @@ class Meeting:
             if self.waits and self.device.type == "cuda":
                 self._await_device(began + self.timeout_s)
         except RuntimeError as exc:
-            waited_s = time.monotonic() - began
+            is_late = time.monotonic() - began >= 0.9 * self.timeout_s
             said = str(exc).splitlines()[0][-200:] if str(exc) else type(exc).__name__
-            if waited_s >= 0.9 * self.timeout_s:
+            if is_late:
                 text = f"another one did not come to {what} within {self.timeout_s:g} s"
             else:
                 text = f"another one is gone in the middle of {what}"
-            raise MeetingLost(
-                f"member {self.rank} of {self.size} says that {text} ({said})"
-            ) from exc
+            lost = MeetingLost(f"member {self.rank} of {self.size} says that {text} ({said})")
+            lost.is_late = is_late
+            raise lost from exc
 
     def _await_device(self, deadline: float) -> None:
         event = torch.cuda.Event()
@@ -80,6 +85,21 @@ class Meeting:
                 self.backend.abort()
                 raise RuntimeError("aborted")
             time.sleep(_POLL_S)
+
+    def break_off(self) -> None:
+        """From any thread: have whoever waits in a collective give it up."""
+        self.is_broken = True
+        if self.device.type == "cuda":  # others notice a socket that is closed, not a card
+            self.backend.abort()
+
+    def check(self) -> None:
+        """What the last collective gave is not to be used when the meeting was broken off.
+
+        Raises:
+            MeetingLost: It was.
+        """
+        if self.is_broken:
+            raise MeetingLost("another one gave up")
 
     def close(self) -> None:
         """Leave. The others notice when they next wait for this one."""

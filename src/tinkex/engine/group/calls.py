@@ -11,7 +11,8 @@ Objects that calls are made on (decoders, trainers, samplers, snapshots) have nu
 hold an object as long as the leader does.
 
 Nothing may drift apart in silence: with each call travels the number of collectives so far, and
-each follower says how the call ended. Where it ended differently, the group ends.
+each follower says how the call ended. Where it ended differently, the group ends. A member without
+memory for a pass says so to all (`Trouble`), past whatever they wait for.
 """
 
 from __future__ import annotations
@@ -78,6 +79,13 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Resume:
     """Go on with the training job that was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """A member gives up a pass, for want of memory; all meet anew."""
+
+    num_regroups: int
 
 
 @dataclass(frozen=True, slots=True)

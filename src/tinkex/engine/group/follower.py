@@ -27,6 +27,7 @@ from tinkex.engine.group.calls import (
     Ref,
     Resume,
     Start,
+    Trouble,
     prepare_device,
 )
 from tinkex.engine.group.group import Group, end, form
@@ -41,6 +42,7 @@ class Follower(Member):
     def __init__(self, group: Group, pipe: Connection) -> None:
         super().__init__(group)
         self._pipe = pipe
+        group.on_trouble = lambda number: pipe.send(Trouble(number))
         self._objects: dict[int, Any] = {SELF: self}
         self._inbox: queue.SimpleQueue[Call | Resume] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="calls", daemon=True).start()
@@ -49,9 +51,13 @@ class Follower(Member):
         """In a thread, so that the leader's end is noticed in the middle of a pass too."""
         while True:
             try:
-                self._inbox.put(self._pipe.recv())
+                message = self._pipe.recv()
             except (EOFError, OSError):
                 os._exit(0)
+            if isinstance(message, Trouble):
+                self.group.hear_trouble(message.num_regroups)
+            else:
+                self._inbox.put(message)
 
     def serve(self) -> None:
         while True:

@@ -4,7 +4,8 @@ A group is k processes with a device each that hold one base model together. All
 same code on the same inputs; where a tensor is cut, they meet in a collective (`exchange.meeting`),
 which has a deadline. A member that dies or hangs can leave the others with half of a sum, so there
 is nothing to go on from: the process says what happened and ends, and whoever supervises the group
-starts it again.
+starts it again. One thing is forgiven: a member that lives and cannot finish a training pass, for
+want of memory, gives the pass up; all others then do too, and they meet anew (`regroup`).
 
 `enter` and `leave` are the two edges of a block of cut linears. Behind `enter` every member has all
 of the input and computes its part; `leave` adds the parts up. In the backward pass the roles
@@ -13,9 +14,10 @@ change: `enter` adds up, `leave` hands on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +31,7 @@ log = logging.getLogger(__name__)
 LOST = 75
 """The exit code of a member that lost the others (EX_TEMPFAIL: try again)."""
 MAX_MEMBERS = 16
+_TROUBLE_BYTES = 512
 
 
 def end(text: str) -> NoReturn:
@@ -49,6 +52,13 @@ class Group:
     num_meetings: int = 0
     """Collectives so far. Equal for all members between two calls, or the group is broken."""
     on_loss: Callable[[str], NoReturn] = end
+    place: str = ""
+    """Where they met first; they meet anew beside it."""
+    num_regroups: int = 0
+    on_trouble: Callable[[int], None] = lambda num_regroups: None
+    """Tells the others that this one gives up a pass."""
+    is_forgiving: bool = False
+    """A collective that fails is raised (`MeetingLost`) when it may be for want of memory."""
 
     @property
     def rank(self) -> int:
@@ -112,9 +122,58 @@ class Group:
         try:
             result = collective(part)
         except MeetingLost as exc:
+            if self.is_forgiving and not exc.is_late:
+                raise
             self.on_loss(str(exc))
         self.num_meetings += 1
         return result
+
+    # ------------------------------------------------------------------------- when one gives up
+
+    @contextlib.contextmanager
+    def forgiving(self, is_forgiving: bool = True) -> Iterator[None]:
+        before, self.is_forgiving = self.is_forgiving, is_forgiving
+        try:
+            yield
+        finally:
+            self.is_forgiving = before
+
+    def finish(self) -> None:
+        """Wait until all have finished a pass; from here on none can give it up.
+
+        Raises:
+            MeetingLost: One has given it up.
+        """
+        self.all_agree(True)  # read on the host, so that what it waited for is over
+        self.meeting.check()
+
+    def regroup(self, trouble: str) -> list[str]:
+        """Meet anew after a pass that was given up; gives everybody's trouble, by rank."""
+        if trouble:
+            self.on_trouble(self.num_regroups)
+        before, self.num_regroups = self.meeting, self.num_regroups + 1
+        before.close()
+        try:
+            self.meeting = meet(
+                before.rank,
+                before.size,
+                before.device,
+                f"file:{self.place}-{self.num_regroups}",
+                timeout_s=before.timeout_s,
+                waits=False,
+            )
+        except MeetingLost as exc:
+            self.on_loss(str(exc))
+        self.num_meetings = -self.least(-self.num_meetings)  # they were not at the same point
+        text = trouble.encode()[:_TROUBLE_BYTES].ljust(_TROUBLE_BYTES, b" ")
+        said = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        every = [bytes(row.cpu().numpy()) for row in self.parts(said)]
+        return [row.decode(errors="replace").strip() for row in every]
+
+    def hear_trouble(self, num_regroups: int) -> None:
+        """Another one gives up the pass. Called from another thread than the one that computes."""
+        if num_regroups == self.num_regroups:
+            self.meeting.break_off()
 
     # ----------------------------------------------------------------------- edges of a block
 
@@ -163,4 +222,5 @@ def form(
     """
     # A wait on the host for each sum would cost more than the sum: on CUDA the device waits.
     place = f"file:{meeting_place}"
-    return Group(meet(rank, size, device, place, timeout_s=timeout_s, waits=False), exact)
+    meeting = meet(rank, size, device, place, timeout_s=timeout_s, waits=False)
+    return Group(meeting, exact, place=meeting_place)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from tinkex.engine.group.calls import (
     Ref,
     Resume,
     Start,
+    Trouble,
 )
 from tinkex.engine.group.cut import check_divides
 from tinkex.engine.group.decoder import GroupDecoder, load_part
@@ -60,6 +62,7 @@ from tinkex.errors import (
 
 log = logging.getLogger(__name__)
 Emit = Callable[[jobs.Event], None]
+_FOLDER = "tinkex-group-"
 
 
 class Leader(Member):
@@ -85,7 +88,9 @@ class Leader(Member):
         self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._is_closing = False
         self._losing = threading.Lock()
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="tinkex-group-"))
+        self._telling = threading.Lock()
+        _clear_folders()
+        self._folder = folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-"))
         try:
             for rank, name in enumerate(devices[1:], 1):
                 start = Start(rank, size, name, exact, timeout_s, threads, log.getEffectiveLevel())
@@ -97,8 +102,7 @@ class Leader(Member):
             self._end_followers()
             raise
         group.on_loss = self._lose
-        if device.type == "cpu":  # NCCL looks into its store later too
-            shutil.rmtree(folder, ignore_errors=True)
+        group.on_trouble = lambda number: self._tell(Trouble(number))
         super().__init__(group)
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._gone: deque[int] = deque()
@@ -140,12 +144,16 @@ class Leader(Member):
     def _listen(self, rank: int, pipe: Connection) -> None:
         while True:
             try:
-                ended: Ended = pipe.recv()
+                message: Ended | Trouble = pipe.recv()
             except (EOFError, OSError):
                 if not self._is_closing:
                     self._lose(f"member {rank} is gone")
                 return
-            self._note(ended.number, ended.error)
+            if isinstance(message, Trouble):
+                self.group.hear_trouble(message.num_regroups)
+                self._tell(message, but=rank)
+            else:
+                self._note(message.number, message.error)
 
     def _lose(self, text: str) -> NoReturn:
         if not self._losing.acquire(blocking=False):
@@ -218,10 +226,13 @@ class Leader(Member):
         self._tell(Resume())
         self._is_inside = True
 
-    def _tell(self, message: Any) -> None:
+    def _tell(self, message: Any, but: int = 0) -> None:
         for rank, (_, pipe) in enumerate(self._followers, 1):
+            if rank == but:
+                continue
             try:
-                pipe.send(message)
+                with self._telling:  # troubles are handed on by the threads that listen
+                    pipe.send(message)
             except OSError:
                 if not self._is_closing:
                     self._lose(f"member {rank} is gone")
@@ -332,6 +343,14 @@ def check_models(names: Sequence[str], size: int) -> None:
             continue
         except NotSupportedError as exc:
             raise ConfigError(str(exc)) from exc
+
+
+def _clear_folders() -> None:
+    """Remove what leaders that were killed left behind."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdigit() and Path("/proc").exists() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kind(ending: str) -> str:

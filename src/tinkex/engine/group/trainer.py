@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tinkex.engine import checkpoint
 from tinkex.engine.exchange import gradient_file
+from tinkex.engine.exchange.meeting import MeetingLost
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.adapters import AdapterCut, CutAdapter
 from tinkex.engine.group.decoder import GroupDecoder
@@ -32,8 +33,15 @@ from tinkex.engine.lora.adapter import Adapter, Kind, fresh_adapter
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import Detokenize
 from tinkex.engine.train.optim import OptimizerState
+from tinkex.engine.train.packing import Pass
 from tinkex.engine.train.tasks import Task
-from tinkex.engine.train.trainer import Gathered, Trainer, TrainerConfig
+from tinkex.engine.train.trainer import (
+    Gathered,
+    Trainer,
+    TrainerConfig,
+    given_up,
+    is_out_of_memory,
+)
 from tinkex.errors import EngineError
 
 
@@ -53,8 +61,13 @@ class GroupTrainer(Trainer):
         config = config or TrainerConfig.for_device(group.device, deterministic=group.exact)
         # All recompute, or nobody does.
         config = replace(config, activation_bytes=group.least(config.activation_bytes))
+
+        def strictly() -> None:
+            with group.forgiving(False):  # what is done between two passes has rules of its own
+                after_pass()
+
         super().__init__(
-            decoder, base_model=base_model, config=config, after_pass=after_pass, base=base
+            decoder, base_model=base_model, config=config, after_pass=strictly, base=base
         )
         self._group = group
 
@@ -127,8 +140,31 @@ class GroupTrainer(Trainer):
         return adapter
 
     def _run(self, tasks: Sequence[Task]) -> Gathered:
-        """All passes, once: a member that runs out of memory cannot try again by itself."""
-        return self._run_passes(tasks, self.config)
+        """All passes; when the memory of one member runs out, all try once more in small pieces."""
+        troubles: list[str] = []
+        for config in (self.config, self._frugal):
+            trouble = ""
+            try:
+                with self._group.forgiving():
+                    return self._run_passes(tasks, config)
+            except MeetingLost:
+                pass  # another one gave up, and says why
+            except (RuntimeError, MemoryError) as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                trouble = f"member {self._group.rank} of the group: {exc}"
+            self._forget_passes(tasks)
+            with self._group.forgiving(False):
+                troubles = [text for text in self._group.regroup(trouble) if text]
+            if not troubles:
+                self._group.on_loss("the members lost each other, and none knows why")
+        return given_up(tasks, troubles[0], for_memory=True)
+
+    def _run_pass(
+        self, one: Pass, tasks: Sequence[Task], owners: Sequence[str], config: TrainerConfig
+    ) -> None:
+        super()._run_pass(one, tasks, owners, config)
+        self._group.finish()
 
     # ------------------------------------------------------------------------ gradients as files
 

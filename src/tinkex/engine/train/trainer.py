@@ -353,34 +353,29 @@ class Trainer:
         Others may train between two passes (`after_pass`), so what is gathered here is nobody
         else's until it is settled.
         """
-        config = self.config
-        frugal = replace(
-            config,
-            max_tokens=max(1, config.max_tokens // 8),
-            head_rows=max(1, config.head_rows // 8),
-            activation_bytes=1,
-        )
         try:
             try:
-                return self._run_passes(tasks, config)
+                return self._run_passes(tasks, self.config)
             except (RuntimeError, MemoryError) as exc:
                 if not is_out_of_memory(exc):
                     raise
                 self._forget_passes(tasks)
-                return self._run_passes(tasks, frugal)
+                return self._run_passes(tasks, self._frugal)
         except (RuntimeError, MemoryError) as exc:
             # Torch's own faults are RuntimeErrors too. No job has been committed yet, so every
             # adapter is as it was.
             self._forget_passes(tasks)
-            num_tokens = sum(task.num_tokens for task in tasks)
-            advice = (
-                f". The pass held {num_tokens} tokens; send fewer or shorter datums at a time"
-                if is_out_of_memory(exc)
-                else ""
-            )
-            for task in tasks:
-                task.error = EngineError(f"the training pass failed: {exc}{advice}")
-            return {}
+            return given_up(tasks, str(exc), for_memory=is_out_of_memory(exc))
+
+    @property
+    def _frugal(self) -> TrainerConfig:
+        """Pieces an eighth the size, for another try with less memory."""
+        return replace(
+            self.config,
+            max_tokens=max(1, self.config.max_tokens // 8),
+            head_rows=max(1, self.config.head_rows // 8),
+            activation_bytes=1,
+        )
 
     def _forget_passes(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
@@ -516,6 +511,15 @@ class Trainer:
                 for index in good:
                     mine[index].error = InvalidInputError(DIVERGED.format(what="gradient is"))
         return again
+
+
+def given_up(tasks: Sequence[Task], why: str, *, for_memory: bool) -> Gathered:
+    """All tasks have failed, with numbers and advice."""
+    num_tokens = sum(task.num_tokens for task in tasks)
+    advice = f". The pass held {num_tokens} tokens; send fewer or shorter datums at a time"
+    for task in tasks:
+        task.error = EngineError(f"the training pass failed: {why}{advice if for_memory else ''}")
+    return {}
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
