@@ -14,6 +14,9 @@ VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests start hundreds of programs: without kept bytecode each compiles its modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
 
 venv: $(STAMP)
