@@ -72,7 +72,8 @@ async def receive_body(request: Request) -> bytes:
     reserved = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     if reserved > limit:
         raise _too_large(limit)
-    await _reserve(request, reserved)
+    if reserved >= SMALL_BODY_BYTES:
+        await _reserve(request, reserved)
     parts: list[bytes] = []
     size, is_more = 0, True
     while is_more:

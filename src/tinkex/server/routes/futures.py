@@ -25,6 +25,8 @@ from tinkex.types.service.extensions import CancelFutureResponse
 from tinkex.wire import frames
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
+GATHER_S = 0.002
+"""How long a result waits for others of its poller that are under way."""
 MAX_REASONS = 256
 """Samples of a poll that are told why they wait, the oldest first."""
 
@@ -111,6 +113,9 @@ async def retrieve_futures(request: Request, user: CurrentUser) -> Response:
     found = log.after(cursor)
     if not found and not service.stopping.is_set():
         found = await log.wait_after(cursor, min(hold_s, service.config.hold_s))
+        if found and service.samples.waiting(session.sampling_session_id, clone, 1):
+            await asyncio.sleep(GATHER_S)  # samples of a batch end together: one answer for many
+            found = log.after(cursor)
     service.samples.leave_log(session.sampling_session_id, clone)
     if asked.inline_results:
         waiting = service.samples.waiting(session.sampling_session_id, clone, MAX_REASONS)

@@ -38,11 +38,12 @@ def split(
     Args:
         pins: The place of each virtual shard that has one; None: there are no shards.
     """
-    shards: list[int] = []
-    if pins is None:
+    shards = [] if pins is None else deal(costs)
+    if len(loads) == 1:
+        places = [0] * len(costs)
+    elif pins is None:
         places = deal(costs, len(loads), loads)
     else:
-        shards = deal(costs)
         places_of = _places_of_shards(costs, shards, loads, pins)
         places = [places_of[shard] for shard in shards]
     parts = []
