@@ -14,6 +14,8 @@ from pools import EngineWorker, Run, always_split, opened, torch_member
 from tinkex.engine.exchange import meetings
 from tinkex.engine.exchange.meeting import Meeting, MeetingLost
 from tinkex.engine.exchange.reduction import reduce
+from tinkex.server.config import ServerConfig
+from tinkex.server.serve import make_pool
 from tinkex.server.workers import exchange
 
 Reduce = Callable[..., Any]
@@ -33,6 +35,24 @@ async def run_of(size: int, tiny: str, folder: Path, timeout_s: float) -> tuple[
         await run.until_shared(size)
         await run.steps(3)
         return run.seen, await run.saved(folder / "end"), pool.exchange
+
+
+@pytest.mark.parametrize(
+    ("settings", "meets"),
+    [
+        ({}, True),
+        ({"meeting_timeout_s": 0.0}, False),
+        ({"engine": "toy"}, False),
+        ({"group_size": 2}, False),
+    ],
+)
+def test_who_meets_is_a_matter_of_settings(
+    tmp_path: Path, settings: dict[str, Any], meets: bool
+) -> None:
+    config = ServerConfig(data_dir=tmp_path, devices=("cpu",), num_workers=2, **settings)
+    used = make_pool(config).exchange
+    assert used is not None
+    assert used.meets == meets
 
 
 def cannot_meet(*_: Any, **__: Any) -> Meeting:

@@ -30,6 +30,7 @@ _MAY_BE_ZERO = frozenset(
     {
         "port",
         "num_workers",
+        "meeting_timeout_s",
         "parent_pid",
         "min_free_bytes",
         "max_user_disk_bytes",

@@ -94,6 +94,11 @@ class Exchange:
         self._failed_at: dict[frozenset[tuple[int, int]], float] = {}
         self._turn = asyncio.Lock()
 
+    @property
+    def meets(self) -> bool:
+        """Whether members meet at all, or only use files."""
+        return self._timeout_s > 0
+
     async def bring(
         self, adapter_id: str, seats: Sequence[Seat], holders: Sequence[Seat]
     ) -> Brought:
@@ -143,7 +148,7 @@ class Exchange:
     # ------------------------------------------------------------------------ meetings
 
     def _may_meet(self, seats: Sequence[Seat]) -> bool:
-        if not self._timeout_s or len(seats) < 2:
+        if not self.meets or len(seats) < 2:
             return False
         failed_at = self._failed_at.get(_key(seats))
         return failed_at is None or time.monotonic() - failed_at > AGAIN_S
