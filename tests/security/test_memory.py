@@ -62,10 +62,10 @@ async def test_work_that_is_cancelled_while_it_waits_for_its_user_is_forgotten()
     open_work = OpenWork(SimpleNamespace(limit=lambda user_id, name: 1))  # type: ignore[arg-type]
     held = open_work.place("eve")
     await held.__aenter__()
-    first = asyncio.create_task(open_work._acquire("eve"))
+    first = asyncio.create_task(open_work.acquire("eve"))
     await asyncio.sleep(0)
     for _ in range(100):
-        waiting = asyncio.create_task(open_work._acquire("eve"))
+        waiting = asyncio.create_task(open_work.acquire("eve"))
         await asyncio.sleep(0)
         await _cancelled(waiting)
     assert len(open_work._lines["eve"]) == 1

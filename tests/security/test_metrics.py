@@ -72,7 +72,7 @@ def test_the_number_of_named_users_has_a_bound() -> None:
     for number in range(MAX_USERS + 50):
         metrics.observe("/x", 200, 0.1, f"user{number}")
     assert {metrics._name_of(f"user{n}") for n in range(MAX_USERS, MAX_USERS + 50)} == {"other"}
-    assert len({key for key in metrics._children if key[1] == 2}) == MAX_USERS + 1
+    assert len({key for key in metrics._answered_users.counts if key[1] == 2}) == MAX_USERS + 1
 
 
 def test_memory_travels_with_the_pulse() -> None:

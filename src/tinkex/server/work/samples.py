@@ -376,7 +376,7 @@ class Samples:
     def _dropped(self, promise: Promise) -> None:
         """It was fetched, or nobody came for it in time."""
         self.kept.drop(promise)
-        self._ledger.handed_out(promise.request_id)
+        self._ledger.handed_out([promise.request_id])
         self._hashes.pop(promise.request_id, None)
 
     def waiting(self, sampling_session_id: str, clone: int, limit: int) -> list[Promise]:
