@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -183,12 +184,25 @@ class Shelf:
         """Nobody writes there any more; when no row points at it by now, it is a stray."""
         self._in_progress.discard(str(folder))
 
-    def discard(self, folder: Path) -> None:
+    def discard(self, folder: Path) -> asyncio.Task[None]:
         """A save failed: clear what it left, because a full disk may be the reason."""
         self.abandon(folder)
         task = asyncio.create_task(self._clear(folder))
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
+        return task
+
+    @contextlib.asynccontextmanager
+    async def making(self, target: TinkerPath) -> AsyncIterator[Path]:
+        """A new folder for `target`. When the block fails, nothing of it is left."""
+        folder = self.new_folder(target)
+        try:
+            yield folder
+        except BaseException as failed:
+            clearing = self.discard(folder)
+            if isinstance(failed, Exception):  # before anyone is told
+                await asyncio.shield(clearing)
+            raise
 
     async def _clear(self, folder: Path) -> None:
         name = self.folders.name(folder)
@@ -233,25 +247,21 @@ class Shelf:
         self, source: Checkpoint, target: TinkerPath, user: User, **changes: object
     ) -> Checkpoint:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
-        folder = self.new_folder(target)
-        try:
+        async with self.making(target) as folder:
             await asyncio.to_thread(_copy_folder, await self.folder_of(source), folder)
-        except BaseException:
-            self.discard(folder)
-            raise
-        made = replace(
-            source,
-            path=str(target),
-            model_id=target.run_id,
-            user_id=user.user_id,
-            name=target.name,
-            folder=self.folders.name(folder),
-            public=False,
-            created_at=time.time(),
-            request_id=None,
-            **changes,  # type: ignore[arg-type]
-        )
-        await self.register(made)
+            made = replace(
+                source,
+                path=str(target),
+                model_id=target.run_id,
+                user_id=user.user_id,
+                name=target.name,
+                folder=self.folders.name(folder),
+                public=False,
+                created_at=time.time(),
+                request_id=None,
+                **changes,  # type: ignore[arg-type]
+            )
+            await self.register(made)
         return made
 
     async def expire(self, now: float | None = None) -> int:

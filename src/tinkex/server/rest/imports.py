@@ -51,15 +51,11 @@ async def import_checkpoint(
     service.room.require()
     body = await read_body(request)
     target = TinkerPath(f"{uuid.uuid4()}:train:0", "weights", name)
-    folder = service.shelf.new_folder(target)
-    try:
+    async with service.shelf.making(target) as folder:
         config = await asyncio.to_thread(_unpack, body, folder)
         base = service.catalog.resolve(base_model or str(config.get("base_model_name_or_path")))
         await _try_to_load(service, folder, base)
         checkpoint = await _list(service, target, folder, config, base, user)
-    except BaseException:
-        service.shelf.discard(folder)
-        raise
     return {"tinker_path": checkpoint.path, "base_model": base, "size_bytes": checkpoint.size_bytes}
 
 
