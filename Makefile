@@ -46,7 +46,7 @@ test: $(STAMP)
 	sh tests/store/install_postgres.sh
 	sh tests/browser/install_chromium.sh
 	sh tests/browser/install_axe.sh
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not cluster"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu and not cluster"
 
 # Damaged requests to every endpoint, so many to each.
 COUNT ?= 5000
@@ -61,7 +61,7 @@ QUICK := tests/contracts tests/types tests/wire tests/chat tests/cli/test_app.py
   tests/server/test_samples.py tests/server/console tests/engine/test_trainer.py \
   tests/engine/test_kernels.py
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not cluster" $(QUICK)
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu and not cluster" $(QUICK)
 
 # On every Python from 3.11 to 3.14 that this machine has; those it has not are named.
 test-pythons:
