@@ -40,8 +40,8 @@ format: $(STAMP)
 quickstart: $(STAMP)
 	$(BIN)/tinkex quickstart
 
-# Each of two processes starts with half of the files, so that what a file shares (a server, a
-# model) is made once, and takes tests from the other when it is done.
+# Each process starts with its share of the files, so that what a file shares (a server, a model) is
+# made once, and takes tests from the others when it is done. Three on two cores: many tests wait.
 test: $(STAMP)
 	sh tests/store/install_postgres.sh
 	sh tests/browser/install_chromium.sh
