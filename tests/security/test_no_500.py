@@ -12,6 +12,14 @@ JSON = {"content-type": "application/json"}
 KEY = {"x-api-key": "tml-test"}
 
 
+def deep(depth: int) -> object:
+    """What can be read and is too deep to be written."""
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 async def test_the_same_create_model_at_once_makes_one(app_world: AppWorld) -> None:
     body = {"session_id": await app_world.session(), "model_seq_id": 7, "base_model": "toy"}
     answers = await asyncio.gather(*(app_world.post("create_model", body) for _ in range(8)))
@@ -31,6 +39,10 @@ async def test_the_same_create_model_at_once_makes_one(app_world: AppWorld) -> N
         ("create_model", {"base_model": "toy", "lora_config": {"rank": 4, "alpha": "x"}}),
         ("sessions/search", b"[" * 100_000 + b"]" * 100_000),
         ("optim_step", b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+        ("save_weights", {"seq_id": 1, "path": "a", "user_metadata": deep(300)}),
+        ("optim_step", {"seq_id": 1, "adam_params": deep(300)}),
+        ("create_model", {"base_model": "toy", "user_metadata": deep(300)}),
+        ("load_weights", {"seq_id": 1, "path": deep(300)}),
     ],
 )
 async def test_a_wrong_body_is_a_400(app_world: AppWorld, path: str, fields: object) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import orjson
 
 from tinkex.engine.jobs import Job, Result
+from tinkex.errors import InvalidInputError
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, UsageCount, User
 from tinkex.wire import requests
@@ -153,8 +154,15 @@ def request_type(name: str) -> str:
 
 
 def canonical(body: Any) -> bytes:
-    """JSON whose bytes depend on the content alone."""
-    return orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    """JSON whose bytes depend on the content alone.
+
+    Raises:
+        InvalidInputError: It is nested deeper than can be written, which is less than can be read.
+    """
+    try:
+        return orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as exc:
+        raise InvalidInputError("lists and objects are nested too deeply, over 250 levels") from exc
 
 
 def json_outcome(body: Mapping[str, Any]) -> Outcome:
