@@ -1,4 +1,4 @@
-"""On PYTHONPATH, this folder gives a server's GPU engine the gap that it had before db29724.
+"""On PYTHONPATH, this folder gives a server's GPU engine the gap that it had at db29724.
 
 Products run in whatever order cuBLAS likes for a number of rows, and the trainer's attention is
 torch's flash attention, which the sampler's decode kernel does not follow. Only for
