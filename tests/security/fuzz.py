@@ -429,7 +429,7 @@ def _shown(request: dict[str, Any]) -> str:
     return repr(shown)
 
 
-def _talking(folder: Path) -> dict[str, Any]:
+def talking_toy(folder: Path) -> dict[str, Any]:
     """Settings of a toy that reads and writes words, for the other APIs."""
     tokenizer = chat_models.tokenizer(chat_models.QWEN3)
     folder.mkdir()
@@ -448,7 +448,7 @@ async def attack(folder: Path, *, count: int, seed: int, only: str = "") -> dict
     Raises:
         WrongAnswerError: Something was answered with 500, or not at all.
     """
-    async with open_app(folder / "data", **SETTINGS, **_talking(folder / "model")) as world:
+    async with open_app(folder / "data", **SETTINGS, **talking_toy(folder / "model")) as world:
         await world.facts()
         chosen = [target for target in targets(world) if only in target.name]
         started, found = time.monotonic(), Attack(world, seed)

@@ -63,6 +63,8 @@ def render(
             },
             MAX_SECONDS if max_seconds is None else max_seconds,
         )
+    except TooLongError:
+        raise
     except TemplateError as exc:
         raise InvalidInputError(f"the chat template refuses this conversation: {exc}") from exc
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as exc:

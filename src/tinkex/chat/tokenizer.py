@@ -11,6 +11,9 @@ from tinkex.errors import ModelNotFoundError, NotSupportedError
 
 __all__ = ["FastTokenizer"]
 
+LONG_TEXT = 10_000
+"""Characters from which a text is tokenized without stopping every other thread."""
+
 
 class FastTokenizer:
     """A `tokenizers.Tokenizer` with the calls that programs make on a transformers tokenizer."""
@@ -37,9 +40,13 @@ class FastTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text as it stands; no chat template."""
-        ids: list[int] = self.backend_tokenizer.encode(
-            text, add_special_tokens=add_special_tokens
-        ).ids
+        if len(text) < LONG_TEXT:
+            found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:  # of the calls of the library only those for batches let other threads run
+            (found,) = self.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:

@@ -14,7 +14,7 @@ from tinkex.contract.bounds import Between, TokenNumbers
 from tinkex.contract.settings import check, read_all, settings_of, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 
-MAX_STOP_TEXTS, MAX_STOP_TOKENS = 256, 4096
+MAX_STOP_TEXTS, MAX_STOP_TOKENS = 128, 4096
 MAX_STOP_CHARACTERS = 4096
 _INT32 = 2**31 - 1
 

@@ -8,7 +8,7 @@ The engine checks again, by the same declarations, and what depends on its state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import fields
 from typing import Any
 
@@ -75,13 +75,18 @@ def _check_datum(loss: Loss | None, index: int, datum: TrainDatum, info: ModelIn
 def check_tokens(tokens: Array, path: str, info: ModelInfo | None) -> None:
     if len(tokens) == 0:
         raise InvalidInputError("must hold at least one token", path=path)
-    if info is not None and len(tokens) > info.max_context_length:
+    if info is not None:
+        check_length(tokens, path, info)
+    _check_vocabulary(tokens, path, info)
+
+
+def check_length(tokens: Sized, path: str, info: ModelInfo) -> None:
+    if len(tokens) > info.max_context_length:
         raise InvalidInputError(
             f"{len(tokens)} tokens exceed the context of {info.max_context_length} "
             f"of {info.base_model}; shorten it.",
             path=path,
         )
-    _check_vocabulary(tokens, path, info)
 
 
 def _check_vocabulary(tokens: Array, path: str, info: ModelInfo | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, Engine, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Engine, delete, func, insert, select
 
 from tinkex.store import schema
 from tinkex.store.records import TrajectoryAnswer
@@ -17,7 +17,8 @@ from tinkex.store.writer import GroupWriter
 _table = schema.trajectory_answers
 MAX_BYTES_PER_USER = 1_000_000_000
 MAX_ANSWERS = 10_000
-"""Most answers of one trajectory."""
+MAX_BYTES = 32_000_000
+"""Most of one trajectory, which is read and handed out as a whole."""
 
 
 class Trajectories:
@@ -58,17 +59,29 @@ class Trajectories:
         )
         return self._writer.run(lambda connection: connection.execute(statement).rowcount)
 
-    def size_of_user(self, user_id: str) -> int:
-        """Bytes of tokens and logprobs that a user has stored."""
-        columns = (_table.c.prompt_tokens, _table.c.tokens, _table.c.logprobs)
-        total = sum(
-            (func.coalesce(func.sum(func.length(c)), 0) for c in columns[1:]),
-            start=func.coalesce(func.sum(func.length(columns[0])), 0),
+    def extent(self, user_id: str, trajectory_id: str) -> tuple[int, int]:
+        """How many answers a trajectory has, and the bytes of their tokens and logprobs."""
+        query = select(func.count(), _num_bytes()).where(
+            _table.c.user_id == user_id, _table.c.trajectory_id == trajectory_id
         )
         with self._reader.connect() as connection:
-            query = select(total).where(_table.c.user_id == user_id)
+            num_answers, size = connection.execute(query).one()
+        return int(num_answers), int(size)
+
+    def size_of_user(self, user_id: str) -> int:
+        """Bytes of tokens and logprobs that a user has stored."""
+        with self._reader.connect() as connection:
+            query = select(_num_bytes()).where(_table.c.user_id == user_id)
             return int(connection.execute(query).scalar_one())
 
     def forget_before(self, created_before: float) -> int:
         statement = delete(_table).where(_table.c.created_at < created_before)
         return self._writer.run(lambda connection: connection.execute(statement).rowcount)
+
+
+def _num_bytes() -> ColumnElement[int]:
+    first, *others = (
+        func.coalesce(func.sum(func.length(column)), 0)
+        for column in (_table.c.prompt_tokens, _table.c.tokens, _table.c.logprobs)
+    )
+    return sum(others, start=first)

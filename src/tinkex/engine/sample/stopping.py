@@ -44,7 +44,10 @@ class StopWatch:
         before = self._detokenize(self._context)
         after = self._detokenize(self._context + self._pending)
         text = self._tail + after[len(before) :]
-        found = any(stop in text for stop in self._stops)
+        # Only what is new can complete a stop, so each is looked for from there on: a request may
+        # bring many of them, and every step of everybody waits for this.
+        old = len(self._tail)
+        found = any(text.find(stop, max(0, old + 1 - len(stop))) >= 0 for stop in self._stops)
         # A character whose bytes are still incomplete decodes differently once they are there.
         if not after.endswith(_BROKEN) or len(self._pending) > 8:
             self._tail = text[-self._keep :] if self._keep else ""

@@ -6,11 +6,10 @@ whole or as pieces while it is made. Both go through one `Speaker` per answer.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -23,10 +22,13 @@ from tinkex.server.compat.trajectories import Recording, Trajectories, fresh
 from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.compat.wording import Speaker
 from tinkex.server.exchange import service_of
-from tinkex.server.off_loop import LARGE_BYTES
+from tinkex.server.off_loop import LARGE_BYTES, off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
 
+T = TypeVar("T")
+TOKEN_BYTES = 64
+"""Of an answer, for each token and each of its likeliest."""
 MOMENT_S = 0.01
 """How long a chat template may hold up the event loop."""
 
@@ -47,6 +49,13 @@ class Asked:
     """Thoughts stay in the content."""
     trajectory: str | None = None
 
+    @property
+    def num_characters(self) -> int:
+        """Of what is said; calls of functions count too."""
+        calls = [call.arguments for message in self.messages for call in message.tool_calls]
+        said = [part for m in self.messages for part in (m.content, m.reasoning)]
+        return sum(map(len, (*said, *calls)))
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -56,13 +65,13 @@ class Answer:
     sequence: SampledSequence
 
 
-async def _fresh(asked: Asked, voice: Voice) -> Recording:
+async def _fresh(asked: Asked, voice: Voice, voices: Voices, user: User) -> Recording:
     """Here when it is a matter of a moment, which most are: a thread costs more than that."""
-    size = sum(len(message.content) for message in asked.messages)
+    size = asked.num_characters
     if size < LARGE_BYTES and not asked.tools:
         with suppress(TooLongError):
             return fresh(asked, voice, max_seconds=MOMENT_S)
-    return await asyncio.to_thread(fresh, asked, voice)
+    return await voices.aside(user, size, fresh, asked, voice)
 
 
 @dataclass(slots=True)
@@ -87,11 +96,12 @@ class Dialogue:
         target = await names.target(user, asked.model)
         voice = await voices.of(target.base_model)
         if asked.trajectory is None:
-            recording = await _fresh(asked, voice)
+            recording = await _fresh(asked, voice, voices, user)
         else:
-            recording = await trajectories.open(user, asked, voice)
+            recording = await trajectories.open(user, asked, voice, voices)
         wish = Wish(
             target=target,
+            info=voice.info,
             prompt=recording.prompt,
             params={**asked.params, "stop": [*sorted(voice.end_ids), *asked.stops]},
             num_samples=asked.num_answers,
@@ -116,6 +126,11 @@ class Dialogue:
     async def whole(self) -> tuple[SampleResponse, list[Answer]]:
         response = await self.generation.whole()
         return response, await self._answers(response)
+
+    async def off_loop(self, response: SampleResponse, work: Callable[..., T], *args: Any) -> T:
+        """Put an answer into words: here, or on a thread where there are many."""
+        num_tokens = sum(len(sequence.tokens) for sequence in response.sequences)
+        return await off_loop(num_tokens * (1 + self.asked.topk) * TOKEN_BYTES, work, *args)
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
         """What is said, while it is said; `result` gives the whole when this ends."""
@@ -143,12 +158,15 @@ class Dialogue:
         return response, await self._answers(response)
 
     async def _answers(self, response: SampleResponse) -> list[Answer]:
-        answers = [self._answer(sequence) for sequence in response.sequences]
+        answers = await self.off_loop(response, self._read, response)
         if self.asked.trajectory is not None:
             await self.trajectories.record(
                 self.generation.user, self.asked, self.generation.wish, self.recording, answers
             )
         return answers
+
+    def _read(self, response: SampleResponse) -> list[Answer]:
+        return [self._answer(sequence) for sequence in response.sequences]
 
     def _answer(self, sequence: SampledSequence) -> Answer:
         speaker = self.speaker()

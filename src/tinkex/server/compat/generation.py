@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from fastapi import Request
 
-from tinkex.engine.jobs import Event, Tokens
+from tinkex.engine.jobs import Event, ModelInfo, Tokens
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.names import Target
+from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
+from tinkex.server.validation import check_length
 from tinkex.server.work.futures import Outcome
 from tinkex.store import User
 from tinkex.types import SampleRequest, SampleResponse
@@ -26,6 +28,8 @@ from tinkex.wire import json_codec, results
 from tinkex.wire.generation import PROTOBUF
 
 GONE_CHECK_S = 1.0
+MAX_TOLD = 1_000_000
+"""Most tokens and logprobs that one answer tells by number: each is an object of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class Wish:
     """What to sample, in the sampler's own terms."""
 
     target: Target
+    info: ModelInfo
     prompt: Sequence[int]
     params: Mapping[str, Any]
     num_samples: int = 1
@@ -41,7 +46,12 @@ class Wish:
     topk_sample: int = 0
 
     def sample_request(self) -> SampleRequest:
-        """The request to `/asample` that says the same."""
+        """The request to `/asample` that says the same.
+
+        Raises:
+            InvalidInputError: It is longer than the model can read, or cannot be had.
+        """
+        check_length(self.prompt, "prompt", self.info)  # before millions of tokens are looked at
         target = self.target
         where = (
             {"base_model": target.base_model}
@@ -85,7 +95,7 @@ class Generation:
         try:
             while (outcome := await promise.wait(GONE_CHECK_S, self.service.stopping)) is None:
                 await self._check_both_sides()
-            return _read(outcome)
+            return await off_loop(len(outcome.payload), _read, outcome)
         finally:
             task.cancel()
 
@@ -127,7 +137,8 @@ class Generation:
                     break
                 waiting = [await events.get()]
             assert promise.outcome is not None
-            self.result = _read(promise.outcome)
+            outcome = promise.outcome
+            self.result = await off_loop(len(outcome.payload), _read, outcome)
         finally:
             task.cancel()
 
@@ -170,6 +181,20 @@ def _read(outcome: Outcome) -> SampleResponse:
     if outcome.category == "cancelled":
         raise ApiError(499, outcome.error)
     raise ApiError(500, outcome.error)
+
+
+def check_told(num_tokens: int, topk: int) -> None:
+    """Refuse to tell more tokens by number than an answer can hold.
+
+    Raises:
+        InvalidInputError: With what to ask for less of.
+    """
+    if num_tokens * (1 + topk) > MAX_TOLD:
+        raise InvalidInputError(
+            f"{num_tokens} tokens x {1 + topk} logprobs are more than the {MAX_TOLD} that one "
+            "answer tells; ask for fewer answers, tokens (max_tokens) or logprobs at a time",
+            path="logprobs",
+        )
 
 
 def prompt_scores(response: SampleResponse, prompt: Sequence[int]) -> list[float | None]:

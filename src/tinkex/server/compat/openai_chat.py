@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,11 +19,13 @@ from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields, Stops
+from tinkex.server.compat.generation import check_told
 from tinkex.server.compat.names import Names
 from tinkex.server.compat.openai_shapes import chat_logprobs, line, usage
 from tinkex.server.compat.trajectories import trajectory_of
+from tinkex.server.exchange import Answer as Encoded
 from tinkex.server.exchange import answer
-from tinkex.types import SampledSequence
+from tinkex.types import SampledSequence, SampleResponse
 
 router = APIRouter(tags=["openai"])
 TEMPLATE_OPTIONS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
@@ -225,10 +229,14 @@ async def chat_completions(request: Request, user: ForeignUser) -> Response:
     headers = fields.header_of(body.ignored())
     trajectory = trajectory_of(body.trajectory, request)
     dialogue = await Dialogue.open(request, user, body.asked(trajectory))
+    if body.logprobs or body.return_token_ids:
+        wish, longest = dialogue.generation.wish, dialogue.voice.info.max_context_length
+        length = min(wish.params.get("max_tokens", longest), longest)
+        check_told(wish.num_samples * length, wish.topk_sample)
     turn = Turn(body, dialogue)
     if body.stream:
         return await openai_shapes.streamed(turn.lines(), headers)
-    response = answer(await turn.whole())
+    response = await turn.whole()
     response.headers.update(headers)
     return response
 
@@ -245,17 +253,23 @@ class Turn:
             "model": body.model,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         response, answers = await self._dialogue.whole()
+        made = await self._dialogue.off_loop(response, self._whole, response, answers)
+        return Encoded(made)
+
+    def _whole(self, response: SampleResponse, answers: Sequence[Answer]) -> bytes:
+        # One by one, so that many answers never stand in memory as objects.
+        told = (orjson.dumps(self._choice(index, one)) for index, one in enumerate(answers))
         body: dict[str, Any] = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "choices": orjson.Fragment(b"[" + b",".join(told) + b"]"),
             "usage": usage(len(self._dialogue.prompt), response),
         }
         if self._body.return_token_ids:
             body["prompt_token_ids"] = list(self._dialogue.prompt)
-        return body
+        return orjson.dumps(body)
 
     def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
         said = answer.message
@@ -305,7 +319,8 @@ class Turn:
         response, answers = await dialogue.result()
         for index, made in enumerate(answers):
             told = made.sequence if late else None
-            yield self._chunk(index, {}, told, finish=made.finish)
+            last = partial(self._chunk, index, {}, told, finish=made.finish)
+            yield await dialogue.off_loop(response, last)
         if (body.stream_options or {}).get("include_usage"):
             counted = usage(len(dialogue.prompt), response)
             chunk = {**self._head, "object": "chat.completion.chunk", "choices": []}

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
@@ -20,14 +21,14 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.generation import Generation, Wish, prompt_scores
+from tinkex.server.compat.generation import Generation, Wish, check_told, prompt_scores
 from tinkex.server.compat.names import Names, Target
 from tinkex.server.compat.openai_shapes import likeliest, line, usage
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.compat.wording import Speaker, token_text
-from tinkex.server.exchange import answer, service_of
-from tinkex.server.off_loop import off_loop
+from tinkex.server.exchange import Answer, service_of
+from tinkex.server.off_loop import LARGE_BYTES
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
 
@@ -102,6 +103,7 @@ class _Call:
         scored = bool(body.echo and body.logprobs is not None)
         wish = Wish(
             target=self.target,
+            info=self.voice.info,
             prompt=prompt,
             params=params if stop is None else {**params, "stop": stop},
             num_samples=body.n or 1,
@@ -130,13 +132,25 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     call = _Call(body, request, user, target, voice, number, int(time.time()))
     given = body.prompts()
     size = sum(len(prompt) for prompt in given)
-    prompts = await off_loop(size, _encoded, voice, given)
+    if size < LARGE_BYTES:
+        prompts = _encoded(voice, given)
+    else:
+        prompts = await voices.aside(user, size, _encoded, voice, given)
+    if body.logprobs is not None or body.return_token_ids:
+        check_told(_num_told(body, prompts, voice), body.logprobs or 0)
     if body.stream:
         return await openai_shapes.streamed(_lines(call, prompts[0]), headers)
     made = await _together([call.generation(prompt).whole() for prompt in prompts])
-    response = answer(await asyncio.to_thread(_whole, call, prompts, made))
+    response = Answer(await asyncio.to_thread(_whole, call, prompts, made))
     response.headers.update(headers)
     return response
+
+
+def _num_told(body: CompletionRequest, prompts: list[list[int]], voice: Voice) -> int:
+    """Most tokens that the answers tell, with their prompts where those are told too."""
+    new = min(16 if body.max_tokens is None else body.max_tokens, voice.info.max_context_length)
+    told_prompts = body.echo or body.return_token_ids
+    return (body.n or 1) * sum((len(p) if told_prompts else 0) + new for p in prompts)
 
 
 async def _together(waiting: list[Any]) -> list[SampleResponse]:
@@ -160,16 +174,18 @@ def _encoded(voice: Voice, prompts: list[str | list[int]]) -> list[list[int]]:
 # ------------------------------------------------------------------------------------ whole
 
 
-def _whole(call: _Call, prompts: list[list[int]], made: list[SampleResponse]) -> dict[str, Any]:
-    choices: list[dict[str, Any]] = []
+def _whole(call: _Call, prompts: list[list[int]], made: list[SampleResponse]) -> bytes:
+    choices: list[bytes] = []  # encoded one by one: as objects they are many times as large
     totals = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     for prompt, response in zip(prompts, made, strict=True):
         for sequence in response.sequences:
-            choices.append({"index": len(choices), **_choice(call, prompt, response, sequence)})
+            choice = {"index": len(choices), **_choice(call, prompt, response, sequence)}
+            choices.append(orjson.dumps(choice))
         counted = usage(len(prompt), response)
         for name in totals:
             totals[name] += 0 if call.body.max_tokens == 0 else counted[name]
-    return {**call.head(), "choices": choices, "usage": totals}
+    told = orjson.Fragment(b"[" + b",".join(choices) + b"]")
+    return orjson.dumps({**call.head(), "choices": told, "usage": totals})
 
 
 def _choice(

@@ -52,17 +52,17 @@ def usage(num_prompt: int, response: SampleResponse) -> dict[str, Any]:
 
 def chat_logprobs(voice: Voice, sequence: SampledSequence) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
-    tokens = [int(token) for token in sequence.tokens]
-    return {
-        "content": [
+    rows = enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True))
+    told = (  # encoded one by one: as objects they are many times as large
+        orjson.dumps(
             {
-                **_scored(voice, token, logprob),
+                **_scored(voice, int(token), logprob),
                 "top_logprobs": [_scored(voice, *pair) for pair in likeliest(sequence, at)],
             }
-            for at, (token, logprob) in enumerate(zip(tokens, sequence.logprobs or [], strict=True))
-        ],
-        "refusal": None,
-    }
+        )
+        for at, (token, logprob) in rows
+    )
+    return {"content": orjson.Fragment(b"[" + b",".join(told) + b"]"), "refusal": None}
 
 
 def _scored(voice: Voice, token: int, logprob: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ for token, and its keys and values are still in the sampler's cache.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from fastapi import Request
 from tinkex.chat.messages import Message
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.generation import Wish
-from tinkex.server.compat.voices import Voice
+from tinkex.server.compat.voices import Voice, Voices
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.store import Store, TrajectoryAnswer, User
-from tinkex.store.trajectories import MAX_ANSWERS, MAX_BYTES_PER_USER
+from tinkex.store.trajectories import MAX_ANSWERS, MAX_BYTES, MAX_BYTES_PER_USER
 
 if TYPE_CHECKING:
     from tinkex.server.compat.dialogue import Answer, Asked
@@ -55,23 +54,31 @@ class Trajectories:
             self._store.trajectories.of, user.user_id, check_id(trajectory_id)
         )
 
-    async def open(self, user: User, asked: Asked, voice: Voice) -> Recording:
+    async def open(self, user: User, asked: Asked, voice: Voice, voices: Voices) -> Recording:
         """The tokens of a prompt: recorded ones as far as they go, then those of what is new.
 
         Raises:
             InvalidInputError: The user has recorded too much, or the template refuses.
         """
         assert asked.trajectory is not None
-        known = await self.answers(user, asked.trajectory)
-        size = await self._store.call(self._store.trajectories.size_of_user, user.user_id)
-        if len(known) + asked.num_answers > MAX_ANSWERS or size > MAX_BYTES_PER_USER:
+        kept, trajectory_id = self._store.trajectories, check_id(asked.trajectory)
+        num_answers, size = await self._store.call(kept.extent, user.user_id, trajectory_id)
+        total = await self._store.call(kept.size_of_user, user.user_id)
+        if (
+            num_answers + asked.num_answers > MAX_ANSWERS
+            or size > MAX_BYTES
+            or total > MAX_BYTES_PER_USER
+        ):
             raise InvalidInputError(
-                f"a trajectory holds at most {MAX_ANSWERS} answers and a user's together at most "
-                f"{MAX_BYTES_PER_USER} bytes; delete some with "
+                f"a trajectory holds at most {MAX_ANSWERS} answers and {MAX_BYTES} bytes, a user's "
+                f"together at most {MAX_BYTES_PER_USER} bytes; begin another, or delete some with "
                 "DELETE /api/v1/trajectories/ID.",
                 path="trajectory",
             )
-        return await asyncio.to_thread(_recording, asked, voice, known)
+        known = await self.answers(user, trajectory_id)
+        return await voices.aside(
+            user, size + asked.num_characters, _recording, asked, voice, known
+        )
 
     async def record(
         self, user: User, asked: Asked, wish: Wish, recording: Recording, answers: Sequence[Answer]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tinkex.chat.conversation import Conversation
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.engine.jobs import ModelInfo
 from tinkex.server.catalog import Catalog
 from tinkex.server.problems import ApiError
+from tinkex.server.work.queue import FairGate
+from tinkex.store import User
 
+T = TypeVar("T")
+LARGE_AT_ONCE = 2
+"""Large texts that are turned into tokens at a time."""
 LOAD_S = 300.0
 """How long a first request waits for a model to be described; it may have to be fetched."""
 
@@ -39,6 +46,7 @@ class Voice:
 class Voices:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
+        self._turns = FairGate(LARGE_AT_ONCE)
         self._loading: dict[str, asyncio.Task[Voice]] = {}
 
     async def of(self, base_model: str) -> Voice:
@@ -47,6 +55,14 @@ class Voices:
         if task is None or (task.done() and task.exception() is not None):
             task = self._loading[name] = asyncio.create_task(self._load(name))
         return await asyncio.shield(task)
+
+    async def aside(self, user: User, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Render or tokenize a text of so many characters beside the event loop.
+
+        Megabytes take seconds of a core each: few at a time, fair between users.
+        """
+        async with self._turns.place(user.user_id, size):
+            return await asyncio.to_thread(work, *args)
 
     async def _load(self, name: str) -> Voice:
         info = await self._catalog.info(name, timeout_s=LOAD_S)

@@ -6,6 +6,7 @@ One `Speaker` per answer. Whole answers and streams go through the same calls, s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from tinkex.chat.detokenizer import Detokenizer
@@ -23,7 +24,7 @@ class Speaker:
         # Plain text is what the model wrote, except its end.
         self._silent = voice.end_ids if reader is None else voice.silent_ids
         self._detokenizer = Detokenizer(voice.tokenizer)
-        self._stops = [stop for stop in stops if stop]
+        self._stops = [_Stop(stop) for stop in stops if stop]
         self._held = ""
         self._is_cut = False
 
@@ -41,25 +42,58 @@ class Speaker:
         """What certainly stands before any stop string; the rest is held back."""
         if self._is_cut or not self._stops:
             return "" if self._is_cut else text
+        before = len(self._held)
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        starts = [before + at for stop in self._stops if (at := stop.feed(text)) is not None]
+        if starts:
             self._is_cut = True
-            return self._held[: min(found)]
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        certain, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+            return self._held[: min(starts)]
+        sure = len(self._held) - max(stop.num_matched for stop in self._stops)
+        certain, self._held = self._held[:sure], self._held[sure:]
         return certain
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Stop:
+    """How much of one stop string the end of a text may be; each character is looked at once.
+
+    Knuth, Morris and Pratt's search: comparing every possible overlap anew takes the product of
+    the lengths for each token, and both belong to the caller.
+    """
+
+    __slots__ = ("_falls", "_text", "num_matched")
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._falls = _falls(text)
+        self.num_matched = 0
+
+    def feed(self, new: str) -> int | None:
+        """Where the stop string begins in `new` (before it: less than 0); None: not yet said."""
+        text, falls, matched = self._text, self._falls, self.num_matched
+        at = 0
+        while at < len(new):
+            if not matched and (at := new.find(text[0], at)) < 0:
+                break
+            while matched and new[at] != text[matched]:
+                matched = falls[matched - 1]
+            matched += new[at] == text[matched]
+            at += 1
+            if matched == len(text):
+                return at - matched
+        self.num_matched = matched
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _falls(text: str) -> tuple[int, ...]:
+    """For every beginning of `text`, how much of it is left when the next letter differs."""
+    falls, matched = [0] * len(text), 0
+    for at in range(1, len(text)):
+        while matched and text[at] != text[matched]:
+            matched = falls[matched - 1]
+        matched += text[at] == text[matched]
+        falls[at] = matched
+    return tuple(falls)
 
 
 def token_text(tokenizer: Any, token: int) -> str:

@@ -31,13 +31,11 @@ async def playground(
 
 @router.post("/api/chat")
 async def chat(request: Request, user: Visitor, _: Changing) -> Response:
-    request.app.state.quotas.spend(user.user_id)
     return await chat_completions(request, user)
 
 
 @router.post("/api/completion")
 async def completion(request: Request, user: Visitor, _: Changing) -> Response:
-    request.app.state.quotas.spend(user.user_id)
     return await completions(request, user)
 
 
@@ -46,7 +44,6 @@ async def count(
     request: Request, user: Visitor, _: Changing, kind: Literal["chat", "completion"]
 ) -> Response:
     """How many tokens the model would read."""
-    request.app.state.quotas.spend(user.user_id)
     if kind == "chat":
         chat_body = await fields.read(request, ChatRequest)
         dialogue = await Dialogue.open(request, user, chat_body.asked(None))

@@ -14,6 +14,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from tinkex.server.auth import TOKEN_TTL_S, Auth, address_of, credential_of
+from tinkex.server.guard.quotas import Quotas
 from tinkex.server.guard.strangers import Strangers
 from tinkex.server.problems import ApiError
 from tinkex.store import User
@@ -47,6 +48,7 @@ async def visitor(request: Request) -> User:
     auth: Auth = request.app.state.auth
     user = await auth.user_of(_cookie(request))
     request.state.is_admin = await auth.is_admin(_cookie(request))
+    _admit(request, user)
     return user
 
 
@@ -55,7 +57,21 @@ async def admin_visitor(request: Request) -> User:
     auth: Auth = request.app.state.auth
     user = await auth.admin_of(_cookie(request))
     request.state.is_admin = True
+    _admit(request, user)
     return user
+
+
+def _admit(request: Request, user: User) -> None:
+    """Count a request among the visitor's, as the front door does where a key comes in a header.
+
+    Raises:
+        ApiError: 429.
+    """
+    request.scope["tinkex.user"] = user.user_id
+    quotas: Quotas | None = getattr(request.app.state, "quotas", None)
+    if quotas is not None:  # folders on one's own disk have none
+        quotas.note(user)
+        quotas.spend(user.user_id)
 
 
 Visitor = Annotated[User, Depends(visitor)]
