@@ -103,4 +103,4 @@ def check_params(name: str, params: OptimizerParams, path: str = "optim_params")
             f"{params.optimizer!r}",
             path=path,
         )
-    check(params, of=f"optimizer {name!r}", path=path)
+    check(params, path=path)

@@ -67,6 +67,9 @@ class DrawSettings:
     logit_bias: LogitBias | None = None
 
 
+_OF_TOKENS = tuple(
+    setting.name for setting in settings_of(DrawSettings) if isinstance(setting.rule, TokenNumbers)
+)
 _SDK_NAMES = ("max_tokens", "seed", "temperature", "top_k", "top_p")
 EXTENSIONS = tuple(
     setting.name for setting in settings_of(DrawSettings) if setting.name not in _SDK_NAMES
@@ -126,18 +129,18 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_sample(job: Any) -> None:
     """Refuse a job, which is both `DrawSettings` and `SampleOptions`, out of these ranges."""
-    check(job, of="a sample")
+    check(job)
 
 
 def check_vocabulary(draw: DrawSettings, vocab_size: int, path: str = "") -> None:
     """Refuse settings for tokens that the model does not have."""
-    for setting in settings_of(DrawSettings):
-        if isinstance(setting.rule, TokenNumbers) and (given := getattr(draw, setting.name)):
-            if (last := max(map(int, given))) >= vocab_size:
-                raise InvalidInputError(
-                    f"token {last} is outside the vocabulary 0..{vocab_size - 1}",
-                    path=f"{path}.{setting.name}" if path else setting.name,
-                )
+    for name in _OF_TOKENS:
+        given = getattr(draw, name)
+        if given and (last := max(map(int, given))) >= vocab_size:
+            raise InvalidInputError(
+                f"token {last} is outside the vocabulary 0..{vocab_size - 1}",
+                path=f"{path}.{name}" if path else name,
+            )
 
 
 def check_honoured(params: Any, honoured: Iterable[str]) -> None:

@@ -50,9 +50,12 @@ class Kind(Protocol):
     def schema(self) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """One declared setting. A default of None means that None may be given, too."""
+    """One declared setting. A default of None means that None may be given, too.
+
+    Told apart by identity: they are keys of what is remembered, at every sample.
+    """
 
     name: str
     default: Any = REQUIRED
@@ -136,18 +139,22 @@ def read_all(
                 f"{of} has no such setting; it has: {', '.join(known) or 'none'}",
                 path=_join(path, str(name)[:80]),
             )
-    values = {setting.name: _read_one(setting, given, path) for setting in settings}
+    values = {}
+    for setting in settings:
+        name, default = setting.name, setting.default
+        value = given.get(name, default)
+        if type(value) is not type(default) or value != default:
+            value = _read_one(setting, value, path)
+        elif default is REQUIRED:
+            raise InvalidInputError("is required", path=_join(path, name))
+        values[name] = value
     _check_pairs(settings, values, path)
     return values
 
 
-def _read_one(setting: Setting, given: Mapping[str, Any], path: str) -> Any:
-    if setting.name not in given:
-        if setting.default is REQUIRED:
-            raise InvalidInputError("is required", path=_join(path, setting.name))
-        return setting.default
+def _read_one(setting: Setting, value: Any, path: str) -> Any:
     try:
-        return setting.read(given[setting.name])
+        return setting.read(value)
     except ValueError as exc:
         raise InvalidInputError(str(exc), path=_join(path, setting.name)) from exc
 
@@ -217,11 +224,16 @@ def read(
     return declaration(**read_all(settings_of(declaration), given, of=of, path=path), **fixed)
 
 
-def check(values: Any, *, of: str, path: str = "") -> None:
+def check(values: Any, *, path: str = "") -> None:
     """Refuse an instance of a declared dataclass whose values are out of range.
 
     Raises:
         InvalidInputError: Names the setting, its value and what is allowed.
     """
     settings = settings_of(type(values))
-    read_all(settings, {s.name: getattr(values, s.name) for s in settings}, of=of, path=path)
+    for setting in settings:
+        value, default = getattr(values, setting.name), setting.default
+        if value is not default and (type(value) is not type(default) or value != default):
+            _read_one(setting, value, path)
+    if _pairs(settings):
+        _check_pairs(settings, {s.name: getattr(values, s.name) for s in settings}, path)

@@ -13,9 +13,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 SIZE_BYTES = 4096
 KINDS = ("base", "packed", "kv", "adapters", "snapshots", "process")
@@ -34,8 +32,7 @@ MEASURE_EVERY = 8
 """Breaths between two looks at the memory of the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(NamedTuple):
     """One look at an engine."""
 
     num_turns: int = 0
@@ -63,7 +60,7 @@ class Pulse:
     def share(self, memory: memoryview) -> None:
         """Write to this memory, of `SIZE_BYTES`, from now on."""
         self._memory = memory
-        self._say(self.now)
+        self.say(self.now)
         threading.Thread(target=self._breathe, name="pulse", daemon=True).start()
 
     def _breathe(self) -> None:
@@ -80,29 +77,42 @@ class Pulse:
 
     def turned(self) -> None:
         """Count a turn in the middle of work."""
-        self._say(replace(self.now, num_turns=self.now.num_turns + 1))
+        self.say(self.now._replace(num_turns=self.now.num_turns + 1))
 
-    @contextmanager
-    def work(self, *job_ids: str, is_loading: bool = False) -> Iterator[None]:
+    def work(self, *job_ids: str, is_loading: bool = False) -> _Work:
         """Say that the thread works on something; work within work is told, then taken back."""
-        before = self.now
-        self._say(Beat(before.num_turns + 1, True, is_loading, job_ids))
-        try:
-            yield
-        finally:
-            self._say(replace(before, num_turns=self.now.num_turns + 1))
+        return _Work(self, job_ids, is_loading)
 
-    def _say(self, beat: Beat) -> None:
+    def say(self, beat: Beat) -> None:
         at = time.perf_counter()
         if self.now.is_busy:
             self._busy_s += at - self._said_at
+            _BUSY.pack_into(self._memory, _BUSY_AT, self._busy_s)
         self.now, self._said_at = beat, at
-        _BUSY.pack_into(self._memory, _BUSY_AT, self._busy_s)
-        names = "\n".join(beat.job_ids).encode()[:_MAX_NAMES]
-        self._memory[_HEAD.size : _HEAD.size + len(names)] = names
+        names = b""
+        if beat.job_ids:
+            names = "\n".join(beat.job_ids).encode()[:_MAX_NAMES]
+            self._memory[_HEAD.size : _HEAD.size + len(names)] = names
         # The head last: a reader that comes in between sees the beat before, at worst with names
         # that it does not know.
         _HEAD.pack_into(self._memory, 0, beat.num_turns, beat.is_busy, beat.is_loading, len(names))
+
+
+class _Work:
+    """See `Pulse.work`. A class, because a generator costs twice as much, at every small job."""
+
+    __slots__ = ("_before", "_beat", "_pulse")
+
+    def __init__(self, pulse: Pulse, job_ids: tuple[str, ...], is_loading: bool) -> None:
+        self._pulse, self._before = pulse, pulse.now
+        self._beat = Beat(pulse.now.num_turns + 1, True, is_loading, job_ids)
+
+    def __enter__(self) -> None:
+        self._pulse.say(self._beat)
+
+    def __exit__(self, *_: object) -> None:
+        before, num_turns = self._before, self._pulse.now.num_turns + 1
+        self._pulse.say(Beat(num_turns, before.is_busy, before.is_loading, before.job_ids))
 
 
 def look(memory: memoryview) -> Beat:

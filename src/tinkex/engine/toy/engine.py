@@ -16,12 +16,13 @@ import json
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +36,7 @@ from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
 from tinkex.engine.toy.cache import PrefixCache, Recent
 from tinkex.engine.toy.config import ToyConfig
-from tinkex.engine.toy.data import check_tokens, prepare
+from tinkex.engine.toy.data import prepare
 from tinkex.engine.toy.losses import custom_loss_and_slopes, loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
 from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
@@ -47,15 +48,14 @@ Emit = Callable[[jobs.Event], None]
 MANIFEST, BALLAST = "manifest.json", "ballast.bin"
 
 
-@dataclass(order=True, slots=True)
-class _Due:
+class _Due(NamedTuple):
     """Something to do at a time: run a job, or emit the events a job has already produced."""
 
     at: float
-    order: int
-    job: jobs.Job = field(compare=False)
-    emit: Emit = field(compare=False)
-    event: jobs.Event | None = field(default=None, compare=False)
+    order: int  # no two have the same, so nothing behind it is compared
+    job: jobs.Job
+    emit: Emit
+    event: jobs.Event | None = None
 
 
 class ToyEngine:
@@ -69,6 +69,7 @@ class ToyEngine:
         self._bases: dict[str, ToyAdapter] = {}
         self._prefixes = PrefixCache(self.config.num_cache_blocks)
         self._agenda: list[_Due] = []
+        self._lines: dict[str, deque[_Due]] = {}  # samples whose time has come, by tenant
         self._order = itertools.count()
         self._lane_free_at: dict[str, float] = {}
         self._device_free_at = 0.0
@@ -130,10 +131,8 @@ class ToyEngine:
                 self._cancelled.clear()
                 dropped = {job_id: self._live.pop(job_id) for job_id in cancelled}
                 if dropped:
-                    self._agenda = [due for due in self._agenda if due.job.job_id not in dropped]
-                    heapq.heapify(self._agenda)
-                ready = self._agenda and self._agenda[0].at <= time.monotonic()
-                due = self._next_due() if ready else None
+                    self._forget(dropped)
+                due = self._next_due()
                 closed = self._closed
             for job_id, emit in dropped.items():
                 message = f"job {job_id} was cancelled"
@@ -144,34 +143,41 @@ class ToyEngine:
             if due is not None:
                 self._attend(due)
 
-    def _next_due(self) -> _Due:
-        """What is due first; of several samples, one of the tenant who had the least so far."""
-        first = heapq.heappop(self._agenda)
-        if first.event is not None or not isinstance(first.job, jobs.SampleJob):
-            return first
+    def _forget(self, dropped: Mapping[str, Emit]) -> None:
+        self._agenda = [due for due in self._agenda if due.job.job_id not in dropped]
+        heapq.heapify(self._agenda)
+        lines = {
+            tenant: deque(due for due in line if due.job.job_id not in dropped)
+            for tenant, line in self._lines.items()
+        }
+        self._lines = {tenant: line for tenant, line in lines.items() if line}
+
+    def _next_due(self) -> _Due | None:
+        """What is due, samples last; of those, the oldest of the tenant who had the least."""
         now = time.monotonic()
-        samples, others = [first], list[_Due]()
         while self._agenda and self._agenda[0].at <= now:
             due = heapq.heappop(self._agenda)
-            is_sample = due.event is None and isinstance(due.job, jobs.SampleJob)
-            (samples if is_sample else others).append(due)
-        chosen = min(samples, key=lambda due: (self._had(due), due.at, due.order))
-        for due in (*samples, *others):
-            if due is not chosen:
-                heapq.heappush(self._agenda, due)
-        assert isinstance(chosen.job, jobs.SampleJob)
-        job, self._floor = chosen.job, self._had(chosen)
-        cost = len(job.prompt) + job.num_samples * (job.max_tokens or 256)
-        self._spent[job.tenant] = self._floor + cost
-        return chosen
-
-    def _had(self, due: _Due) -> float:
+            if due.event is not None or not isinstance(due.job, jobs.SampleJob):
+                return due
+            self._lines.setdefault(due.job.tenant, deque()).append(due)
+        if not self._lines:
+            return None
+        tenant = min(self._lines, key=lambda name: (self._had(name), self._lines[name][0]))
+        due = self._lines[tenant].popleft()
+        if not self._lines[tenant]:
+            del self._lines[tenant]
         assert isinstance(due.job, jobs.SampleJob)
-        return max(self._spent.get(due.job.tenant, 0.0), self._floor)
+        self._floor = self._had(tenant)
+        cost = len(due.job.prompt) + due.job.num_samples * (due.job.max_tokens or 256)
+        self._spent[tenant] = self._floor + cost
+        return due
+
+    def _had(self, tenant: str) -> float:
+        return max(self._spent.get(tenant, 0.0), self._floor)
 
     def _something_to_do(self) -> bool:
         ready = self._agenda and self._agenda[0].at <= time.monotonic()
-        return bool(self._closed or self._cancelled or ready)
+        return bool(self._closed or self._cancelled or self._lines or ready)
 
     def _idle_s(self) -> float | None:
         return max(0.0, self._agenda[0].at - time.monotonic()) if self._agenda else None
@@ -199,10 +205,10 @@ class ToyEngine:
 
     def _deliver(self, due: _Due, result: jobs.Result) -> None:
         """Emit a result, sampled tokens first and each at its time."""
-        job, at = due.job, due.at
-        if isinstance(job, jobs.SampleJob) and isinstance(result, jobs.SampleResult):
+        job, at, token_s = due.job, due.at, self.config.token_latency_s
+        if isinstance(job, jobs.SampleJob) and (job.stream or token_s > 0):
+            assert isinstance(result, jobs.SampleResult)
             starts = [self._start(at, len(s.tokens)) for s in result.sequences]
-            token_s = self.config.token_latency_s
             if job.stream:
                 for place, event in _token_events(job.job_id, result):
                     self._later(starts[event.sample_index] + token_s * (place + 1), due, event)
@@ -237,6 +243,10 @@ class ToyEngine:
     def _run(self, due: _Due) -> jobs.Result | None:
         job, emit = due.job, due.emit
         match job:
+            case jobs.SampleJob():
+                return self._sample(job, emit)
+            case jobs.TrainJob():
+                return self._train(job)
             case jobs.CreateAdapterJob():
                 return self._create(job, emit)
             case jobs.LoadAdapterJob():
@@ -249,8 +259,6 @@ class ToyEngine:
                     if self._lane_free_at.get(job.adapter_id, 0.0) <= time.monotonic():
                         self._lane_free_at.pop(job.adapter_id, None)  # nothing waits behind us
                 return jobs.AdapterResult()
-            case jobs.TrainJob():
-                return self._train(job)
             case jobs.OptimJob():
                 metrics = self._adapter(job.adapter_id).optim_step(job.params)
                 return jobs.OptimResult(metrics=metrics)
@@ -265,8 +273,6 @@ class ToyEngine:
                 | jobs.ReduceGradientJob()
             ):
                 raise NotSupportedError("a toy meets nobody; its gradients go through files")
-            case jobs.SampleJob():
-                return self._sample(job, emit)
             case jobs.LoadModelJob():
                 self._base(job.base_model)
                 return jobs.AdapterResult()
@@ -429,10 +435,9 @@ class ToyEngine:
         started = time.perf_counter()
         vocab_size, context = self.config.vocab_size, self.config.max_context_length
         check_sample_job(job, vocab_size)
-        check_tokens(job.prompt, "prompt", vocab_size, context)
         room = context - len(job.prompt)
         max_tokens = room if job.max_tokens is None else job.max_tokens
-        if max_tokens > room:
+        if max_tokens > room or room < 0:
             raise InvalidInputError(
                 f"prompt of {len(job.prompt)} + max_tokens {max_tokens} exceed the context of "
                 f"{context}",
@@ -463,9 +468,9 @@ class ToyEngine:
     def _generate(
         self, job: jobs.SampleJob, adapter: ToyAdapter, key: int, max_tokens: int
     ) -> jobs.SampledTokens:
-        ends = job.stop_tokens
+        ends, stops = job.stop_tokens, job.stop_strings
         if ends is None:
-            ends = () if job.stop_strings else (2,)
+            ends = () if stops else (2,)
         tokens: list[int] = []
         logprobs: list[float] = []
         topk: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
@@ -479,7 +484,7 @@ class ToyEngine:
             if job.topk_sample_logprobs:
                 dense_V = log_softmax(row.dense()) if logprobs_V is None else logprobs_V
                 topk.append(top(dense_V, job.topk_sample_logprobs))
-            if context in ends or ends_with_stop(self.config.decode, tokens, job.stop_strings):
+            if context in ends or (stops and ends_with_stop(self.config.decode, tokens, stops)):
                 reason = "stop"
         return jobs.SampledTokens(
             tokens=np.array(tokens, np.int32),

@@ -6,6 +6,7 @@ sampler use them as oracle. Knows rows of logits, not threads or checkpoints.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,11 +48,11 @@ def _biased(row: Row, job: DrawSettings) -> NDArray[np.float64]:
 
 def draw(row: Row, job: DrawSettings, u: float) -> tuple[int, float, NDArray[np.float64] | None]:
     """One token, its logprob, and the distribution where it was made. Greedy reports T = 1."""
-    if job.temperature == 0 and job.logit_bias:
-        logprobs_V = log_softmax(_biased(row, job))
-        token = int(logprobs_V.argmax())
-        return token, float(logprobs_V[token]), logprobs_V
     if job.temperature == 0:
+        if job.logit_bias:
+            logprobs_V = log_softmax(_biased(row, job))
+            token = int(logprobs_V.argmax())
+            return token, float(logprobs_V[token]), logprobs_V
         token = max(row.logits, key=lambda v: (row.logits[v], -v))
         if row.logits[token] < 0:  # All seen tokens were trained below the unseen ones.
             token = int(row.dense().argmax())
@@ -73,7 +74,7 @@ def _draw_sparse(row: Row, u: float) -> int:
     """Inverse distribution function without a dense vector: seen tokens first, then the others."""
     seen = 0.0
     for token, logit in row.logits.items():
-        seen += np.exp(logit - row.log_z)
+        seen += math.exp(logit - row.log_z)
         if u < seen:
             return token
     num_unseen = row.vocab_size - len(row.logits)
@@ -105,8 +106,6 @@ def stack(rows: list[tuple[NDArray[np.int32], NDArray[np.float32]]], k: int) -> 
 def ends_with_stop(
     decode: Callable[[Sequence[int]], str], tokens: list[int], stops: tuple[str, ...]
 ) -> bool:
-    if not stops:
-        return False
     text = decode(tokens)
     before = decode(tokens[:-1])
     return any(stop in text and stop not in before for stop in stops)
