@@ -27,8 +27,10 @@ CLIENT = r"""
 import json, sys
 import numpy as np
 from tinkex import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
-url, model = sys.argv[1:]
+url, engine = sys.argv[1:]
 service = ServiceClient(base_url=url, api_key="tml-side")
+offered = service.get_server_capabilities().supported_models  # each tree names its model itself
+model = "toy" if engine == "toy" else offered[0].model_name
 trainer = service.create_lora_training_client(model, rank=8, seed=1)
 sampler = trainer.save_weights_and_get_sampling_client()
 rng = np.random.default_rng(0)
@@ -51,7 +53,7 @@ def sample(num, length):
 WORK = {
     "train_small": lambda: train(SMALL, 40),
     "train_large": lambda: train(LARGE, 3),
-    "samples": lambda: sample(400, 8),
+    "samples": lambda: [sample(400, 8) for _ in range(4)],
     "train_model": lambda: train(MIDDLE, 2),
     "sample_model": lambda: sample(16, 32),
 }
@@ -134,9 +136,8 @@ def opened(tree: Path, engine: list[str]) -> Iterator[Side]:
         )
         assert server.stdout is not None
         url = json.loads(server.stdout.readline())["base_url"]
-        model = "toy" if "toy" in engine else "HuggingFaceTB/SmolLM2-135M-Instruct"
         client = subprocess.Popen(
-            [sys.executable, "-c", CLIENT, url, model],
+            [sys.executable, "-c", CLIENT, url, "toy" if "toy" in engine else "model"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

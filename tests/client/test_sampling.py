@@ -205,10 +205,10 @@ def test_a_server_that_ignores_an_option_is_found_out() -> None:
         prompt=PROMPT, num_samples=1, params=PARAMS, prompt_logprobs=True, last_n=2
     )
     with pytest.raises(tinkex.APIResponseValidationError, match="last_n was ignored"):
-        asked.finished(answer, None)
+        asked.check_answer(answer)
     asked = SampleFields(prompt=PROMPT, num_samples=1, params=PARAMS, alt_k=2)
     with pytest.raises(tinkex.APIResponseValidationError, match="prompt_alt_tokens_k"):
-        asked.finished(answer, None)
+        asked.check_answer(answer)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class DirectFuture(APIFuture[T]):
         self._behind = behind
         self._name = name
         self._kind = kind
+        self._got: T | None = None
         self._ender = behind._ender
         self.follow(behind)
         self._is_set_up = True  # from here on, foreign attributes are those of the result
@@ -62,6 +63,8 @@ class DirectFuture(APIFuture[T]):
     # -- as the result
 
     def _value(self) -> T:
+        if self._got is not None:
+            return self._got
         if not self.done() and is_in_loop():
             logger.warning(
                 "What %s() gives is used before it is there, which blocks the running event loop; "
@@ -69,7 +72,8 @@ class DirectFuture(APIFuture[T]):
                 self._name,
                 self._name,
             )
-        return self.result()
+        self._got = self.result()
+        return self._got
 
     def __getattr__(self, name: str) -> Any:
         # Only asked for what a future does not have. Dunder names are asked for by libraries that

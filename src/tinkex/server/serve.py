@@ -72,6 +72,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         gc.collect()
+        gc.set_threshold(10_000)  # a burst of requests holds more than Python's 700 objects
         gc.freeze()  # what start-up made stays; walking it again and again would cost pauses
         if self.started:
             # Not sys.stdout: ray prints what its nodes say, and a cluster sends that to stderr.

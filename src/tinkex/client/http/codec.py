@@ -7,6 +7,7 @@ calls. The functions are pure; those over large batches run on worker threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -105,6 +106,7 @@ EXPECT_SAMPLE = Expect("Sample", types.SampleResponse, in_protobuf=True)
 
 
 _SAMPLING_PARAMS = tuple(types.SamplingParams.model_fields)
+_params_of = attrgetter(*_SAMPLING_PARAMS)
 
 
 def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> bytes:
@@ -112,12 +114,17 @@ def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> 
 
     The bytes are equal but for floats that have two spellings: 1e-05 there, 1e-5 here.
     """
-    params = fields.params
-    chosen = {name: getattr(params, name) for name in _SAMPLING_PARAMS}
+    pairs = zip(_SAMPLING_PARAMS, _params_of(fields.params), strict=True)
+    chosen = {
+        # In JSON, keys are text.
+        name: value if type(value) is not dict else {str(k): v for k, v in value.items()}
+        for name, value in pairs
+        if value is not None
+    }
     body: dict[str, Any] = {
         "num_samples": fields.num_samples,
         "prompt": fields.prompt.to_dict(),
-        "sampling_params": {name: _plain(v) for name, v in chosen.items() if v is not None},
+        "sampling_params": chosen,
         "sampling_session_id": sampling_session_id,
         "seq_id": seq_id,
         "prompt_logprobs": fields.prompt_logprobs,
@@ -134,11 +141,6 @@ def sample_body(fields: SampleFields, sampling_session_id: str, seq_id: int) -> 
     body["record_stability_info"] = fields.stability
     body["type"] = "sample"
     return orjson.dumps(body)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold: its keys are text."""
-    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def target_tensor(value: Any) -> types.TensorData | None:

@@ -65,6 +65,8 @@ class SampleCalls:
         self._batch: BatchSubmitter | None = None
         self._base_model_name = base_model
         self._model_path = model_path
+        self._facts: dict[str, Any] = {}
+        self._snapshot: types.WeightsSnapshot | None = None
 
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
@@ -77,18 +79,32 @@ class SampleCalls:
             await self._join()
         return fields.body(self.sampling_session_id, self._next_seq_id())
 
-    def _stamped(self, answer: types.SampleResponse, said: Any) -> types.SampleResponse:
-        """The answer, each sequence with the weights that made it, as far as they are known."""
-        facts = said if isinstance(said, dict) else {}
-        step, content = facts.get("step"), facts.get("content")
-        made_by = types.WeightsSnapshot(
-            self.sampling_session_id,
-            path=facts.get("path") or self._model_path,
-            step=step if isinstance(step, int) else None,
-            content=content if isinstance(content, str) else None,
-        )
-        answer.sequences[:] = [sequence.made_by(made_by) for sequence in answer.sequences]
+    def _stamped(
+        self, answer: types.SampleResponse, said: Any, sequence_ids: list[str] | None = None
+    ) -> types.SampleResponse:
+        """The answer, each sequence with its id and the weights that made it, where known."""
+        ids = [s.sequence_id for s in answer.sequences] if sequence_ids is None else sequence_ids
+        if len(ids) != len(answer.sequences):
+            raise APIResponseValidationError(
+                f"The server's promise and result differ: expected {len(ids)} sequences, got "
+                f"{len(answer.sequences)}."
+            )
+        made_by = self._made_by(said if isinstance(said, dict) else {})
+        pairs = zip(answer.sequences, ids, strict=True)
+        answer.sequences[:] = [sequence.made_by(made_by, name) for sequence, name in pairs]
         return answer
+
+    def _made_by(self, facts: dict[str, Any]) -> types.WeightsSnapshot:
+        if facts != self._facts or self._snapshot is None:  # many samples are of the same weights
+            step, content = facts.get("step"), facts.get("content")
+            self._facts = facts
+            self._snapshot = types.WeightsSnapshot(
+                self.sampling_session_id,
+                path=facts.get("path") or self._model_path,
+                step=step if isinstance(step, int) else None,
+                content=content if isinstance(content, str) else None,
+            )
+        return self._snapshot
 
     # -- one sample
 
@@ -160,8 +176,8 @@ class SampleCalls:
         except asyncio.CancelledError:
             self._forget(request_id)
             raise
-        finished = fields.finished(answer, promise.get("sample_sequence_ids"))
-        return self._stamped(finished, promise.get("snapshot"))
+        fields.check_answer(answer)
+        return self._stamped(answer, promise.get("snapshot"), promise.get("sample_sequence_ids"))
 
     def _forget(self, request_id: str) -> None:
         self.holder.cancel_sample(request_id)

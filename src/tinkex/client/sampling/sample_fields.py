@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,13 @@ from tinkex.errors import (
     APIResponseValidationError,
     InvalidInputError,
     NotSupportedError,
-    WireError,
 )
-from tinkex.wire import results
 from tinkex.wire.chunking import model_input_size
 
 __all__ = ["SampleFields"]
 
 _DRAW_NAMES = tuple(setting.name for setting in settings_of(DrawSettings))
+_draw_of = attrgetter(*_DRAW_NAMES)
 
 
 # Thousands of samples are asked for alike, so a verdict is remembered. `typed`: 1 is not True.
@@ -143,7 +143,7 @@ class SampleFields:
             )
 
     def _check_draw(self) -> None:
-        values = [getattr(self.params, name) for name in _DRAW_NAMES]
+        values = _draw_of(self.params)
         try:
             _check_draw(*values)
         except TypeError:  # a value that cannot be a key
@@ -152,10 +152,8 @@ class SampleFields:
     def body(self, sampling_session_id: str, seq_id: int) -> bytes:
         return codec.sample_body(self, sampling_session_id, seq_id)
 
-    def finished(
-        self, answer: types.SampleResponse, sequence_ids: list[str] | None
-    ) -> types.SampleResponse:
-        """The answer with the ids of its sequences, checked against what was asked (6.1)."""
+    def check_answer(self, answer: types.SampleResponse) -> None:
+        """Refuse an answer that lacks what was asked for (6.1)."""
         if self.alt_k > 0 and answer.prompt_alt_tokens is None:
             raise APIResponseValidationError(
                 "prompt_alt_tokens_k was asked for and the server sent none; it may predate it."
@@ -170,11 +168,3 @@ class SampleFields:
                 raise APIResponseValidationError(
                     "prompt_logprobs_last_n was ignored by the server; it may predate it."
                 )
-        if sequence_ids is None:
-            return answer
-        try:
-            return results.with_sequence_ids(answer, sequence_ids)
-        except WireError as exc:
-            raise APIResponseValidationError(
-                f"The server's promise and result differ: {exc}"
-            ) from exc

@@ -279,7 +279,7 @@ class Holder:
             )
 
         async def run(waiting: Waiting) -> T:
-            with self.calls.entered():
+            with self.calls:
                 if self.successor is not None:
                     raise self._lost()
                 if not self._ready:

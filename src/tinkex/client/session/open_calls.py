@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from tinkex.client.futures import cancel_all
@@ -36,20 +35,18 @@ class OpenCalls:
     def __len__(self) -> int:
         return len(self._calls) + len(self._tasks) + len(self._owned)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """The current task is a call from here to the end of the block."""
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if task in self._ended:
-                raise self._why() from None
-            raise
-        finally:
-            self._calls.discard(task)
+
+    def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.discard(task)
+        if isinstance(error, asyncio.CancelledError) and task in self._ended:
+            raise self._why() from None
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run something beside the calls until all of it ends."""

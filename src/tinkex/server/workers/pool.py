@@ -180,13 +180,12 @@ class Pool:
     def post(
         self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
     ) -> asyncio.Future[Result]:
-        if not self.is_ready:
+        if not (ready := self.ready):
             return self._lost("no member takes jobs")
         if isinstance(job, SampleJob):
-            with_model = self._with_model(job.base_model) or self.ready
-            return self._router.post(job, with_model, on_event)
+            return self._router.post(job, self._with_model(job.base_model) or ready, on_event)
         if isinstance(job, DescribeModelJob | LoadModelJob):
-            return self.ready[0].post(job, on_event)
+            return ready[0].post(job, on_event)
         assert not isinstance(job, MeetingJob), "members meet each other, not the pool"
         home = self._home(job.adapter_id)
         if home is None or generation not in (None, home.generation):

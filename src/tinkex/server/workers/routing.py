@@ -53,7 +53,9 @@ class Router:
         self, job: SampleJob, ready: Sequence[Worker], on_event: OnEvent | None
     ) -> asyncio.Future[Result]:
         """Send a sample to the best of the members, in parts to several of them."""
-        keys = list(_keys(job)) if len(ready) > 1 else []
+        if len(ready) == 1:
+            return self._send(job, ready[0], on_event)
+        keys = list(_keys(job))
         deals = self.deal(job, keys, ready)
         self._remember(keys, [deal.member for deal in deals])
         if len(deals) == 1:
@@ -66,8 +68,6 @@ class Router:
 
     def deal(self, job: SampleJob, keys: Sequence[int], ready: Sequence[Worker]) -> list[Deal]:
         """Give out samples, a few at a time, to whoever's line is shortest by then."""
-        if len(ready) == 1:
-            return [Deal(ready[0], 0, job.num_samples)]
         lines = [self.line(m) - PATIENCE * n for m, n in self._cached(keys, ready)]
         counts, length = [0] * len(ready), len(job.prompt)
         for start in range(0, job.num_samples, HAND):

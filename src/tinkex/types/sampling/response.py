@@ -109,11 +109,11 @@ class SampledSequence(Value):
         set_field(made, "_logprobs", None)
         return made
 
-    def made_by(self, snapshot: WeightsSnapshot) -> Self:
-        """The same sequence, with the weights that made it."""
+    def made_by(self, snapshot: WeightsSnapshot, sequence_id: str | None = None) -> Self:
+        """The same sequence, with the weights that made it and the id that it was promised."""
+        name = self.sequence_id if sequence_id is None else sequence_id
         arrays = self.tokens_np, self.logprobs_np, self.topk_logprobs_np
-        experts = self.routed_experts
-        return self.wrap(self.stop_reason, self.sequence_id, *arrays, snapshot, experts)
+        return self.wrap(self.stop_reason, name, *arrays, snapshot, self.routed_experts)
 
     @property
     def tokens(self) -> list[int]:
