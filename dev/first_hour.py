@@ -2,19 +2,23 @@
 
     python dev/first_hour.py            # on the real model, minutes
     python dev/first_hour.py --toy      # on the toy engine, to see that every command works
+    python dev/first_hour.py --clone    # in a fresh clone with an environment of its own
 
 Each `$` line of a `console setup` block runs in one folder, in order. Lines that start with `>` are
 typed into the command above them, on a pseudo-terminal. Of the `text` block below, every line must
 come in the output, in order: numbers and ids may differ, `...` stands for anything. Prints the
-seconds of each step; ends with 1 at the first one that fails. Network is not needed.
+seconds of each step; ends with 1 at the first one that fails. Network is not needed, but for the
+installs of --clone: a tiny model in a folder like the hub's cache stands in for Qwen/Qwen3-0.6B.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,7 +65,7 @@ def pattern(line: str) -> str:
         elif part[:1].isdigit():
             made += r"[\d.,]+"
         elif part.isspace():
-            made += r"\s+"
+            made += r"[ \t]+"  # within the line
         else:
             made += re.escape(part)
     return made
@@ -121,15 +125,62 @@ def run_on_a_terminal(step: Step, folder: Path, env: dict[str, str]) -> tuple[in
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed.decode(errors="replace")
 
 
+def stand_in(cache: Path, name: str) -> None:
+    """A tiny model with random weights where the Hugging Face cache would have the real one."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tinkex.engine.model import default_model
+
+    place = cache / "hub" / f"models--{name.replace('/', '--')}"
+    folder = place / "snapshots" / "0000000000000000000000000000000000000000"
+    config = Qwen3Config(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    for file in default_model.folder().glob("*token*"):
+        shutil.copy(file, folder)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(folder.name)
+
+
+def clone(folder: Path) -> Path:
+    """A clone with an environment of its own; gives the folder of its programs."""
+    began = time.monotonic()
+    source = Path(__file__).parents[1]
+    subprocess.run(["git", "clone", "--quiet", str(source), str(folder)], check=True)
+    subprocess.run(["make", "--silent", "venv"], cwd=folder, check=True)
+    print(f"{time.monotonic() - began:6.1f} s  git clone && make venv", flush=True)
+    return folder / ".venv" / "bin"
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Walk docs/first-hour.md.")
+    parser.add_argument("--toy", action="store_true", help="on the toy engine, outputs unchecked")
+    parser.add_argument("--clone", action="store_true", help="in a fresh clone and environment")
+    args = parser.parse_args()
     env = {key: value for key, value in os.environ.items() if not key.startswith("TINKE")}
     env |= {key: os.environ[key] for key in ("TINKEX_CACHE",) if key in os.environ}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    env["COLUMNS"] = "100"
-    toy = "--toy" in sys.argv
+    env["COLUMNS"] = "130"
+    toy = args.toy
     if toy:
         env["TINKEX_LOCAL_ENGINE"] = "toy"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        programs = Path(sys.executable).parent
+        if args.clone:
+            programs = clone(Path(name) / "tinkex")
+            env.pop("PYTHONPATH", None)
+        env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
+        env["HF_HOME"] = str(Path(name) / ".hub")
+        stand_in(Path(env["HF_HOME"]), "Qwen/Qwen3-0.6B")
         env["TINKEX_HOME"] = str(Path(name) / ".tinkex")
         for step in steps(PAGE.read_text(encoding="utf-8")):
             began = time.monotonic()

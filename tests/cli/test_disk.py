@@ -43,6 +43,8 @@ def test_disk_shows_each_run_with_what_it_keeps(cli, home):
     assert all(run["sizes"][kind] > 0 for kind in ("checkpoints", "samplers", "journal"))
     table = cli("disk")
     assert "pirate" in table.out
+    assert run_id in table.out, "what `gc --run` takes"
+    assert "gc --older-than 0m` frees" not in table.err, "less than a megabyte"
     assert "just now" in table.out
     assert str(folder) in table.out
 
@@ -65,7 +67,7 @@ def test_gc_leaves_checkpoints_and_takes_the_rest(cli, home):
 def test_gc_of_a_run_takes_its_checkpoints_too(cli, home):
     folder, run_id = home
     assert cli("gc", "--run", "no-such-run").code == 1
-    assert cli("gc", "--run", run_id, "--yes").code == 0
+    assert cli("gc", "--run", "pirate", "--yes").code == 0, "by the name that `disk` shows"
     assert cli("disk", "--json").json["folders"][0]["runs"] == []
     assert not list((folder / "checkpoints").glob("*/*/*"))
 
@@ -79,3 +81,26 @@ def test_gc_beside_a_running_server_is_refused_in_words(cli, tmp_path, start_ser
     assert "Another server uses" in ran.err
     assert "bug" not in ran.err
     assert cli("gc", "--older-than", "soon").code == 2
+
+
+def test_gc_waits_for_the_private_server_to_end(cli, tmp_path, start_server, monkeypatch):
+    """It lives on for seconds after the last command, and nobody knows how to stop it."""
+    from tinkex.store import Store
+
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
+    folder = tmp_path / "local"
+    folder.mkdir()
+    with start_server(folder, "--engine", "toy"):
+        pass
+    server = Store.in_folder(folder)
+    server.claim(1.0, data_dir=folder)
+    notes = []
+
+    def note(state, text):
+        notes.append(text)
+        server.close()
+
+    monkeypatch.setattr("tinkex.cli.state.State.note", note)
+    ran = cli("gc")
+    assert ran.code == 0, ran.err
+    assert "Waiting for the private server to end" in notes[0]

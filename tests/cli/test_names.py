@@ -45,9 +45,12 @@ def test_a_named_run_is_trained_extended_talked_to_and_trained_on(workshop):
     config = json.loads(Path("runs/captain/config.json").read_text())
     assert config["model"].startswith("tinker://")
     assert config["model"].endswith("step-000003")
-    listed = {run["name"]: run for run in cli("run", "list", "--json").json["runs"]}
+    runs = cli("run", "list", "--json").json["runs"]
+    listed = {run["name"]: run for run in reversed(runs)}  # the newest of a name
     assert listed["captain"]["state"] == "finished"
     assert listed["pirate"]["num_steps"] >= 1
+    logged = [json.loads(s) for s in Path("runs/pirate/metrics.jsonl").read_text().splitlines()]
+    assert listed["pirate"]["loss"] == pytest.approx(logged[-1]["loss"]), "as the run showed it"
     table = cli("run", "list")
     assert "captain" in table.out
     assert "captain" in cli("session", "list").out
@@ -69,7 +72,9 @@ def test_pull_says_what_a_model_needs(workshop, default_model_dir):
     assert facts["memory_bytes"] == 4 * facts["parameters"]
     ran = workshop("pull", "no-such-model")
     assert ran.code == 1
-    assert "Runs with a name: none" in ran.err
+    assert "no-such-model" in ran.err
+    talked = workshop("chat", "no-such-model", "-p", "hello")
+    assert talked.code == 1
 
 
 def test_the_shell_completes_runs_and_models(workshop):
@@ -81,6 +86,29 @@ def test_the_shell_completes_runs_and_models(workshop):
         item.value for item in complete_model(None, None, "tin")
     }
     assert [item.type for item in complete_run(None, None, "./")] == ["dir"]
+
+
+def test_the_shell_completes_checkpoints_of_this_machine_and_starts_no_server(
+    workshop, tmp_path, monkeypatch, start_server
+):
+    """`workshop` has a server of its own; here are the files of a private one that has ended."""
+    from tinkex import ServiceClient
+    from tinkex.cli.completions import complete_checkpoint, complete_model
+    from tinkex.contract.models import DEFAULT_MODEL
+
+    folder = tmp_path / "home" / "local"
+    folder.mkdir(parents=True)
+    with start_server(folder, "--engine", "toy") as base_url:
+        with ServiceClient(base_url=base_url) as service:
+            training = service.create_lora_training_client(rank=4, base_model=DEFAULT_MODEL)
+            path = training.save_state("one").result().path
+    for name in ("TINKER_BASE_URL", "TINKEX_LOCAL_ENGINE", "TINKER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path / "home"))
+    assert [item.value for item in complete_checkpoint(None, None, "tinker://")] == [path]
+    assert [item.value for item in complete_model(None, None, path[:30])] == [path]
+    assert not (tmp_path / "home" / "local-server.log").exists()
+    assert "COMP_WORDBREAKS" in workshop("completion", "bash").out
 
 
 def test_a_named_run_is_exported(workshop, tmp_path):

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinkex.cli.output import Table, ago, plain, print_table, size
+from tinkex.cli.output import Table, ago, plain, print_table, size, stacked
 from tinkex.cli.paging import collect
 
 NOW = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
@@ -110,3 +110,13 @@ def test_how_far_a_model_is_loaded_is_said_on_stderr(capsys):
     wait("loading org/Large-Model 50 %")
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "Loading org/Large-Model 40 %\n")
+
+
+def test_at_80_columns_ids_stand_whole_below_their_row():
+    run_id = "cc89f186-afe2-4033-9086-ad988045f6db:train:0"
+    columns = ["Name", "State", "Steps", "Loss", "Last Update", "Run ID"]
+    row = ["pirate-with-a-long-name", "finished", "22", "0.008844", "19 minutes ago", run_id]
+    lines = stacked(columns, [row, ["", *row[1:]]], [5])
+    assert max(map(len, lines)) <= 80
+    assert [line.strip() for line in lines].count(run_id) == 2
+    assert lines[1].split() == ["Name", "State", "Steps", "Loss", "Last", "Update"]

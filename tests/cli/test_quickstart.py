@@ -25,12 +25,15 @@ def test_quickstart_shows_answers_loss_and_the_next_command(cli, tmp_path):
     for question in QUESTIONS_TO_SHOW:
         assert question in ran.out
     assert "Held-out loss" in ran.out
-    assert "Next: tinkex chat tinker://" in ran.err
+    assert "in 5 steps, " in ran.out
+    assert "Next: tinkex chat quickstart" in ran.err
     folder = tmp_path / "quickstart"
     assert (folder / "loss.png").exists()
     assert (folder / "adapter" / "adapter_config.json").exists()
     shown = cli("quickstart", "--epochs", "0.4", "--json").json
-    assert shown["steps"] == 5
+    assert (shown["steps"], shown["steps_now"]) == (5, 0)
+    again = cli("quickstart", "--epochs", "0.4")
+    assert "in 5 steps of an earlier run; --fresh trains anew." in again.out
     assert [a["question"] for a in shown["answers"]] == list(QUESTIONS_TO_SHOW)
 
 
@@ -48,7 +51,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(cli, tmp_path, monkeypatch):
     assert stopped.code == 130
     assert "Resume: tinkex quickstart --folder mine" in stopped.err
     monkeypatch.setattr(RunLog, "metrics", real)
-    assert cli("quickstart", "--epochs", "0.4", "--folder", "mine", "--json").json["steps"] == 5
+    resumed = cli("quickstart", "--epochs", "0.4", "--folder", "mine")
+    assert "in 5 steps, 3 of them now, " in resumed.out
     lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == list(range(6))

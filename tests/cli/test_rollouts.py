@@ -48,5 +48,7 @@ def test_best_and_worst_come_first_and_steps_count_from_the_end(cli, folder):
 def test_a_folder_of_no_run_is_named(cli, tmp_path):
     ran = cli("run", "rollouts", str(tmp_path))
     assert ran.code == 1
-    assert "has no rollouts.jsonl" in ran.err
+    assert "is neither the name nor the folder of a run" in ran.err
+    (tmp_path / "config.json").write_text('{"log_dir": "."}')
+    assert "kept no answers" in cli("run", "rollouts", str(tmp_path)).err
     assert cli("run", "rollouts", str(tmp_path), "--best", "--worst").code == 2

@@ -173,10 +173,12 @@ def _set_up_logging() -> None:
 
 
 class _Plain(logging.Formatter):
-    """That a server starts here is news, not a warning, to someone who typed the command."""
+    """A server that starts here, or a wait, is news, not a warning, to who typed the command."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return record.getMessage() if record.name == "tinkex.local" else super().format(record)
+        if record.name in ("tinkex.local", "tinkex.futures"):
+            return record.getMessage()
+        return super().format(record)
 
 
 __all__ = ["COMMANDS", "cli", "main", "run"]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tinkex.cli.completions import complete_checkpoint, complete_model
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -47,8 +49,12 @@ def check_run_or_path(ctx: click.Context, param: click.Parameter, value: str) ->
     return check_tinker_path(ctx, param, named(value))
 
 
-path_argument = click.argument("path", callback=check_tinker_path)
-run_or_path_argument = click.argument("path", callback=check_run_or_path)
+path_argument = click.argument(
+    "path", callback=check_tinker_path, shell_complete=complete_checkpoint
+)
+run_or_path_argument = click.argument(
+    "path", callback=check_run_or_path, shell_complete=complete_model
+)
 
 
 if TYPE_CHECKING:

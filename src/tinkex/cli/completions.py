@@ -1,7 +1,8 @@
 """What the shell offers after TAB: runs, checkpoints, models and files.
 
-Runs and models come from the files of this machine, checkpoints from the server. A failure offers
-nothing rather than printing something into the prompt.
+Runs and models come from the files of this machine, checkpoints from the server, or from the
+private server's database, as TAB starts no server. A failure offers nothing rather than printing
+something into the prompt.
 """
 
 from __future__ import annotations
@@ -66,9 +67,18 @@ def _models() -> Iterator[tuple[str, str]]:
 
 
 def _checkpoints() -> Iterator[tuple[str, str]]:
+    """The newest; those of this machine are read from its files, as TAB must start no server."""
     with contextlib.suppress(Exception):
         from tinkex.cli.state import State
+        from tinkex.client.config import LOCAL
+        from tinkex.client.session.local import data_folder
 
-        with State().rest() as rest:
+        state = State()
+        if state.config(patient=False).base_url == LOCAL:
+            from tinkex.server.files.usage import checkpoint_paths
+
+            yield from checkpoint_paths(data_folder(), limit=100)
+            return
+        with state.rest() as rest:
             for one in rest.list_user_checkpoints(limit=100).result().checkpoints:
                 yield one.tinker_path, one.checkpoint_type

@@ -45,21 +45,44 @@ def print_table(table: Table) -> None:
         return
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     rows = [[cell(value) for value in row] for row in table.rows]
-    wide = 0
+    wide, to_copy = 0, []
     for index, column in enumerate(table.columns):
         longest = max([len(column), *(len(row[index]) for row in rows)])
         whole = any(_TO_COPY.match(row[index]) for row in rows)
         shown.add_column(column, overflow="fold", no_wrap=whole)
         wide += longest + 3 if whole else min(longest, _NARROW) + 3
+        to_copy += [index] if whole else []
     for row in rows:
         shown.add_row(*(Text(text, style=table.styles.get(text, "")) for text in row))
     console = Console(file=sys.stdout, highlight=False)
+    is_narrow = sys.stdout.isatty() and wide > console.width
     # A path is there to be copied: on a narrow terminal the line runs over, the path stays whole.
     console.width = max(console.width, wide) if sys.stdout.isatty() else _PIPE_WIDTH
     if table.title:
         # Text, not markup: in markup the `:train:` of a run's id becomes a picture of a tram.
         console.print(Text(table.title, style="table.title"), soft_wrap=True)
-    console.print(shown)
+    if is_narrow and to_copy and len(table.columns) > 2:
+        for line in stacked(table.columns, rows, to_copy):
+            console.print(Text(line), soft_wrap=True)
+    else:
+        console.print(shown)
+
+
+def stacked(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], below: Sequence[int]
+) -> list[str]:
+    """A table for a narrow terminal: ids and paths stand below their row, whole."""
+    beside = [index for index in range(len(columns)) if index not in below]
+    widths = [max(len(columns[i]), *(len(row[i]) for row in rows)) for i in beside]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (cells[i].ljust(width) for i, width in zip(beside, widths, strict=True))
+        return f" {'  '.join(padded)}".rstrip()
+
+    lines = ["", line(columns), " " + "\u2500" * (sum(widths) + 2 * len(widths) - 2)]
+    for row in rows:
+        lines += [line(row), *(f"   {row[index]}" for index in below if row[index])]
+    return [*lines, ""]
 
 
 def cell(value: Any) -> str:

@@ -40,11 +40,10 @@ class Steps:
         self._task: Any = None
 
     def __call__(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-        text = "  ".join(
-            f"{label(name).lower()} {_short(metrics[name])}"
-            for name in (*RESULTS, "tokens_per_s")
-            if name in metrics
-        )
+        shown = [f"{label(n).lower()} {_short(metrics[n])}" for n in RESULTS if n in metrics]
+        if "tokens_per_s" in metrics:
+            shown.append(f"tokens/s {metrics['tokens_per_s']:.0f}")
+        text = "  ".join(shown)
         if not self._console.is_terminal:
             self._line(step, num_steps, text)
             return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.render import Renderer
+from tinkex.recipes.runs import find
 from tinkex.recipes.sft import SftConfig, train
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Outcome:
     result: Result
     loss_before: float
     loss_after: float
+    num_trained: int = 0
+    """Steps made by this call; the others are an earlier one's."""
     exchanges: tuple[Exchange, ...] = ()
 
 
@@ -71,17 +74,26 @@ def run(
     on_note("Asking the untrained model ...")
     before = ask(service.create_sampling_client(base_model=model), QUESTIONS_TO_SHOW)
     on_note(f"Training on {len(rows())} questions and answers ...")
+    start = saved.step if (saved := find(str(folder))) is not None else 0
     result = train(config, service, on_step, on_note)
-    losses = _held_out_losses(folder)
+    losses, num_trained = _held_out_losses(folder), result.step - start
     if result.interrupted:
-        return Outcome(result=result, loss_before=losses[0], loss_after=losses[-1])
+        return Outcome(
+            result=result, loss_before=losses[0], loss_after=losses[-1], num_trained=num_trained
+        )
     on_note("Asking the trained model ...")
     after = ask(service.create_sampling_client(model_path=result.sampler_path), QUESTIONS_TO_SHOW)
     exchanges = tuple(
         Exchange(question=question, before=one, after=two)
         for question, one, two in zip(QUESTIONS_TO_SHOW, before, after, strict=True)
     )
-    return Outcome(result=result, loss_before=losses[0], loss_after=losses[-1], exchanges=exchanges)
+    return Outcome(
+        result=result,
+        loss_before=losses[0],
+        loss_after=losses[-1],
+        num_trained=num_trained,
+        exchanges=exchanges,
+    )
 
 
 def ask(sampler: SamplingClient, questions: Sequence[str], max_tokens: int = 40) -> list[str]:

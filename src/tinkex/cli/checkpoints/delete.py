@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.arguments import IsoMoment, check_tinker_path
+from tinkex.cli.completions import complete_checkpoint
 from tinkex.cli.messages import words
 from tinkex.cli.state import Leaf, State, pass_state
 
@@ -34,7 +35,7 @@ _TYPES = {
 
 
 @click.command(cls=Leaf)
-@click.argument("paths", nargs=-1, callback=check_tinker_path)
+@click.argument("paths", nargs=-1, callback=check_tinker_path, shell_complete=complete_checkpoint)
 @click.option("--run-id", help="Delete this run's checkpoints instead of named ones.")
 @click.option("--type", "kind", type=click.Choice(list(_TYPES)), help="Only this kind.")
 @click.option("--before", type=IsoMoment(), help="Only those made before.")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tinkex.recipes.render import Renderer
 
 HELP = """\
+  /help           this list
   /system TEXT    set the system message and begin anew; without TEXT take it away
   /model NAME     talk to another base model, run or tinker:// checkpoint
   /compare NAME   let NAME answer too, for comparison; without NAME the base model; again: stop
@@ -267,12 +268,18 @@ def _command(talk: Conversation, name: str, rest: str) -> None:
         case "model" if rest:
             talk.voice = talk.find(rest)
             _banner(talk)
+            if talk.messages:
+                click.echo("The conversation goes on; /clear begins anew.")
         case "compare":
             _compare(talk, rest)
         case "save" if rest:
             _save(talk, Path(rest).expanduser())
+        case "model":
+            click.echo("Name what to talk to: /model NAME.")
+        case "save":
+            click.echo("Name the file to add to: /save FILE.")
         case _:
-            click.echo(f"There is no command /{name}{'' if rest else ' without more'}.\n{HELP}")
+            click.echo(f"There is no command /{name}.\n{HELP}")
 
 
 def _compare(talk: Conversation, rest: str) -> None:

@@ -17,4 +17,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     found = get_completion_class(shell)
     assert found is not None
     root = ctx.find_root().command
-    click.echo(found(root, {}, "tinkex", "_TINKEX_COMPLETE").source())
+    script = found(root, {}, "tinkex", "_TINKEX_COMPLETE").source()
+    if shell == "bash":  # else the colons of a checkpoint's path end a word
+        script = f"COMP_WORDBREAKS=${{COMP_WORDBREAKS//:}}\n{script}"
+    click.echo(script)

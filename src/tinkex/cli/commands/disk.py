@@ -19,7 +19,7 @@ from tinkex.cli.output import Table, ago, size
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
-    from tinkex.server.files.usage import Held, Holdings
+    from tinkex.server.files.usage import Cleared, Held, Holdings
 
 _FOLDER = click.Path(path_type=Path)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -53,10 +53,11 @@ def disk(state: State, data_dir: Path | None, show_all: bool) -> None:
         state.show(Table(title=title, columns=("Model", "Size"), rows=rows), None)
     total = sum(held.total for held in found.values()) + sum(models.values())
     click.echo(f"Total {size(total)}.")
-    spare = sum(_spare(run) for held in found.values() for run in held.runs if not run.is_open)
-    spare += sum(held.other for held in found.values())
-    if spare > 1 << 20:
-        state.note(f"`tinkex gc` frees about {size(spare)}; checkpoints with a name stay.")
+    for command, older_than_s in (("gc", 3600.0), ("gc --older-than 0m", 0.0)):
+        spare = sum(_would_go(held, older_than_s, "")[1] for held in found.values())
+        if spare > 1 << 20:
+            state.note(f"`tinkex {command}` frees about {size(spare)}; named checkpoints stay.")
+            break
 
 
 @click.command(cls=Leaf)
@@ -69,7 +70,9 @@ def disk(state: State, data_dir: Path | None, show_all: bool) -> None:
     callback=_age,
     help="Only runs unused for this long: 30m, 12h, 7d.",
 )
-@click.option("--run", "run_id", default="", help="All of this run, its checkpoints too.")
+@click.option(
+    "--run", "run_id", default="", help="All of this run (its id or name), its checkpoints too."
+)
 @click.option("--data-dir", type=_FOLDER, help="Only this data folder.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and remove nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before a run's checkpoints go.")
@@ -86,13 +89,12 @@ def gc(
 
     Checkpoints with a name stay, unless --run names their run.
     """
-    from tinkex.server.files.usage import clear, holdings
+    from tinkex.server.files.usage import holdings
 
     folders = list(_data_folders(data_dir))
     if run_id:
-        folders = [f for f in folders if any(r.run_id == run_id for r in holdings(f).runs)]
-        if not folders:
-            raise click.ClickException(f"No run '{run_id}' keeps anything here; see `tinkex disk`.")
+        folder, run_id = _one_run(folders, run_id)
+        folders = [folder]
         if not (yes or dry_run):
             click.confirm(f"Remove all of {run_id}, its checkpoints too?", abort=True, err=True)
     report = []
@@ -100,7 +102,7 @@ def gc(
         if dry_run:
             num_runs, num_bytes = _would_go(holdings(folder), older_than_s, run_id)
         else:
-            done = clear(folder, older_than_s=older_than_s, run_id=run_id)
+            done = _cleared(state, folder, older_than_s, run_id)
             num_runs, num_bytes = done.num_runs, done.num_bytes
         report.append({"folder": str(folder), "runs": num_runs, "bytes": num_bytes})
     title = "Would remove" if dry_run else "Removed"
@@ -109,6 +111,41 @@ def gc(
         Table(title=title, columns=("Data folder", "Runs", "Size"), rows=rows),
         {"dry_run": dry_run, "older_than_s": older_than_s, "removed": report},
     )
+
+
+def _one_run(folders: list[Path], wanted: str) -> tuple[Path, str]:
+    """The run that is called so, and its folder."""
+    from tinkex.server.files.usage import holdings
+
+    found = [
+        (folder, run.run_id)
+        for folder in folders
+        for run in holdings(folder).runs
+        if wanted in (run.run_id, run.name)
+    ]
+    if not found:
+        raise click.ClickException(f"No run '{wanted}' keeps anything here; see `tinkex disk`.")
+    if len(found) > 1:
+        ids = ", ".join(run_id for _, run_id in found)
+        raise click.ClickException(
+            f"{len(found)} runs are called '{wanted}': name one by id: {ids}"
+        )
+    return found[0]
+
+
+def _cleared(state: State, folder: Path, older_than_s: float, run_id: str) -> Cleared:
+    """Clear a folder; that of the private server once it has ended, seconds after its last use."""
+    from tinkex.client.session.local import IDLE_S
+    from tinkex.server.files.usage import clear
+    from tinkex.store.claim import InUseError
+
+    try:
+        return clear(folder, older_than_s=older_than_s, run_id=run_id)
+    except InUseError:
+        if not folder.name.startswith("local"):
+            raise
+    state.note("Waiting for the private server to end, as it does when nobody uses it ...")
+    return clear(folder, older_than_s=older_than_s, run_id=run_id, wait_s=2 * IDLE_S)
 
 
 def _would_go(held: Holdings, older_than_s: float, run_id: str) -> tuple[int, int]:
@@ -150,22 +187,23 @@ def _runs_table(folder: Path, held: Holdings, show_all: bool) -> Table:
     rows = [_row(run) for run in runs]
     if rest := held.runs[len(runs) :]:
         total = sum(run.total for run in rest)
-        rows.append((f"{len(rest)} more (--all)", "", "", "", "", size(total)))
-    rows.append(("database", "", "", "", "", size(held.database)))
-    rows.append(("leftovers", "", "", "", "", size(held.other)))
-    columns = ("Run", "Used", "Checkpoints", "State", "Samplers", "Total")
+        rows.append((f"{len(rest)} more (--all)", "", "", "", "", size(total), ""))
+    rows.append(("database", "", "", "", "", size(held.database), ""))
+    rows.append(("leftovers", "", "", "", "", size(held.other), ""))
+    columns = ("Name", "Used", "Checkpoints", "State", "Samplers", "Total", "Run ID")
     return Table(title=f"{folder}: {size(held.total)}", columns=columns, rows=rows)
 
 
 def _row(run: Held) -> tuple[Any, ...]:
     sizes = run.sizes
     return (
-        run.name or run.run_id,
+        run.name,
         ago(datetime.fromtimestamp(run.used_at, UTC)) if run.used_at else "",
         _shown(sizes["checkpoints"]),
         _shown(sizes["state"] + sizes["journal"]),
         _shown(sizes["samplers"]),
         size(run.total),
+        run.run_id,
     )
 
 

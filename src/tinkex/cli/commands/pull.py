@@ -32,7 +32,7 @@ _CPU_BYTES = 4
 @pass_state
 def pull(state: State, model: str) -> None:
     """Fetch MODEL from the Hugging Face hub, once, and show what it needs."""
-    found = fetch(model)
+    found = _fetch(model)
     needs = need_of(found)
     state.show(
         properties(
@@ -76,6 +76,17 @@ def prepare(state: State, model: str) -> None:
 
 
 def fetch(model: str) -> ModelSource:
+    """The files of something that was named as a base model, and might have been meant as a run."""
+    try:
+        return _fetch(model)
+    except ModelNotFoundError as exc:
+        from tinkex.recipes.runs import known
+
+        names = ", ".join(run.name for run in known()) or "none"
+        raise ModelNotFoundError(f"{exc} No run is called that either; runs: {names}.") from exc
+
+
+def _fetch(model: str) -> ModelSource:
     """The model's files, fetched with a bar when they are not here."""
     from tinkex.engine.model.base_model import resolve
 
@@ -83,13 +94,7 @@ def fetch(model: str) -> ModelSource:
         return resolve(model, allow_fetch=False)
     except ModelNotFoundError:
         click.echo(f"Fetching {model} ...", err=True)
-        try:
-            return resolve(model)
-        except ModelNotFoundError as exc:
-            from tinkex.recipes.runs import known
-
-            names = ", ".join(run.name for run in known()) or "none"
-            raise ModelNotFoundError(f"{exc} Runs with a name: {names}.") from exc
+        return resolve(model)
 
 
 @dataclass(frozen=True, slots=True)

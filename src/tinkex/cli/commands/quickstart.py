@@ -46,7 +46,7 @@ def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: st
         if state.base_url is None and model == DEFAULT_MODEL:
             _fetch_model()
         state.note(f"Training a LoRA adapter on {model}; Ctrl-C saves and stops.")
-        with state.service() as service, steps("quickstart") as on_step:
+        with state.service(name="quickstart") as service, steps("quickstart") as on_step:
             outcome = run(folder, service, on_step, on_step.note, model=model, epochs=epochs)
         if outcome.result.interrupted:
             raise KeyboardInterrupt
@@ -100,6 +100,7 @@ def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: 
                 "held_out_loss_before": outcome.loss_before,
                 "held_out_loss_after": outcome.loss_after,
                 "steps": outcome.result.step,
+                "steps_now": outcome.num_trained,
                 "seconds": round(seconds, 1),
                 "sampler_path": outcome.result.sampler_path,
                 "state_path": outcome.result.state_path,
@@ -118,10 +119,19 @@ def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: 
         click.echo(f"    after   {click.style(_one_line(exchange.after), fg='green')}")
     click.echo(
         f"\nHeld-out loss {outcome.loss_before:.2f} -> {outcome.loss_after:.2f} "
-        f"in {outcome.result.step} steps, {seconds:.0f} s."
+        f"in {outcome.result.step} steps{_when(outcome, seconds)}."
     )
     click.echo(f"Plot     {folder / 'loss.png'}\nAdapter  {adapter} (PEFT)")
-    stderr_console().print(f"\nNext: {program()} chat {outcome.result.sampler_path}", markup=False)
+    stderr_console().print(f"\nNext: {program()} chat {folder}", markup=False)
+
+
+def _when(outcome: Outcome, seconds: float) -> str:
+    """Old figures do not look like new ones."""
+    if outcome.num_trained == outcome.result.step:
+        return f", {seconds:.0f} s"
+    if outcome.num_trained:
+        return f", {outcome.num_trained} of them now, {seconds:.0f} s"
+    return " of an earlier run; --fresh trains anew"
 
 
 def _one_line(text: str, most: int = 300) -> str:

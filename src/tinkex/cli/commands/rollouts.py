@@ -13,12 +13,13 @@ from typing import Any
 
 import click
 
+from tinkex.cli.completions import complete_run
 from tinkex.cli.output import print_json
 from tinkex.cli.state import Leaf, State, pass_state
 
 
 @click.command(cls=Leaf)
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", type=click.Path(path_type=Path), shell_complete=complete_run)
 @click.option("--step", type=int, help="Only this step; a negative one counts from the end.")
 @click.option("--best", is_flag=True, help="The best rewarded first.")
 @click.option("--worst", is_flag=True, help="The worst rewarded first.")
@@ -29,21 +30,28 @@ from tinkex.cli.state import Leaf, State, pass_state
 @pass_state
 def rollouts(
     state: State,
-    folder: Path,
+    run: Path,
     step: int | None,
     best: bool,
     worst: bool,
     contains: str,
     limit: int,
 ) -> None:
-    """Show the answers that were sampled in training, from the log folder FOLDER of a run."""
+    """Show the answers that were sampled in training. RUN is the run's name or its log folder."""
     from tinkex.recipes.rollouts import FILE_NAME
+    from tinkex.recipes.runs import find
 
     if best and worst:
         raise click.UsageError("--best and --worst exclude each other.")
-    file = folder / FILE_NAME
+    found_run = find(str(run))
+    file = (found_run.folder if found_run else run) / FILE_NAME
     if not file.is_file():
-        raise click.ClickException(f"{folder} has no {FILE_NAME}: it is no folder of a run.")
+        if found_run is None:
+            raise click.ClickException(f"'{run}' is neither the name nor the folder of a run.")
+        raise click.ClickException(
+            f"The run in {found_run.folder} kept no answers: it has no {FILE_NAME}. DPO writes "
+            "none, SFT none with --samples 0."
+        )
     if step is not None and step < 0:
         step = _last_step(file) + 1 + step
     found: Iterator[dict[str, Any]] = (

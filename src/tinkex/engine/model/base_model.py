@@ -179,9 +179,10 @@ def _may_be_on_hub(name: str) -> bool:
 def _not_had(name: str, exc: Exception) -> ModelNotFoundError:
     """The hub fails in many ways; all mean that the model is not here."""
     said = next((line for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
+    why = said.strip().removeprefix("Got: ").rstrip(". ")[:300]
     return ModelNotFoundError(
         f"No base model {name!r}: it is not on this machine, and the Hugging Face hub cannot give "
-        f"it: {said[:300]}"
+        f"it ({why}). Check the name and the network, or give the path of a folder with its files."
     )
 
 

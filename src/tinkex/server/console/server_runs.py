@@ -14,7 +14,7 @@ from tinkex.server.work.curves import Course, Curve
 from tinkex.server.work.rollouts import told
 from tinkex.store import Checkpoint, Model, RunFilter, Session, User
 
-LISTED = ("loss_per_token", "learning_rate", "tokens")
+LISTED = ("loss", "loss_per_token", "learning_rate", "tokens")
 PARKED_S = 120.0
 
 
@@ -55,7 +55,8 @@ class ServerRuns:
     def _row(
         self, model: Model, session: Session | None, curves: dict[tuple[str, str], Course]
     ) -> dict[str, Any]:
-        loss, rate, tokens = (curves.get((model.model_id, name)) for name in LISTED)
+        told, measured, rate, tokens = (curves.get((model.model_id, name)) for name in LISTED)
+        loss = told or measured  # what a recipe logs is a mean, however it weighs its tokens
         return {
             **self._head(model, session),
             "steps": int(rate.last_step) if rate else 0,

@@ -88,6 +88,13 @@ def holdings(data_dir: Path) -> Holdings:
     return Holdings(found, files, max(whole - kept - files, 0))
 
 
+def checkpoint_paths(data_dir: Path, *, limit: int) -> list[tuple[str, str]]:
+    """Path and kind of the newest checkpoints. Changes nothing."""
+    order = "SELECT path, kind FROM checkpoints ORDER BY created_at DESC LIMIT ?"
+    with closing(connect(database_of(data_dir))) as connection:
+        return [(str(path), str(kind)) for path, kind in connection.execute(order, (limit,))]
+
+
 def _of(runs: dict[str, Held], owner: str) -> Held:
     """The run of a row. Of unnamed weights only the session is known; its first run has them."""
     if owner in runs:
@@ -106,8 +113,10 @@ class Cleared:
     num_bytes: int
 
 
-def clear(data_dir: Path, *, older_than_s: float, run_id: str = "") -> Cleared:
+def clear(data_dir: Path, *, older_than_s: float, run_id: str = "", wait_s: float = 1.0) -> Cleared:
     """Remove what nobody needs of runs unused for `older_than_s`; of `run_id` all, checkpoints too.
+
+    A server that uses the folder is waited for, `wait_s` at most.
 
     Raises:
         InUseError: A server uses the folder.
@@ -115,7 +124,7 @@ def clear(data_dir: Path, *, older_than_s: float, run_id: str = "") -> Cleared:
     before = holdings(data_dir)
     store = Store.in_folder(data_dir)
     try:
-        store.claim(1.0, data_dir=data_dir)
+        store.claim(wait_s, data_dir=data_dir)
         chosen = list(_chosen(before, time.time() - older_than_s, run_id))
         for run in chosen:
             _drop(store, run.run_id, with_checkpoints=bool(run_id))

@@ -22,7 +22,8 @@ from tinkex.server.workers.pool import Pool
 from tinkex.store import Model, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
-_LOSS = "loss_per_token"
+_LOSS = ("loss", "loss_per_token")
+"""What a recipe logs comes before what the server measures: its loss may have weights."""
 
 
 @serve(router, "list_training_runs")
@@ -99,10 +100,10 @@ async def _with_progress(request: Request, models: list[Model]) -> list[types.Tr
     if (service := _service(request)) is None:
         return views
     called = await store.call(store.sessions.called, {model.session_id for model in models})
-    curves = await service.curves.of_runs([model.model_id for model in models], [_LOSS])
+    curves = await service.curves.of_runs([model.model_id for model in models], _LOSS)
     busy = set(service.busy_models())
     return [
-        view.model_copy(update=_progress(model, called, curves.get((model.model_id, _LOSS)), busy))
+        view.model_copy(update=_progress(model, called, curves, busy))
         for view, model in zip(views, models, strict=True)
     ]
 
@@ -128,7 +129,7 @@ def _where_it_runs(pool: Pool, model_id: str) -> dict[str, Any]:
 def _progress(
     model: Model,
     called: dict[str, tuple[str | None, bool]],
-    loss: Course | None,
+    curves: dict[tuple[str, str], Course],
     busy: set[str],
 ) -> dict[str, Any]:
     name, is_active = called.get(model.session_id, (None, False))
@@ -138,8 +139,12 @@ def _progress(
     elif model.model_id in busy:
         state = "running"
     known: dict[str, Any] = {"name": name, "state": state}
-    if loss is not None:
-        known |= {"num_steps": int(loss.last_step), "loss": loss.last_value}
+    told, measured = (curves.get((model.model_id, name)) for name in _LOSS)
+    if measured is not None:
+        known |= {
+            "num_steps": int(measured.last_step),
+            "loss": (told or measured).last_value,
+        }
     return known
 
 

@@ -168,7 +168,7 @@ function controls(change) {
 const PARTS = new Map([["pass_time_s", "forward and backward"], ["optim_time_s", "optimizer"], ["save_time_s", "saving"], ["other_time_s", "client, samples, waiting"]]);
 
 // What people look at first stands first.
-const FIRST = ["loss_per_token", "loss", "reward", "held_out_loss", "held_out_reward", "env/all/reward/total", "grad_norm", "tokens_per_s", "learning_rate"];
+const FIRST = ["loss", "loss_per_token", "reward", "held_out_loss", "held_out_reward", "env/all/reward/total", "grad_norm", "tokens_per_s", "learning_rate"];
 function byInterest(one, other) {
   const rank = (name) => (FIRST.indexOf(name) < 0 ? FIRST.length : FIRST.indexOf(name));
   return rank(one) - rank(other) || one.localeCompare(other);
