@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 from app_world import AppWorld, open_app
@@ -59,6 +60,44 @@ async def test_a_time_that_no_calendar_has_is_a_400(app_world: AppWorld) -> None
     asked = {"starting_on": "9999-12-31T00:00:00Z", "ending_before": "9999-12-31T01:00:00Z"}
     answer = await app_world.http.get("/api/v1/billing/usage/events", params=asked, headers=KEY)
     assert answer.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "path", ["/api/v1/asample", "/api/v1/sessions/search", "/v1/chat/completions"]
+)
+async def test_who_hangs_up_in_a_body_is_no_failure_of_the_server(
+    app_world: AppWorld, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """Else one key fills the log with tracebacks, and the dashboards with failures."""
+    messages = [{"type": "http.request", "body": b"{", "more_body": True}]
+    told: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        told.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    await app_world.app(
+        {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+            "scheme": "http",
+            "root_path": "",
+            "http_version": "1.1",
+        },
+        receive,
+        send,
+    )
+    assert told[0]["status"] == 499
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 async def test_every_answer_has_a_request_id_and_the_log_has_it_too(

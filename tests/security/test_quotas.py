@@ -124,7 +124,8 @@ async def test_a_visitor_without_a_key_is_sent_to_the_login_however_often(tmp_pa
 
 async def test_what_operators_look_at_asks_for_a_key_too(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        for path in ("/metrics", "/docs", "/openapi.json"):
+        assert (await world.http.get("/docs/oauth2-redirect")).status_code == 404
+        for path in ("/metrics", "/docs", "/redoc", "/openapi.json"):
             assert (await world.http.get(path)).status_code == 401
             bearer = {"authorization": "Bearer tml-ann"}
             assert (await world.http.get(path, headers=bearer)).status_code == 200

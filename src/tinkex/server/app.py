@@ -111,7 +111,12 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
             if app.state.shelf.depot is not None:
                 app.state.shelf.depot.close()
 
-    app = Application(title="Tinkex", version=tinkex.__version__, lifespan=lifespan)
+    app = Application(
+        title="Tinkex",
+        version=tinkex.__version__,
+        lifespan=lifespan,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     app.state.config = config
     app.state.metrics = Metrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)

@@ -19,6 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from tinkex.errors import ConfigError, InvalidInputError, ModelNotFoundError, TinkerError
@@ -113,6 +114,8 @@ def response_for(exc: Exception) -> Response:
     if (text := disk.trouble(exc)) is not None:
         logger.warning("refused for lack of room: %s", text)
         return problem(507, text, headers={"Retry-After": str(RETRY_FULL_S)})
+    if isinstance(exc, ClientDisconnect):  # whoever hangs up is no trouble of ours
+        return problem(499, "The client went away before its request was whole.")
     logger.error("request failed", exc_info=exc)
     return problem(500, disk.describe(exc))
 
@@ -132,6 +135,7 @@ def install(app: FastAPI, said: Callable[[str, Response], Response] = lambda _, 
 
     # A handler of plain Exception answers and raises again, which ends the connection: what may
     # happen in ordinary life (a full disk) is therefore named.
-    kinds = (TinkerError, RequestValidationError, HTTPException, OSError, SQLAlchemyError)
+    ours = (TinkerError, RequestValidationError, HTTPException)
+    kinds = (*ours, ClientDisconnect, OSError, SQLAlchemyError)
     for kind in (*kinds, Exception):
         app.add_exception_handler(kind, handle)
