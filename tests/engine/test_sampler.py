@@ -577,3 +577,78 @@ def test_what_cannot_run_is_refused_before_anything_changes(model, fields, messa
 
 def test_decoder_is_ours(model):
     assert isinstance(model.decoder, Decoder)
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def _forgetful(
+    monkeypatch: pytest.MonkeyPatch, model: Model, is_too_much: Callable[[torch.Tensor], bool]
+) -> list[int]:
+    """Passes whose tokens are too much find no memory; gives the sizes of all that were tried."""
+    forward, sizes = model.decoder.forward, []
+
+    def tried(tokens_T: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        sizes.append(len(tokens_T))
+        hidden = forward(tokens_T, *rest, **options)  # what is written by then is written
+        if is_too_much(tokens_T):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return hidden
+
+    monkeypatch.setattr(model.decoder, "forward", tried)
+    return sizes
+
+
+def _several(run: Run) -> list[str]:
+    return [
+        run.add(prompt_of(60), num_samples=3, seed=1, prompt_logprobs=True),
+        run.add(prompt_of(20, seed=2), adapter="one", seed=2, max_tokens=20),
+        run.add(prompt_of(60), num_samples=2, seed=3, topk_sample_logprobs=2),
+    ]
+
+
+def test_a_pass_that_finds_no_memory_is_made_smaller_and_nothing_of_it_shows(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = Run(model, model.sampler(max_pass_tokens=64))
+    expected = [(calm.tokens(name), calm.result(name).prompt_logprobs) for name in _several(calm)]
+    sizes = _forgetful(monkeypatch, model, lambda tokens_T: len(tokens_T) > 12)
+    run = Run(model, model.sampler(max_pass_tokens=64))
+    for name, (tokens, scores) in zip(_several(run), expected, strict=True):
+        assert run.tokens(name) == tokens
+        if scores is not None:
+            np.testing.assert_allclose(run.result(name).prompt_logprobs, scores, atol=1e-5)
+    assert max(sizes) > 12
+    assert run.sampler.scheduler.num_preempted > 0
+
+
+def test_the_job_to_blame_fails_with_numbers_and_the_others_go_on(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = Run(model, model.sampler(max_pass_tokens=64))
+    expected = [calm.tokens(name) for name in _several(calm)]
+    _forgetful(monkeypatch, model, lambda tokens_T: bool((tokens_T == 3).any()))
+    run = Run(model, model.sampler(max_pass_tokens=64))
+    names = _several(run)
+    for _ in range(3):
+        run.sampler.step()
+    hog = run.add([3] * 100, num_samples=4, logit_bias={3: -100.0})
+    assert [run.tokens(name) for name in names] == expected
+    (failed,) = [event for event in run.events[hog] if isinstance(event, jobs.Failed)]
+    assert failed.category == "server"
+    assert "Tried to allocate 2.00 GiB" in failed.message
+    assert "of this job, whose prompt has 100; ask for fewer samples" in failed.message
+    assert run.sampler.scheduler.pool.num_available == run.sampler.scheduler.pool.num_blocks
+
+
+def test_larger_passes_are_tried_again_after_many_small_ones(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_short = [True]
+    _forgetful(monkeypatch, model, lambda tokens_T: is_short[0] and len(tokens_T) > 12)
+    run = Run(model, model.sampler(max_pass_tokens=64))
+    run.tokens(run.add(prompt_of(60), max_tokens=4))
+    assert run.sampler.scheduler.config.max_pass_tokens == 7, "an eighth of what failed"
+    is_short[0] = False
+    run.tokens(run.add(prompt_of(20), max_tokens=100))
+    assert run.sampler.scheduler.config.max_pass_tokens == 64

@@ -19,6 +19,7 @@ from training import (
 )
 
 from tinkex.contract.optimizers import OPTIMIZERS, AdamParams
+from tinkex.engine.holdings import is_out_of_memory
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
@@ -26,7 +27,6 @@ from tinkex.engine.jobs import (
     TrainDatum,
     TrainResult,
 )
-from tinkex.engine.train.trainer import is_out_of_memory
 from tinkex.errors import InvalidInputError
 
 

@@ -60,3 +60,10 @@ def give_back() -> None:
             ctypes.CDLL(None).malloc_trim(0)
         except (OSError, AttributeError):  # another C library than GNU's
             pass
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """On a CPU torch says it with a `RuntimeError` like any other."""
+    if isinstance(exc, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)

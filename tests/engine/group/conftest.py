@@ -26,7 +26,11 @@ from tinkex.engine.train.trainer import Trainer, TrainerConfig
 
 @pytest.fixture(scope="session")
 def leader() -> Iterator[Leader]:
-    leader = Leader(("cpu", "cpu"), torch.device("cpu"), threads=1, timeout_s=60)
+    with pytest.MonkeyPatch.context() as patch:
+        # The follower gives back what it frees, so that a limit on its memory is one on its needs.
+        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+        leader = Leader(("cpu", "cpu"), torch.device("cpu"), threads=1, timeout_s=60)
 
     def fail(text: str) -> None:
         raise AssertionError(f"the group was lost: {text}")

@@ -402,3 +402,74 @@ def test_followers_forget_what_the_leader_forgets(leader, pair, tmp_path):
     assert number in leader._gone
     optim(both.group)
     assert number not in leader._gone
+
+
+def crowd(sampler, adapter=None, num: int = 80, length: int = 250) -> list[list[jobs.Event]]:
+    """Many different prompts at once, to their ends."""
+    rng = np.random.default_rng(0)
+    events: list[list[jobs.Event]] = []
+    for index in range(num):
+        events.append([])
+        prompt = rng.integers(0, VOCAB, length)
+        job = jobs.SampleJob(
+            job_id=f"j{index}",
+            base_model="m",
+            adapter_folder=None,
+            prompt=prompt,
+            max_tokens=3,
+            seed=index,
+            stop_tokens=(),
+        )
+        sampler.add(job, adapter, events[-1].append, "v")
+    while sampler.has_work:
+        sampler.step()
+    return events
+
+
+def ends(events: list[list[jobs.Event]]) -> list[list[int] | str]:
+    """Tokens, or why there are none."""
+    last = [one[-1] for one in events]
+    return [
+        end.result.sequences[0].tokens.tolist() if isinstance(end, jobs.Done) else end.message
+        for end in last
+    ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process are Linux's")
+@pytest.mark.parametrize("family", KINDS)
+def test_a_member_without_memory_for_a_pass_of_samples_makes_all_take_smaller_ones(
+    leader, pair, family
+):
+    both = pair(family)
+    # Without packed weights: oneDNN does not say that it is memory that it lacks.
+    room = {"kv_bytes": 1 << 26, "max_pass_tokens": 1 << 20, "packed_weights": False}
+    alone, group = both.samplers(**room)
+    expected = ends(crowd(alone))
+    sample(group, max_tokens=2, seed=0)  # whatever is imported is imported by now
+    before = leader.group.num_regroups
+    with little_memory(leader.pids[0], 12 << 20):
+        told = crowd(group)
+    assert leader.group.num_regroups > before
+    assert ends(told) == expected
+    assert ends(crowd(group, num=3)) == ends(crowd(alone, num=3))
+
+
+def test_a_step_that_finds_no_memory_at_one_member_fails_before_anything_has_changed(
+    leader, pair, tmp_path, monkeypatch
+):
+    both = pair("qwen3-yarn")
+    start(both, tmp_path)
+
+    def full(adapter: object, state: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    for trainer, whose in ((both.alone, ""), (both.group, "member 0 of the group: ")):
+        train(trainer, job(data()))
+        with monkeypatch.context() as patch:  # of this process: the other member has memory
+            patch.setattr("tinkex.engine.train.trainer.make_room", full)
+            with pytest.raises(EngineError) as failed:
+                optim(trainer)
+        assert f"the step failed: {whose}CUDA out of memory" in str(failed.value)
+        assert re.search(r"of rank 4 it needs \d+ MB; unload models", str(failed.value))
+        optim(trainer)
+    assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"), FP32)

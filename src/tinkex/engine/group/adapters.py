@@ -176,6 +176,10 @@ class CutAdapter(Adapter):
                 view.copy_(part.view_as(view))
         return grad
 
+    @property
+    def num_whole(self) -> int:
+        return self.flat.numel() * self._group.size
+
     def norm(self, grad: Tensor) -> float:
         """The 2-norm of the whole gradient, the same number for all members."""
         views = zip(self.views(grad), self._is_shared, strict=True)

@@ -5,7 +5,7 @@ same code on the same inputs; where a tensor is cut, they meet in a collective (
 which has a deadline. A member that dies or hangs can leave the others with half of a sum, so there
 is nothing to go on from: the process says what happened and ends, and whoever supervises the group
 starts it again. One thing is forgiven: a member that lives and cannot finish a training pass, for
-want of memory, gives the pass up; all others then do too, and they meet anew (`regroup`).
+want of memory, gives the pass up; all others then do too, and they meet anew (`attempt`).
 
 `enter` and `leave` are the two edges of a block of cut linears. Behind `enter` every member has all
 of the input and computes its part; `leave` adds the parts up. In the backward pass the roles
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.exchange.meeting import Meeting, MeetingLost, meet
+from tinkex.engine.holdings import is_out_of_memory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -147,7 +148,35 @@ class Group:
         self.all_agree(True)  # read on the host, so that what it waited for is over
         self.meeting.check()
 
-    def regroup(self, trouble: str) -> list[str]:
+    def attempt(self, work: Callable[[], T], give_up: Callable[[], None]) -> tuple[T | None, str]:
+        """Do what may find no memory here or elsewhere, up to a `finish` that all come to.
+
+        Gives what came of it; or None and why one of the members could not, the same for all.
+        `give_up` is called before they meet anew.
+        """
+        trouble = ""
+        try:
+            with self.forgiving():
+                return work(), ""
+        except MeetingLost:
+            pass  # another one gave up, and says why
+        except (RuntimeError, MemoryError) as exc:
+            if not is_out_of_memory(exc):
+                raise
+            trouble = f"member {self.rank} of the group: {exc}"
+        give_up()
+        with self.forgiving(False):
+            troubles = [text for text in self._regroup(trouble) if text]
+        if not troubles:
+            self.on_loss("the members lost each other, and none knows why")
+        return None, troubles[0]
+
+    def any_trouble(self, trouble: str) -> str:
+        """The first member's trouble, the same for all; empty when none has any."""
+        said = self._told(f"member {self.rank} of the group: {trouble}" if trouble else "")
+        return next(filter(None, said), "")
+
+    def _regroup(self, trouble: str) -> list[str]:
         """Meet anew after a pass that was given up; gives everybody's trouble, by rank."""
         if trouble:
             self.on_trouble(self.num_regroups)
@@ -165,6 +194,10 @@ class Group:
         except MeetingLost as exc:
             self.on_loss(str(exc))
         self.num_meetings = -self.least(-self.num_meetings)  # they were not at the same point
+        return self._told(trouble)
+
+    def _told(self, trouble: str) -> list[str]:
+        """What each member says, by rank."""
         text = trouble.encode()[:_TROUBLE_BYTES].ljust(_TROUBLE_BYTES, b" ")
         said = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         every = [bytes(row.cpu().numpy()) for row in self.parts(said)]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tinkex.engine import checkpoint
 from tinkex.engine.exchange import gradient_file
-from tinkex.engine.exchange.meeting import MeetingLost
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.adapters import AdapterCut, CutAdapter
 from tinkex.engine.group.decoder import GroupDecoder
@@ -40,7 +40,6 @@ from tinkex.engine.train.trainer import (
     Trainer,
     TrainerConfig,
     given_up,
-    is_out_of_memory,
 )
 from tinkex.errors import EngineError
 
@@ -141,24 +140,16 @@ class GroupTrainer(Trainer):
 
     def _run(self, tasks: Sequence[Task]) -> Gathered:
         """All passes; when the memory of one member runs out, all try once more in small pieces."""
-        troubles: list[str] = []
+        trouble = ""
         for config in (self.config, self._frugal):
-            trouble = ""
-            try:
-                with self._group.forgiving():
-                    return self._run_passes(tasks, config)
-            except MeetingLost:
-                pass  # another one gave up, and says why
-            except (RuntimeError, MemoryError) as exc:
-                if not is_out_of_memory(exc):
-                    raise
-                trouble = f"member {self._group.rank} of the group: {exc}"
-            self._forget_passes(tasks)
-            with self._group.forgiving(False):
-                troubles = [text for text in self._group.regroup(trouble) if text]
-            if not troubles:
-                self._group.on_loss("the members lost each other, and none knows why")
-        return given_up(tasks, troubles[0], for_memory=True)
+            run = partial(self._run_passes, tasks, config)
+            gathered, trouble = self._group.attempt(run, partial(self._forget_passes, tasks))
+            if gathered is not None:
+                return gathered
+        return given_up(tasks, trouble, for_memory=True)
+
+    def _agree_on(self, trouble: str) -> str:
+        return self._group.any_trouble(trouble)
 
     def _run_pass(
         self, one: Pass, tasks: Sequence[Task], owners: Sequence[str], config: TrainerConfig
@@ -229,3 +220,12 @@ class GroupSampler(Sampler):
 
     def _agree(self, drawn_2N: Tensor) -> Tensor:
         return self.decoder.group.same(drawn_2N)
+
+    def _settle(self) -> None:
+        self.decoder.group.finish()
+
+    def _attempt(self, look_ahead: bool) -> tuple[int, str]:
+        num_tokens, trouble = self.decoder.group.attempt(
+            lambda: self._step(look_ahead), lambda: None
+        )
+        return num_tokens or 0, trouble

@@ -102,6 +102,11 @@ class Adapter:
             key: group.map([next(leaves) for _ in group.tensors()]) for key, group in groups.items()
         }
 
+    @property
+    def num_whole(self) -> int:
+        """Numbers of all of it, wherever they lie."""
+        return self.flat.numel()
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """A buffer of this adapter's layout, parameter by parameter."""
         return take_apart(flat, self.layout)

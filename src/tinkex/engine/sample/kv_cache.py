@@ -44,6 +44,10 @@ class BlockPool:
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
 
+    def emptied(self) -> BlockPool:
+        """A pool of the same blocks in which nothing is."""
+        return BlockPool(self.num_blocks, self.block_size)
+
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can still give: empty ones, and cached ones nobody holds."""

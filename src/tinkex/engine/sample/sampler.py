@@ -13,19 +13,19 @@ Shapes: T tokens of a pass, N rows that need logits, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkex.engine import jobs, routed_experts
-from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
+from tinkex.engine.holdings import give_back, is_out_of_memory
+from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.mixture import Routing
@@ -36,6 +36,16 @@ from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
 from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.prompt_scores import PromptScores
+from tinkex.engine.sample.relief import Relief
+from tinkex.engine.sample.requests import (
+    Emit,
+    Request,
+    Sample,
+    lora_of,
+    owner_of,
+    result_of,
+    sample_of,
+)
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform_table
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
@@ -48,7 +58,7 @@ from tinkex.errors import ConfigError, InvalidInputError
 if TYPE_CHECKING:
     from tinkex.engine.cuda.paged import CudaPagedAttend, DecodeGraphs
 
-Emit = Callable[[jobs.Event], None]
+log = logging.getLogger(__name__)
 _LOGIT_CELLS = 1 << 24
 """Most logits made at once when a prompt is scored (64 MiB in fp32)."""
 
@@ -84,49 +94,11 @@ class SamplerConfig:
         return SamplerConfig(kv_bytes=free_bytes // 3, max_pass_tokens=4096)
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    job: jobs.SampleJob
-    adapter: Adapter | None
-    emit: Emit
-    max_tokens: int
-    stop_ids: frozenset[int]
-    scores: PromptScores | None
-    samples: list[_Sample] = field(default_factory=list)
-    num_open: int = 0
-    prompt_experts: NDArray[np.int64] | None = None
-    told_to_wait: bool = False
-    device_s: float = 0.0
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class _Sample(Seq):
-    request: _Request
-    index: int
-    key: int
-    watch: StopWatch | None = None
-    logprobs: list[float] = field(default_factory=list)
-    topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
-    reason: Literal["length", "stop"] | None = None
-    experts: NDArray[np.int64] | None = None
-    """Those its own tokens passed, when it has ended and they were asked for."""
-    since_s: float | None = None
-    """The pass clock when it first ran."""
-
-    @property
-    def job_id(self) -> str:
-        return self.request.job.job_id
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.logprobs)
-
-
 @dataclass(frozen=True, slots=True)
 class _Drawn:
     """What one pass drew for its samples, perhaps still being computed."""
 
-    samples: list[_Sample]
+    samples: list[Sample]
     tokens_N: Tensor
     """On the device, for the pass that follows."""
     fetch: Fetch
@@ -159,6 +131,7 @@ class Sampler:
             BlockPool(num_blocks, size),
             pool,
         )
+        self._relief = Relief(self.scheduler.config)
         self._experts: ExpertPages | None = None
         if routing is not None:
             self._experts = ExpertPages(decoder.config, num_blocks, size, decoder.device)
@@ -168,8 +141,8 @@ class Sampler:
         self._fewest_rows = packed_weights.FEWEST_ROWS if self._pack_weights() else 1
         self._load_detokenizer = detokenizer
         self._detokenize: Detokenize | None = None
-        self._requests: dict[str, _Request] = {}
-        self._settings: tuple[list[_Sample], Settings] | None = None
+        self._requests: dict[str, Request] = {}
+        self._settings: tuple[list[Sample], Settings] | None = None
         self._unread: _Drawn | None = None
         self._pass_clock = PassClock()
 
@@ -212,9 +185,7 @@ class Sampler:
         version = job.adapter_folder or "" if version is None else version
         request = self._request(job, adapter, emit, version)
         self._requests[job.job_id] = request
-        leader, *followers = request.samples
-        leader.followers = list(followers)
-        self.scheduler.add(leader)
+        self.scheduler.add(request.lead())
 
     def cancel(self, job_id: str) -> bool:
         """Drop a job and free its memory now. False when it is not here (any more)."""
@@ -237,7 +208,7 @@ class Sampler:
         for request in list(self._requests.values()):
             self._fail(request, message, "server")
 
-    def _fail(self, request: _Request, message: str, category: Literal["user", "server"]) -> None:
+    def _fail(self, request: Request, message: str, category: Literal["user", "server"]) -> None:
         del self._requests[request.job.job_id]
         pool = self.scheduler.pool
         for sample in request.samples:
@@ -249,7 +220,7 @@ class Sampler:
 
     def _request(
         self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str
-    ) -> _Request:
+    ) -> Request:
         config = self.decoder.config
         check_sample_job(job, config.vocab_size, config.routing)
         max_tokens = self._max_tokens(job)
@@ -258,12 +229,12 @@ class Sampler:
             stop_ids = () if job.stop_strings else config.eos_token_ids
         seed = fresh_seed() if job.seed is None else job.seed
         scores = PromptScores(job, seed, config.vocab_size) if PromptScores.wanted(job) else None
-        request = _Request(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
+        request = Request(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
         prompt = [int(token) for token in job.prompt]
         for index in range(job.num_samples):
             scored = scores is not None and index == 0
             request.samples.append(
-                _Sample(
+                Sample(
                     version=version,
                     tokens=list(prompt),
                     num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
@@ -321,9 +292,48 @@ class Sampler:
         """
         self._pass_clock.begin()
         with exactly(self.config.exact and self.decoder.device.type == "cpu"):
-            num_tokens = self._step(look_ahead)
+            num_tokens, trouble = self._attempt(look_ahead)
         self._pass_clock.end()
+        if trouble:
+            self._relieve(trouble)
+        elif (config := self._relief.passed()) is not None:
+            self.scheduler.config = config
         return num_tokens
+
+    def _attempt(self, look_ahead: bool) -> tuple[int, str]:
+        """One pass: the tokens computed, or why it found no memory."""
+        try:
+            return self._step(look_ahead), ""
+        except (RuntimeError, MemoryError) as exc:
+            if not is_out_of_memory(exc):
+                raise
+            return 0, str(exc)
+
+    def _settle(self) -> None:
+        """Called once in every pass, when all is computed and before anybody is told of it."""
+
+    def _relieve(self, trouble: str) -> None:
+        """Begin again after a pass that found no memory, from what was drawn until then."""
+        self._unread = self._settings = None
+        config, is_blamed = self._relief.failed()
+        log.warning("a sampling pass found no memory, smaller ones follow: %s", trouble)
+        if is_blamed:
+            request = self._relief.to_blame(self._requests.values())
+            text, job_id = self._relief.text(trouble, request), request.job.job_id
+            del self._requests[job_id]
+            request.emit(jobs.Failed(job_id=job_id, message=text, category="server"))
+        give_back()
+        before = self.scheduler
+        states = None if before.states is None else before.states.emptied()
+        self.scheduler = Scheduler(config, before.pool.emptied(), states)
+        self.scheduler.num_preempted = before.num_preempted + len(before.running)
+        for request in self._requests.values():
+            is_new = not any(sample.num_sampled or sample.reason for sample in request.samples)
+            for sample in request.samples:
+                sample.start_again()
+            left = [sample for sample in request.samples if sample.reason is None]
+            for sample in [request.lead()] if is_new else left:
+                self.scheduler.add(sample)
 
     def _step(self, look_ahead: bool) -> int:
         last, self._unread = self._unread, None
@@ -338,6 +348,7 @@ class Sampler:
                         self.scheduler.done(chunk)
                 return len(chunks)
         chunks = self.scheduler.plan()
+        self._relief.planned(chunks)
         self._pass_clock.among(len(chunks))
         if self.states is not None:
             self.states.copy(self.scheduler.take_restores())
@@ -351,7 +362,7 @@ class Sampler:
         if (logits_NV := self._replay(chunks)) is not None:
             for chunk in chunks:
                 self.scheduler.done(chunk)
-            drawn = self._draw([_sample_of(chunk) for chunk in chunks], logits_NV)
+            drawn = self._draw([sample_of(chunk) for chunk in chunks], logits_NV)
             if look_ahead:
                 self._unread = drawn
             else:
@@ -363,7 +374,10 @@ class Sampler:
         if self.states is not None:
             self.states.copy(self.scheduler.take_saves())
         self._score_prompts(chunks, hidden_TD)
-        self._sample(chunks, hidden_TD)
+        sampled = self._sample(chunks, hidden_TD)
+        self._settle()
+        if sampled is not None:
+            self._read(sampled)
         return len(hidden_TD)
 
     def _tell_who_waits(self) -> None:
@@ -373,7 +387,7 @@ class Sampler:
         if len(self.scheduler.running) >= places:
             room = f"one of {places} places"
         for place, seq in enumerate(self.scheduler.waiting):
-            request = _owner(seq).request
+            request = owner_of(seq).request
             if not request.told_to_wait and not any(s.num_sampled for s in request.samples):
                 request.told_to_wait = True
                 ahead = f", {place} before it" if place else ""
@@ -382,11 +396,11 @@ class Sampler:
 
     def _replay(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Logits of a pass in which every sequence decodes one token, from a recorded graph."""
-        if self._graphs is None or not all(_sample_of(chunk).num_sampled for chunk in chunks):
+        if self._graphs is None or not all(sample_of(chunk).num_sampled for chunk in chunks):
             return None
         if not all(chunk.length == 1 and chunk.completes for chunk in chunks):
             return None  # a preempted sequence is being prefilled again
-        return self._graphs.run(chunks, _lora([(chunk.seq, 1) for chunk in chunks]))
+        return self._graphs.run(chunks, lora_of([(chunk.seq, 1) for chunk in chunks]))
 
     def _replay_ahead(self, last: _Drawn) -> tuple[list[Chunk], _Drawn] | None:
         """Launch the pass after `last`, whose tokens only the device knows yet.
@@ -404,7 +418,7 @@ class Sampler:
         chunks = self.scheduler.plan_ahead(samples)
         if not chunks:
             return None
-        lora = _lora([(sample, 1) for sample in samples])
+        lora = lora_of([(sample, 1) for sample in samples])
         logits_NV = self._graphs.run(chunks, lora, (last.tokens_N, rows))
         if logits_NV is None:
             return None
@@ -414,7 +428,7 @@ class Sampler:
         tokens: list[int] = []
         positions: list[int] = []
         for chunk in chunks:
-            if (sample := _sample_of(chunk)).since_s is None:
+            if (sample := sample_of(chunk)).since_s is None:
                 sample.since_s = self._pass_clock.read_s()
             stop = chunk.start + chunk.length
             tokens += chunk.seq.tokens[chunk.start : stop]
@@ -430,7 +444,7 @@ class Sampler:
             inputs_2T[0],
             inputs_2T[1],
             self._attend,
-            _lora([(c.seq, c.length) for c in chunks]),
+            lora_of([(c.seq, c.length) for c in chunks]),
             routing=routing,
         )
         if self._experts is not None and routing is not None:
@@ -440,14 +454,14 @@ class Sampler:
 
     def _head(self, hidden_ND: Tensor, owners: Sequence[tuple[Seq, int]]) -> Tensor:
         """Logits of rows that belong, in order, to `owners` (sequence, number of rows)."""
-        return self.decoder.head(hidden_ND, _lora(owners))
+        return self.decoder.head(hidden_ND, lora_of(owners))
 
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
         offset = 0
         for chunk in chunks:
             seq, first = chunk.seq, offset
             offset += chunk.length
-            assert isinstance(seq, _Sample)
+            assert isinstance(seq, Sample)
             scores = seq.request.scores
             if scores is None or seq.index or seq.num_reusable >= seq.num_prompt:
                 continue
@@ -462,9 +476,9 @@ class Sampler:
                 # All is scored: from now on the prefix cache may serve this prompt as any other.
                 seq.num_reusable = seq.num_prompt
 
-    def _sample(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
+    def _sample(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> _Drawn | None:
         """Draw the next token of every sequence whose last token was in this pass."""
-        samples: list[_Sample] = []
+        samples: list[Sample] = []
         rows: list[int] = []
         owners: list[tuple[Seq, int]] = []
         copies: list[tuple[int, int]] = []
@@ -474,14 +488,14 @@ class Sampler:
         for chunk in chunks:
             last += chunk.length
             seq = chunk.seq
-            assert isinstance(seq, _Sample)
+            assert isinstance(seq, Sample)
             if not chunk.completes:
                 continue
             forks = self.scheduler.fork(seq) if seq.followers else []
             copies += [fork.copy for fork in forks if fork.copy is not None]
             states += [fork.state for fork in forks if fork.state is not None]
             for sample in (seq, *(fork.seq for fork in forks)):
-                assert isinstance(sample, _Sample)
+                assert isinstance(sample, Sample)
                 if sample.since_s is None:  # it was forked: recorded steps do not pass `_forward`
                     sample.since_s = self._pass_clock.read_s()
                 samples.append(sample)
@@ -493,15 +507,16 @@ class Sampler:
             self._experts.copy_blocks(copies)
         if self.states is not None:
             self.states.copy(states)
-        if samples:
-            if len(rows) < len(hidden_TD):
-                hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
-            logits_NV = self._head(hidden_TD, owners)
-            if len(samples) > len(rows):
-                logits_NV = logits_NV[torch.tensor(row_of_sample, device=logits_NV.device)]
-            self._read(self._draw(samples, logits_NV))
+        if not samples:
+            return None
+        if len(rows) < len(hidden_TD):
+            hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
+        logits_NV = self._head(hidden_TD, owners)
+        if len(samples) > len(rows):
+            logits_NV = logits_NV[torch.tensor(row_of_sample, device=logits_NV.device)]
+        return self._draw(samples, logits_NV)
 
-    def _draw(self, samples: list[_Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
+    def _draw(self, samples: list[Sample], logits_NV: Tensor, num_unread: int = 0) -> _Drawn:
         """Draw a token for each sample, of which `num_unread` drawn before are not read yet."""
         for sample in samples:
             if sample.since_s is None:  # forked from a prompt that another one prefilled
@@ -529,7 +544,7 @@ class Sampler:
                 sample.topk.append((ids_NK[row][:k], values_NK[row][:k]))
             self._accept(sample, int(token), logprob)
 
-    def _settings_of(self, samples: list[_Sample]) -> Settings:
+    def _settings_of(self, samples: list[Sample]) -> Settings:
         """The batch's settings; decoding mostly asks for the same samples as the step before."""
         if self._settings is None or self._settings[0] != samples:
             settings = Settings.of(
@@ -540,7 +555,7 @@ class Sampler:
             self._settings = (samples, settings)
         return self._settings[1]
 
-    def _accept(self, sample: _Sample, token: int, logprob: float) -> None:
+    def _accept(self, sample: Sample, token: int, logprob: float) -> None:
         """Append a drawn token to its sample, and end the sample if it is complete."""
         request = sample.request
         if request.told_to_wait:
@@ -574,9 +589,9 @@ class Sampler:
             request.device_s += self._pass_clock.read_s() - sample.since_s
             if request.num_open == 0:
                 del self._requests[request.job.job_id]
-                request.emit(jobs.Done(job_id=request.job.job_id, result=_result(request)))
+                request.emit(jobs.Done(job_id=request.job.job_id, result=result_of(request)))
 
-    def _note_experts(self, sample: _Sample) -> None:
+    def _note_experts(self, sample: Sample) -> None:
         """What an ended sample passed, before its pages go; the first also tells the prompt's."""
         assert self._experts is not None
         num_prompt, num_tokens = sample.num_prompt, len(sample.tokens)
@@ -588,7 +603,7 @@ class Sampler:
             own_TLk = np.concatenate([own_TLk, unrecorded(own_TLk)])
         sample.experts = routed_experts.pack(own_TLk)
 
-    def _stream(self, sample: _Sample, token: int, logprob: float) -> None:
+    def _stream(self, sample: Sample, token: int, logprob: float) -> None:
         sample.request.emit(
             jobs.Tokens(
                 job_id=sample.request.job.job_id,
@@ -632,59 +647,3 @@ def _attention(
             graphs = DecodeGraphs(decoder, cache, states, experts, max_context=context)
             return CudaPagedAttend(cache, states), graphs if decoder.records_steps else None
     return PagedAttend(cache, states, exact=exact and decoder.device.type == "cpu"), None
-
-
-def _owner(seq: Seq) -> _Sample:
-    assert isinstance(seq, _Sample)
-    return seq
-
-
-def _sample_of(chunk: Chunk) -> _Sample:
-    return _owner(chunk.seq)
-
-
-def _lora(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
-    """Which rows belong to which adapter; owners of one version are neighbours."""
-    spans, row = [], 0
-    for _, group in groupby(owners, key=lambda owner: owner[0].version):
-        members = list(group)
-        sample = members[0][0]
-        assert isinstance(sample, _Sample)
-        stop = row + sum(length for _, length in members)
-        if sample.request.adapter is not None:
-            spans.append(Span(row, stop, sample.request.adapter))
-        row = stop
-    return LoraBatch(spans) if spans else None
-
-
-def _result(request: _Request) -> jobs.SampleResult:
-    sequences = tuple(_sequence(sample) for sample in request.samples)
-    leader = request.samples[0]
-    return jobs.SampleResult(
-        sequences=sequences,
-        prompt_routed_experts=request.prompt_experts,
-        prompt_cache_hit_tokens=leader.num_hit,
-        num_prompt_tokens=leader.num_prompt,
-        num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
-        device_seconds=request.device_s,
-        **(request.scores.result() if request.scores is not None else {}),
-    )
-
-
-def _sequence(sample: _Sample) -> jobs.SampledTokens:
-    assert sample.reason is not None
-    k, num = sample.request.job.topk_sample_logprobs, sample.num_sampled
-    topk = None
-    if k:
-        rows = sample.topk[:num]
-        topk = jobs.TopK(
-            token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(num, -1),
-            logprobs=np.array([values for _, values in rows], np.float32).reshape(num, -1),
-        )
-    return jobs.SampledTokens(
-        tokens=np.array(sample.tokens[sample.num_prompt :], np.int32),
-        logprobs=np.array(sample.logprobs, np.float32),
-        stop_reason=sample.reason,
-        topk=topk,
-        routed_experts=sample.experts,
-    )

@@ -21,10 +21,14 @@ class StatePool:
     """Slots 0 to `num_live` - 1 belong to running sequences, the others to saved states."""
 
     def __init__(self, num_live: int, num_saved: int) -> None:
-        self.num_live = num_live
+        self.num_live, self._num_saved = num_live, num_saved
         self._free = list(range(num_live - 1, -1, -1))
         self._unused = list(range(num_live + num_saved - 1, num_live - 1, -1))
         self._saved: OrderedDict[Key, int] = OrderedDict()
+
+    def emptied(self) -> StatePool:
+        """A pool of the same slots in which nothing is."""
+        return StatePool(self.num_live, self._num_saved)
 
     def take(self) -> int:
         """A slot for a sequence that starts to run; there are as many as may run."""

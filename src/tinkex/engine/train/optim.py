@@ -31,6 +31,22 @@ class OptimizerState:
         return OptimizerState(kind, 0, moments)
 
 
+def scratch_bytes(adapter: Adapter, state: OptimizerState) -> int:
+    """What a step needs for itself beside weights, gradients and moments."""
+    own, whole = UPDATES[state.kind].scratch
+    num_numbers = own * adapter.flat.numel() + whole * adapter.num_whole
+    return num_numbers * adapter.flat.element_size()
+
+
+def make_room(adapter: Adapter, state: OptimizerState) -> None:
+    """Take the memory of a step and give it back, so that a step that begins also ends.
+
+    Raises:
+        RuntimeError, MemoryError: There is none; nothing has changed.
+    """
+    torch.empty(scratch_bytes(adapter, state), dtype=torch.uint8, device=adapter.flat.device)
+
+
 def apply_step(
     adapter: Adapter, state: OptimizerState, grad: Tensor, params: OptimizerParams
 ) -> float:

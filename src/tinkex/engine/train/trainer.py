@@ -24,6 +24,7 @@ from tinkex.contract.routing import NOT_RECORDED
 from tinkex.engine import checkpoint
 from tinkex.engine.exchange import gradient_file
 from tinkex.engine.fingerprint import Base
+from tinkex.engine.holdings import is_out_of_memory
 from tinkex.engine.jobs import (
     AddGradientJob,
     CreateAdapterJob,
@@ -44,7 +45,7 @@ from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
 from tinkex.engine.train.losses import Limits, Prepared
-from tinkex.engine.train.optim import OptimizerState, apply_step
+from tinkex.engine.train.optim import OptimizerState, apply_step, make_room, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
 from tinkex.engine.train.scoring import score
 from tinkex.engine.train.shards import tree_sum
@@ -298,6 +299,12 @@ class Trainer:
         resident = self.find(job.adapter_id)
         check_params(resident.optimizer.kind, job.params)
         began = time.perf_counter()
+        if trouble := self._agree_on(_trouble_of(resident)):  # before anything has changed
+            raise EngineError(
+                f"the step failed: {trouble}. Beside an adapter of rank {resident.spec.rank} it "
+                f"needs {scratch_bytes(resident.adapter, resident.optimizer) / 1e6:.0f} MB; unload "
+                "models that are done, or train with a smaller rank"
+            )
         grad = resident.take_grad()
         if grad is None:
             grad = torch.zeros_like(resident.adapter.flat)
@@ -309,6 +316,10 @@ class Trainer:
             "optim_time_s:sum": time.perf_counter() - began,
         }
         return OptimResult(metrics=metrics)
+
+    def _agree_on(self, trouble: str) -> str:
+        """What keeps a step from being taken, here or at another member of a group."""
+        return trouble
 
     def share_gradient(self, job: ShareGradientJob) -> GradientResult:
         """Put what was gathered here aside, in memory or in a file."""
@@ -513,6 +524,17 @@ class Trainer:
         return again
 
 
+def _trouble_of(resident: ResidentAdapter) -> str:
+    """Why there is no memory for a step of an adapter; empty when there is."""
+    try:
+        make_room(resident.adapter, resident.optimizer)
+    except (RuntimeError, MemoryError) as exc:
+        if not is_out_of_memory(exc):
+            raise
+        return str(exc)
+    return ""
+
+
 def given_up(tasks: Sequence[Task], why: str, *, for_memory: bool) -> Gathered:
     """All tasks have failed, with numbers and advice."""
     num_tokens = sum(task.num_tokens for task in tasks)
@@ -520,13 +542,6 @@ def given_up(tasks: Sequence[Task], why: str, *, for_memory: bool) -> Gathered:
     for task in tasks:
         task.error = EngineError(f"the training pass failed: {why}{advice if for_memory else ''}")
     return {}
-
-
-def is_out_of_memory(exc: BaseException) -> bool:
-    """On a CPU torch says it with a `RuntimeError` like any other."""
-    if isinstance(exc, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
 
 
 # --------------------------------------------------------------------------------------- gradients

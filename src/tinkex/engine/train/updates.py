@@ -28,6 +28,9 @@ Moments = Mapping[str, "Tensor"]
 class Update(NamedTuple):
     """Both forms of one optimizer. The step counts from 1."""
 
+    scratch: tuple[int, int]
+    """Copies that a step makes on its way, at most: of what is here of an adapter, and of all of
+    it, which is more where the base model is cut over several devices."""
     moments: tuple[str, ...]
     """The state kept per parameter, by its name in checkpoints; the toy has room for two."""
     step: Callable[[Adapter, Moments, Tensor, int, Any], None]
@@ -100,7 +103,7 @@ def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
 
 
 UPDATES: Mapping[str, Update] = {
-    "adamw": Update(("exp_avg", "exp_avg_sq"), _adamw, _toy_adamw),
-    "muon": Update(("momentum",), _muon, _toy_muon),
-    "lion": Update(("exp_avg",), _lion, _toy_lion),
+    "adamw": Update((1, 0), ("exp_avg", "exp_avg_sq"), _adamw, _toy_adamw),
+    "muon": Update((1, 3), ("momentum",), _muon, _toy_muon),
+    "lion": Update((1, 0), ("exp_avg",), _lion, _toy_lion),
 }

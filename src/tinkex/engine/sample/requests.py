@@ -1,0 +1,127 @@
+"""A sample job in the making: its samples, what was drawn for each, and the result.
+
+Plain data. Which of them run is the scheduler's business, what is drawn the sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.engine import jobs
+from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
+from tinkex.engine.sample.prompt_scores import PromptScores
+from tinkex.engine.sample.scheduler import Chunk, Seq
+from tinkex.engine.sample.stopping import StopWatch
+
+Emit = Callable[[jobs.Event], None]
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    job: jobs.SampleJob
+    adapter: Adapter | None
+    emit: Emit
+    max_tokens: int
+    stop_ids: frozenset[int]
+    scores: PromptScores | None
+    samples: list[Sample] = field(default_factory=list)
+    num_open: int = 0
+    prompt_experts: NDArray[np.int64] | None = None
+    told_to_wait: bool = False
+    device_s: float = 0.0
+
+    def lead(self) -> Sample:
+        """The first sample, from which the others fork when its prompt is done."""
+        leader, *followers = self.samples
+        leader.followers = list(followers)
+        return leader
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sample(Seq):
+    request: Request
+    index: int
+    key: int
+    watch: StopWatch | None = None
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    reason: Literal["length", "stop"] | None = None
+    experts: NDArray[np.int64] | None = None
+    """Those its own tokens passed, when it has ended and they were asked for."""
+    since_s: float | None = None
+    """The pass clock when it first ran."""
+
+    @property
+    def job_id(self) -> str:
+        return self.request.job.job_id
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.logprobs)
+
+    def start_again(self) -> None:
+        """Have nothing in any cache; what was drawn stays, the prompt is scored again."""
+        scores = None if self.index or self.num_sampled else self.request.scores
+        self.num_reusable = self.num_prompt if scores is None else scores.first_computed - 1
+        self.blocks, self.followers, self.num_cached, self.state = [], [], 0, -1
+
+
+def owner_of(seq: Seq) -> Sample:
+    assert isinstance(seq, Sample)
+    return seq
+
+
+def sample_of(chunk: Chunk) -> Sample:
+    return owner_of(chunk.seq)
+
+
+def lora_of(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
+    """Which rows belong to which adapter; owners of one version are neighbours."""
+    spans, row = [], 0
+    for _, group in groupby(owners, key=lambda owner: owner[0].version):
+        members = list(group)
+        sample = owner_of(members[0][0])
+        stop = row + sum(length for _, length in members)
+        if sample.request.adapter is not None:
+            spans.append(Span(row, stop, sample.request.adapter))
+        row = stop
+    return LoraBatch(spans) if spans else None
+
+
+def result_of(request: Request) -> jobs.SampleResult:
+    sequences = tuple(_sequence(sample) for sample in request.samples)
+    leader = request.samples[0]
+    return jobs.SampleResult(
+        sequences=sequences,
+        prompt_routed_experts=request.prompt_experts,
+        prompt_cache_hit_tokens=leader.num_hit,
+        num_prompt_tokens=leader.num_prompt,
+        num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        device_seconds=request.device_s,
+        **(request.scores.result() if request.scores is not None else {}),
+    )
+
+
+def _sequence(sample: Sample) -> jobs.SampledTokens:
+    assert sample.reason is not None
+    k, num = sample.request.job.topk_sample_logprobs, sample.num_sampled
+    topk = None
+    if k:
+        rows = sample.topk[:num]
+        topk = jobs.TopK(
+            token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(num, -1),
+            logprobs=np.array([values for _, values in rows], np.float32).reshape(num, -1),
+        )
+    return jobs.SampledTokens(
+        tokens=np.array(sample.tokens[sample.num_prompt :], np.int32),
+        logprobs=np.array(sample.logprobs, np.float32),
+        stop_reason=sample.reason,
+        topk=topk,
+        routed_experts=sample.experts,
+    )
