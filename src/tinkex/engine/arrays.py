@@ -16,7 +16,7 @@ def form_of(value: Array | CsrArray) -> Form:
     """Type and shape of an input, for the checks of the declaration."""
     stored = np.asarray(value.values if isinstance(value, CsrArray) else value)
     shape = value.shape if isinstance(value, CsrArray) else stored.shape
-    return Form(bool(np.issubdtype(stored.dtype, np.integer)), tuple(shape))
+    return Form(stored.dtype.kind in "iu", tuple(shape))
 
 
 def dense(value: Array | CsrArray, path: str, pad: float = 0.0) -> Array:
@@ -41,7 +41,7 @@ def dense(value: Array | CsrArray, path: str, pad: float = 0.0) -> Array:
         raise InvalidInputError(
             f"the sparse indices do not describe shape {value.shape}", path=path
         )
-    is_int = np.issubdtype(stored.dtype, np.integer)
-    full = np.full((rows, columns), 0 if is_int else pad, dtype=stored.dtype)
+    is_whole = stored.dtype.kind in "iu"
+    full = np.full((rows, columns), 0 if is_whole else pad, dtype=stored.dtype)
     full[np.repeat(np.arange(rows), counts), cols] = stored
     return full

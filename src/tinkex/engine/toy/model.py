@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ def unpack_gradients(arrays: Mapping[str, NDArray[Any]]) -> Gradients:
     return grads
 
 
-def favoured(token: int, vocab_size: int) -> dict[int, float]:
+@lru_cache(4096)
+def _favoured(token: int, vocab_size: int) -> dict[int, float]:
     """The logits of the base model that are not 0: some successors of `token`, and the end."""
     step = token * 2654435761 + 12345
     ids = [(step + i * 7919) % vocab_size for i in range(_NUM_FAVOURED)]
@@ -72,11 +74,10 @@ class Row:
 
     def __post_init__(self) -> None:
         # Less the largest logit, so that a run that diverges gives numbers and no overflow.
-        top = max(0.0, *self.logits.values())
-        rest = (self.vocab_size - len(self.logits)) * math.exp(-top)
-        self.log_z = top + math.log(
-            math.fsum(math.exp(x - top) for x in self.logits.values()) + rest
-        )
+        values = self.logits.values()
+        top = max(0.0, *values)
+        rest = (self.vocab_size - len(values)) * math.exp(-top)
+        self.log_z = top + math.log(math.fsum([math.exp(x - top) for x in values]) + rest)
 
     def logprob(self, token: int) -> float:
         return self.logits.get(token, 0.0) - self.log_z
@@ -106,10 +107,10 @@ class ToyAdapter:
 
     def row(self, context: int) -> Row:
         if (row := self._rows.get(context)) is None:
-            logits = favoured(context, self.vocab_size)
+            logits = _favoured(context, self.vocab_size).copy()
             for token in self._tokens_of.get(context, ()):
                 cell = self._cells[context, token]
-                logits[token] = logits.get(token, 0.0) + GAIN * float(self._state[cell, 0])
+                logits[token] = logits.get(token, 0.0) + GAIN * self._state.item(cell, 0)
             row = self._rows[context] = Row(self.vocab_size, logits)
         return row
 
@@ -117,14 +118,10 @@ class ToyAdapter:
         """log P(target | token), for targets of shape [T] or [T, K]."""
         if len(tokens) == 0:  # a prompt of one token has nothing to score
             return np.empty(targets.shape)
-        flat_TK = targets.reshape(len(tokens), -1)
-        out_TK = np.empty(flat_TK.shape)
-        for t, (context, row_targets) in enumerate(
-            zip(tokens.tolist(), flat_TK.tolist(), strict=True)
-        ):
-            row = self.row(context)
-            out_TK[t] = [row.logprob(v) for v in row_targets]
-        return out_TK.reshape(targets.shape)
+        flat_TK = targets.reshape(len(tokens), -1).tolist()
+        rows = [self.row(context) for context in tokens.tolist()]
+        out = [row.logprob(v) for row, wanted in zip(rows, flat_TK, strict=True) for v in wanted]
+        return np.array(out, np.float64).reshape(targets.shape)
 
     # ------------------------------------------------------------------------------- training
 
@@ -177,8 +174,9 @@ class ToyAdapter:
         """Put the gathered gradients into the table; cells that are new come in their own order."""
         total = tree_sum(self.grads, _add) or {}
         self.grads = {}
-        cells = [self._cell(*cell) for cell in sorted(total)]  # may grow the table
-        self._state[cells, 1] = [total[cell] for cell in sorted(total)]
+        order = sorted(total)
+        cells = [self._cell(*cell) for cell in order]  # may grow the table
+        self._state[cells, 1] = [total[cell] for cell in order]
 
     def optim_step(self, params: OptimizerParams) -> dict[str, float]:
         """Apply and clear the gathered gradients."""
