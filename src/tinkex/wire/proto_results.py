@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -176,13 +177,13 @@ def _fill_record(message: Any, layout: Any, outputs: list[LossFnOutput]) -> None
     message.num_datums = len(outputs)
     for name, code, trailing in layout:
         arrays = [_dense(output[name]) for output in outputs]
-        offsets = np.zeros(len(arrays) + 1, "<i8")
-        np.cumsum([array.nbytes for array in arrays], out=offsets[1:])
+        ends = accumulate(array.nbytes for array in arrays)
         field = message.fields[name]
         field.data = b"".join(array.data for array in arrays)
-        field.offsets = offsets.tobytes()
+        field.offsets = struct.pack(f"<{len(arrays) + 1}q", 0, *ends)
         field.dtype = code
-        field.trailing_shape.extend(trailing)
+        if trailing:
+            field.trailing_shape.extend(trailing)
 
 
 def _dense(tensor: TensorData) -> NDArray[Any]:

@@ -113,7 +113,9 @@ class Home:
         if self._is_broken:
             return True
         lost = [seat for seat in self.seats if seat.is_lost]
-        if self.seats[0] in lost or self._holders.intersection(lost) or (lost and self._busy):
+        if not lost:
+            return False
+        if self.seats[0] in lost or self._holders.intersection(lost) or self._busy:
             self.give_up()
             return True
         for seat in lost:
@@ -169,7 +171,7 @@ class Home:
             case OptimJob():
                 self._clear()
                 self.is_empty = False
-                return _chained(self.seats[0].post(job, on_event), self._stepped_alone)
+                return self._step_alone(job, on_event)
         self.is_empty = isinstance(job, DropAdapterJob)
         return self.seats[0].post(job, on_event)
 
@@ -306,7 +308,7 @@ class Home:
         self._num_alone = 0 if len(holders) > 1 else self._num_alone + 1
         if self._num_alone >= ALONE_STEPS and self._holders <= {self.seats[0]}:
             self._be_alone()
-            return _chained(self.seats[0].post(job), self._stepped_alone)
+            return self._step_alone(job)
         brought = await self._bring(holders)
         added = [seat.post(brought.job()) for seat in self.seats] if holders else []
         stepped = [
@@ -316,14 +318,21 @@ class Home:
         self._clear()
         return asyncio.create_task(self._stepped(brought, added, stepped, began))
 
-    def _stepped_alone(self, result: Result) -> Result:
+    def _step_alone(self, job: OptimJob, on_event: OnEvent | None = None) -> Answer:
         """One member has it all: nothing to add up, nothing to bring."""
-        if isinstance(result, OptimResult):
-            compute_s = float(result.metrics.get("optim_time_s:sum", 0.0))
-            self._shared.seconds.update({"compute": compute_s})
-            self.times.spent(compute=compute_s)
-            self.times.stepped()
-        return result
+        answer = self.seats[0].post(job, on_event)
+        answer.add_done_callback(self._stepped_alone)
+        return answer
+
+    def _stepped_alone(self, answer: Answer) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        result = answer.result()
+        assert isinstance(result, OptimResult)
+        compute_s = float(result.metrics.get("optim_time_s:sum", 0.0))
+        self._shared.seconds.update({"compute": compute_s})
+        self.times.spent(compute=compute_s)
+        self.times.stepped()
 
     async def _stepped(
         self,

@@ -160,11 +160,13 @@ def _config_by_family(value: Any) -> Any:
 def _params_by_family(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    family = plain(value).get("type")
+    family = value.get("type")
     if family is None:
         return AdamParams.model_validate(value, strict=True)
     model = _PARAMS.get(family) if isinstance(family, str) else None
-    return (model or OptimParamsBase).model_validate(value, strict=True)
+    if model is None:  # whose fields are kept, whatever they are
+        return OptimParamsBase.model_validate(plain(value), strict=True)
+    return model.model_validate(value, strict=True)
 
 
 OptimizerConfig: TypeAlias = Annotated[
