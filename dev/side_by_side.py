@@ -51,7 +51,7 @@ def sample(num, length):
     for each in waiting:
         each.result()
 WORK = {
-    "train_small": lambda: train(SMALL, 40),
+    "train_small": lambda: train(SMALL, 120),
     "train_large": lambda: train(LARGE, 3),
     "samples": lambda: [sample(400, 8) for _ in range(4)],
     "train_model": lambda: train(MIDDLE, 2),

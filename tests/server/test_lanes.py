@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,24 @@ async def test_requests_without_a_number_run_in_order_of_arrival(app_world: AppW
     step = await app_world.ok("optim_step", {"model_id": model, "adam_params": {}})
     assert loss_of(await app_world.result(first)) > 0
     assert (await app_world.result(step))["metrics"]["step:max"] == 1.0
+
+
+async def test_a_number_that_our_own_trouble_freed_is_given_to_the_next(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole in the numbers would stop the model."""
+    model = await app_world.model()
+    with monkeypatch.context() as patched:
+        patched.setattr(type(app_world.service.store.journal), "append", _no_room)
+        failed = await app_world.post("optim_step", {"model_id": model, "adam_params": {}})
+        assert failed.status_code == 507
+    step = await app_world.ok("optim_step", {"model_id": model, "adam_params": {}})
+    assert step["request_id"] == f"{model}:1"
+    assert (await app_world.result(step))["metrics"]["step:max"] == 1.0
+
+
+def _no_room(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_creating_a_model_twice_gives_the_same_promise(app_world: AppWorld) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import struct
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -14,6 +15,7 @@ from app_world import AppWorld, open_app
 from server_process import ServerProcess
 
 import tinkex
+from tinkex.server.routes import futures
 from tinkex.store import SampleLedger
 from tinkex.wire import tinker_public_pb2 as pb
 
@@ -112,6 +114,31 @@ async def test_one_poll_collects_many_samples(app_world: AppWorld) -> None:
     )
     gone = await app_world.post("retrieve_future", {"request_id": f"{sampler}:0"})
     assert gone.status_code == 410, "an acknowledged payload is dropped"
+
+
+async def test_samples_that_end_soon_after_one_another_are_told_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_app(tmp_path, engine="toy:token_latency_s=0.02", hold_s=60.0) as world:
+        sampler = await open_sampler(world)
+
+        async def gather(seconds: float) -> None:
+            assert seconds == futures.GATHER_S
+            while world.service.samples.waiting(sampler, 0, 1):
+                await asyncio.sleep(0.005)
+
+        stand_in = SimpleNamespace(sleep=gather, to_thread=asyncio.to_thread)
+        monkeypatch.setattr(futures, "asyncio", stand_in)
+        target = {"type": "sampling_session", "sampling_session_id": sampler}
+        asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
+        poll = asyncio.create_task(world.ok("retrieve_futures", asked))
+        while world.service.samples.log(sampler, 0).is_of_no_use:  # until the poll is held
+            await asyncio.sleep(0.005)
+        lengths = {number: {"max_tokens": length} for number, length in enumerate((1, 6))}
+        bodies = [body_of(sampler, number, params=each) for number, each in lengths.items()]
+        await world.ok("asample_batch", {"requests": bodies})
+        found = (await poll)["completions"]
+    assert {entry["request_id"] for entry in found} == {f"{sampler}:0", f"{sampler}:1"}
 
 
 async def test_a_clone_has_a_log_of_its_own(app_world: AppWorld) -> None:

@@ -45,6 +45,7 @@ class Inbox:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._taken: dict[int, _Taken] = {}
+        self._newest = -1  # of those taken; looking through thousands would cost every request
 
     async def accept(
         self, operation: Operation[Any], opened: Opened, user: User, seq_id: int | None
@@ -60,7 +61,7 @@ class Inbox:
         """
         identity = operation.identity(opened)
         digest = await off_loop(len(identity), body_hash, operation.name, identity)
-        newest = max([self._lane.newest_seq, *self._taken])
+        newest = max(self._lane.newest_seq, self._newest)
         if seq_id is None:
             seq_id = newest + 1
         taken = self._taken.get(seq_id)
@@ -75,6 +76,7 @@ class Inbox:
         # From here to the entry in the table nothing waits, so no repeat slips in between.
         accepted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
         self._taken[seq_id] = _Taken(digest, accepted)
+        self._newest = max(self._newest, seq_id)
         self._trim()
         open_work.begin(user_id)
         try:
@@ -85,6 +87,7 @@ class Inbox:
             accepted.set_result(copy.copy(exc))
             if not isinstance(exc, InvalidInputError):  # our own trouble: it may be sent again
                 self._taken.pop(seq_id, None)
+                self._newest = max(self._taken, default=-1)
             raise
         accepted.set_result(promise.request_id)
         return promise
