@@ -82,6 +82,12 @@ def test_a_family_is_found_by_its_template(name: str):
     assert conversation(name).end_ids
 
 
+def test_a_template_says_which_wishes_it_knows():
+    template = models.TEMPLATES["qwen3"] + "{% if enable_thinking is false %}{% endif %}"
+    chat = Conversation(models.tokenizer(template))
+    assert chat.unread(["enable_thinking", "reasoning_effort"]) == {"reasoning_effort"}
+
+
 def test_every_family_has_a_template_in_these_tests():
     names = {family.name for family in (*FAMILIES, GENERIC)}
     assert names == set(models.TEMPLATES) == set(TURNS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -56,6 +56,10 @@ class Conversation:
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
             if isinstance(token := getattr(tokenizer, name, None), str)
         }
+
+    def unread(self, options: Iterable[str]) -> set[str]:
+        """Those of the template's options that this one does not look at."""
+        return {name for name in options if name not in self._template}
 
     # ------------------------------------------------------------------------ out
 

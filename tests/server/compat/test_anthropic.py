@@ -55,10 +55,55 @@ def test_a_conversation_with_tools_is_taken(world, api):
     assert answer.status_code == 200, answer.text
 
 
+def test_what_does_nothing_is_named_in_a_header(world, api):
+    cached = {"cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "abc", **cached}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "t1", "name": "add", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "2", "is_error": True}
+            ],
+        },
+    ]
+    answer = ask(
+        api,
+        world.model,
+        messages=messages,
+        metadata={"user_id": "x"},
+        system=[{"type": "text", "text": "Be brief.", **cached}],
+        tools=[{"name": "add", "input_schema": {"type": "object"}, "type": "custom", **cached}],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        output_config={"effort": "low"},
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tinkex-ignored"].split(", ") == [
+        "messages.content.cache_control",
+        "messages.content.is_error",
+        "messages.content.redacted_thinking",
+        "metadata",
+        "output_config.effort",
+        "system.cache_control",
+        "thinking",
+        "thinking.budget_tokens",
+        "tool_choice.disable_parallel_tool_use",
+        "tools.cache_control",
+    ]
+
+
 def test_tokens_are_counted_without_sampling(world, api):
     body = {"model": world.model, "messages": [{"role": "user", "content": "abc"}]}
     counted = api.post("/v1/messages/count_tokens", json=body, headers=VERSION).json()
-    assert counted == {"input_tokens": ask(api, world.model).json()["usage"]["input_tokens"]}
+    used = ask(api, world.model).json()["usage"]  # in which tokens of the cache stand apart
+    assert counted == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
 
 
 @pytest.mark.parametrize(

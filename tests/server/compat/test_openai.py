@@ -188,6 +188,109 @@ def test_what_does_nothing_is_named_in_a_header(world, api):
     assert answer.headers["x-tinkex-ignored"] == "messages.wings, tools.strict"
 
 
+def test_what_stands_inside_a_field_and_does_nothing_is_named_too(world, api):
+    part = {"type": "text", "text": "abc", "cache_control": {"type": "ephemeral"}}
+    function = {"name": "f", "arguments": "{}", "mood": 1}
+    call = {"id": "c", "type": "function", "function": function, "index": 0}
+    messages = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    ]
+    tool = {"type": "function", "function": {"name": "f", "returns": 1}, "mood": 1}
+    answer = chat(
+        api,
+        world.model,
+        messages=messages,
+        tools=[tool],
+        stream_options={"include_usage": True, "include_obfuscation": False},
+        reasoning_effort="low",  # the template of these tests knows neither
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tinkex-ignored"].split(", ") == [
+        "chat_template_kwargs.enable_thinking",
+        "messages.content.cache_control",
+        "messages.tool_calls.function.mood",
+        "messages.tool_calls.index",
+        "reasoning_effort",
+        "stream_options.include_obfuscation",
+        "tools.function.returns",
+        "tools.mood",
+    ]
+
+
+def test_the_second_chat_api_names_what_it_leaves_out(world, api):
+    item = {"role": "user", "content": [{"type": "input_text", "text": "abc", "mood": 1}], "as": 1}
+    body = {
+        "model": world.model,
+        "input": [item],
+        "max_output_tokens": 4,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"verbosity": "low"},
+        "tools": [{"type": "function", "name": "f", "strict": True, "mood": 1}],
+        "include": ["message.output_text.logprobs"],
+    }
+    answer = api.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-tinkex-ignored"].split(", ") == [
+        "include",
+        "input.as",
+        "input.content.mood",
+        "reasoning.effort",
+        "reasoning.summary",
+        "text.verbosity",
+        "tools.mood",
+        "tools.strict",
+    ]
+
+
+def test_thoughts_sent_back_are_read(world, api):
+    """The prompt is as long as that of the same conversation in the first chat API."""
+    thought = "I think so."
+    messages = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": thought,
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    ]
+    items = [
+        *ASK,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": thought}]},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"},
+    ]
+    one = chat(api, world.model, messages=messages, max_tokens=1)
+    body = {"model": world.model, "input": items, "max_output_tokens": 1}
+    other = api.post("/v1/responses", json=body)
+    del items[1]
+    without = api.post("/v1/responses", json=body)
+    assert other.json()["usage"]["input_tokens"] == one.json()["usage"]["prompt_tokens"]
+    assert other.json()["usage"]["input_tokens"] > without.json()["usage"]["input_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_tells_the_prompts_tokens_once(world, api, path: str):
+    asked = {"messages": ASK} if "chat" in path else {"prompt": "abc"}
+    body = {"model": world.model, "max_tokens": 4, "return_token_ids": True, **asked}
+    whole = api.post(path, json=body).json()
+    chunks = events(api.post(path, json={**body, "stream": True}).text)
+    found = [
+        ids
+        for chunk in chunks
+        for ids in (chunk.get("prompt_token_ids"), chunk["choices"][0].get("prompt_token_ids"))
+        if ids
+    ]
+    choice = whole["choices"][0]
+    assert found == [whole.get("prompt_token_ids") or choice["prompt_token_ids"]]
+
+
 def test_embeddings_are_refused_in_words(world, api):
     answer = api.post("/v1/embeddings", json={"model": world.model, "input": "x"})
     assert answer.status_code == 400

@@ -21,11 +21,13 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 LONG = "a" * 5000  # the context of the model is 1024 tokens
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1"}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": 3}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "context"),
     (CHAT, {"tools": [{"type": "function", "function": {"name": 3}}]}, "tools"),
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools"),
     (CHAT, {"messages": [*ASK, {"role": "assistant", "tool_calls": [CALL]}]}, "not JSON"),
+    (CHAT, {"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias"),
     (CHAT, {"seed": "one"}, "seed"),
     (CHAT, {"trajectory": ""}, "trajectory"),
@@ -39,10 +41,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"logprobs": 1000}, "logprobs"),
     (TEXT, {"echo": True, "stream": True}, "stream"),
     (TEXT, {"top_p": 7}, "top_p"),
+    (TEXT, {"stream": True, "max_tokens": 0}, "max_tokens"),
     (RESPONSES, {"input": LONG}, "context"),
     (RESPONSES, {"input": [{"type": "image"}]}, "input[0]"),
     (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "content"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f" * 300}]}, "tools[0].name"),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "parameters": 3}]}, "parameters"),
+    (RESPONSES, {"input": [{"type": "function_call", "name": 3}]}, "input[0].name"),
+    (RESPONSES, {"input": [{"type": "function_call_output", "output": 3}]}, "input[0].output"),
+    (RESPONSES, {"input": [{"role": "user"}]}, "input[0].content"),
     (RESPONSES, {"tool_choice": "required"}, "tool_choice"),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format"),
     (RESPONSES, {"text": {"format": "json"}}, "text.format"),
@@ -55,7 +63,13 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, "content"),
     (MESSAGES, {"stop_sequences": [""]}, "stop_sequences"),
     (MESSAGES, {"temperature": -1}, "temperature"),
-    (MESSAGES, {"tools": [{"name": 3}]}, "tools"),
+    (MESSAGES, {"tools": [{"name": 3}]}, "tools[0].name"),
+    (MESSAGES, {"tools": [{"name": "f" * 300}]}, "tools[0].name"),
+    (MESSAGES, {"tools": [{"name": "f", "input_schema": "x"}]}, "tools[0].input_schema"),
+    (MESSAGES, {"tools": [{"name": "f", "description": 3}]}, "tools[0].description"),
+    (MESSAGES, {"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+    (MESSAGES, {"thinking": {"type": "sometimes"}}, "thinking.type"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [RESULT]}]}, "content"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
     ("/v1/messages/count_tokens", {"wings": 2}, "wings"),
 ]

@@ -17,6 +17,7 @@ from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, refusals
 from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.trajectories import trajectory_of
@@ -24,6 +25,9 @@ from tinkex.server.exchange import answer
 from tinkex.types import SampleResponse
 
 router = APIRouter(prefix="/v1", tags=["anthropic"])
+THINKING = ("enabled", "adaptive", "disabled")
+BLOCK_FIELDS = "type text tool_use_id content id name input thinking signature data"
+"""What blocks of all kinds have that is read, or said by us; the header names all else."""
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
 
@@ -34,7 +38,7 @@ class _Turn(fields.Body):
 
 class MessagesRequest(SamplingFields):
     harmless: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "service_tier", "context_management", "betas", "container", "mcp_servers"}
+        {"metadata", "service_tier", "context_management", "betas", "container"}
     )
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
     messages: Annotated[list[_Turn], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
@@ -44,13 +48,33 @@ class MessagesRequest(SamplingFields):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
     trajectory: str | None = None
 
     def unheeded(self) -> set[str]:
-        budget = {"thinking.budget_tokens"} if (self.thinking or {}).get("budget_tokens") else set()
-        return budget | fields.extras_of(self.messages, "messages")
+        blocks = [b for m in self.messages if isinstance(m.content, list) for b in m.content]
+        hidden = [b for b in blocks if b.get("type") == "redacted_thinking"]
+        named = {"messages.content.redacted_thinking"} if hidden else set()
+        system = self.system if isinstance(self.system, list) else []
+        return named.union(
+            fields.extras_of(self.messages, "messages"),
+            fields.unknown_keys(blocks, "messages.content", BLOCK_FIELDS),
+            fields.unknown_keys(system, "system", "type text"),
+            fields.unknown_keys(self.tools or (), "tools", "type name description input_schema"),
+            fields.unknown_keys([self.tool_choice or {}], "tool_choice", "type name"),
+            fields.unknown_keys([self.thinking or {}], "thinking", "type"),
+            fields.unknown_keys([self.output_config or {}], "output_config", "format"),
+        )
 
     def asked(self, trajectory: str | None = None) -> Asked:
+        fields.refuse(
+            self.mcp_servers, "mcp_servers", "this server calls no tools; do it yourself."
+        )
+        if (kind := (self.thinking or {}).get("type", "enabled")) not in THINKING:
+            known = ", ".join(THINKING)
+            raise InvalidInputError(
+                f"{str(kind)[:40]!r} is not known; known: {known}", path="thinking.type"
+            )
         choice = (self.tool_choice or {}).get("type", "auto")
         if choice not in ("auto", "none"):
             raise NotSupportedError(
@@ -68,37 +92,43 @@ class MessagesRequest(SamplingFields):
         return Asked(
             model=self.model,
             messages=messages,
-            tools=[] if choice == "none" else [_tool(tool) for tool in self.tools or ()],
+            tools=[] if choice == "none" else self._declared(),
             options=options,
             params=self.params(self.max_tokens),
             stops=self.stop_sequences or (),
             trajectory=trajectory,
         )
 
+    def _declared(self) -> list[Tool]:
+        return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
+
 
 class CountRequest(MessagesRequest):
     max_tokens: int = 1
 
 
-def _tool(given: dict[str, Any]) -> Tool:
-    if given.get("type", "custom") != "custom" or not isinstance(given.get("name"), str):
+def _tool(given: dict[str, Any], path: str) -> Tool:
+    if (given.get("type") or "custom") != "custom":
         raise NotSupportedError(
             f"a tool of type {str(given.get('type'))[:40]!r} cannot run here; declare your own "
             "with a name and an input_schema.",
-            path="tools",
+            path=path,
         )
-    schema = given.get("input_schema")
-    return Tool(
-        name=given["name"][:256],
-        description=str(given.get("description") or ""),
-        parameters=schema if isinstance(schema, dict) else {},
-    )
+    return declared_tool(given, path, schema="input_schema")
 
 
 def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(_block_text(block, path) for block in content)
+
+
+def _taken(content: Any, path: str) -> str | list[dict[str, Any]] | None:
+    """What may stand in the result of a tool: a text, or a list of blocks."""
+    is_list = isinstance(content, list) and all(isinstance(block, dict) for block in content)
+    if content is None or isinstance(content, str) or is_list:
+        return content  # type: ignore[no-any-return]
+    raise InvalidInputError("must be a text or a list of blocks", path=path)
 
 
 def _block_text(block: dict[str, Any], path: str) -> str:
@@ -124,17 +154,14 @@ def _messages(turn: _Turn, index: int) -> list[Message]:
     for block in turn.content:
         kind = block.get("type")
         if kind == "tool_result":
-            content = _text(block.get("content"), path)
+            content = _text(_taken(block.get("content"), path), path)
             call_id = str(block.get("tool_use_id", ""))[:256]
             results.append(Message(role="tool", content=content, tool_call_id=call_id))
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             call_id = str(block.get("id", ""))[:256]
-            calls.append(
-                ToolCall(
-                    name=str(block.get("name", ""))[:256], arguments=arguments, call_id=call_id
-                )
-            )
+            name = function_name(block.get("name"), f"{path}.name")
+            calls.append(ToolCall(name=name, arguments=arguments, call_id=call_id))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
@@ -174,9 +201,10 @@ async def count_tokens(request: Request, user: ForeignUser) -> Response:
 async def messages(request: Request, user: ForeignUser) -> Response:
     _check_version(request)
     body = await fields.read(request, MessagesRequest)
-    headers = fields.header_of(body.ignored())
+    ignored = body.ignored()
     asked = body.asked(trajectory_of(body.trajectory, request))
     dialogue = await Dialogue.open(request, user, asked)
+    headers = fields.header_of([*ignored, *dialogue.unread({"enable_thinking": "thinking"})])
     head = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",

@@ -110,6 +110,10 @@ class Dialogue:
         generation = Generation(service, user, wish, request)
         return cls(asked, voice, recording, generation, trajectories)
 
+    def unread(self, names: Mapping[str, str]) -> set[str]:
+        """Wishes that this model's template does not know: option of a template -> field."""
+        return {names.get(n, n) for n in self.voice.chat.unread(self.asked.options)}
+
     @property
     def prompt(self) -> list[int]:
         return self.recording.prompt

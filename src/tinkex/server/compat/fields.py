@@ -7,7 +7,7 @@ last is only for fields that cannot change what is answered, such as a note of t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
@@ -120,14 +120,21 @@ def refuse(given: Any, path: str, why: str) -> None:
 
 def extras_of(parts: Iterable[BaseModel], path: str) -> set[str]:
     """Fields that the parts of a list have and we do not know, as `path.NAME`."""
+    return unknown_keys((part.model_extra or {} for part in parts), path)
+
+
+def unknown_keys(parts: Iterable[Mapping[str, Any]], path: str, known: str = "") -> set[str]:
+    """Keys of plain objects that say something and are not among the `known`, as `path.NAME`."""
+    names = frozenset(known.split())
     found = {
         f"{path}.{name}"
         for part in parts
-        for name, value in (part.model_extra or {}).items()
-        if value is not None and _PLAIN.fullmatch(name)
+        for name, value in part.items()
+        if value is not None and name not in names and _PLAIN.fullmatch(name)
     }
     return set(sorted(found)[:MAX_NAMED])
 
 
-def header_of(ignored: list[str]) -> dict[str, str]:
-    return {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+def header_of(ignored: Iterable[str]) -> dict[str, str]:
+    names = ", ".join(sorted(set(ignored)))
+    return {IGNORED_HEADER: names} if names else {}

@@ -38,11 +38,13 @@ class _Part(BaseModel):
 
 
 class _Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: fields.Text = ""
 
 
 class _Call(BaseModel):
+    model_config = ConfigDict(extra="allow")
     id: Annotated[str, Field(max_length=256)] = ""
     type: Literal["function"] = "function"
     function: _Function
@@ -76,6 +78,7 @@ class ChatMessage(BaseModel):
 
 
 class _Declared(BaseModel):
+    model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: fields.Text | None = None
     parameters: dict[str, Any] | None = None
@@ -83,6 +86,7 @@ class _Declared(BaseModel):
 
 
 class ChatTool(BaseModel):
+    model_config = ConfigDict(extra="allow")
     type: Literal["function"]
     function: _Declared
 
@@ -123,7 +127,17 @@ class ChatRequest(SamplingFields):
     def unheeded(self) -> set[str]:
         functions = [tool.function for tool in self.tools or ()]
         strict = {"tools.strict"} if any(function.strict for function in functions) else set()
-        return strict | fields.extras_of(self.messages, "messages")
+        parts = [p for m in self.messages if isinstance(m.content, list) for p in m.content]
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        return strict.union(
+            fields.extras_of(self.messages, "messages"),
+            fields.extras_of(parts, "messages.content"),
+            fields.extras_of(calls, "messages.tool_calls"),
+            fields.extras_of([call.function for call in calls], "messages.tool_calls.function"),
+            fields.extras_of(self.tools or (), "tools"),
+            fields.extras_of(functions, "tools.function"),
+            fields.unknown_keys([self.stream_options or {}], "stream_options", "include_usage"),
+        )
 
     def asked(self, trajectory: str | None) -> Asked:
         self._check()
@@ -159,6 +173,12 @@ class ChatRequest(SamplingFields):
             raise NotSupportedError(
                 "a call cannot be forced here; use 'auto' or 'none'.", path="tool_choice"
             )
+        if None not in (lengths := (self.max_tokens, self.max_completion_tokens)):
+            if lengths[0] != lengths[1]:
+                raise InvalidInputError(
+                    f"says {lengths[0]} and max_completion_tokens {lengths[1]}: give one of them",
+                    path="max_tokens",
+                )
         if self.top_logprobs and not self.logprobs:
             raise InvalidInputError("needs logprobs: true", path="top_logprobs")
         for name in self.chat_template_kwargs or {}:
@@ -226,9 +246,11 @@ async def embeddings(request: Request, user: ForeignUser) -> Response:
 @router.post("/chat/completions")
 async def chat_completions(request: Request, user: ForeignUser) -> Response:
     body = await fields.read(request, ChatRequest)
-    headers = fields.header_of(body.ignored())
+    ignored = body.ignored()
     trajectory = trajectory_of(body.trajectory, request)
     dialogue = await Dialogue.open(request, user, body.asked(trajectory))
+    given = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {}}
+    headers = fields.header_of([*ignored, *dialogue.unread(given)])
     if body.logprobs or body.return_token_ids:
         wish, longest = dialogue.generation.wish, dialogue.voice.info.max_context_length
         length = min(wish.params.get("max_tokens", longest), longest)
@@ -304,8 +326,10 @@ class Turn:
         scored = not late and bool(body.logprobs or body.return_token_ids)
         num_calls = [0] * (body.n or 1)
         said = await dialogue.begun()
+        prompt = list(dialogue.prompt) if body.return_token_ids else None
         for index in range(body.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._chunk(index, {"role": "assistant", "content": ""}, prompt=prompt)
+            prompt = None  # told once
         async for index, pieces, new in said:
             told = None
             if scored and new.tokens:
@@ -334,6 +358,7 @@ class Turn:
         sequence: SampledSequence | None = None,
         *,
         finish: str | None = None,
+        prompt: list[int] | None = None,
     ) -> bytes:
         choice: dict[str, Any] = {
             "index": index,
@@ -343,7 +368,8 @@ class Turn:
         }
         if self._body.return_token_ids and sequence is not None:
             choice["token_ids"] = [int(token) for token in sequence.tokens]
-        return line({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return line(chunk if prompt is None else {**chunk, "prompt_token_ids": prompt})
 
 
 def _delta(pieces: Sequence[Piece], num_calls: int) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class CompletionRequest(SamplingFields):
             fields.refuse(getattr(self, name), name, "penalties are not offered; use 0.")
         if self.stream and (self.echo or len(self.prompts()) > 1):
             fields.refuse(True, "stream", "a stream takes one prompt, without echo.")
+        if self.stream and self.max_tokens == 0:
+            fields.refuse(True, "max_tokens", "there is nothing to stream; ask for at least 1.")
+
+    def unheeded(self) -> set[str]:
+        return fields.unknown_keys([self.stream_options or {}], "stream_options", "include_usage")
 
     def prompts(self) -> list[str | list[int]]:
         given = self.prompt
@@ -263,6 +268,8 @@ async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
     generation = call.generation(prompt)
     said = [0] * len(speakers)
 
+    prompts_told: set[int] = set()
+
     def chunk(index: int, text: str, rows: list[Row], finish: str | None = None) -> bytes:
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": finish}
         choice["logprobs"] = (
@@ -270,6 +277,9 @@ async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
         )
         if body.return_token_ids:
             choice["token_ids"] = [token for token, _, _ in rows]
+            if index not in prompts_told:
+                prompts_told.add(index)
+                choice["prompt_token_ids"] = prompt
         said[index] += len(text)
         return line({**head, "choices": [choice]})
 

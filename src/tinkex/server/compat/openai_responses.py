@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
@@ -19,6 +20,7 @@ from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
 from tinkex.server.compat.fields import SamplingFields
 from tinkex.server.compat.trajectories import trajectory_of
@@ -26,6 +28,9 @@ from tinkex.server.exchange import answer
 from tinkex.types import SampleResponse
 
 router = APIRouter(tags=["openai"])
+TOOL_FIELDS = "type name description parameters strict"
+ITEM_FIELDS = "type role content id status name arguments call_id output summary"
+"""What items of all kinds have that is read, or said by us; the header names all else."""
 
 
 class ResponsesRequest(SamplingFields):
@@ -49,8 +54,16 @@ class ResponsesRequest(SamplingFields):
 
     def unheeded(self) -> set[str]:
         strict = {"tools.strict"} if any(t.get("strict") for t in self.tools or ()) else set()
-        asked = [("reasoning", "summary"), ("text", "verbosity")]
-        return strict | {f"{a}.{b}" for a, b in asked if (getattr(self, a) or {}).get(b)}
+        items = self.input if isinstance(self.input, list) else []
+        contents = [item.get("content") for item in items]
+        parts = [p for c in contents if isinstance(c, list) for p in c if isinstance(p, dict)]
+        return strict.union(
+            fields.unknown_keys([self.reasoning or {}], "reasoning", "effort"),
+            fields.unknown_keys([self.text or {}], "text", "format"),
+            fields.unknown_keys(self.tools or (), "tools", TOOL_FIELDS),
+            fields.unknown_keys(items, "input", ITEM_FIELDS),
+            fields.unknown_keys(parts, "input.content", "type text annotations logprobs"),
+        )
 
     def asked(self, trajectory: str | None) -> Asked:
         why = "nothing is kept between calls; send the whole conversation in input."
@@ -70,88 +83,94 @@ class ResponsesRequest(SamplingFields):
         return Asked(
             model=self.model,
             messages=messages,
-            tools=[] if self.tool_choice == "none" else [_tool(t) for t in self.tools or ()],
+            tools=[] if self.tool_choice == "none" else self._declared(),
             options={"reasoning_effort": str(effort)[:40]} if effort else {},
             params=self.params(self.max_output_tokens),
             trajectory=trajectory,
         )
 
+    def _declared(self) -> list[Tool]:
+        return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
 
-def _tool(given: dict[str, Any]) -> Tool:
-    if given.get("type") != "function" or not isinstance(given.get("name"), str):
+
+def _tool(given: dict[str, Any], path: str) -> Tool:
+    if given.get("type") != "function":
         raise NotSupportedError(
             f"a tool of type {str(given.get('type'))[:40]!r} cannot run here; declare functions.",
-            path="tools",
+            path=path,
         )
-    parameters = given.get("parameters")
-    return Tool(
-        name=given["name"][:256],
-        description=str(given.get("description") or ""),
-        parameters=parameters if isinstance(parameters, dict) else {},
-    )
+    return declared_tool(given, path, schema="parameters")
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
     if isinstance(given, str):
         return [Message(role="user", content=given)]
     found: list[Message] = []
+    thoughts = ""  # of the answer that follows
     for index, item in enumerate(given):
-        kind = item.get("type", "message")
+        kind, path = item.get("type", "message"), f"input[{index}]"
         if kind == "message":
-            content = _words(item.get("content"), index)
-            found.append(Message(role=str(item.get("role", "user"))[:40], content=content))
+            role = str(item.get("role", "user"))[:40]
+            content = _words(item.get("content"), f"{path}.content")
+            thought = thoughts if role == "assistant" else ""
+            found.append(Message(role=role, content=content, reasoning=thought))
         elif kind == "function_call":
             call = ToolCall(
-                name=str(item.get("name", ""))[:256],
+                name=function_name(item.get("name"), f"{path}.name"),
                 arguments=str(item.get("arguments", "")),
                 call_id=str(item.get("call_id", ""))[:256],
             )
-            _add_call(found, call)
+            _add_call(found, call, thoughts)
         elif kind == "function_call_output":
-            content = _words(item.get("output"), index)
-            found.append(
-                Message(role="tool", content=content, tool_call_id=str(item.get("call_id", "")))
-            )
+            content = _words(item.get("output"), f"{path}.output")
+            call_id = str(item.get("call_id", ""))[:256]
+            found.append(Message(role="tool", content=content, tool_call_id=call_id))
         elif kind != "reasoning":
             raise NotSupportedError(
-                f"an item of type {str(kind)[:40]!r} is not taken.", path=f"input[{index}].type"
+                f"an item of type {str(kind)[:40]!r} is not taken.", path=f"{path}.type"
             )
+        thoughts = _thoughts(item, path) if kind == "reasoning" else ""
     return found
 
 
-def _add_call(messages: list[Message], call: ToolCall) -> None:
+def _thoughts(item: dict[str, Any], path: str) -> str:
+    content = item.get("content")
+    return "" if content is None else _words(content, f"{path}.content")
+
+
+def _add_call(messages: list[Message], call: ToolCall, thoughts: str) -> None:
     """Calls that follow each other, or what was said before them, are one turn."""
     last = messages[-1] if messages else None
-    if last is not None and last.role == "assistant":
-        messages[-1] = Message(
-            role="assistant", content=last.content, tool_calls=(*last.tool_calls, call)
-        )
+    if last is not None and last.role == "assistant" and not thoughts:
+        messages[-1] = replace(last, tool_calls=(*last.tool_calls, call))
     else:
-        messages.append(Message(role="assistant", tool_calls=(call,)))
+        messages.append(Message(role="assistant", reasoning=thoughts, tool_calls=(call,)))
 
 
-def _words(content: Any, index: int) -> str:
+TEXTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+def _words(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else []
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in (
-            "input_text",
-            "output_text",
-            "text",
-        ):
-            raise InvalidInputError("only text is taken", path=f"input[{index}].content")
-        texts.append(str(part.get("text", "")))
-    return "".join(texts)
+    if not isinstance(content, list):
+        raise InvalidInputError("must be a text or a list of texts", path=path)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in TEXTS:
+            raise InvalidInputError("only text is taken", path=path)
+        if not isinstance(part.get("text"), str):
+            raise InvalidInputError("must be a text", path=f"{path}.text")
+    return "".join(part["text"] for part in content)
 
 
 @router.post("/responses")
 async def responses(request: Request, user: ForeignUser) -> Response:
     body = await fields.read(request, ResponsesRequest)
-    headers = fields.header_of(body.ignored())
+    ignored = body.ignored()
     trajectory = trajectory_of(body.trajectory, request)
     dialogue = await Dialogue.open(request, user, body.asked(trajectory))
+    unread = dialogue.unread({"reasoning_effort": "reasoning.effort"})
+    headers = fields.header_of([*ignored, *unread])
     made = _Response(body, dialogue)
     if body.stream:
         return await openai_shapes.streamed(made.lines(), headers)
