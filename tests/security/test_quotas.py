@@ -14,6 +14,7 @@ from tinkex.server.config import ServerConfig, load_config
 from tinkex.server.guard.quotas import Quotas, read_quotas
 from tinkex.server.guard.strangers import Strangers
 from tinkex.server.problems import ApiError
+from tinkex.store import User
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 BODY = {"tags": [], "sdk_version": "test"}
@@ -46,11 +47,11 @@ def test_requests_a_second_have_a_limit_and_a_burst() -> None:
     config = ServerConfig(max_user_requests_per_minute=120.0)
     quotas = Quotas(None, config, clock=lambda: now)  # type: ignore[arg-type]
 
-    def refused(count: int, user: str = "ann") -> int:
-        failed = 0
+    def refused(count: int, user_id: str = "ann", key_id: int = 1, rate: float = 0.0) -> int:
+        failed, who = 0, {"user_id": user_id, "name": "", "email": "", "created_at": 0.0}
         for _ in range(count):
             try:
-                quotas.spend(user)
+                quotas.spend(User(**who, key_id=key_id, key_requests_per_minute=rate))
             except ApiError as exc:
                 failed += exc.status == 429
         return failed
@@ -59,6 +60,34 @@ def test_requests_a_second_have_a_limit_and_a_burst() -> None:
     assert refused(1, "bob") == 0
     now += 2.0
     assert refused(5) == 1
+    assert refused(1, key_id=2) == 1, "a second key doubles nothing"
+    now += 100.0
+    assert refused(6, key_id=3, rate=24.0) == 2, "a key may have less than its user"
+    assert refused(17) == 1, "what a key was refused is not counted"
+
+
+async def test_a_key_has_a_rate_of_its_own_and_so_have_its_tokens(tmp_path: Path) -> None:
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        world.app.state.quotas._clock = lambda: 0.0
+        accounts = world.service.store.accounts
+        await world.service.store.call(accounts.ensure_user, "root")
+        await world.service.store.call(accounts.add_key, "tml-root", "root", role="admin")
+        asked = {"user_id": "ann", "name": "ci", "requests_per_minute": 12}
+        root = {"x-api-key": "tml-root"}
+        url = "/tinkex/v1/admin/keys"
+        made = (await world.http.post(url, json=asked, headers=root)).json()
+        token = (await world.post("auth/token", {}, key=made["key"])).json()["jwt"]
+        statuses = [
+            (await world.post("create_session", BODY, key=key)).status_code
+            for key in (token, made["key"], token, "tml-ann")
+        ]
+        assert statuses == [200, 429, 429, 200]
+        (told,) = [
+            key
+            for key in (await world.http.get(url, headers=root)).json()["keys"]
+            if key["key_id"] == made["key_id"]
+        ]
+        assert told["requests_per_minute"] == 12
 
 
 def test_quotas_are_read_from_flags_and_nonsense_is_refused() -> None:

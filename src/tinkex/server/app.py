@@ -249,7 +249,7 @@ class FrontDoor:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
         scope["tinkex.user"] = user.user_id
         self._quotas.note(user)
-        self._quotas.spend(user.user_id)
+        self._quotas.spend(user)
         if scope["method"] == "POST":
             if scope["path"] in _STORES:
                 self._root.state.service.room.require()

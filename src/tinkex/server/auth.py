@@ -206,7 +206,7 @@ class Auth:
         record = await self._store.call(self._store.accounts.find_key, credential)
         if record is None:
             raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
-        return await self._identified(record.user_id, record.key_id, record.role)
+        return await self._identified(record, CACHE_S)
 
     async def _from_token(self, token: str) -> _Identity:
         try:
@@ -222,33 +222,37 @@ class Auth:
         except jwt.InvalidTokenError as exc:
             raise _refused("The token was not signed by this server, or is damaged.") from exc
         user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
-        role = await self._standing(key_id, user_id)
-        if role is None:
-            raise _refused("The key this token was made for is revoked. Use another key.")
         left_s = claims["exp"] - time.time()
-        return await self._identified(user_id, key_id, role, left_s)
+        if key_id is None and self._open_user is not None:  # made by this server while it is open
+            return _Identity(await self._user(user_id), None, "admin", left_s)
+        record = None if key_id is None else await self._standing(key_id, user_id)
+        if record is None:
+            raise _refused("The key this token was made for is revoked. Use another key.")
+        return await self._identified(record, left_s)
 
-    async def _identified(
-        self, user_id: str, key_id: int | None, role: str, valid_s: float = CACHE_S
-    ) -> _Identity:
-        user = replace(await self._user(user_id), key_id=key_id)
-        return _Identity(user, key_id, role, valid_s)
+    async def _identified(self, key: ApiKey, valid_s: float) -> _Identity:
+        user = replace(
+            await self._user(key.user_id),
+            key_id=key.key_id,
+            key_requests_per_minute=key.requests_per_minute,
+        )
+        return _Identity(user, key.key_id, key.role, valid_s)
 
     async def may_act(self, key_id: int | None, user_id: str) -> bool:
         """Whether what was given away in the name of a key is still good."""
         user = await self._store.call(self._store.accounts.get_user, user_id)
         if user is None or user.disabled_at is not None:
             return False
+        if key_id is None:  # made by an open server
+            return self._open_user is not None
         return await self._standing(key_id, user_id) is not None
 
-    async def _standing(self, key_id: int | None, user_id: str) -> str | None:
-        """The role of the key that something was made for; None when it is no longer good."""
-        if key_id is None:  # made by an open server
-            return None if self._open_user is None else "admin"
+    async def _standing(self, key_id: int, user_id: str) -> ApiKey | None:
+        """The key that something was made for; None when it is no longer good."""
         key = await self._store.call(self._store.accounts.get_key, key_id)
         if key is None or key.revoked_at is not None or key.user_id != user_id:
             return None
-        return key.role
+        return key
 
     async def _user(self, user_id: str) -> User:
         user = await self._store.call(self._store.accounts.get_user, user_id)

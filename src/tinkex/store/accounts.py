@@ -72,12 +72,20 @@ class Accounts:
         self._writer.run(lambda connection: connection.execute(statement))
 
     def add_key(
-        self, key: str, user_id: str, *, name: str = "", note: str = "", role: str = "user"
+        self,
+        key: str,
+        user_id: str,
+        *,
+        name: str = "",
+        note: str = "",
+        role: str = "user",
+        requests_per_minute: float = 0.0,
     ) -> ApiKey:
         """Let `key` act for `user_id`. Adding it again returns the first record, not revoked."""
         row: dict[str, Any] = {"key_hash": hash_key(key), "user_id": user_id}
         row |= {"name": name or f"key of {user_id}", "role": role}
         row |= {"note": note, "created_at": time.time(), "revoked_at": None}
+        row["requests_per_minute"] = requests_per_minute
         keys = schema.api_keys
 
         def write(connection: Connection) -> None:
@@ -167,7 +175,7 @@ class Accounts:
 
 
 def _user(row: Any) -> User:
-    fields = {name: row[name] for name in User.__slots__ if name != "key_id"}
+    fields = {name: row[name] for name in User.__slots__ if not name.startswith("key_")}
     return User(**fields | {"quotas": row["quotas"] or {}})
 
 

@@ -34,6 +34,8 @@ class User:
     """Limits of this user that differ from the server's, by name."""
     key_id: int | None = None
     """The key that calls for this user; None: nobody calls, or nobody's key is needed."""
+    key_requests_per_minute: float = 0.0
+    """The limit of that key; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class ApiKey:
     revoked_at: float | None
     role: str = "user"
     """`user`; `admin`: sees and stops what other users do; `metrics`: reads `/metrics` alone."""
+    requests_per_minute: float = 0.0
+    """A limit of its own beneath its user's; 0: none."""
 
     @property
     def is_admin(self) -> bool:

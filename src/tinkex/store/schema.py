@@ -57,6 +57,8 @@ api_keys = Table(
     Column("created_at", Double, nullable=False),
     Column("revoked_at", Double),
     Column("role", String, nullable=False, server_default="user"),
+    # Its own, beneath its user's; 0: none.
+    Column("requests_per_minute", Double, nullable=False, server_default="0"),
 )
 
 sessions = Table(

@@ -46,9 +46,23 @@ def _where(command: F) -> F:
 @click.option("--name", default="", help="What the key is for, shown in listings.")
 @click.option("--admin", "role", flag_value="admin", help="May see and stop what all users do.")
 @click.option("--metrics", "role", flag_value="metrics", help="May read /metrics, nothing else.")
+@click.option(
+    "--requests-per-minute",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Most requests of this key a minute, beneath its user's limit; 0: no limit of its own.",
+)
 @_where
 @pass_state
-def add(state: State, /, user: str, name: str, role: str | None, **where: Any) -> None:
+def add(
+    state: State,
+    /,
+    user: str,
+    name: str,
+    role: str | None,
+    requests_per_minute: float,
+    **where: Any,
+) -> None:
     """Make a key for a user and show it, this once."""
     from tinkex.server.auth import new_key
 
@@ -60,7 +74,9 @@ def add(state: State, /, user: str, name: str, role: str | None, **where: Any) -
     with _store(where, make=True) as store:
         is_first = not store.accounts.active_keys()
         store.accounts.ensure_user(user)
-        made = store.accounts.add_key(key, user, name=name, role=role or "user")
+        made = store.accounts.add_key(
+            key, user, name=name, role=role or "user", requests_per_minute=requests_per_minute
+        )
         details = {"by": "tinkex keys", "key_id": made.key_id, "name": made.name}
         store.audit.record(user, "key_added", details | {"role": made.role})
     if is_first:
@@ -160,6 +176,7 @@ def _plain(key: ApiKey) -> dict[str, Any]:
         "user": key.user_id,
         "name": key.name,
         "role": key.role,
+        "requests_per_minute": key.requests_per_minute,
         "state": _state(key),
         "created_at": _time(key.created_at),
         "revoked_at": _time(key.revoked_at),

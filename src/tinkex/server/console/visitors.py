@@ -71,7 +71,7 @@ def _admit(request: Request, user: User) -> None:
     quotas: Quotas | None = getattr(request.app.state, "quotas", None)
     if quotas is not None:  # folders on one's own disk have none
         quotas.note(user)
-        quotas.spend(user.user_id)
+        quotas.spend(user)
 
 
 Visitor = Annotated[User, Depends(visitor)]

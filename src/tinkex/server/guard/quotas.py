@@ -1,7 +1,10 @@
 """What one user may hold or do at a time, each limit declared once.
 
 A limit comes from the server's settings (`max_user_<name>`), or from what an administrator set for
-the user; 0 means none. All keys of a user share them: to limit a key, give it a user of its own.
+the user; 0 means none. All keys of a user share them, so that a second key doubles nothing; a key
+may have a rate of its own beneath its user's. What is held (disk, sessions, models, work, results)
+outlives its key, or is fetched with another, so it is counted for the user: to limit what one key
+holds, give it a user of its own.
 Amounts are counted in the database and remembered for a few seconds, so a burst can pass a limit by
 what it makes in that time, not more.
 """
@@ -168,33 +171,41 @@ class Quotas:
         if limit and amount >= limit:
             raise QUOTAS[name].refusal(amount, limit)
 
-    def spend(self, user_id: str) -> None:
-        """Count one request.
+    def spend(self, user: User) -> None:
+        """Count one request, of its user and of its key.
 
         Raises:
-            ApiError: 429, for more than the user may make.
+            ApiError: 429, for more than the user may make, or the key.
         """
-        per_minute = self.limit(user_id, "requests_per_minute")
-        if not per_minute:
-            return
+        rates = (
+            (user.user_id, self.limit(user.user_id, "requests_per_minute"), "your keys"),
+            (f"key {user.key_id}", user.key_requests_per_minute, f"your key {user.key_id}"),
+        )
+        found = [(self._bucket(name, rate), rate, whose) for name, rate, whose in rates if rate]
+        for bucket, rate, whose in found:
+            if bucket.amount < 1:
+                wait_s = max(1, math.ceil((1 - bucket.amount) * 60 / rate))
+                raise ApiError(
+                    429,
+                    f"More than {rate:g} requests a minute, the limit 'requests_per_minute' of "
+                    f"{whose}; slow down.",
+                    code="quota",
+                    headers={"Retry-After": str(wait_s)},
+                )
+        for bucket, _, _ in found:
+            bucket.amount -= 1
+
+    def _bucket(self, name: str, per_minute: float) -> _Count:
+        """What is left to spend now."""
         rate = per_minute / 60
         now, burst = self._clock(), max(1.0, BURST_S * rate)
-        bucket = self._buckets.get(user_id)
+        bucket = self._buckets.get(name)
         if bucket is None:
-            bucket = self._buckets[user_id] = _Count(burst, now)
+            bucket = self._buckets[name] = _Count(burst, now)
             _trim(self._buckets)
         bucket.amount = min(burst, bucket.amount + (now - bucket.until) * rate)
         bucket.until = now
-        if bucket.amount < 1:
-            wait_s = max(1, math.ceil((1 - bucket.amount) / rate))
-            raise ApiError(
-                429,
-                f"More than {per_minute:g} requests a minute, the limit 'requests_per_minute' of "
-                "your keys; slow down.",
-                code="quota",
-                headers={"Retry-After": str(wait_s)},
-            )
-        bucket.amount -= 1
+        return bucket
 
     async def require(self, user_id: str, path: str) -> None:
         """Refuse a call that makes more of what the user has enough of.

@@ -148,7 +148,11 @@ async def add_key(request: Request, admin: CurrentAdmin) -> Response:
     """The answer holds the key itself, this once."""
     asked: AddKeyRequest = await read(request, "admin_add_key")
     key, made = await _oversight(request).add_key(
-        admin, asked.user_id, name=asked.name, role=asked.role
+        admin,
+        asked.user_id,
+        name=asked.name,
+        role=asked.role,
+        requests_per_minute=asked.requests_per_minute,
     )
     return answer(AddKeyResponse(key=key, **_key(made).model_dump()))
 

@@ -312,7 +312,13 @@ class Oversight:
         return now, await self._store.call(self._store.usage.tokens, now - 3600)
 
     async def add_key(
-        self, admin: User, user_id: str, *, name: str = "", role: KeyRole = "user"
+        self,
+        admin: User,
+        user_id: str,
+        *,
+        name: str = "",
+        role: KeyRole = "user",
+        requests_per_minute: float = 0.0,
     ) -> tuple[str, ApiKey]:
         """Make a key for a user, who is made when new; gives the key, which is not kept.
 
@@ -330,9 +336,15 @@ class Oversight:
         key = new_key()
         await self._store.call(self._store.accounts.ensure_user, user_id)
         made = await self._store.call(
-            self._store.accounts.add_key, key, user_id, name=name, role=role
+            self._store.accounts.add_key,
+            key,
+            user_id,
+            name=name,
+            role=role,
+            requests_per_minute=requests_per_minute,
         )
         details = {"key_id": made.key_id, "name": made.name, "role": role}
+        details |= {"requests_per_minute": requests_per_minute} if requests_per_minute else {}
         self._record(admin, user_id, "key_added", details)
         return key, made
 

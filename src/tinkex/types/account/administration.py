@@ -96,6 +96,8 @@ class AdminKey(Response):
     role: KeyRole
     created_at: datetime
     revoked_at: datetime | None = None
+    requests_per_minute: float = 0.0
+    """A limit of its own beneath its user's; 0: none."""
 
 
 class AdminKeysResponse(Response):
@@ -108,6 +110,8 @@ class AddKeyRequest(Request):
     user_id: Annotated[str, text(200, 1)]
     name: Name = ""
     role: KeyRole = "user"
+    requests_per_minute: Annotated[float, Field(ge=0, le=2**62)] = 0.0
+    """A limit of the key's own beneath its user's; 0: none."""
 
 
 class AddKeyResponse(AdminKey):
