@@ -357,6 +357,8 @@ def test_an_error_names_the_call_that_was_made(training: tinkex.TrainingClient) 
 def test_a_loss_name_as_base_says_which_one_works(training: tinkex.TrainingClient) -> None:
     with pytest.raises(tinkex.InvalidInputError, match="or 'cross_entropy'.*got 'ppo'"):
         training.forward_backward_regularized([datum([1, 2, 3])], "ppo", [])
+    with pytest.raises(tinkex.InvalidInputError, match="got 'ppo'.*is for forward_backward"):
+        training.forward_backward_custom([datum([1, 2, 3])], "ppo")
 
 
 def test_a_sample_that_runs_is_not_called_queued(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ def forward_backward_custom(
             check_loss_inputs(loss_fn, data)
             return client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
         loss_fn = functools.partial(run_handle, loss_fn)
+    if isinstance(loss_fn, str):
+        raise InvalidInputError(
+            f"expected a function fn(data, logprobs) -> (loss, metrics), got {loss_fn[:100]!r}. A "
+            "loss that is known by its name is for forward_backward.",
+            path="loss_fn",
+        )
     if not callable(loss_fn):
         raise InvalidInputError(
             f"expected a callable or a LossHandle, got {type(loss_fn).__name__}", path="loss_fn"
