@@ -56,6 +56,46 @@ def test_a_named_run_is_trained_extended_talked_to_and_trained_on(workshop):
     assert "captain" in cli("session", "list").out
 
 
+def test_a_run_by_its_name_is_a_teacher_and_what_a_kl_is_measured_to(workshop, tmp_path):
+    cli = workshop
+    assert sft(cli, 1).code == 0
+    (tmp_path / "ask.jsonl").write_text('{"prompt": "Hello"}\n{"prompt": "Bye"}\n')
+    few = ("--steps", "1", "--prompts-per-step", "1", "--max-tokens", "4", "--rank", "2")
+    ran = cli("train", "distill", "ask.jsonl", "--teacher", "pirate", "--name", "pupil", *few)
+    assert ran.code == 0, ran.err
+    config = json.loads(Path("runs/pupil/config.json").read_text())
+    assert config["teacher"].startswith("tinker://")
+    (tmp_path / "short.py").write_text(
+        "def prompts():\n    return [{'prompt': 'Hello'}, {'prompt': 'Bye'}]\n\n"
+        "def reward(text, row):\n    return -len(text)\n"
+    )
+    to = ("--kl-to", "runs/pirate", "--name", "brief", "--group-size", "2")
+    ran = cli("train", "rl", "short.py:reward", *to, *few)
+    assert ran.code == 0, ran.err
+    config = json.loads(Path("runs/brief/config.json").read_text())
+    assert config["kl_to"].startswith("tinker://")
+
+
+def test_what_another_model_stands_in_for_is_asked_of_the_hub_and_told(
+    workshop, tmp_path, monkeypatch
+):
+    from tinkex.engine.model import base_model
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(base_model, "_not_on_hub", {})
+    asked = []
+
+    def fail(name):
+        asked.append(name)
+        raise base_model.ModelNotFoundError("no route")
+
+    monkeypatch.setattr(base_model, "_from_hub", fail)
+    facts = workshop("pull", "HuggingFaceTB/SmolLM2-135M-Instruct", "--json").json
+    assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    assert "stands in for HuggingFaceTB/SmolLM2-135M-Instruct" in facts["note"]
+    assert "(no route)" in facts["note"]
+
+
 def test_what_cannot_be_gone_on_from_is_told(workshop):
     ran = workshop("train", "sft", "talk.jsonl", "--from", "nobody")
     assert ran.code == 2

@@ -34,10 +34,17 @@ def test_a_terminal_plot_falls_where_the_values_fall():
     drawn = terminal_plot(records, "loss", "Loss", width=11, height=11)
     rows = [line.partition("|")[2] for line in drawn.splitlines()[1:12]]
     assert [row.index("*") for row in rows] == list(range(11))
-    assert drawn.splitlines()[0].strip() == "Loss"
+    assert drawn.splitlines()[0].strip() == "Loss (smoothed)"
     assert "step 10" in drawn
 
 
 def test_one_point_is_no_plot():
     assert terminal_plot([{"step": 0, "loss": 1.0}], "loss", "Loss") == ""
     assert "*" in terminal_plot([{"step": s, "loss": 1.0} for s in range(3)], "loss", "Loss")
+
+
+def test_few_points_are_drawn_as_they_are():
+    records = [{"step": step, "reward": reward} for step, reward in enumerate((0.1, 0.9, 0.2))]
+    drawn = terminal_plot(records, "reward", "Reward")
+    assert drawn.splitlines()[0].strip() == "Reward"
+    assert "0.9 |" in drawn

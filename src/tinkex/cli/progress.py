@@ -98,6 +98,7 @@ def label(metric: str) -> str:
         .replace("_per_s", "/s")
         .replace("_", " ")
         .capitalize()
+        .replace("Kl", "KL")
     )
 
 

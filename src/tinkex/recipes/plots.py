@@ -16,6 +16,9 @@ from tinkex.recipes.run_log import RunLog
 __all__ = ["Panel", "plot", "smoothed", "terminal_plot"]
 
 
+_FEW = 8  # Points that are shown as they are.
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
     """One pair of axes: metrics by name, with their labels."""
@@ -49,6 +52,7 @@ def plot(log: RunLog, panels: Sequence[Panel], title: str, name: str = "loss.png
         _draw(axes, panel, records)
     grid[0, 0].set_title(title)
     grid[-1, 0].set_xlabel("training steps done")
+    grid[-1, 0].xaxis.get_major_locator().set_params(integer=True)  # no half steps
     target = log.folder / name
     figure.savefig(target, bbox_inches="tight")
     plt.close(figure)
@@ -62,7 +66,7 @@ def _draw(axes: Any, panel: Panel, records: Sequence[Mapping[str, Any]]) -> None
             continue
         steps, values = zip(*points, strict=True)
         color = f"C{number}"
-        if name.startswith("held_out") or len(points) < 8:
+        if name.startswith("held_out") or len(points) < _FEW:
             line = "o" if name.startswith("held_out") else "o-"
             axes.plot(steps, values, line, color=color, label=label, linewidth=1, markersize=6)
             continue
@@ -93,12 +97,16 @@ def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
 def terminal_plot(
     records: Sequence[Mapping[str, Any]], name: str, label: str, width: int = 64, height: int = 10
 ) -> str:
-    """The smoothed course of one metric in characters; empty where there are under two points."""
+    """The course of one metric in characters, smoothed where there are many points.
+
+    Empty where there are under two.
+    """
     points = points_of(records, name)
     if len(points) < 2:
         return ""
-    steps = [step for step, _ in points]
-    values = smoothed([value for _, value in points])
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    if len(points) >= _FEW:
+        values, label = smoothed(values), f"{label} (smoothed)"
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     cells = [[" "] * width for _ in range(height)]

@@ -71,8 +71,10 @@ def prepare(state: State, model: str) -> None:
         return
     if os.environ.get("TINKEX_LOCAL_ENGINE"):
         return  # a toy has no weights
-    needs = need_of(fetch(model))
-    state.note(f"{model}: {needs.words()}.")
+    found = fetch(model)
+    if found.stands_in:
+        state.note(f"Note: {found.note}")
+    state.note(f"{model}: {need_of(found).words()}.")
 
 
 def fetch(model: str) -> ModelSource:
@@ -91,10 +93,13 @@ def _fetch(model: str) -> ModelSource:
     from tinkex.engine.model.base_model import resolve
 
     try:
-        return resolve(model, allow_fetch=False)
+        found = resolve(model, allow_fetch=False)
     except ModelNotFoundError:
+        found = None
+    if found is None or found.stands_in:  # the hub may have what another stands in for
         click.echo(f"Fetching {model} ...", err=True)
-        return resolve(model)
+        found = resolve(model)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,10 @@ def sample(
 
     text = sys.stdin.read() if prompt == "-" else prompt
     chosen = named(model)
+    if chosen and state.format != "json":
+        from tinkex.cli.commands.pull import prepare
+
+        prepare(state, chosen)
     with state.service(model=chosen, name="sample") as service:
         model = chosen or default_model(service)
         sampler = open_sampler(service, model)

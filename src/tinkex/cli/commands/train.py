@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.completions import complete_run
+from tinkex.cli.arguments import named
+from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
@@ -178,7 +179,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
     ("--updates-per-step", int, "Optimizer steps per batch of samples."),
     ("--max-policy-kl", float, "Leave out the rest of a batch beyond this KL to its sampler."),
     ("--router-replay", bool, "Train a mixture on the experts its samples passed (true or false)."),
-    ("--kl-to", str, "Report the KL to `base` or to a checkpoint."),
+    ("--kl-to", str, "Report the KL to `base`, a run or a checkpoint."),
     ("--kl-coef", float, "Penalty on that KL."),
     ("--reward-by", str, "Report rewards by this field of the rows, too."),
     *_EVAL,
@@ -211,7 +212,12 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
 
 @train.command()
 @click.argument("prompts")
-@click.option("--teacher", required=True, help="Base model or tinker:// path, on the same server.")
+@click.option(
+    "--teacher",
+    required=True,
+    shell_complete=complete_model,
+    help="Base model, a run's name or folder, or a tinker:// path, on the same server.",
+)
 @_options(
     "distill:DistillConfig",
     ("--steps", int, "Training steps."),
@@ -228,7 +234,7 @@ def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None
     from tinkex.recipes.distill import train as run
 
     show_plot = options.pop("show_plot")
-    config = DistillConfig(teacher=teacher, **_given("distill", prompts, options))
+    config = DistillConfig(teacher=named(teacher) or teacher, **_given("distill", prompts, options))
     with _service(state, config) as service, steps("distill") as on_step:
         result = run(config, service, prompts, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
@@ -273,6 +279,8 @@ def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     name, start = options.pop("name"), options.pop("start")
     given = {name: value for name, value in options.items() if value is not None}
     given["trackers"] = tuple(given.get("trackers", ()))
+    if given.get("kl_to", "base") != "base":
+        given["kl_to"] = named(given["kl_to"])
     # Named after what is trained on: a second file never meets the log of the first.
     folder = f"runs/{name}" if name else f"runs/{recipe}-{Path(source).stem}"
     given.setdefault("log_dir", folder)

@@ -141,7 +141,7 @@ def _hub_or_stand_in(name: str, *, allow_fetch: bool) -> ModelSource:
                 return ModelSource(name, snapshot)
             _not_on_hub[name] = "the hub was not asked"
         except ModelNotFoundError as exc:
-            _not_on_hub[name] = str(exc.__cause__ or exc).splitlines()[0][:200]
+            _not_on_hub[name] = _why(exc.__cause__ or exc)[:200]
     note = (
         f"{default_model.NAME} stands in for {name}, whose files could not be had "
         f"({_not_on_hub.get(name, 'the hub was not asked')}): {default_model.NOTE}."
@@ -178,12 +178,17 @@ def _may_be_on_hub(name: str) -> bool:
 
 def _not_had(name: str, exc: Exception) -> ModelNotFoundError:
     """The hub fails in many ways; all mean that the model is not here."""
-    said = next((line for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
-    why = said.strip().removeprefix("Got: ").rstrip(". ")[:300]
     return ModelNotFoundError(
         f"No base model {name!r}: it is not on this machine, and the Hugging Face hub cannot give "
-        f"it ({why}). Check the name and the network, or give the path of a folder with its files."
+        f"it ({_why(exc)[:300]}). Check the name and the network, or give the path of a folder "
+        "with its files."
     )
+
+
+def _why(exc: BaseException) -> str:
+    """The first line that says something."""
+    said = next((line for line in str(exc).splitlines() if line.strip()), type(exc).__name__)
+    return said.strip().removeprefix("Got: ").rstrip(". ")
 
 
 def _hf_cache_dir() -> Path:
