@@ -62,7 +62,11 @@ async def test_unused_room_of_the_database_is_given_back(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [("garbage", "damaged.*tinkex admin restore"), ("newer", "newer Tinkex")],
+    [
+        ("garbage", "damaged.*tinkex admin restore"),
+        ("newer", "newer Tinkex"),
+        ("empty", r"Restore that database.*delete .*store\.id"),
+    ],
 )
 async def test_a_database_that_cannot_be_used_says_so(
     tmp_path: Path, damage: str, words: str
@@ -72,6 +76,9 @@ async def test_a_database_that_cannot_be_used_says_so(
     file = tmp_path / "tinkex.db"
     if damage == "garbage":
         file.write_bytes(b"not a database at all" * 1000)
+    elif damage == "empty":
+        for part in tmp_path.glob("tinkex.db*"):
+            part.write_bytes(b"")
     else:
         with sqlite3.connect(file) as db:
             db.execute("UPDATE alembic_version SET version_num = '9999'")

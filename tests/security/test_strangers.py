@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 import zstandard
 from server_process import ServerProcess
 
+from tinkex.server.guard.connections import ConnectionLimits, guarded
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.problems import ApiError
 
@@ -171,3 +176,75 @@ async def test_a_body_that_finds_no_room_is_asked_to_come_again(
     with pytest.raises(ApiError) as refused:
         await budget.reserve("bob", 1)
     assert refused.value.status == 429
+
+
+@contextmanager
+def _listening(limits: ConnectionLimits) -> Iterator[tuple[int, threading.Event]]:
+    """A program that takes whole bodies and answers with 50 MB, behind our connections.
+
+    Gives its port, and what is set when it was called.
+    """
+    is_called = threading.Event()
+
+    async def program(scope: Any, receive: Any, send: Any) -> None:
+        is_called.set()
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(50):
+            await send({"type": "http.response.body", "body": b"x" * 10**6, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(program, http=guarded(limits), lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    try:
+        yield sock.getsockname()[1], is_called
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(60)
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    ends_at = time.monotonic() + 60
+    while not is_so() and time.monotonic() < ends_at:
+        time.sleep(0.02)
+    return is_so()
+
+
+def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
+    limits = ConnectionLimits(write_pause_s=0.5)
+    with _listening(limits) as (port, is_called):
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert is_called.wait(60)
+            assert _until(lambda: limits.num_open == 0)
+
+
+def test_a_body_that_comes_byte_by_byte_has_an_end() -> None:
+    """Else room in memory that was reserved for it is never given back."""
+    limits = ConnectionLimits(body_timeout_s=1.0)
+    with _listening(limits) as (port, is_called):
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n")
+            assert is_called.wait(60)
+
+            def dripped() -> bool:
+                with suppress(OSError):
+                    sock.sendall(b"x")
+                time.sleep(0.1)
+                return limits.num_open == 0
+
+            assert _until(dripped)
+
+
+def test_a_body_that_comes_slowly_and_steadily_is_taken() -> None:
+    head = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3000000\r\n\r\n"
+    with _listening(ConnectionLimits(body_timeout_s=0.5)) as (port, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+            for n in range(30):  # 180 s may pass, at the slowest that is allowed
+                sock.sendall((b"" if n else head) + b"x" * 100_000)
+                time.sleep(0.1)
+            assert sock.recv(12) == b"HTTP/1.1 200"

@@ -28,6 +28,8 @@ SPARE_FILES = 256
 """Files that are never given to connections: the database, checkpoints, pipes to workers."""
 WANTED_FILES = 65_536
 LOOK_EVERY_S = 1.0
+SLOWEST = 16 * 1024
+"""Bytes a second at which a body may come for as long as it takes."""
 _REFUSED = (
     "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
     "connection: close\r\n\r\n{body}"
@@ -59,8 +61,8 @@ class ConnectionLimits:
     """From the first byte (or the connection) to the end of the headers."""
     body_pause_s: float = 30.0
     """Between two pieces of a body, while we read."""
-    body_timeout_s: float = 900.0
-    """For a whole body."""
+    body_timeout_s: float = 120.0
+    """For a whole body, beside what its bytes take at `SLOWEST`: room in memory waits for it."""
     write_pause_s: float = 120.0
     """In which nothing of an answer is taken."""
     open: Counter[str] = field(default_factory=Counter)
@@ -184,7 +186,7 @@ class Guarded(HttpToolsProtocol):
             return
         now = self.loop.time()
         self._body_ends_at = now + self.limits.body_timeout_s
-        self._silent_until = now + self.limits.body_pause_s
+        self._silent_until = min(now + self.limits.body_pause_s, self._body_ends_at)
         self._when_silent = self._late_body
         super().on_headers_complete()
 
@@ -197,7 +199,9 @@ class Guarded(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._silent_until = self.loop.time() + self.limits.body_pause_s
+        self._body_ends_at += len(body) / SLOWEST
+        pause_ends_at = self.loop.time() + self.limits.body_pause_s
+        self._silent_until = min(pause_ends_at, self._body_ends_at)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -218,7 +222,7 @@ class Guarded(HttpToolsProtocol):
     def _late_body(self) -> None:
         now = self.loop.time()
         if self.flow.read_paused and now < self._body_ends_at:  # our turn, not the sender's
-            self._silent_until = now + self.limits.body_pause_s
+            self._silent_until = min(now + self.limits.body_pause_s, self._body_ends_at)
             return
         self.transport.abort()
 
