@@ -240,8 +240,9 @@ def side_by_side(
     client: tinkex.TrainingClient, sampler: tinkex.SamplingClient
 ) -> list[report.Figure]:
     """How the device's time is shared while both have work all the time; train_share is 0.5."""
-    data = [plain_datum(2048) for _ in range(16)]
+    data = [plain_datum(2048) for _ in range(8)]
     prompts = [tinkex.ModelInput.from_ints(tokens(16)) for _ in range(64)]
+    few, many = 400, 1200  # long enough that one pass of a second more or less does not matter
 
     def train() -> float:
         """Seconds of the device, by the engine's own clock."""
@@ -255,7 +256,7 @@ def side_by_side(
 
     train()
     sample(16)
-    sample_s = timed(lambda: sample(400))
+    sample_s = many / few * timed(lambda: sample(few))
     trained: list[float] = []
     stop = threading.Event()
 
@@ -266,7 +267,7 @@ def side_by_side(
     thread = threading.Thread(target=keep_training)
     began = time.perf_counter()
     thread.start()
-    sampling_s = timed(lambda: sample(400))
+    sampling_s = timed(lambda: sample(many))
     stop.set()
     thread.join()
     alone_s = time.perf_counter() - began - sampling_s  # the last pass, after the samples

@@ -314,7 +314,9 @@ def test_every_tile_of_the_sequential_product_gives_the_same_bits():
         for n in (300, 1000)
     )
     tiles = [Tile(16, 32, 128, 4, 5), Tile(64, 64, 64, 4, 4), Tile(128, 128, 64, 8, 3),
-             Tile(32, 128, 32, 4, 3), Tile(128, 32, 64, 4, 4)]  # fmt: skip
+             Tile(32, 128, 32, 4, 3), Tile(128, 32, 64, 4, 4),
+             Tile(64, 64, 128, 4, 5, copied=True),
+             Tile(16, 64, 256, 4, 5, copied=True)]  # fmt: skip
     first, *others = (sequential(x, w, dtype=torch.float32, tile=tile) for tile in tiles)
     for again in others:
         assert torch.equal(first, again)

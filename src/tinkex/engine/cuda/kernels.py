@@ -337,7 +337,7 @@ def log_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     top_N, log_total_N = torch.empty(2, N, device=logits_NV.device, dtype=torch.float32)
     if N:
         _log_total[(N,)](
-            logits_NV, top_N, log_total_N, V, BLOCK=4096, num_warps=8, enable_fp_fusion=False
+            logits_NV, top_N, log_total_N, V, BLOCK=16384, num_warps=16, enable_fp_fusion=False
         )
     return top_N, log_total_N
 

@@ -109,12 +109,11 @@ def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Ten
         rows_X, ids_X, added_X = settings.bias
         logits_NV[rows_X, ids_X] += added_X.to(logits_NV.dtype)
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
-    scaled_NV = _scaled(logits_NV, settings)
+    # Not by the whole weights that are drawn from: to the bit as the trainer will compute it.
+    scaled_NV, log_total_N1 = _scaled(logits_NV, settings)
     tokens_N = _pick(scaled_NV, uniform_N3)[0]
     if greedy_tokens_N is not None:
         tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
-    # Not by the whole weights that were drawn from: to the bit as the trainer will compute it.
-    log_total_N1 = log_total(scaled_NV)[1]
     logprobs_N = (scaled_NV.gather(1, tokens_N[:, None]) - log_total_N1)[:, 0]
     if settings.any_filter:
         kept_N, kept_logprobs_N = nucleus(scaled_NV, settings, uniform_N3)
@@ -124,12 +123,15 @@ def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Ten
     return tokens_N, logprobs_N
 
 
-def _scaled(logits_NV: Tensor, settings: Settings) -> Tensor:
-    """Logits over temperature, shifted so that the largest of each row is 0, in place."""
-    logits_NV -= logits_NV.amax(1, keepdim=True)
+def _scaled(logits_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """Logits over temperature, the largest of each row 0, in place; the logs of their totals."""
     if settings.any_scaled:
+        logits_NV -= logits_NV.amax(1, keepdim=True)
         logits_NV *= settings.inverse_temperature_N1
-    return logits_NV
+        return logits_NV, log_total(logits_NV)[1]
+    top_N1, log_total_N1 = log_total(logits_NV)
+    logits_NV -= top_N1
+    return logits_NV, log_total_N1
 
 
 def _weights(scaled: Tensor) -> Tensor:
