@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinkex.engine.cuda.product import can_copy, descriptor, shared_memory
+from tinkex.engine.cuda.product import shared_memory
 from tinkex.engine.transfer import send
 
 CHUNK = 256
@@ -71,17 +71,12 @@ def _merge(M, Z, ACC, m, z, acc):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tile(
-    q, k, v, whole_k, whole_v, out, lse, bounds_q, bounds_k, tiles, sinks, scale, window, num_rows,
+    q, k, v, out, lse, bounds_q, bounds_k, tiles, sinks, scale, window, num_rows,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr, COPIED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
     WITH_LSE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program per head and tile of queries: (sequence, first query).
-
-    Blocks that all of its queries see whole are fetched by descriptors where the card can
-    (`COPIED`), a sixth faster. The others may end inside a sequence, and what lies behind it is
-    another's.
-    """
+    """One program per head and tile of queries: (sequence, first query)."""
     h = tl.program_id(0)
     seq = tl.load(tiles + tl.program_id(1) * 2)
     first = tl.load(tiles + tl.program_id(1) * 2 + 1)
@@ -114,15 +109,10 @@ def _tile(
         z = tl.zeros((BM, _ONES), tl.float32)
         acc = tl.zeros((BM, d), tl.float32)
         for block in range(chunk, chunk + CHUNK, BN):
-            if COPIED:
-                at_block = [(start_k + block).to(tl.int32), h // (H // K) * d]
-                kv = whole_k.load(at_block)
-                vv = whole_v.load(at_block)
-            else:
-                rows = (block + n).to(tl.int64)[:, None] * (K * d) + i[None, :]
-                kv = tl.load(at_k + rows)
-                vv = tl.load(at_v + rows)
-            m, z, acc = _step(qv, kv, vv, m, z, acc, True, scale, False)
+            rows = (block + n).to(tl.int64)[:, None] * (K * d) + i[None, :]
+            m, z, acc = _step(
+                qv, tl.load(at_k + rows), tl.load(at_v + rows), m, z, acc, True, scale, False
+            )
         M, Z, ACC = _merge(M, Z, ACC, m, z, acc)
     for chunk in range(plain, stop, CHUNK):
         m = tl.full((BM,), float("-inf"), tl.float32)
@@ -191,15 +181,11 @@ def tiles(
     K = k_LKd.shape[1]
     out_THd = torch.empty_like(q_THd)
     lse_HT = torch.empty(H, T if with_lse else 0, device=q_THd.device, dtype=torch.float32)
-    copied = can_copy(q_THd.device) and k_LKd.is_contiguous() and v_LKd.is_contiguous()
-    whole_k, whole_v = (
-        descriptor(x.flatten(1), BLOCK, d) if copied else None for x in (k_LKd, v_LKd)
-    )
     _tile[(H, len(queries.tiles_X2))](
-        q_THd, k_LKd, v_LKd, whole_k, whole_v, out_THd, lse_HT, queries.bounds_q, queries.bounds_k,
+        q_THd, k_LKd, v_LKd, out_THd, lse_HT, queries.bounds_q, queries.bounds_k,
         queries.tiles_X2, sinks_H, scale * _LOG2_E.value,
         NO_WINDOW if window is None else window, T,
-        H=H, K=K, d=d, BM=queries.rows, BN=BLOCK, CHUNK=CHUNK, COPIED=copied, WITH_LSE=with_lse,
+        H=H, K=K, d=d, BM=queries.rows, BN=BLOCK, CHUNK=CHUNK, WITH_LSE=with_lse,
         WINDOWED=window is not None, SINKS=sinks_H is not None, num_warps=queries.rows // 16,
         num_stages=_stages(queries.rows, d, q_THd), enable_fp_fusion=False,
     )  # fmt: skip

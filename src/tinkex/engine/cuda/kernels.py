@@ -35,6 +35,7 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
+    weight = tl.load(w + cols, keep, other=0.0).to(tl.float32)
     v = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32)
     if HAS_DELTA:
         v += tl.load(delta + row * D + cols, keep, other=0.0).to(tl.float32)
@@ -43,8 +44,7 @@ def _add_rms_norm(
         v = v.to(out_x.dtype.element_ty).to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(rstd + row, r)
-    y = (v * r).to(out_y.dtype.element_ty).to(tl.float32)
-    y *= tl.load(w + cols, keep, other=0.0).to(tl.float32)
+    y = (v * r).to(out_y.dtype.element_ty).to(tl.float32) * weight
     tl.store(out_y + row * D + cols, y, keep)
 
 
@@ -129,23 +129,23 @@ def _rope(
     src = qkv + t * ((H + 2 * K) * d) + h * d + i
     lo = tl.load(src, real, other=0.0).to(tl.float32)
     hi = tl.load(src + half, real, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * half + i)
+    s = tl.load(sin + t * half + i)
+    row = tl.load(slots + t).to(tl.int64)
     turned = h < H + K
     if HAS_NORM:
         dt = q_out.dtype.element_ty
-        r = 1.0 / tl.sqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / d + eps)[:, None]
         w_lo = tl.where(h < H, tl.load(qw + i), tl.load(kw + i)).to(tl.float32)
         w_hi = tl.where(h < H, tl.load(qw + half + i), tl.load(kw + half + i)).to(tl.float32)
+        r = 1.0 / tl.sqrt((tl.sum(lo * lo, 1) + tl.sum(hi * hi, 1)) / d + eps)[:, None]
         # Rounded where the plain version rounds: after the norm and after its weight.
         n_lo = ((lo * r).to(dt).to(tl.float32) * w_lo).to(dt).to(tl.float32)
         n_hi = ((hi * r).to(dt).to(tl.float32) * w_hi).to(dt).to(tl.float32)
         lo = tl.where(turned, n_lo, lo)
         hi = tl.where(turned, n_hi, hi)
-    c = tl.load(cos + t * half + i)
-    s = tl.load(sin + t * half + i)
     new_lo = tl.where(turned, lo * c - hi * s, lo)
     hi = tl.where(turned, hi * c + lo * s, hi)
     lo = new_lo
-    row = tl.load(slots + t).to(tl.int64)
     q_at = q_out + (t * H + h) * d + i
     tl.store(q_at, lo, h < H)
     tl.store(q_at + half, hi, h < H)
