@@ -157,6 +157,7 @@ def compare(other: Path, engine: list[str], names: list[str], turns: int) -> Ite
     with ExitStack() as stack:
         ours, theirs = (stack.enter_context(opened(tree, engine)) for tree in (ROOT, other))
         for name in names:
+            print(f"{name}, {turns} turns ...", file=sys.stderr, flush=True)
             for side in (ours, theirs):
                 side.run(name)  # the first time pays for what is made once
             pairs = []

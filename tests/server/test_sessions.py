@@ -7,8 +7,8 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
+from tinkex.server.presence import Presence, is_alive
 from tinkex.server.work.live_sessions import LiveSessions
-from tinkex.server.work.presence import Presence, is_alive
 from tinkex.store import Store
 
 

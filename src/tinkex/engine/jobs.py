@@ -27,6 +27,8 @@ from tinkex.engine.metrics import Tally
 from tinkex.engine.pulse import Pulse
 
 Array = NDArray[Any]
+LOOPBACK = "127.0.0.1"
+"""Where members of a meeting reach one that has no address, because it is on their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)

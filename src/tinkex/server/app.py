@@ -38,13 +38,13 @@ from tinkex.server.guard.origin import check_local
 from tinkex.server.guard.quotas import LIMITED_PATHS, Quotas
 from tinkex.server.guard.strangers import Strangers
 from tinkex.server.metrics import Metrics
+from tinkex.server.presence import Presence
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
 from tinkex.server.routes import service as routes_service
 from tinkex.server.routes import training as routes_training
 from tinkex.server.service import Service
 from tinkex.server.work.oversight import Oversight
-from tinkex.server.work.presence import Presence
 from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.pool import Pool
 from tinkex.store import Store, User

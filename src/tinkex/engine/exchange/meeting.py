@@ -22,11 +22,11 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
+from tinkex.engine.jobs import LOOPBACK
 from tinkex.errors import EngineError
 
 dist: Any = distributed  # much of it is untyped, and some of it only in builds for CUDA
 
-LOOPBACK = "127.0.0.1"
 _POLL_S = 0.0005
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.server.config import ServerConfig, state_folder
-from tinkex.server.work.presence import is_alive
+from tinkex.server.presence import is_alive
 
 
 class Beacon:

@@ -15,30 +15,30 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import orjson
 
-from tinkex.engine.jobs import Event, ModelInfo, Progress, SampleJob, SampleResult
-from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.engine.jobs import Event, ModelInfo, SampleJob, SampleResult
+from tinkex.errors import EngineError, InvalidInputError
 from tinkex.server import encode, validation
 from tinkex.server.catalog import Catalog
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.problems import ApiError
-from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable, is_loading
+from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.origins import Origins
+from tinkex.server.work.sample_run import SampleRun
 from tinkex.server.workers.place import Place
 from tinkex.store import SampleLedger, SamplingSession, Store, UsageKind, User
 from tinkex.types import SampleRequest
 
 logger = logging.getLogger(__name__)
 CLONE_STRIDE = 10**9
-MAX_ATTEMPTS = 5
 MAX_CACHED_SESSIONS = 10_000
 IDLE_LOG_S = 3600.0
 LOST_S = 86_400.0
@@ -94,7 +94,7 @@ class Samples:
         self._on_use = on_use  # a session shows a sign of life, if it may
         self._sessions: OrderedDict[str, SamplingSession] = OrderedDict()
         self._logs: dict[tuple[str, int], FinishedLog] = {}
-        self._tasks: dict[asyncio.Task[None], _Run] = {}
+        self._tasks: dict[asyncio.Task[None], SampleRun] = {}
         self._judged: dict[str, float] = {}  # when a session's right to read was looked at
         self._hashes: dict[str, bytes] = {}
         self._pending: dict[tuple[str, int], dict[str, Promise]] = {}
@@ -395,7 +395,7 @@ class Samples:
         on_event: Callable[[Event], None] | None,
     ) -> asyncio.Task[None]:
         prepare = partial(self._prepare, session)
-        run = _Run(promise, self._place, session, job, on_event, prepare, self._open_work)
+        run = SampleRun(promise, self._place, session, job, on_event, prepare, self._open_work)
         run.key_id = user.key_id
         promise.reason = run.reason
         task = asyncio.create_task(self._run(run, session))
@@ -412,7 +412,7 @@ class Samples:
         if self._num_open[user_id] <= 0:
             del self._num_open[user_id]
 
-    async def _run(self, run: _Run, session: SamplingSession) -> None:
+    async def _run(self, run: SampleRun, session: SamplingSession) -> None:
         try:
             result = await run.result()
         except asyncio.CancelledError:
@@ -432,7 +432,7 @@ class Samples:
         self._on_sampled(session, run.job, result)
         run.promise.settle(Outcome(kind="sample", payload=encode.sample_payload(result)))
 
-    def _count(self, session: SamplingSession, run: _Run, result: SampleResult) -> None:
+    def _count(self, session: SamplingSession, run: SampleRun, result: SampleResult) -> None:
         cached = result.prompt_cache_hit_tokens
         counts: dict[UsageKind, float] = {
             "sampling_prefill": result.num_prompt_tokens - cached,
@@ -505,96 +505,6 @@ class Samples:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._ledger.close()
-
-
-class _Run:
-    """One sample on its way through gate and worker."""
-
-    __slots__ = (
-        "attempts",
-        "job",
-        "key_id",
-        "num_sent",
-        "on_event",
-        "open_work",
-        "place",
-        "prepare",
-        "progress",
-        "promise",
-        "sent",
-        "session_id",
-        "user_id",
-    )
-
-    def __init__(
-        self,
-        promise: Promise,
-        place: Place,
-        session: SamplingSession,
-        job: SampleJob,
-        on_event: Callable[[Event], None] | None,
-        prepare: Callable[[], Awaitable[None]],
-        open_work: OpenWork,
-    ) -> None:
-        self.promise = promise
-        self.open_work = open_work
-        self.session_id = session.session_id
-        self.user_id = promise.user_id
-        self.prepare = prepare
-        self.place = place
-        self.job = job
-        self.on_event = on_event
-        self.key_id: int | None = None
-        self.attempts = 0
-        self.num_sent = 0
-        self.sent = False
-        self.progress = ""
-
-    async def result(self) -> SampleResult:
-        cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
-        while True:
-            try:
-                async with self.open_work.place(self.user_id):
-                    async with self.place.sampling.place(self.user_id, cost):
-                        return await self._attempt()
-            except WorkerLostError as exc:
-                self.attempts += not exc.is_blameless
-                self.sent, self.progress = False, ""
-                if self.attempts >= MAX_ATTEMPTS:
-                    raise EngineError(
-                        f"The worker died {self.attempts} times while it ran this sample."
-                    ) from exc
-
-    async def _attempt(self) -> SampleResult:
-        await self.place.pool.wait_ready()
-        await self.prepare()
-        self.num_sent += 1
-        if self.num_sent > 1:  # a job has a new name each time it is sent
-            name = f"{self.promise.request_id}#{self.num_sent}"
-            self.job = replace(self.job, job_id=name)
-        self.sent = True
-        result = await self.place.pool.post(self.job, self._note)
-        assert isinstance(result, SampleResult)
-        return result
-
-    def reason(self) -> str:
-        if not self.place.pool.is_ready:
-            return "the worker is starting"
-        if self.sent:
-            return self.progress or "sampling"
-        return f"about {self.place.sampling.ahead_of(self.user_id)} samples ahead"
-
-    def _note(self, event: Event) -> None:
-        if isinstance(event, Progress):
-            if event.text != self.progress:
-                logger.info("%s: %s", self.promise.request_id, event.text)
-            self.progress = event.text
-            if is_loading(event.text):
-                self.promise.wake()
-                if self.on_event is not None:
-                    self.on_event(event)
-        elif self.on_event is not None:
-            self.on_event(event)
 
 
 def _model_of(session: SamplingSession) -> str | None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkex.engine.jobs import (
+    LOOPBACK,
     AddGradientJob,
     GradientResult,
     JoinMeetingJob,
@@ -38,7 +39,6 @@ from tinkex.errors import EngineError, WorkerLostError
 from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
 
 logger = logging.getLogger(__name__)
-LOOPBACK = "127.0.0.1"
 AGAIN_S = 600.0
 """How long members whose meeting failed use files before they try another one."""
 MAX_MEETINGS = 4

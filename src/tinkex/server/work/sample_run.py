@@ -1,0 +1,111 @@
+"""One sample on its way through gate and worker.
+
+It waits for a place, runs, and runs again when the worker died under it; it says in words why it is
+not done. Who promised it, and what becomes of its result, is `samples`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult
+from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.work.futures import Promise, is_loading
+from tinkex.server.work.open_work import OpenWork
+from tinkex.server.workers.place import Place
+from tinkex.store import SamplingSession
+
+logger = logging.getLogger(__name__)
+MAX_ATTEMPTS = 5
+
+
+class SampleRun:
+    """One sample on its way through gate and worker."""
+
+    __slots__ = (
+        "attempts",
+        "job",
+        "key_id",
+        "num_sent",
+        "on_event",
+        "open_work",
+        "place",
+        "prepare",
+        "progress",
+        "promise",
+        "sent",
+        "session_id",
+        "user_id",
+    )
+
+    def __init__(
+        self,
+        promise: Promise,
+        place: Place,
+        session: SamplingSession,
+        job: SampleJob,
+        on_event: Callable[[Event], None] | None,
+        prepare: Callable[[], Awaitable[None]],
+        open_work: OpenWork,
+    ) -> None:
+        self.promise = promise
+        self.open_work = open_work
+        self.session_id = session.session_id
+        self.user_id = promise.user_id
+        self.prepare = prepare
+        self.place = place
+        self.job = job
+        self.on_event = on_event
+        self.key_id: int | None = None
+        self.attempts = 0
+        self.num_sent = 0
+        self.sent = False
+        self.progress = ""
+
+    async def result(self) -> SampleResult:
+        cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
+        while True:
+            try:
+                async with self.open_work.place(self.user_id):
+                    async with self.place.sampling.place(self.user_id, cost):
+                        return await self._attempt()
+            except WorkerLostError as exc:
+                self.attempts += not exc.is_blameless
+                self.sent, self.progress = False, ""
+                if self.attempts >= MAX_ATTEMPTS:
+                    raise EngineError(
+                        f"The worker died {self.attempts} times while it ran this sample."
+                    ) from exc
+
+    async def _attempt(self) -> SampleResult:
+        await self.place.pool.wait_ready()
+        await self.prepare()
+        self.num_sent += 1
+        if self.num_sent > 1:  # a job has a new name each time it is sent
+            name = f"{self.promise.request_id}#{self.num_sent}"
+            self.job = replace(self.job, job_id=name)
+        self.sent = True
+        result = await self.place.pool.post(self.job, self._note)
+        assert isinstance(result, SampleResult)
+        return result
+
+    def reason(self) -> str:
+        if not self.place.pool.is_ready:
+            return "the worker is starting"
+        if self.sent:
+            return self.progress or "sampling"
+        return f"about {self.place.sampling.ahead_of(self.user_id)} samples ahead"
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Progress):
+            if event.text != self.progress:
+                logger.info("%s: %s", self.promise.request_id, event.text)
+            self.progress = event.text
+            if is_loading(event.text):
+                self.promise.wake()
+                if self.on_event is not None:
+                    self.on_event(event)
+        elif self.on_event is not None:
+            self.on_event(event)
