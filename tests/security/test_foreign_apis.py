@@ -48,6 +48,32 @@ def _told(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["message"]
 
 
+# ------------------------------------------------------------------------------------ accounts
+
+
+async def test_what_is_asked_here_stands_in_the_ledger_of_who_asked(world: AppWorld) -> None:
+    counted = (await _chat(world, "hello")).json()["usage"]
+    store = world.app.state.store
+    store.flush()
+    (used,) = await store.call(store.usage.used, "user", 0.0, 10)
+    assert used.user_id == "ann"
+    assert used.counts["sampling_prefill"] == counted["prompt_tokens"]
+    assert used.counts["sampling_sample"] == counted["completion_tokens"]
+
+
+async def test_a_spent_quota_is_refused_in_the_shape_of_the_api(tmp_path: Path) -> None:
+    settings = fuzz.talking_toy(tmp_path / "model")
+    quota = {"api_keys": ("tml-ann=ann",), "max_user_requests_per_minute": 2}
+    async with open_app(tmp_path / "data", **quota, **settings) as world:
+        world.app.state.quotas._clock = lambda: 0.0
+        refused = [await _chat(world, "hello") for _ in range(4)][-1]
+        assert (refused.status_code, set(refused.json())) == (429, {"error"})
+        body = {"model": "toy", "messages": [], "max_tokens": 2}
+        headers = {**BEARER, "anthropic-version": "2023-06-01"}
+        other = await world.http.post("/v1/messages", json=body, headers=headers)
+        assert (other.status_code, other.json()["type"]) == (429, "error")
+
+
 # ------------------------------------------------------------------------------------ bodies
 
 

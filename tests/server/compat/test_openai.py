@@ -126,6 +126,36 @@ def test_the_likeliest_tokens_contain_the_greedy_one(world, api):
         assert len(one["top_logprobs"]) == 3
 
 
+GREEDY = [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 0}]
+
+
+@pytest.mark.parametrize("fields", GREEDY, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_setting_of_a_draw_is_honoured(world, api, path: str, fields: dict[str, Any]):
+    """Each leaves only the likeliest token, so a seed no longer matters."""
+    asked = {"messages": ASK} if "chat" in path else {"prompt": "abc"}
+    body = {"model": world.model, "max_tokens": 12, "return_token_ids": True, **asked}
+
+    def tokens(**more: Any) -> list[int]:
+        answer = api.post(path, json={**body, **more})
+        assert answer.status_code == 200, answer.text
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    greedy = tokens(temperature=0)
+    assert [tokens(seed=seed, **fields) for seed in (1, 2)] == [greedy, greedy]
+    assert tokens(seed=1) != tokens(seed=2), "without it the seed decides"
+
+
+def test_a_bias_decides_and_lengths_have_two_names(world, api):
+    letter = ord("q")
+    fields = {"logit_bias": {str(letter): 100}, "return_token_ids": True}
+    for name in ("max_tokens", "max_completion_tokens"):
+        body = {"model": world.model, "messages": ASK, name: 5, **fields}
+        said = api.post("/v1/chat/completions", json=body).json()
+        assert said["choices"][0]["token_ids"] == [letter] * 5
+        assert said["choices"][0]["finish_reason"] == "length"
+
+
 def test_many_prompts_in_one_request_are_answered_in_order(world, api):
     body = {
         "model": world.model,
