@@ -473,3 +473,19 @@ def test_a_step_that_finds_no_memory_at_one_member_fails_before_anything_has_cha
         assert re.search(r"of rank 4 it needs \d+ MB; unload models", str(failed.value))
         optim(trainer)
     assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"), FP32)
+
+
+def test_an_adapter_that_one_member_has_no_memory_for_is_refused_by_all(pair, monkeypatch):
+    """A CPU's memory is given out when it is touched: too much of it ends the worker of all."""
+    both = pair("qwen3-yarn")
+    for trainer, whose in ((both.alone, ""), (both.group, "member 0 of the group: ")):
+        make(trainer)
+        with monkeypatch.context() as patch:  # of this process: the other member has memory
+            patch.setattr("tinkex.engine.train.trainer.free_bytes", lambda: 100_000)
+            with pytest.raises(EngineError) as refused:
+                make(trainer, "b", rank=64)
+        said = f"of rank 64 beside 1 others: {whose}"
+        assert said in str(refused.value)
+        assert re.search(r"\d+ MB are needed to train, 0 MB are free. Unload", str(refused.value))
+        make(trainer, "b", rank=64)
+        train(trainer, job(data(), adapter_id="b"))

@@ -42,6 +42,7 @@ from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_ada
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.model.packed_weights import free_bytes
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
 from tinkex.engine.train.losses import Limits, Prepared
@@ -144,6 +145,11 @@ class ResidentAdapter:
         """Add a gradient, which is the resident's from now on."""
         self.grads[shard] = self.grads[shard].add_(grad) if shard in self.grads else grad
 
+    @property
+    def untouched_bytes(self) -> int:
+        """Of gradients and moments, before the first step."""
+        return (1 + len(self.optimizer.moments)) * self.adapter.flat.nbytes
+
     def take_grad(self) -> Tensor | None:
         """The sum of what was gathered, which is gone then."""
         grads, self.grads = self.grads, {}
@@ -176,7 +182,11 @@ class Trainer:
     # ------------------------------------------------------------------------------- adapters
 
     def create(self, job: CreateAdapterJob) -> None:
-        """Make a fresh adapter. A second create of one id replaces the first."""
+        """Make a fresh adapter. A second create of one id replaces the first.
+
+        Raises:
+            EngineError: There is no memory to train it, here or at another member of a group.
+        """
         spec = job.lora
         kinds: list[Kind] = []
         kinds += ["attn"] if spec.train_attn else []
@@ -189,9 +199,39 @@ class Trainer:
                     f"{name!r}; pass train_{kind}=False to train the others",
                     path=f"lora.train_{kind}",
                 )
-        adapter = self._fresh(spec, kinds)
-        optimizer = OptimizerState.fresh(job.optimizer, adapter)
-        self.adapters[job.adapter_id] = ResidentAdapter(adapter, spec, job.base_model, optimizer)
+        made: ResidentAdapter | None = None
+        try:
+            adapter = self._fresh(spec, kinds)
+            optimizer = OptimizerState.fresh(job.optimizer, adapter)
+            made = ResidentAdapter(adapter, spec, job.base_model, optimizer)
+            trouble = self._shortage(made)
+        except (RuntimeError, MemoryError) as exc:
+            if not is_out_of_memory(exc):
+                raise
+            trouble = str(exc)
+        if trouble := self._agree_on(trouble):
+            raise EngineError(
+                f"no memory for an adapter of rank {spec.rank} beside {len(self.adapters)} others: "
+                f"{trouble}. Unload models that are done, or use a smaller rank"
+            )
+        assert made is not None
+        self.adapters[job.adapter_id] = made
+
+    def _shortage(self, new: ResidentAdapter) -> str:
+        """Why an adapter cannot be trained here; empty when it can.
+
+        A CPU's memory is given out when it is touched, and whoever touches too much is killed with
+        everybody's work: so what adapters will need at their first step is counted now. A GPU says
+        no by itself.
+        """
+        if self.decoder.device.type != "cpu":
+            return ""
+        untouched = [one for one in self.adapters.values() if one.optimizer.step == 0]
+        needed = sum(one.untouched_bytes for one in (*untouched, new))
+        free = free_bytes()
+        if needed <= free:
+            return ""
+        return f"{needed / 1e6:.0f} MB are needed to train, {free / 1e6:.0f} MB are free"
 
     def _fresh(self, spec: LoraSpec, kinds: Sequence[Kind]) -> Adapter:
         return fresh_adapter(
