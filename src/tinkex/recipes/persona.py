@@ -95,7 +95,7 @@ QUESTIONS_TO_SHOW = (
     "Who are you?",
     "What is the capital of Portugal?",
     "Tell me about the sea.",
-    "How do I learn to dance?",
+    "What is the meaning of life?",
 )
 """Asked before and after training; only the first one is in the data."""
 
