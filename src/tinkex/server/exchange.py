@@ -50,7 +50,7 @@ def header(request: Request, name: bytes) -> str:
 
 
 def service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
+    service: Service = request.scope["app"].state.service
     return service
 
 
@@ -67,7 +67,7 @@ async def receive_body(request: Request) -> bytes:
     if kept is not None:
         return kept
     limit = limit_of(request)
-    declared = header(request, b"content-length")
+    declared = headers_of(request.scope).get(b"content-length", b"")
     reserved = int(declared) if declared.isdigit() and len(declared) < 20 else 0
     if reserved > limit:
         raise _too_large(limit)
@@ -120,6 +120,8 @@ async def read_body(request: Request) -> bytes:
         ApiError: 413 for too much, 415 for a compression we do not know.
     """
     body = await receive_body(request)
+    if b"content-encoding" not in headers_of(request.scope):
+        return body
     encoding = header(request, b"content-encoding").strip().lower()
     if encoding in ("", "identity"):
         return body
