@@ -267,9 +267,10 @@ def spawn(start: Callable[[Waiting], Coroutine[Any, Any, T]]) -> APIFuture[T]:
 
 async def gather_or_cancel(works: Iterable[Awaitable[T]]) -> list[T]:
     """All results in order; the first error cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    if len(tasks) == 1:
-        return [await tasks[0]]
+    waited = list(works)
+    if len(waited) == 1:
+        return [await waited[0]]
+    tasks = [asyncio.ensure_future(work) for work in waited]
     try:
         return await asyncio.gather(*tasks)
     except BaseException:

@@ -109,15 +109,13 @@ class SubmitQueue:
 
     async def _send_all(self, parts: Sequence[Part]) -> list[Accepted | BaseException]:
         """Every chunk is sent even when one is refused: a missing number would stall the model."""
-        first = self._next_seq_id
-        numbered = list(enumerate(parts, first))
-        together = self._holder.flags.parallel_fwdbwd_chunks
-        rest = await asyncio.gather(
-            *(self._send(part, number) for number, part in numbered[1:] if together),
-            return_exceptions=True,
-        )
+        numbered = list(enumerate(parts, self._next_seq_id))
+        rest: list[Accepted | BaseException] = []
+        if len(parts) > 1 and self._holder.flags.parallel_fwdbwd_chunks:
+            late = (self._send(part, number) for number, part in numbered[1:])
+            rest = await asyncio.gather(*late, return_exceptions=True)
         one_by_one: list[Accepted | BaseException] = []
-        for number, part in numbered[: 1 if together else None]:
+        for number, part in numbered[: len(parts) - len(rest)]:
             try:
                 one_by_one.append(await self._send(part, number))
             except Exception as exc:
