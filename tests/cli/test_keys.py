@@ -206,3 +206,17 @@ def test_the_first_key_closes_an_open_server_and_opens_another_address(tmp_path,
             assert b"base_url" in process.stdout.readline()
         finally:
             process.terminate()
+
+
+def test_a_data_folder_is_saved_restored_checked_and_shrunk(cli, keys, tmp_path):
+    data, copy, new = (tmp_path / name for name in ("data", "copy.tar", "new"))
+    keys("add", "--user", "ann", "--requests-per-minute", "60", "--json")
+    assert cli("admin", "backup", "--data-dir", data, "--output", copy).code == 0
+    assert cli("admin", "restore", "--input", copy, "--data-dir", new).code == 0
+    again = cli("admin", "restore", "--input", copy, "--data-dir", new)
+    assert (again.code, "not empty" in again.err) == (1, True)
+    (kept,) = cli("keys", "list", "--data-dir", new, "--json").json["keys"]
+    assert (kept["user"], kept["requests_per_minute"]) == ("ann", 60.0)
+    assert cli("admin", "fsck", "--data-dir", new).code == 0
+    assert cli("admin", "vacuum", "--data-dir", new).code == 0
+    assert cli("admin", "fsck", "--data-dir", tmp_path / "nowhere").code == 1

@@ -96,7 +96,9 @@ async def test_the_way_out_keeps_the_unknown_checkpoints_in_quarantine(tmp_path:
     assert _quarantined(tmp_path) == {"kept"}
 
 
-async def test_an_older_database_sends_newer_checkpoints_to_quarantine(tmp_path: Path) -> None:
+async def test_an_older_database_sends_newer_checkpoints_to_quarantine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with open_app(tmp_path) as world:
         first = await _save(world, "first")
     old = (tmp_path / "tinkex.db").read_bytes()
@@ -108,6 +110,7 @@ async def test_an_older_database_sends_newer_checkpoints_to_quarantine(tmp_path:
     async with open_app(tmp_path) as world:
         assert await _loads(world, first)
     assert _quarantined(tmp_path) == {"second"}
+    assert "is in no listing; it was moved to" in caplog.text
 
 
 async def test_two_databases_on_one_data_dir_are_refused(tmp_path: Path) -> None:
