@@ -191,6 +191,15 @@ def test_a_row_s_product_is_right_and_does_not_depend_on_the_other_rows(shape, b
         torch.testing.assert_close(alone, y[at])
 
 
+def test_a_matrix_at_an_odd_address_is_multiplied_too():
+    """Descriptors want 16 bytes; a tensor of a mapped file may lie anywhere."""
+    x, flat = randn(20, 32), randn(64 * 32 + 1)
+    w = flat[1:].view(64, 32)
+    assert w.data_ptr() % 16
+    y, want = product.sequential(x, w), x.double() @ w.double().t()
+    assert (y - want).norm() / want.norm() < 4e-3
+
+
 def test_each_block_of_rows_meets_its_own_matrix():
     x, w = randn(100, 48), randn(3, 70, 48)
     tile = product.Tile(16, 32, 32, 4, 2)

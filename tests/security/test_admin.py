@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ async def test_what_is_missing_and_what_nobody_lists_is_found(tmp_path: Path) ->
 async def test_unused_room_of_the_database_is_given_back(tmp_path: Path) -> None:
     async with open_app(tmp_path):
         pass
-    with sqlite3.connect(tmp_path / "tinkex.db") as db:
+    with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db, db:
         db.execute("CREATE TABLE big (x BLOB)")
         db.execute("INSERT INTO big VALUES (zeroblob(5000000))")
         db.execute("DROP TABLE big")
@@ -80,7 +81,7 @@ async def test_a_database_that_cannot_be_used_says_so(
         for part in tmp_path.glob("tinkex.db*"):
             part.write_bytes(b"")
     else:
-        with sqlite3.connect(file) as db:
+        with closing(sqlite3.connect(file)) as db, db:
             db.execute("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(ConfigError, match=words):
         async with open_app(tmp_path):

@@ -103,7 +103,7 @@ def can_copy(device: torch.device) -> bool:
 def descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
     """What a kernel fetches tiles of so many rows and columns with; see `can_copy`."""
     assert TensorDescriptor is not None
-    return TensorDescriptor.from_tensor(matrix.contiguous(), [rows, columns])
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -180,9 +180,11 @@ def sequential(
     """x W^T + bias by our own kernel, rounded once to `dtype` (that of x by default)."""
     (T, num_in), num_out = x_TI.shape, len(weight_OI)
     y_TO = torch.empty(T, num_out, device=x_TI.device, dtype=dtype or x_TI.dtype)
+    x_TI, weight_OI = x_TI.contiguous(), weight_OI.contiguous()
     aligned = bias_O is None and num_in % 8 == 0 and num_out % 8 == 0
+    aligned &= x_TI.data_ptr() % 16 == 0 and weight_OI.data_ptr() % 16 == 0
     tile = tile or tile_for(T, num_out, x_TI.device, copied=aligned)
-    _launch(x_TI, weight_OI.contiguous(), bias_O, y_TO, None, -(-T // tile.rows), tile)
+    _launch(x_TI, weight_OI, bias_O, y_TO, None, -(-T // tile.rows), tile)
     return y_TO
 
 

@@ -14,6 +14,7 @@ import sqlite3
 import tarfile
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -154,27 +155,22 @@ def database_of(data_dir: Path) -> Path:
     return file
 
 
-def connect(database: Path, *, writable: bool = False) -> sqlite3.Connection:
+def connect(database: Path, *, writable: bool = False) -> closing[sqlite3.Connection]:
+    """For a `with`, which closes it; sqlite3's own only commits."""
     mode = "rw" if writable else "ro"
-    return sqlite3.connect(f"{database.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
+    uri = f"{database.resolve().as_uri()}?mode={mode}"
+    return closing(sqlite3.connect(uri, uri=True, timeout=10))
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    reader, writer = connect(source), sqlite3.connect(target)
-    try:
+    with connect(source) as reader, closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
         writer.execute("PRAGMA journal_mode=DELETE")
-    finally:
-        writer.close()
-        reader.close()
 
 
 def _listed(database: Path) -> list[str]:
-    connection = connect(database)
-    try:
+    with connect(database) as connection:
         return sorted(str(row[0]) for row in connection.execute(_LISTED))
-    finally:
-        connection.close()
 
 
 def _folders(data_dir: Path) -> list[Path]:

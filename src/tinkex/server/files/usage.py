@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,7 +71,7 @@ def holdings(data_dir: Path) -> Holdings:
     """What a data folder holds. Changes nothing."""
     database, folders = database_of(data_dir), DataFolder(data_dir)
     runs: dict[str, Held] = {}
-    with closing(connect(database)) as connection:
+    with connect(database) as connection:
         for run_id, base, used_at, unloaded, status, name in connection.execute(_RUNS):
             is_open = not unloaded and status == "active"
             runs[run_id] = Held(run_id, base, name or "", used_at, is_open)
@@ -91,7 +90,7 @@ def holdings(data_dir: Path) -> Holdings:
 def checkpoint_paths(data_dir: Path, *, limit: int) -> list[tuple[str, str]]:
     """Path and kind of the newest checkpoints. Changes nothing."""
     order = "SELECT path, kind FROM checkpoints ORDER BY created_at DESC LIMIT ?"
-    with closing(connect(database_of(data_dir))) as connection:
+    with connect(database_of(data_dir)) as connection:
         return [(str(path), str(kind)) for path, kind in connection.execute(order, (limit,))]
 
 
