@@ -64,6 +64,7 @@ def test_requests_a_second_have_a_limit_and_a_burst() -> None:
     now += 100.0
     assert refused(6, key_id=3, rate=24.0) == 2, "a key may have less than its user"
     assert refused(17) == 1, "what a key was refused is not counted"
+    assert refused(1, "key 3") == 0, "no name of a user is that of a key's count"
 
 
 async def test_a_key_has_a_rate_of_its_own_and_so_have_its_tokens(tmp_path: Path) -> None:

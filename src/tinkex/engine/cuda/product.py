@@ -63,7 +63,7 @@ def tile_for(num_rows: int, num_out: int, device: torch.device, *, copied: bool 
 
     `copied`: whether the operands may be fetched so, on a card that can.
     """
-    if num_rows <= 256 and num_out < 6144 and copied and can_copy(device):
+    if num_rows <= 256 and num_out < 6144 and copied and _can_copy(device):
         sizes = [(32, 256, 5), (64, 128, 6), (128, 128, 5), (256, 128, 4)]
         most, inputs, stages = next(size for size in sizes if num_rows <= size[0])
         return Tile(most // 2, 64, inputs, 4, stages, copied=True)
@@ -93,15 +93,15 @@ def shared_memory(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=16)
-def can_copy(device: torch.device) -> bool:
+def _can_copy(device: torch.device) -> bool:
     """Whether whole tiles can be fetched by descriptors: on Hopper, and in the interpreter."""
     if TensorDescriptor is None:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
-def descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
-    """What a kernel fetches tiles of so many rows and columns with; see `can_copy`."""
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
+    """What a kernel fetches tiles of so many rows and columns with; see `_can_copy`."""
     assert TensorDescriptor is not None
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
@@ -160,7 +160,8 @@ def _by_copies(
 
     Threads that compute no addresses leave room for one tile more on its way, and weights are the
     operand of which a tensor core takes 64 at least, so few rows waste none of it: 12,288 inputs
-    times 4,096 outputs take 27, 29 and 33 us for 32, 64 and 128 rows instead of 37, 36 and 38.
+    times 4,096 outputs take 27, 29 and 33 us for 32, 64 and 128 rows instead of 37, 36 and 38
+    (H200, `dev/LOG.md`).
     """
     row, column = tl.program_id(0) % num_m * BM, tl.program_id(0) // num_m * BO
     acc = tl.zeros((BO, BM), tl.float32)
@@ -219,9 +220,9 @@ def _launch(
     num_out, num_in = weight.shape[-2:]
     if tile.copied and num_blocks:
         _by_copies[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
-            descriptor(x_TI, tile.rows, tile.inputs),
-            descriptor(weight, tile.outputs, tile.inputs),
-            descriptor(y_TO, tile.rows, tile.outputs),
+            _descriptor(x_TI, tile.rows, tile.inputs),
+            _descriptor(weight, tile.outputs, tile.inputs),
+            _descriptor(y_TO, tile.rows, tile.outputs),
             num_blocks, num_in, BM=tile.rows, BO=tile.outputs, BK=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip

@@ -125,9 +125,10 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
 
 def _taken(content: Any, path: str) -> str | list[dict[str, Any]] | None:
     """What may stand in the result of a tool: a text, or a list of blocks."""
-    is_list = isinstance(content, list) and all(isinstance(block, dict) for block in content)
-    if content is None or isinstance(content, str) or is_list:
-        return content  # type: ignore[no-any-return]
+    if content is None or isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(block, dict) for block in content):
+        return content
     raise InvalidInputError("must be a text or a list of blocks", path=path)
 
 

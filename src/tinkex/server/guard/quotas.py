@@ -142,7 +142,8 @@ class Quotas:
         }
         self._own: OrderedDict[str, Mapping[str, float]] = OrderedDict()
         self._counts: OrderedDict[tuple[str, str], _Count] = OrderedDict()
-        self._buckets: OrderedDict[str, _Count] = OrderedDict()
+        self._buckets: OrderedDict[str | int | None, _Count] = OrderedDict()
+        """By the name of a user or the number of a key."""
 
     def note(self, user: User) -> None:
         """Take the limits of a user as they are now; every request comes by here."""
@@ -179,7 +180,7 @@ class Quotas:
         """
         rates = (
             (user.user_id, self.limit(user.user_id, "requests_per_minute"), "your keys"),
-            (f"key {user.key_id}", user.key_requests_per_minute, f"your key {user.key_id}"),
+            (user.key_id, user.key_requests_per_minute, f"your key {user.key_id}"),
         )
         found = [(self._bucket(name, rate), rate, whose) for name, rate, whose in rates if rate]
         for bucket, rate, whose in found:
@@ -195,7 +196,7 @@ class Quotas:
         for bucket, _, _ in found:
             bucket.amount -= 1
 
-    def _bucket(self, name: str, per_minute: float) -> _Count:
+    def _bucket(self, name: str | int | None, per_minute: float) -> _Count:
         """What is left to spend now."""
         rate = per_minute / 60
         now, burst = self._clock(), max(1.0, BURST_S * rate)
