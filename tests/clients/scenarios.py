@@ -66,6 +66,11 @@ def _openai_tools(client: Any, caller: str) -> None:
     (call,) = said.message.tool_calls
     assert said.finish_reason == "tool_calls"
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", CITY)
+    alone = client.chat.completions.with_raw_response.create(
+        **asked, messages=WEATHER_ASK, parallel_tool_calls=False
+    )
+    assert "x-tinkex-ignored" not in alone.headers
+    assert len(alone.parse().choices[0].message.tool_calls) == 1
     with client.chat.completions.stream(**asked, messages=WEATHER_ASK) as stream:
         (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
     assert json.loads(streamed.function.arguments) == CITY
@@ -85,6 +90,9 @@ def _openai_responses(client: Any, model: str, caller: str) -> None:
     first = client.responses.create(**asked, input=WEATHER_ASK)
     call = next(item for item in first.output if item.type == "function_call")
     assert (call.name, json.loads(call.arguments)) == ("weather", CITY)
+    assert first.usage.output_tokens_details.reasoning_tokens == 0  # this model does not think
+    alone = client.responses.create(**asked, input=WEATHER_ASK, parallel_tool_calls=False)
+    assert alone.parallel_tool_calls is False
     with client.responses.stream(**asked, input=WEATHER_ASK) as stream:
         kinds = [event.type for event in stream]
         last = stream.get_final_response().output[-1]

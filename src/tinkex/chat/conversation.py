@@ -221,9 +221,6 @@ class Conversation:
         found = [end for end in listed if end in self._control]
         return [*found, end] if (end := self.end_text) else found
 
-    def __id_of(self, token: str) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(token))
-
     def _check(self, messages: Sequence[Message], num_known: int) -> None:
         for index, message in enumerate(messages):
             if message.role not in ROLES:

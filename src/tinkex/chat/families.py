@@ -97,6 +97,7 @@ class _LlamaReader:
     """A call is the whole answer: an object with a name and parameters, and nothing around it."""
 
     TAG = "<|python_tag|>"
+    is_thinking = False
 
     def __init__(self) -> None:
         self._held = ""
@@ -142,6 +143,10 @@ class _HarmonyReader:
         self._kind: str | None = None  # None: in a header
         self._function = ""
         self._arguments: list[str] = []
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._kind == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
         self._held += text

@@ -25,6 +25,10 @@ class Piece:
 
 
 class Reader(Protocol):
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is a thought, as far as is known."""
+
     def feed(self, text: str) -> list[Piece]:
         """More of the text; gives what is certain by now."""
 
@@ -55,6 +59,8 @@ def joined(pieces: Iterable[Piece]) -> Message:
 
 class PlainReader:
     """Everything is content."""
+
+    is_thinking = False
 
     def feed(self, text: str) -> list[Piece]:
         return [Piece("content", text)] if text else []
@@ -88,6 +94,10 @@ class TaggedReader:
         self._searched = 0
         self._at_start = True
         self._spoke = False
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._mode == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
         self._held += text

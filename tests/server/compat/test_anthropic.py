@@ -94,7 +94,6 @@ def test_what_does_nothing_is_named_in_a_header(world, api):
         "system.cache_control",
         "thinking",
         "thinking.budget_tokens",
-        "tool_choice.disable_parallel_tool_use",
         "tools.cache_control",
     ]
 

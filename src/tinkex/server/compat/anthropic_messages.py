@@ -28,6 +28,7 @@ router = APIRouter(prefix="/v1", tags=["anthropic"])
 THINKING = ("enabled", "adaptive", "disabled")
 BLOCK_FIELDS = "type text tool_use_id content id name input thinking signature data"
 """What blocks of all kinds have that is read, or said by us; the header names all else."""
+CHOICE_FIELDS = "type name disable_parallel_tool_use"
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
 
@@ -61,7 +62,7 @@ class MessagesRequest(SamplingFields):
             fields.unknown_keys(blocks, "messages.content", BLOCK_FIELDS),
             fields.unknown_keys(system, "system", "type text"),
             fields.unknown_keys(self.tools or (), "tools", "type name description input_schema"),
-            fields.unknown_keys([self.tool_choice or {}], "tool_choice", "type name"),
+            fields.unknown_keys([self.tool_choice or {}], "tool_choice", CHOICE_FIELDS),
             fields.unknown_keys([self.thinking or {}], "thinking", "type"),
             fields.unknown_keys([self.output_config or {}], "output_config", "format"),
         )
@@ -96,8 +97,16 @@ class MessagesRequest(SamplingFields):
             options=options,
             params=self.params(self.max_tokens),
             stops=self.stop_sequences or (),
+            one_call=self._one_call(),
             trajectory=trajectory,
         )
+
+    def _one_call(self) -> bool:
+        given = (self.tool_choice or {}).get("disable_parallel_tool_use", False)
+        if not isinstance(given, bool):
+            path = "tool_choice.disable_parallel_tool_use"
+            raise InvalidInputError(f"must be true or false, got {str(given)[:40]!r}", path=path)
+        return given
 
     def _declared(self) -> list[Tool]:
         return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]

@@ -20,11 +20,11 @@ from tinkex.server.compat.generation import Generation, NewTokens, Wish
 from tinkex.server.compat.names import Names
 from tinkex.server.compat.trajectories import Recording, Trajectories, fresh
 from tinkex.server.compat.voices import Voice, Voices
-from tinkex.server.compat.wording import Speaker
+from tinkex.server.compat.wording import Speaker, num_thoughts
 from tinkex.server.exchange import service_of
 from tinkex.server.off_loop import LARGE_BYTES, off_loop
 from tinkex.store import User
-from tinkex.types import SampledSequence, SampleResponse
+from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
 
 T = TypeVar("T")
 TOKEN_BYTES = 64
@@ -47,6 +47,8 @@ class Asked:
     topk: int = 0
     keep_reasoning: bool = False
     """Thoughts stay in the content."""
+    one_call: bool = False
+    """An answer ends with its first call of a tool."""
     trajectory: str | None = None
 
     @property
@@ -63,6 +65,8 @@ class Answer:
     finish: str
     """`stop`, `length` or `tool_calls`."""
     sequence: SampledSequence
+    num_thoughts: int
+    """Tokens of it that were thoughts, read apart from the content."""
 
 
 async def _fresh(asked: Asked, voice: Voice, voices: Voices, user: User) -> Recording:
@@ -125,7 +129,7 @@ class Dialogue:
             thinking=not self.asked.keep_reasoning,
             tools=self.asked.tools,
         )
-        return Speaker(self.voice, reader, self.asked.stops)
+        return Speaker(self.voice, reader, self.asked.stops, one_call=self.asked.one_call)
 
     async def whole(self) -> tuple[SampleResponse, list[Answer]]:
         response = await self.generation.whole()
@@ -140,7 +144,10 @@ class Dialogue:
         """What is said, while it is said; `result` gives the whole when this ends."""
         speakers = [self.speaker() for _ in range(self.asked.num_answers)]
         async for new in self.generation.tokens():
-            yield new.index, speakers[new.index].feed(new.tokens), new
+            speaker = speakers[new.index]
+            before = speaker.num_tokens
+            pieces = speaker.feed(new.tokens)
+            yield new.index, pieces, new.first(speaker.num_tokens - before)
         for index, speaker in enumerate(speakers):
             yield index, speaker.end(), NewTokens(index, [], [])
 
@@ -176,4 +183,21 @@ class Dialogue:
         speaker = self.speaker()
         message = joined([*speaker.feed(sequence.tokens), *speaker.end()])
         finish = "stop" if sequence.stop_reason == "stop" else "length"
-        return Answer(message, "tool_calls" if message.tool_calls else finish, sequence)
+        if speaker.num_tokens < len(sequence.tokens):
+            sequence = _cut(sequence, speaker.num_tokens)
+        thoughts = num_thoughts(self.speaker(), sequence.tokens) if message.reasoning else 0
+        return Answer(message, "tool_calls" if message.tool_calls else finish, sequence, thoughts)
+
+
+def _cut(sequence: SampledSequence, num_tokens: int) -> SampledSequence:
+    """The beginning of a sequence that the model carried on."""
+    topk = sequence.topk_logprobs_np
+    if topk is not None:
+        topk = TopkLogprobs.wrap(topk.token_ids[:num_tokens], topk.logprobs[:num_tokens])
+    return SampledSequence(
+        "stop",
+        sequence.sequence_id,
+        sequence.tokens_np[:num_tokens],
+        None if sequence.logprobs_np is None else sequence.logprobs_np[:num_tokens],
+        topk,
+    )

@@ -76,6 +76,11 @@ class NewTokens:
     tokens: list[int]
     logprobs: list[float]
 
+    def first(self, number: int) -> NewTokens:
+        if number == len(self.tokens):
+            return self
+        return NewTokens(self.index, self.tokens[:number], self.logprobs[:number])
+
 
 @dataclass(slots=True)
 class Generation:

@@ -102,7 +102,7 @@ class ChatRequest(SamplingFields):
     """A conversation to go on with."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
-        "user metadata store service_tier parallel_tool_calls prompt_cache_key "
+        "user metadata store service_tier prompt_cache_key "
         "prompt_cache_retention safety_identifier verbosity".split()
     )
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
@@ -114,6 +114,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ChatTool], Field(max_length=fields.MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
     response_format: dict[str, Any] | None = None
     presence_penalty: float | None = 0
     frequency_penalty: float | None = 0
@@ -156,6 +157,7 @@ class ChatRequest(SamplingFields):
             num_answers=self.n or 1,
             topk=(self.top_logprobs or 0) if self.logprobs else 0,
             keep_reasoning=self.separate_reasoning is False,
+            one_call=self.parallel_tool_calls is False,
             trajectory=trajectory,
         )
 
@@ -287,7 +289,7 @@ class Turn:
             **self._head,
             "object": "chat.completion",
             "choices": orjson.Fragment(b"[" + b",".join(told) + b"]"),
-            "usage": usage(len(self._dialogue.prompt), response),
+            "usage": self._usage(response, answers),
         }
         if self._body.return_token_ids:
             body["prompt_token_ids"] = list(self._dialogue.prompt)
@@ -313,6 +315,10 @@ class Turn:
         if self._body.return_token_ids:
             choice["token_ids"] = [int(token) for token in answer.sequence.tokens]
         return choice
+
+    def _usage(self, response: SampleResponse, answers: Sequence[Answer]) -> dict[str, Any]:
+        num_thoughts = sum(one.num_thoughts for one in answers)
+        return usage(len(self._dialogue.prompt), response, num_thoughts)
 
     def _logprobs(self, sequence: SampledSequence | None) -> dict[str, Any] | None:
         if not self._body.logprobs or sequence is None:
@@ -346,7 +352,7 @@ class Turn:
             last = partial(self._chunk, index, {}, told, finish=made.finish)
             yield await dialogue.off_loop(response, last)
         if (body.stream_options or {}).get("include_usage"):
-            counted = usage(len(dialogue.prompt), response)
+            counted = self._usage(response, answers)
             chunk = {**self._head, "object": "chat.completion.chunk", "choices": []}
             yield line({**chunk, "usage": counted})
         yield openai_shapes.DONE

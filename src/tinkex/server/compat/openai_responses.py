@@ -37,7 +37,7 @@ class ResponsesRequest(SamplingFields):
     """A conversation in the form of OpenAI's second chat API."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
-        "user metadata store service_tier parallel_tool_calls prompt_cache_key include truncation "
+        "user metadata store service_tier prompt_cache_key include truncation "
         "prompt_cache_retention safety_identifier max_tool_calls stream_options".split()
     )
     input: fields.Text | Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_MESSAGES)]
@@ -45,6 +45,7 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     tools: Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     previous_response_id: str | None = None
@@ -86,6 +87,7 @@ class ResponsesRequest(SamplingFields):
             tools=[] if self.tool_choice == "none" else self._declared(),
             options={"reasoning_effort": str(effort)[:40]} if effort else {},
             params=self.params(self.max_output_tokens),
+            one_call=self.parallel_tool_calls is False,
             trajectory=trajectory,
         )
 
@@ -194,7 +196,7 @@ class _Response:
             "metadata": {},
             "error": None,
             "incomplete_details": None,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "tool_choice": body.tool_choice or "auto",
@@ -216,7 +218,7 @@ class _Response:
     def _finished(
         self, items: list[dict[str, Any]], made: Answer, response: SampleResponse
     ) -> dict[str, Any]:
-        counted = openai_shapes.usage(len(self._dialogue.prompt), response)
+        counted = openai_shapes.usage(len(self._dialogue.prompt), response, made.num_thoughts)
         cut = made.finish == "length"
         return {
             **self._head,
@@ -227,7 +229,7 @@ class _Response:
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": counted["prompt_tokens_details"],
                 "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": counted["completion_tokens_details"],
                 "total_tokens": counted["total_tokens"],
             },
         }

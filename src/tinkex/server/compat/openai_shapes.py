@@ -40,13 +40,21 @@ async def streamed(lines: AsyncIterator[bytes], headers: dict[str, str]) -> Resp
     )
 
 
-def usage(num_prompt: int, response: SampleResponse) -> dict[str, Any]:
+def usage(
+    num_prompt: int, response: SampleResponse, num_thoughts: int | None = None
+) -> dict[str, Any]:
+    """What was read and made, also what was cut off the answer; thoughts only where they are read.
+
+    Completions have no thoughts, chats have.
+    """
+    thoughts = {} if num_thoughts is None else {"reasoning_tokens": num_thoughts}
     num_new = sum(len(sequence.tokens) for sequence in response.sequences)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
         "prompt_tokens_details": {"cached_tokens": response.prompt_cache_hit_tokens or 0},
+        **({"completion_tokens_details": thoughts} if thoughts else {}),
     }
 
 

@@ -13,14 +13,30 @@ from tinkex.chat.detokenizer import Detokenizer
 from tinkex.chat.reading import Piece, PlainReader, Reader
 from tinkex.server.compat.voices import Voice
 
-__all__ = ["Speaker", "token_bytes", "token_text"]
+__all__ = ["Speaker", "num_thoughts", "token_bytes", "token_text"]
 
 
 class Speaker:
-    """The text of one answer: decoded, without end token, cut at the first stop string, read."""
+    """The text of one answer: decoded, without end token, cut at the first stop string, read.
 
-    def __init__(self, voice: Voice, reader: Reader | None, stops: Sequence[str] = ()) -> None:
+    With `one_call` the answer is over with its first call of a tool; what the model went on to say
+    is not part of it. `num_tokens` counts the tokens that are.
+    """
+
+    def __init__(
+        self,
+        voice: Voice,
+        reader: Reader | None,
+        stops: Sequence[str] = (),
+        *,
+        one_call: bool = False,
+    ) -> None:
+        self.num_tokens = 0
         self._reader = reader or PlainReader()
+        self._ends = voice.end_ids
+        self._one_call = one_call
+        self._has_called = False
+        self._is_over = False
         # Plain text is what the model wrote, except its end.
         self._silent = voice.end_ids if reader is None else voice.silent_ids
         self._detokenizer = Detokenizer(voice.tokenizer)
@@ -28,15 +44,44 @@ class Speaker:
         self._held = ""
         self._is_cut = False
 
+    @property
+    def is_thinking(self) -> bool:
+        return self._reader.is_thinking
+
     def feed(self, tokens: Sequence[int]) -> list[Piece]:
+        if not self._one_call:
+            return self._feed(tokens)
+        pieces: list[Piece] = []
+        for token in tokens:
+            if self._is_over:
+                break
+            if not self._has_called:
+                pieces += self._first_call(self._feed([token]))
+            else:
+                self.num_tokens += token in self._ends  # it ends the turn that the call was
+                self._is_over = True
+        return pieces
+
+    def _feed(self, tokens: Sequence[int]) -> list[Piece]:
+        self.num_tokens += len(tokens)
         words = [token for token in tokens if token not in self._silent]
         return self._reader.feed(self._uncut(self._detokenizer.feed(words)))
 
+    def _first_call(self, pieces: list[Piece]) -> list[Piece]:
+        for index, piece in enumerate(pieces):
+            if piece.call is not None:
+                self._has_called = True
+                return pieces[: index + 1]
+        return pieces
+
     def end(self) -> list[Piece]:
+        if self._has_called:
+            return []
         rest = self._uncut(self._detokenizer.end())
         if not self._is_cut:
             rest += self._held
-        return [*self._reader.feed(rest), *self._reader.end()]
+        pieces = [*self._reader.feed(rest), *self._reader.end()]
+        return self._first_call(pieces) if self._one_call else pieces
 
     def _uncut(self, text: str) -> str:
         """What certainly stands before any stop string; the rest is held back."""
@@ -51,6 +96,16 @@ class Speaker:
         sure = len(self._held) - max(stop.num_matched for stop in self._stops)
         certain, self._held = self._held[:sure], self._held[sure:]
         return certain
+
+
+def num_thoughts(speaker: Speaker, tokens: Sequence[int]) -> int:
+    """How many of an answer's tokens are thoughts, the tags around them included."""
+    found = 0
+    for token in tokens:
+        before = speaker.is_thinking
+        speaker.feed([token])
+        found += before or speaker.is_thinking
+    return found
 
 
 class _Stop:
