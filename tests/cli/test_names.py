@@ -74,6 +74,14 @@ def test_a_run_by_its_name_is_a_teacher_and_what_a_kl_is_measured_to(workshop, t
     assert ran.code == 0, ran.err
     config = json.loads(Path("runs/brief/config.json").read_text())
     assert config["kl_to"].startswith("tinker://")
+    told = {run["name"]: run for run in cli("run", "list", "--json").json["runs"]}
+    logged = [json.loads(s) for s in Path("runs/brief/metrics.jsonl").read_text().splitlines()]
+    (reward,) = [record["reward"] for record in logged if "reward" in record]
+    assert told["brief"]["reward"] == pytest.approx(reward), "the loss of RL says little"
+    assert told["pirate"]["reward"] is None
+    table = cli("run", "list").out
+    assert f"reward {reward:.3g}" in table
+    assert f"loss {told['pirate']['loss']:.3g}" in table
 
 
 def test_what_another_model_stands_in_for_is_asked_of_the_hub_and_told(

@@ -91,6 +91,26 @@ def test_a_finished_run_started_again_trains_no_further(service, sft_config):
     assert "holds a finished run" in notes[-1]
 
 
+def test_a_finished_run_started_again_makes_no_run_on_the_server(service, sft_config):
+    runs = service.create_rest_client().list_training_runs
+    first = sft.train(sft_config, service, quiet, quiet)
+    before = runs(limit=1).result().cursor.total_count
+    again = sft.train(sft_config, service, quiet, quiet)
+    assert again == first
+    assert runs(limit=1).result().cursor.total_count == before
+    longer = sft.train(replace(sft_config, epochs=4), service, quiet, quiet)
+    assert longer.step > first.step
+    assert runs(limit=1).result().cursor.total_count == before + 1
+
+
+def test_a_finished_run_whose_checkpoint_is_gone_says_so(service, sft_config):
+    done = sft.train(sft_config, service, quiet, quiet)
+    rest = service.create_rest_client()
+    rest.delete_checkpoint_from_tinker_path(done.sampler_path).result()
+    with pytest.raises(ConfigError, match="start over in another log folder"):
+        sft.train(sft_config, service, quiet, quiet)
+
+
 def test_other_settings_in_the_same_folder_are_refused(service, sft_config):
     sft.train(sft_config, service, quiet, quiet)
     with pytest.raises(ConfigError, match="rank=4, now it is 8"):

@@ -28,6 +28,7 @@ from tinkex.recipes.loop import (
     batch_at,
     check_positive,
     finish,
+    finished,
     learning_rate_at,
     note_if_finished,
     open_training,
@@ -96,6 +97,8 @@ def train(
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     may_change = frozenset({"steps"} if config.schedule == "constant" else ())
     log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    if (ended := finished(service, log, on_note)) is not None:
+        return ended
     teacher = open_teacher(service, config.teacher)
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed

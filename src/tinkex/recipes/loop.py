@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -100,11 +100,35 @@ def _opened(
     try:
         training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
     except (APIStatusError, RequestFailedError) as exc:
-        raise ConfigError(
-            f"{log.folder} holds a run whose checkpoint this server does not have ({exc}). Use the "
-            "server it ran on, or start over in another log folder (quickstart: --fresh)."
-        ) from exc
+        raise _elsewhere(log, exc) from exc
     return training, log.last.step
+
+
+def _elsewhere(log: RunLog, exc: Exception) -> ConfigError:
+    return ConfigError(
+        f"{log.folder} holds a run whose checkpoint this server does not have ({exc}). Use the "
+        "server it ran on, or start over in another log folder (quickstart: --fresh)."
+    )
+
+
+def finished(service: ServiceClient, log: RunLog, on_note: OnNote) -> Result | None:
+    """The result of a run that has nothing left to do; None: train.
+
+    Ask before `open_training`, which makes a run on the server.
+
+    Raises:
+        ConfigError: The run's checkpoint is not on this server.
+    """
+    if log.end is None:
+        return None
+    result = Result(**log.end)
+    try:
+        service.create_rest_client().get_weights_info_by_tinker_path(result.sampler_path).result()
+    except (APIStatusError, RequestFailedError) as exc:
+        raise _elsewhere(log, exc) from exc
+    note_if_finished(on_note, log, result.step, result.step)
+    log.close()
+    return result
 
 
 def sampler_of(service: ServiceClient, model: str) -> SamplingClient:
@@ -177,7 +201,7 @@ def finish(
     if saved is None or saved.step != step or saved.sampler_path is None:
         saved = save(training, log, step, for_sampler=True)
     log.close()
-    return Result(
+    result = Result(
         step=step,
         state_path=saved.state_path,
         sampler_path=saved.sampler_path or "",
@@ -186,6 +210,9 @@ def finish(
         best_step=best.step if best else None,
         best_path=best.sampler_path if best else "",
     )
+    if not interrupted:
+        log.ended(asdict(result))
+    return result
 
 
 def batch_at(rows: Sequence[T], size: int, step: int, seed: int) -> list[T]:

@@ -49,6 +49,7 @@ from tinkex.recipes.loop import (
     batch_at,
     check_positive,
     finish,
+    finished,
     learning_rate_at,
     note_if_finished,
     open_training,
@@ -146,6 +147,8 @@ def train(
     # A constant learning rate does not depend on the length, so a finished run may be prolonged.
     may_change = frozenset({"steps"} if config.schedule == "constant" else ())
     log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    if (ended := finished(service, log, on_note)) is not None:
+        return ended
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )

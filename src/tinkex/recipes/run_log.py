@@ -1,10 +1,10 @@
 """The folder of one training run: what was asked, what happened, and where to go on.
 
 `config.json` holds the settings, `metrics.jsonl` a line per step, `checkpoints.jsonl` a line per
-saved state. A run that finds its own folder resumes from the last saved state and repeats the
-interrupted run exactly: later metrics lines are cut, and every batch and every seed depends only
-on the config and the step. A folder of other settings is refused, naming the difference. Knows
-files; nothing of models.
+saved state, `finished.json` how it ended. A run that finds its own folder resumes from the last
+saved state and repeats the interrupted run exactly: later metrics lines are cut, and every batch
+and every seed depends only on the config and the step. A folder of other settings is refused,
+naming the difference. Knows files; nothing of models.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class RunLog:
         self._trackers = trackers
         self._check_config(dict(config), may_change)
         self.last = self._read_last()
-        self._drop_metrics_from(self.last.step if self.last else 0)
+        self.end = self._read_end()
+        """How the run ended, when it did so with these very settings; None: there is more to do."""
+        if self.end is None:
+            self._drop_metrics_from(self.last.step if self.last else 0)
 
     @property
     def metrics_file(self) -> Path:
@@ -87,6 +90,11 @@ class RunLog:
         )
         self.last = saved
 
+    def ended(self, end: Mapping[str, Any]) -> None:
+        """Note that nothing is left to do, so that the same call again does nothing."""
+        record = {"config": self._config, "end": dict(end)}
+        _write_whole(self.folder / "finished.json", json.dumps(record, indent=2) + "\n")
+
     def read_metrics(self) -> list[dict[str, Any]]:
         return _read_lines(self.metrics_file)
 
@@ -96,10 +104,11 @@ class RunLog:
 
     def _check_config(self, config: dict[str, Any], may_change: frozenset[str]) -> None:
         file = self.folder / "config.json"
+        self._config = json.loads(json.dumps(config))
         # A run that failed before its first step left nothing that other settings could spoil.
         if file.exists() and (self.metrics_file.exists() or self.checkpoints_file.exists()):
             before = json.loads(file.read_text(encoding="utf-8"))
-            wanted = json.loads(json.dumps(config))
+            wanted = self._config
             changed = sorted(
                 name
                 for name in {*before, *wanted} - may_change
@@ -119,6 +128,16 @@ class RunLog:
             return None
         fields = {name: lines[-1].get(name) for name in ("step", "state_path", "sampler_path")}
         return Saved(**fields)  # type: ignore[arg-type]
+
+    def _read_end(self) -> dict[str, Any] | None:
+        try:
+            record = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
+            end: dict[str, Any] = record["end"]
+            is_same = record["config"] == self._config
+            is_last = self.last is not None and end["step"] == self.last.step
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return end if is_same and is_last else None
 
     def _drop_metrics_from(self, step: int) -> None:
         kept = [line for line in _read_lines(self.metrics_file) if line["step"] < step]

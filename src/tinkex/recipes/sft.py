@@ -25,6 +25,7 @@ from tinkex.recipes.loop import (
     batch_at,
     check_positive,
     finish,
+    finished,
     learning_rate_at,
     note_if_finished,
     open_training,
@@ -82,6 +83,8 @@ def train(
     trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     may_change = frozenset({"epochs"})  # a finished run may be prolonged
     log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    if (ended := finished(service, log, on_note)) is not None:
+        return ended
     training, start = open_training(
         service, log, model=config.model, rank=config.rank, seed=config.seed
     )

@@ -69,7 +69,7 @@ def test_the_list_shows_what_a_run_is_and_how_it_goes(world):
         (run,) = ann.get("/console/api/runs").json()["runs"]
         page = ann.get("/console").text
     assert (run["run_id"], run["steps"], run["rank"]) == (world.run_id, 5, 4)
-    assert run["loss"] is not None
+    assert (run["metric"], run["last"]) == ("reward", 0.8)
     assert f'href="/console/runs/{world.run_id}"' in page
     assert "<polyline" in page
 

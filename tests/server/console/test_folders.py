@@ -70,7 +70,7 @@ async def seen(tmp_path: Path):
 async def test_both_kinds_of_folders_are_listed(seen):
     assert set(seen.ids) == {"sft", "deep/cookbook"}
     sft = next(run for run in seen.listed if run["name"] == "sft")
-    assert (sft["base_model"], sft["rank"], sft["loss"], sft["tokens"]) == ("toy", 8, 1.0, 30)
+    assert (sft["base_model"], sft["rank"], sft["last"], sft["tokens"]) == ("toy", 8, 1.0, 30)
     page = await seen.client.get("/console")
     assert "deep/cookbook" in page.text
 

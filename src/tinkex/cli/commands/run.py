@@ -21,7 +21,9 @@ _TITLES = {
     "name": "Name",
     "state": "State",
     "steps": "Steps",
+    "result": "Result",
     "loss": "Loss",
+    "reward": "Reward",
     "id": "Run ID",
     "model": "Base Model",
     "owner": "Owner",
@@ -31,7 +33,8 @@ _TITLES = {
     "checkpoint": "Last Checkpoint",
     "checkpoint_time": "Checkpoint Time",
 }
-_DEFAULT_COLUMNS = "name,state,steps,loss,updated,id"
+_INFO = "name state steps loss reward id model owner lora updated".split()
+_DEFAULT_COLUMNS = "name,state,steps,result,updated,id"
 
 
 @click.group(cls=Noun)
@@ -100,7 +103,7 @@ def info(state: State, run_id: str) -> None:
 
 
 def _info_table(run: TrainingRun) -> Table:
-    pairs: dict[str, Any] = {_TITLES[name]: _field(run, name) for name in list(_TITLES)[:10]}
+    pairs: dict[str, Any] = {_TITLES[name]: _field(run, name) for name in _INFO}
     for title, checkpoint in (
         ("Last Checkpoint", run.last_checkpoint),
         ("Last Sampler Checkpoint", run.last_sampler_checkpoint),
@@ -120,13 +123,23 @@ def _info_table(run: TrainingRun) -> Table:
     return properties(f"Training run {run.training_run_id}", pairs)
 
 
+def _result(run: TrainingRun) -> str:
+    """What a person asks of a run: the loss of RL is near zero whatever happens."""
+    for name, value in (("reward", run.reward), ("loss", run.loss)):
+        if value is not None:
+            return f"{name} {value:.3g}"
+    return ""
+
+
 def _field(run: TrainingRun, name: str) -> Any:
     last = run.last_checkpoint
     return {
         "name": run.name or "",
         "state": run.state or ("lost" if run.corrupted else ""),
         "steps": "" if run.num_steps is None else run.num_steps,
+        "result": _result(run),
         "loss": "" if run.loss is None else f"{run.loss:.4g}",
+        "reward": "" if run.reward is None else f"{run.reward:.4g}",
         "id": run.training_run_id,
         "model": run.base_model,
         "owner": run.model_owner,

@@ -36,8 +36,8 @@ MAX_OPEN = 256
 LOOK_S = 2.0
 FRESH_S = 60.0
 """A run whose file grew this lately is called running."""
-# What stands for "the loss" in the list: ours, then the names of tinker-cookbook.
-_SHOWN = ("loss", "reward", "train_mean_nll", "env/all/reward/total", "test/nll")
+# What the list shows: of RL the reward, since its loss is near zero; the names of tinker-cookbook.
+_SHOWN = ("reward", "env/all/reward/total", "loss", "train_mean_nll", "test/nll")
 _TOKENS = ("num_tokens", "tokens", "num_loss_tokens")
 
 
@@ -178,7 +178,8 @@ class FolderRuns:
         return {
             **self._head(run_id, folder),
             "steps": folder.num_lines,
-            "loss": values[-1] if values else None,
+            "metric": name,
+            "last": values[-1] if values else None,
             "tokens": int(sum(tokens.values) * tokens.stride) if tokens else 0,
             "spark": spark(values),
         }

@@ -14,7 +14,7 @@ from tinkex.server.work.curves import Course, Curve
 from tinkex.server.work.rollouts import told
 from tinkex.store import Checkpoint, Model, RunFilter, Session, User
 
-LISTED = ("loss", "loss_per_token", "learning_rate", "tokens")
+LISTED = ("reward", "loss", "loss_per_token", "learning_rate", "tokens")
 PARKED_S = 120.0
 
 
@@ -55,14 +55,19 @@ class ServerRuns:
     def _row(
         self, model: Model, session: Session | None, curves: dict[tuple[str, str], Course]
     ) -> dict[str, Any]:
-        told, measured, rate, tokens = (curves.get((model.model_id, name)) for name in LISTED)
-        loss = told or measured  # what a recipe logs is a mean, however it weighs its tokens
+        reward, told, measured, rate, tokens = (
+            curves.get((model.model_id, name)) for name in LISTED
+        )
+        # The loss of RL is near zero whatever happens; what a recipe logs as its loss is a mean,
+        # however it weighs its tokens.
+        shown = reward or told or measured
         return {
             **self._head(model, session),
             "steps": int(rate.last_step) if rate else 0,
-            "loss": loss.last_value if loss else None,
+            "metric": ("reward" if reward else "loss") if shown else None,
+            "last": shown.last_value if shown else None,
             "tokens": int(tokens.total) if tokens else 0,
-            "spark": spark(loss.values) if loss else "",
+            "spark": spark(shown.values) if shown else "",
         }
 
     def _head(self, model: Model, session: Session | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tinkex.server.workers.pool import Pool
 from tinkex.store import Model, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
-_LOSS = ("loss", "loss_per_token")
+_TOLD = ("loss", "loss_per_token", "reward")
 """What a recipe logs comes before what the server measures: its loss may have weights."""
 
 
@@ -100,7 +100,7 @@ async def _with_progress(request: Request, models: list[Model]) -> list[types.Tr
     if (service := _service(request)) is None:
         return views
     called = await store.call(store.sessions.called, {model.session_id for model in models})
-    curves = await service.curves.of_runs([model.model_id for model in models], _LOSS)
+    curves = await service.curves.of_runs([model.model_id for model in models], _TOLD)
     busy = set(service.busy_models())
     return [
         view.model_copy(update=_progress(model, called, curves, busy))
@@ -139,12 +139,14 @@ def _progress(
     elif model.model_id in busy:
         state = "running"
     known: dict[str, Any] = {"name": name, "state": state}
-    told, measured = (curves.get((model.model_id, name)) for name in _LOSS)
+    told, measured, reward = (curves.get((model.model_id, name)) for name in _TOLD)
     if measured is not None:
         known |= {
             "num_steps": int(measured.last_step),
             "loss": (told or measured).last_value,
         }
+    if reward is not None:
+        known["reward"] = reward.last_value
     return known
 
 

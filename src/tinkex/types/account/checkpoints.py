@@ -123,6 +123,8 @@ class TrainingRun(Response):
     num_steps: int | None = None
     loss: float | None = None
     """Of the last step, a token."""
+    reward: float | None = None
+    """The last value that the program logged under this name; for RL it says more than the loss."""
     step_seconds: Metrics | None = None
     """Where the time of a step went, on average over the last 32: `compute`, `wait`, `reduce`
     (adding the gradients of several workers) and `transfer` (bringing them together)."""
