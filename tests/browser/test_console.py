@@ -215,7 +215,7 @@ def test_a_run_shows_its_curves_by_step_and_by_tokens(page, world):
 
 def test_a_chart_is_smoothed_zoomed_and_read_by_pointing_at_it(page, world):
     page.goto(f"{world.base_url}/console/runs/{world.runs[1].model_id}")
-    chart = page.locator(".chart canvas[aria-label=loss_per_token]")
+    chart = page.locator(".chart canvas[aria-label^=loss_per_token]")
     chart.wait_for()
 
     def drawn() -> str:
@@ -427,6 +427,49 @@ def test_nothing_of_a_hostile_run_is_executed(page, world):
         _until(page, "document.querySelectorAll('.meta').length === 1")
         assert page.evaluate("window.hacked") is None
         assert page.locator("img").count() == 0
+
+
+def test_hostile_names_and_numbers_break_no_page(page, world):
+    """A neighbour's run is looked at by administrators: no hang, no error, nothing pushed aside."""
+    import tinkex
+
+    name = "\u202e" + "W" * 900
+    far = {"far": 1e16, "huge": -1e300, "__proto__": 1.0, "constructor": 2.0, "tiny": 5e-324}
+    with tinkex.ServiceClient(
+        base_url=world.base_url, api_key=world.key, display_name=name
+    ) as service:
+        training = service.create_lora_training_client(base_model=MODEL, rank=4).result()
+        run = training.model_id
+        for step in (0, 2, 1):
+            more = {"far": 1e16 + 2 * step, "huge": 1e300}
+            training.log_metrics(far if not step else {**far, **more}, step=step).result()
+        page.goto(f"{world.base_url}/console/runs/{run}")
+        _until(page, "document.querySelectorAll('.chart').length === 5")
+        xs = "charts.get('far').points(charts.get('far').series[0]).map((point) => point[0])"
+        assert page.evaluate(xs) == [0, 1, 2], "numbers may arrive in any order"
+        assert page.evaluate("labels([171.1, 171.2, 171.3])") == ["171.1", "171.2", "171.3"]
+        for path in ("", f"/runs/{run}", f"/compare?runs={run},{world.runs[0].model_id}"):
+            page.goto(f"{world.base_url}/console{path}")
+            page.wait_for_load_state("load")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 1200, path
+        page.goto(f"{world.base_url}/console")
+        row = page.locator("tbody tr", has_text="WWWW")
+        assert row.locator("td").last.bounding_box()["x"] < 1200, "its age is in sight"
+
+
+def test_a_curve_is_read_with_the_arrow_keys(page, world):
+    page.goto(f"{world.base_url}/console/runs/{world.runs[0].model_id}")
+    chart = page.locator("canvas[aria-label^=learning_rate]")
+    chart.wait_for()
+    assert "last" in chart.get_attribute("aria-label")
+    chart.focus()
+    said = page.locator(".chart", has=chart).locator("[role=status]")
+    page.keyboard.press("ArrowRight")
+    assert said.text_content().endswith(" at 1")
+    page.keyboard.press("ArrowRight")
+    assert said.text_content().endswith(" at 2")
+    page.keyboard.press("ArrowLeft")
+    assert said.text_content().endswith(" at 1")
 
 
 @needs_axe

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tinkex import APIFuture, ServiceClient
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes import dpo, rl, sft
 from tinkex.recipes.episodes import Episode
 from tinkex.recipes.loop import ServerTracker, batch_at, learning_rate_at
@@ -330,3 +330,14 @@ def test_rl_writes_down_what_was_said_and_what_it_earned(service, tmp_path):
         assert line["reward"] == parity(line["text"], {})
     group = [line["advantage"] for line in lines if (line["step"], line["group"]) == (0, 0)]
     assert sum(group) == pytest.approx(0)
+
+
+def test_a_loss_that_is_no_number_does_not_end_a_run_for_its_picture(service):
+    training = service.create_lora_training_client(base_model=MODEL, rank=4)
+    tracker = ServerTracker(training)
+    tracker.log(1, {"loss": math.nan, "reward": 1.0, "kl": math.inf})
+    tracker.close()
+    with pytest.raises(InvalidInputError, match=r"metrics.loss: must be a finite number, got nan"):
+        training.log_metrics({"loss": math.nan})
+    with pytest.raises(InvalidInputError, match=r"metrics: a name of an entry must be a text of"):
+        training.log_metrics({"a" * 101: 1.0})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import signal
 import threading
@@ -142,7 +143,8 @@ class ServerTracker:
     """Draws the metrics of a run in the console of the server that trains it.
 
     Nothing waits for it, and a server that does not take metrics, such as the hosted one, is asked
-    once. What the server measures by itself is left out.
+    once. What the server measures by itself is left out, and so is what is no number: the run's
+    own log has it, and what to do about a loss that is not finite is the loop's to say.
     """
 
     MEASURED = frozenset({"learning_rate", "tokens_per_s", "num_tokens"})
@@ -153,7 +155,11 @@ class ServerTracker:
         self._is_refused = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        told = {name: value for name, value in metrics.items() if name not in self.MEASURED}
+        told = {
+            name: value
+            for name, value in metrics.items()
+            if name not in self.MEASURED and math.isfinite(value)
+        }
         if self._sent is not None and self._sent.done():
             self._look(timeout_s=None)
         if told and not self._is_refused:

@@ -37,6 +37,12 @@ def explain(
     found = error.errors(include_url=False)
     first = found[0]
     path, value, missing = _followed(first["loc"], given)
+    if first["loc"][-1:] == ("[key]",):  # the name of an entry is wrong, not what stands under it
+        path, value = path.rpartition(".")[0], first["input"]
+        right = wanted(first)
+        return InvalidInputError(
+            f"a name of an entry must be {right}, got {short(value)}", path=path
+        )
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, InvalidInputError):
         return nest(cause, path) if path else cause

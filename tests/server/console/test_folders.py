@@ -128,6 +128,7 @@ async def test_broken_files_break_no_page(seen):
     folder = seen.root / "broken"
     folder.mkdir()
     odd = '{"step": 1e999, "loss": NaN}\nnull\n[1]\n{"loss": "x", "a": {"b": 1}}\n{"step": true}\n'
+    odd += '{"tokens": 1.7e308}\n{"tokens": 1.7e308}\n'
     (folder / "metrics.jsonl").write_text(odd + "\x00\xff{{{\n" + '{"step": 2, "loss": 1}\n')
     (folder / "config.json").write_text("[" * 100_000)
     bad = {"step": 0, "pieces": 3, "logprobs": {"a": 1}, "reward": "high", "group": [1]}
@@ -139,8 +140,8 @@ async def test_broken_files_break_no_page(seen):
         client.cookies.set("tinkex_console_1", "s")
         listed = (await client.get("/console/api/runs")).json()["runs"]
         run_id = next(run["run_id"] for run in listed if run["name"] == "broken")
-        for path in ("", "/rollouts"):
-            assert (await client.get(f"/console/runs/{run_id}{path}")).status_code == 200
+        for path in ("", f"/runs/{run_id}", f"/runs/{run_id}/rollouts"):
+            assert (await client.get(f"/console{path}")).status_code == 200
 
 
 async def test_without_the_link_nothing_is_seen(seen):

@@ -25,6 +25,7 @@ from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.work.curves import MAX_CURVES, Curve
 from tinkex.store import User
+from tinkex.types.service.extensions import MAX_METRIC
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
 MAX_DEPTH = 4
@@ -309,7 +310,7 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(value) if math.isfinite(value) else None
+        return float(value) if abs(value) <= MAX_METRIC else None
     except OverflowError:
         return None
 

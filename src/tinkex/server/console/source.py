@@ -18,7 +18,12 @@ from tinkex.store import User
 
 PAGE = 50
 SORTS = {"newest": "newest first", "active": "last used first", "oldest": "oldest first"}
-STATUSES = ("running", "idle", "finished", "lost")
+STATUSES = {
+    "running": "running or waiting",
+    "idle": "idle or parked",
+    "finished": "finished",
+    "lost": "lost",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import Model, Store, StoredCurve
+from tinkex.types.service.extensions import MAX_METRIC
 
 logger = logging.getLogger(__name__)
 MAX_POINTS = 2048
@@ -213,7 +214,7 @@ class Curves:
 
     def _add(self, run: _Run, metrics: Mapping[str, float], step: float, at: float) -> None:
         for name, value in metrics.items():
-            if math.isfinite(value):
+            if abs(value) <= MAX_METRIC:  # and neither infinite nor no number
                 run.curves.setdefault(name, Curve()).add(step, float(value), at)
                 run.dirty.add(name)
 

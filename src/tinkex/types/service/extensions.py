@@ -32,11 +32,18 @@ class ProcessRequest(Request):
     pid: Annotated[int, Field(ge=1, le=INT32)]
 
 
+MAX_METRIC = 1e300
+"""Curves are sums and means of several numbers, which must stay finite."""
+
+
 class LogMetricsRequest(Request):
     """Numbers that a client measured itself, to be drawn beside those the server measures."""
 
     model_id: Id
-    metrics: Annotated[dict[Annotated[str, text(100, 1)], float], Field(max_length=200)]
+    metrics: Annotated[
+        dict[Annotated[str, text(100, 1)], Annotated[float, Field(ge=-MAX_METRIC, le=MAX_METRIC)]],
+        Field(max_length=200),
+    ]
     step: Number | None = None
     """None: the last step that the server has seen."""
 

@@ -1,4 +1,4 @@
-// A line chart on a canvas: several series, hover, zoom by dragging, smoothing, log scale.
+// A line chart on a canvas: several series, hover or arrow keys, zoom by dragging, smoothing, log scale.
 "use strict";
 
 const COLORS = ["#2456c9", "#c2410c", "#17733c", "#8b3fb5", "#b3261e", "#0e7490", "#8a5300", "#be185d", "#4d7c0f", "#475569", "#6d28d9", "#a16207"];
@@ -19,7 +19,10 @@ class Chart {
     this.canvas.setAttribute("role", "img");
     this.canvas.setAttribute("aria-label", title);
     this.canvas.tabIndex = 0;
-    box.append(head, this.canvas);
+    this.said = document.createElement("span");
+    this.said.className = "hidden";
+    this.said.setAttribute("role", "status");
+    box.append(head, this.canvas, this.said);
     parent.append(box);
     this.title = title;
     this.canvas.addEventListener("pointermove", (event) => this.hover(event));
@@ -27,7 +30,8 @@ class Chart {
     this.canvas.addEventListener("pointerdown", (event) => { this.from = this.valueAt(event.offsetX); });
     this.canvas.addEventListener("pointerup", (event) => this.zoomTo(event));
     this.canvas.addEventListener("dblclick", () => { this.zoom = null; this.draw(); });
-    this.canvas.addEventListener("keydown", (event) => { if (event.key === "Escape") { this.zoom = null; this.draw(); } });
+    this.canvas.addEventListener("keydown", (event) => this.key(event));
+    this.canvas.addEventListener("blur", () => { this.at = null; this.draw(); });
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
@@ -45,11 +49,12 @@ class Chart {
     });
     const shown = [];
     for (let i = 0; i < xs.length; i++) {
+      if (!Number.isFinite(ys[i])) continue;
       if (this.view.log && ys[i] <= 0) continue;
       if (this.zoom && (xs[i] < this.zoom[0] || xs[i] > this.zoom[1])) continue;
       shown.push([xs[i], this.view.log ? Math.log10(ys[i]) : ys[i], one.values[i]]);
     }
-    return shown;
+    return shown.sort((one, other) => one[0] - other[0]); // numbers sent at once may arrive in any order
   }
 
   draw() {
@@ -75,13 +80,15 @@ class Chart {
     const py = (y) => top + (height - top - bottom) * (y1 - y) / (y1 - y0);
     this.frame = { left, right, width, x0, x1 };
     pen.strokeStyle = line; pen.fillStyle = soft; pen.lineWidth = 1;
-    for (const y of ticks(y0, y1)) {
+    const rows = ticks(y0, y1), columns = ticks(x0, x1);
+    const says = labels(rows.map((y) => (this.view.log ? 10 ** y : y))), below = labels(columns);
+    rows.forEach((y, index) => {
       pen.beginPath(); pen.moveTo(left, py(y)); pen.lineTo(width - right, py(y)); pen.stroke();
-      pen.textAlign = "right"; pen.fillText(short(this.view.log ? 10 ** y : y), left - 6, py(y) + 4);
-    }
-    for (const x of ticks(x0, x1)) {
-      pen.textAlign = px(x) > width - 20 ? "right" : "center"; pen.fillText(short(x), px(x), height - 5);
-    }
+      pen.textAlign = "right"; pen.fillText(says[index], left - 6, py(y) + 4);
+    });
+    columns.forEach((x, index) => {
+      pen.textAlign = px(x) > width - 20 ? "right" : "center"; pen.fillText(below[index], px(x), height - 5);
+    });
     all.forEach((points, index) => {
       pen.strokeStyle = (dark ? LIGHT : COLORS)[index % COLORS.length];
       pen.lineWidth = this.series[index].isBaseline ? 3 : 1.6;
@@ -92,8 +99,10 @@ class Chart {
       pen.setLineDash([]);
       if (points.length === 1) { pen.fillStyle = pen.strokeStyle; pen.beginPath(); pen.arc(px(points[0][0]), py(points[0][1]), 2.5, 0, 7); pen.fill(); }
     });
-    const first = this.series[0];
-    this.last.textContent = this.series.length === 1 && first.values.length ? short(first.values[first.values.length - 1]) : "";
+    const ends = this.series.length === 1 && all[0].length ? all[0][all[0].length - 1] : null;
+    this.last.textContent = ends ? short(ends[2]) : "";
+    const what = ends ? `last ${short(ends[2])} at ${short(ends[0])}` : `${this.series.length} runs`;
+    this.canvas.setAttribute("aria-label", `${this.title}: ${what}. Arrow keys read it.`);
     if (this.at === null || this.at === undefined) return;
     const x = this.valueAt(this.at);
     pen.strokeStyle = soft; pen.beginPath(); pen.moveTo(this.at, top); pen.lineTo(this.at, height - bottom); pen.stroke();
@@ -115,6 +124,21 @@ class Chart {
     return x0 + (x1 - x0) * (offset - left) / (width - left - right);
   }
   hover(event) { this.at = event.offsetX; this.draw(); }
+  // Left and right go from point to point of the first line, and say it; Escape ends that and the zoom.
+  key(event) {
+    if (event.key === "Escape") { this.zoom = this.at = null; this.draw(); return; }
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const points = this.series.map((one) => this.points(one)).find((one) => one.length);
+    if (!by || !points || !this.frame) return;
+    event.preventDefault();
+    const { left, right, width, x0, x1 } = this.frame;
+    const offsets = points.map(([x]) => left + (width - left - right) * (x - x0) / (x1 - x0));
+    const near = this.at === null || this.at === undefined ? (by > 0 ? -1 : points.length) : offsets.reduce((best, offset, i) => (Math.abs(offset - this.at) < Math.abs(offsets[best] - this.at) ? i : best), 0);
+    const index = Math.min(Math.max(near + by, 0), points.length - 1);
+    this.at = offsets[index];
+    this.said.textContent = `${short(points[index][2])} at ${short(points[index][0])}`;
+    this.draw();
+  }
   zoomTo(event) {
     const to = this.valueAt(event.offsetX);
     if (this.from !== undefined && Math.abs(event.offsetX - this.from) > 0 && this.from !== to) {
@@ -143,8 +167,24 @@ function ticks(low, high) {
   const rough = (high - low) / 4, size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((times) => times * size >= rough) * size;
   const found = [];
-  for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  const first = Math.ceil(low / step) * step;
+  for (let i = 0; i < 8; i++) { // counted: where numbers are so large that a step is less than their last digit, it gets nowhere
+    const at = first + i * step;
+    if (!(at <= high + step * 1e-9)) break;
+    found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
+  }
   return found;
+}
+
+// Numbers beside each other, with as many digits as tell them apart.
+function labels(numbers) {
+  const plain = numbers.map(short);
+  if (new Set(plain).size === plain.length) return plain;
+  for (let digits = 4; digits <= 8; digits++) {
+    const longer = numbers.map((number) => String(Number(number.toPrecision(digits))));
+    if (new Set(longer).size === longer.length) return longer;
+  }
+  return plain;
 }
 
 function short(number) {

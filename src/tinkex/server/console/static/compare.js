@@ -9,12 +9,13 @@ if (place) {
   fetch(`/console/api/compare?${asked}`).then((answer) => answer.json()).then((told) => {
     const names = [...new Set(told.runs.flatMap((run) => Object.keys(run.curves)))].sort(byInterest);
     const empty = { steps: [], values: [], at: [] };
+    const curve = (run, name) => (Object.hasOwn(run.curves, name) ? run.curves[name] : undefined);
     for (const name of names) {
       const chart = new Chart(place, name);
       chart.view = view();
       chart.set(told.runs.map((run) => ({
-        ...(run.curves[name] || empty),
-        tokens: run.curves.tokens || run.curves.num_tokens,
+        ...(curve(run, name) || empty),
+        tokens: curve(run, "tokens") || curve(run, "num_tokens"),
         isBaseline: run.run_id === told.baseline,
       })));
       charts.push(chart);

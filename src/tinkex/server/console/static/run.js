@@ -3,7 +3,7 @@
 
 const place = document.getElementById("charts");
 const charts = new Map();
-const known = {};
+const known = Object.create(null); // a metric may be called anything, __proto__ too
 const view = controls((now) => { for (const chart of charts.values()) chart.show(now); });
 
 function take(curves) {
