@@ -14,7 +14,7 @@ from tinkex.server.config import ServerConfig
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.logs import JsonLines, TextLines, answering
 from tinkex.server.serve import open_store
-from tinkex.store import NewRow, Store
+from tinkex.store import Ended, NewRow, Store
 
 DAY_S = 86_400.0
 
@@ -41,7 +41,7 @@ def test_the_journal_forgets_when_it_was_told_to(tmp_path: Path) -> None:
     store = open_store(config)
     row = NewRow(model_id="m", seq_id=1, kind="x", request_id="m:1", user_id="ann", body=b"b")
     store.journal.append(row).result()
-    store.journal.finish("m:1", b"done").result()
+    store.journal.note([Ended(request_id="m:1", result=b"done", finished_at=time.time())]).result()
     store.journal.release_bodies("m", 1).result()
     store.journal.sweep(time.time() + 2 * DAY_S)
     assert store.journal.find("m", 1) is not None

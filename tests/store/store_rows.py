@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tinkex.store import Checkpoint, Model, NewRow, SamplingSession, Session
+from tinkex.store import Checkpoint, Ended, Model, NewRow, SamplingSession, Session
 
 
 def session(session_id: str = "s", user_id: str = "ann", **changes: Any) -> Session:
@@ -52,6 +52,16 @@ def op(seq_id: int, model_id: str = "s:train:0", **changes: Any) -> NewRow:
         "body": f"body {seq_id}".encode(),
     }
     return NewRow(**(values | changes))
+
+
+def ended(seq_id: int = 1, model_id: str = "s:train:0", **changes: Any) -> Ended:
+    values: dict[str, Any] = {
+        "request_id": f"{model_id}:{seq_id}",
+        "result": b"r",
+        "result_type": "json",
+        "finished_at": time.time(),
+    }
+    return Ended(**(values | changes))
 
 
 def checkpoint(

@@ -6,11 +6,16 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from typing import Any
 
 import pytest
-from store_rows import op
+from store_rows import ended, op
 
-from tinkex.store import SeqConflictError, Store, UsageCount
+from tinkex.store import Fetched, SeqConflictError, Store, UsageCount
+
+
+def fetched(seq_id: int = 1, *, drop_in_s: float) -> Fetched:
+    return Fetched(request_id=f"s:train:0:{seq_id}", drop_result_at=time.time() + drop_in_s)
 
 
 def test_an_appended_op_survives_a_store_that_is_never_closed(url: str) -> None:
@@ -61,8 +66,8 @@ def test_since_gives_what_follows_a_snapshot_in_order(store: Store) -> None:
 
 def test_a_result_is_kept_until_it_was_fetched_and_its_grace_is_over(store: Store) -> None:
     store.journal.append(op(1)).result(timeout=10)
-    store.journal.finish("s:train:0:1", b"result", result_type="proto").result(timeout=10)
-    store.journal.retrieved("s:train:0:1", grace_s=60).result(timeout=10)
+    store.journal.note([ended(result=b"result", result_type="proto")]).result(timeout=10)
+    store.journal.note([fetched(drop_in_s=60)]).result(timeout=10)
     store.journal.sweep(time.time() + 50)
     kept = store.journal.get("s:train:0:1")
     assert kept is not None
@@ -75,11 +80,33 @@ def test_a_result_is_kept_until_it_was_fetched_and_its_grace_is_over(store: Stor
 
 def test_a_result_nobody_fetched_ends_with_its_ttl(store: Store) -> None:
     store.journal.append(op(1)).result(timeout=10)
-    store.journal.finish("s:train:0:1", b"result").result(timeout=10)
+    store.journal.note([ended()]).result(timeout=10)
     store.journal.sweep(time.time() + 25 * 3600)
     found = store.journal.get("s:train:0:1")
     assert found is not None
     assert found.result is None
+
+
+def test_a_fetch_that_is_noted_with_its_end_starts_the_grace(store: Store) -> None:
+    for n in (1, 2):
+        store.journal.append(op(n)).result(timeout=10)
+    store.journal.note([ended(1), ended(2), fetched(1, drop_in_s=60)]).result(timeout=10)
+    store.journal.sweep(time.time() + 70)
+    assert [row.result for row in store.journal.since("s:train:0", 0)] == [None, b"r"]
+
+
+def test_a_note_that_cannot_be_written_keeps_no_other_from_it(store: Store) -> None:
+    for n in (1, 2, 3):
+        store.journal.append(op(n)).result(timeout=10)
+    count = UsageCount(kind="training", count=12, user_id="ann", model_id="s:train:0")
+    broken: Any = object()  # no database takes it
+    notes = [ended(1, usage=(count,)), ended(2, result=broken), ended(3), fetched(1, drop_in_s=9)]
+    told = store.journal.note(notes).result(timeout=10)
+    assert [error is None for error in told] == [True, False, True, True]
+    rows = store.journal.since("s:train:0", 0)
+    assert [row.state for row in rows] == ["done", "accepted", "done"]
+    used = store.usage.events("ann", time.time() - 7200, time.time() + 3600)
+    assert [row.count for row in used] == [12]
 
 
 def test_a_refused_request_keeps_its_number_and_its_reason(store: Store) -> None:
@@ -93,14 +120,15 @@ def test_a_refused_request_keeps_its_number_and_its_reason(store: Store) -> None
 def test_unfinished_models_are_those_with_an_open_op(store: Store) -> None:
     store.journal.append(op(1)).result(timeout=10)
     store.journal.append(op(1, model_id="s:train:1")).result(timeout=10)
-    store.journal.fail("s:train:0:1", "broken", "server").result(timeout=10)
+    failed = ended(result=None, error="broken", error_category="server")
+    store.journal.note([failed]).result(timeout=10)
     assert store.journal.unfinished_models() == ["s:train:1"]
 
 
 def test_bodies_go_behind_a_snapshot_and_rows_after_a_week(store: Store) -> None:
     for n in (1, 2, 3):
         store.journal.append(op(n)).result(timeout=10)
-        store.journal.finish(f"s:train:0:{n}", b"r").result(timeout=10)
+        store.journal.note([ended(n)]).result(timeout=10)
     store.journal.release_bodies("s:train:0", 2).result(timeout=10)
     assert [o.body for o in store.journal.since("s:train:0", 0)] == [None, None, b"body 3"]
     store.journal.sweep(time.time() + 8 * 24 * 3600)
@@ -110,7 +138,7 @@ def test_bodies_go_behind_a_snapshot_and_rows_after_a_week(store: Store) -> None
 def test_usage_is_counted_with_the_result(store: Store) -> None:
     store.journal.append(op(1)).result(timeout=10)
     count = UsageCount(kind="training", count=12, user_id="ann", model_id="s:train:0")
-    store.journal.finish("s:train:0:1", b"r", usage=[count, count]).result(timeout=10)
+    store.journal.note([ended(usage=(count, count))]).result(timeout=10)
     rows = store.usage.events("ann", time.time() - 7200, time.time() + 3600)
     assert [(row.kind, row.count, row.model_id) for row in rows] == [("training", 24, "s:train:0")]
 
@@ -141,8 +169,8 @@ def test_a_sweep_of_many_results_never_keeps_a_request_waiting(store: Store) -> 
     """It works in small transactions: an append in the middle takes a moment, not the whole."""
     for start in range(0, 3000, 1000):
         wait([store.journal.append(op(start + n)) for n in range(1000)], timeout=60)
-        ends = [store.journal.finish(f"s:train:0:{start + n}", b"r" * 100) for n in range(1000)]
-        wait(ends, timeout=60)
+        ends = [ended(start + n, result=b"r" * 100) for n in range(1000)]
+        store.journal.note(ends).result(timeout=60)
     sweep = threading.Thread(target=store.journal.sweep, args=(time.time() + 25 * 3600,))
     began = time.perf_counter()
     sweep.start()

@@ -105,7 +105,7 @@ class Service:
             on_use=self.sessions.use,
             on_sampled=self._keep_rollout,
         )
-        self.ends = WriteBehind()
+        self.ends = WriteBehind(store.journal)
         self.results = Results(
             store,
             self.promises,
@@ -128,6 +128,7 @@ class Service:
             store=store,
             room=self.room,
             results=self.results,
+            ends=self.ends,
             operations=self.operations,
             open_work=self.open_work,
             gap_limit_s=config.gap_limit_s,

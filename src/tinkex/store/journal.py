@@ -13,7 +13,6 @@ import hashlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Engine, bindparam, select, update
@@ -21,15 +20,13 @@ from sqlalchemy import Connection, Engine, bindparam, select, update
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
 from tinkex.store.ledger import Ledger
-from tinkex.store.records import Appended, JournalRow, NewRow, UsageCount
+from tinkex.store.records import Appended, Ended, Fetched, JournalRow, NewRow
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.writer import GroupWriter
 
 _table = schema.journal
 RESULT_TTL_S = 24 * 3600.0
 """How long a result that nobody fetched is kept."""
-RETRIEVED_GRACE_S = 300.0
-"""How long a result is kept after it was fetched, in case the answer was lost on its way."""
 ROW_TTL_S = 7 * 24 * 3600.0
 SWEEP_ROWS = 1000
 
@@ -38,20 +35,6 @@ class SeqConflictError(InvalidInputError):
     """A seq_id was used before for another request."""
 
     code = "seq_conflict"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
-    request_id: str
-    state: str
-    started_at: float | None
-    finished_at: float
-    result: bytes | None
-    result_type: str | None
-    error: str | None
-    error_category: str | None
-    drop_result_at: float
-    usage: tuple[UsageCount, ...]
 
 
 class Journal:
@@ -75,27 +58,12 @@ class Journal:
         """
         return self._writer.bulk(_append_all, op)
 
-    def finish(
-        self,
-        request_id: str,
-        result: bytes,
-        *,
-        result_type: str = "json",
-        started_at: float | None = None,
-        usage: Sequence[UsageCount] = (),
-    ) -> Future[None]:
-        """Record the result, and count `usage` in the same transaction. Never blocks."""
-        return self._end(request_id, "done", started_at, usage, result, result_type)
+    def note(self, notes: Sequence[Ended | Fetched]) -> Future[list[BaseException | None]]:
+        """Record what became of requests, all in one transaction. Never blocks.
 
-    def fail(
-        self, request_id: str, error: str, category: str, *, started_at: float | None = None
-    ) -> Future[None]:
-        """Record that the op ended in an error; it is not replayed. Never blocks."""
-        return self._end(request_id, "failed", started_at, (), None, None, error, category)
-
-    def retrieved(self, request_id: str, grace_s: float = RETRIEVED_GRACE_S) -> Future[None]:
-        """The client has the result: `sweep` may drop it after the grace. Never blocks."""
-        return self._writer.bulk(_mark_retrieved, (request_id, time.time() + grace_s))
+        The future says of each note what kept it from being written: None when nothing did.
+        """
+        return self._writer.batch(self._write_notes, notes)
 
     def get(self, request_id: str) -> JournalRow | None:
         found = self._all(select(_table).where(_table.c.request_id == request_id))
@@ -160,31 +128,20 @@ class Journal:
         while self._writer.run(lambda c: c.execute(statement).rowcount) == SWEEP_ROWS:
             pass
 
-    def _end(
-        self,
-        request_id: str,
-        state: str,
-        started_at: float | None,
-        usage: Sequence[UsageCount],
-        result: bytes | None = None,
-        result_type: str | None = None,
-        error: str | None = None,
-        category: str | None = None,
-    ) -> Future[None]:
-        now = time.time()
-        end = _End(
-            request_id=request_id,
-            state=state,
-            started_at=started_at,
-            finished_at=now,
-            result=result,
-            result_type=result_type,
-            error=error,
-            error_category=category,
-            drop_result_at=now + self._result_ttl_s,
-            usage=tuple(usage),
-        )
-        return self._writer.bulk(_end_all, end)
+    def _write_notes(self, connection: Connection, notes: Sequence[Ended | Fetched]) -> None:
+        ends = [note for note in notes if isinstance(note, Ended)]
+        drops = {n.request_id: n.drop_result_at for n in notes if isinstance(n, Fetched)}
+        if ends:
+            # Most results are fetched before their end is written: then one statement says both.
+            ttl_s = self._result_ttl_s
+            rows = [_end_row(e, drops.get(e.request_id, e.finished_at + ttl_s)) for e in ends]
+            connection.execute(_END, rows)
+            for end in ends:
+                drops.pop(end.request_id, None)
+        if counts := [count for end in ends for count in end.usage]:
+            Ledger.write(connection, counts)
+        if drops:
+            connection.execute(_FETCHED, [{"id": name, "at": at} for name, at in drops.items()])
 
     def _all(self, query: Any) -> list[JournalRow]:
         with self._reader.connect() as connection:
@@ -277,39 +234,25 @@ _END = (
 )
 
 
-def _end_all(connection: Connection, ends: Sequence[_End]) -> list[None]:
-    rows = [
-        {
-            "id": end.request_id,
-            "new_state": end.state,
-            "new_started_at": end.started_at,
-            "new_finished_at": end.finished_at,
-            "new_result": end.result,
-            "new_result_type": end.result_type,
-            "new_error": end.error,
-            "new_error_category": end.error_category,
-            "new_drop_result_at": end.drop_result_at,
-        }
-        for end in ends
-    ]
-    connection.execute(_END, rows)
-    # In the same transaction: what is billed is what ended, whatever crashes in between.
-    counts = [count for end in ends for count in end.usage]
-    if counts:
-        Ledger.write(connection, counts)
-    return [None] * len(ends)
+def _end_row(end: Ended, drop_result_at: float) -> dict[str, Any]:
+    return {
+        "id": end.request_id,
+        "new_state": "done" if end.error is None else "failed",
+        "new_started_at": end.started_at,
+        "new_finished_at": end.finished_at,
+        "new_result": end.result,
+        "new_result_type": end.result_type,
+        "new_error": end.error,
+        "new_error_category": end.error_category,
+        "new_drop_result_at": drop_result_at,
+    }
 
 
-_RETRIEVED = (
+_FETCHED = (
     update(_table)
     .where(_table.c.request_id == bindparam("id"))
     .values(drop_result_at=bindparam("at"))
 )
-
-
-def _mark_retrieved(connection: Connection, marks: Sequence[tuple[str, float]]) -> list[None]:
-    connection.execute(_RETRIEVED, [{"id": request_id, "at": at} for request_id, at in marks])
-    return [None] * len(marks)
 
 
 def _op(row: Any) -> JournalRow:

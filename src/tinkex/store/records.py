@@ -161,6 +161,29 @@ class UsageCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a request of the journal ended: with a result, or with an error."""
+
+    request_id: str
+    result: bytes | None = None
+    result_type: str | None = None
+    error: str | None = None
+    error_category: str | None = None
+    started_at: float | None = None
+    finished_at: float
+    usage: tuple[UsageCount, ...] = ()
+    """Counted in the same transaction: what is billed is what ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched:
+    """The client has a result: it may be dropped then."""
+
+    request_id: str
+    drop_result_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
     bucket_start: int
     kind: UsageKind

@@ -9,6 +9,9 @@ A write must therefore do nothing but talk to its connection.
 `bulk` writes of one handler are merged into one call (an executemany) and run before the plain
 writes of the same group; the caller never depends on the order of two writes that both wait.
 
+A `batch` is many rows in one write and with one future. Only when it fails is each row written
+alone, so that one that cannot be written keeps no other from it.
+
 `deferred` sources are asked about once a second for what they gathered in memory (heartbeats, token
 counts): such rows may lag by a second and need no future. What a source gave and the database could
 not take just now (a full disk) is kept and written first once it can; the sources gather meanwhile.
@@ -39,6 +42,9 @@ BulkHandler = Callable[[Connection, Sequence[Any]], Sequence[Any]]
 """Takes rows, gives one result per row; a result that is an exception fails that row's future."""
 
 
+BatchHandler = Callable[[Connection, Sequence[Any]], None]
+
+
 class StoreClosedError(TinkerError, RuntimeError):
     """A write arrived after the store was closed."""
 
@@ -50,6 +56,8 @@ class _Write:
     run: Callable[[Connection], Any] | None = None
     handler: BulkHandler | None = None
     row: Any = None
+    batch: BatchHandler | None = None
+    rows: Sequence[Any] = ()
     is_deferred: bool = False
     future: Future[Any] = field(default_factory=Future)
 
@@ -78,6 +86,12 @@ class GroupWriter:
 
     def bulk(self, handler: BulkHandler, row: Any) -> Future[Any]:
         return self._put(_Write(handler=handler, row=row))
+
+    def batch(
+        self, handler: BatchHandler, rows: Sequence[Any]
+    ) -> Future[list[BaseException | None]]:
+        """Write rows together; the future says of each what kept it from being written."""
+        return self._put(_Write(batch=handler, rows=rows))
 
     def defer(self, source: Callable[[], Callable[[Connection], None] | None]) -> None:
         """Ask `source` for a write once a second; it answers None when it has gathered nothing."""
@@ -151,7 +165,9 @@ class GroupWriter:
                 told()
             return
         except BaseException as exc:
-            if len(group) == 1:
+            if len(group) == 1 and group[0].batch is not None:
+                self._commit_rows(group[0])
+            elif len(group) == 1:
                 log.warning("a write to the store failed: %s", exc)
                 if group[0].is_deferred and isinstance(exc, OperationalError):
                     self._kept.append(group[0])
@@ -165,6 +181,14 @@ class GroupWriter:
                 write.future.set_exception(result)
             else:
                 write.future.set_result(result)
+
+    def _commit_rows(self, write: _Write) -> None:
+        """Each row of a batch alone: only the wrong ones fail."""
+        assert write.batch is not None
+        alone = [_Write(run=_only(row, write.batch)) for row in write.rows]
+        for one in alone:
+            self._commit([one])
+        write.future.set_result([one.future.exception() for one in alone])
 
     def _transact(self, group: list[_Write]) -> list[Any]:
         by_handler: dict[BulkHandler, list[_Write]] = {}
@@ -181,4 +205,11 @@ class GroupWriter:
             for write in group:
                 if write.run is not None:
                     results[id(write)] = write.run(connection)
+                elif write.batch is not None:
+                    write.batch(connection, write.rows)
+                    results[id(write)] = [None] * len(write.rows)
         return [results[id(write)] for write in group]
+
+
+def _only(row: Any, handler: BatchHandler) -> Callable[[Connection], None]:
+    return lambda connection: handler(connection, [row])

@@ -113,6 +113,7 @@ class Inbox:
             refused=None if refused is None else str(refused),
             key_id=user.key_id,
         )
+        lane.means.ends.ride()
         await asyncio.wrap_future(lane.means.store.journal.append(row))
         if refused is not None:
             lane.skip(seq_id)

@@ -33,6 +33,7 @@ from tinkex.server.work.model_state import ModelState
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.work.results import Results
+from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.place import Place
 from tinkex.store import JournalRow, Model, NewRow, Store, UsageCount
 
@@ -62,6 +63,7 @@ class Means:
     store: Store
     room: disk.Room
     results: Results
+    ends: WriteBehind
     operations: dict[str, Operation[Any]]
     open_work: OpenWork
     gap_limit_s: float

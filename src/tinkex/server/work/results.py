@@ -7,15 +7,14 @@ the grace; a poll that comes then reads the row. A promise made from a row is no
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from tinkex.server.operations.operation import request_type
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.write_behind import WriteBehind
-from tinkex.store import JournalRow, Store, UsageCount
+from tinkex.store import Ended, Fetched, JournalRow, Store, UsageCount
 
 LARGE_RESULT_BYTES = 65_536
 """Results beyond this leave the memory once they are in the journal."""
@@ -35,6 +34,7 @@ class Results:
         self._promises = promises
         self._ends = ends
         self._grace_s = grace_s
+        ends.on_written = self._let_go
         self._resume = resume  # makes a model's unfinished requests go on
 
     def promise(self, request_id: str, user_id: str, name: str) -> Promise:
@@ -91,49 +91,36 @@ class Results:
         then: Callable[[], object] | None = None,
     ) -> None:
         """Journal the end of a request a moment later, and call `then` once it is durable."""
-        journal, began = self._store.journal, started_at or None
-
-        def write() -> Future[None]:
-            if not outcome.ok:
-                written = journal.fail(
-                    request_id, outcome.error, outcome.category, started_at=began
-                )
-            else:
-                written = journal.finish(
-                    request_id,
-                    outcome.payload,
-                    result_type=outcome.kind,
-                    started_at=began,
-                    usage=usage,
-                )
-            is_large = len(outcome.payload) > LARGE_RESULT_BYTES
-            leave = self._promises.drop if is_large else self._promises.soon
-            self._after(written, leave, request_id)
-            return written
-
-        self._ends.put(write, then)
+        end = Ended(
+            request_id=request_id,
+            result=outcome.payload if outcome.ok else None,
+            result_type=outcome.kind if outcome.ok else None,
+            error=None if outcome.ok else outcome.error,
+            error_category=outcome.category or None,
+            started_at=started_at or None,
+            finished_at=time.time(),
+            usage=usage,
+        )
+        self._ends.put(end, then)
 
     def fetched(self, request_id: str) -> None:
         """A result was handed out: the journal keeps it for the grace, so the memory need not."""
-        self._ends.put(partial(self._mark_retrieved, request_id))
+        at = time.time() + self._grace_s
+        self._ends.put(Fetched(request_id=request_id, drop_result_at=at))
 
-    def _mark_retrieved(self, request_id: str) -> Future[None]:
-        written = self._store.journal.retrieved(request_id, self._grace_s)
-        if not self._ends.is_behind:  # else its end may not be in the journal yet
-            self._after(written, self._promises.drop, request_id)
-        return written
-
-    def _after(
-        self, written: Future[None], leave: Callable[[list[str]], None], request_id: str
-    ) -> None:
-        """Let the memory go of a result once it is in the journal; without room there it stays."""
-        loop = asyncio.get_running_loop()
-
-        def look(done: Future[None]) -> None:  # on the store's thread
-            if done.exception() is None and not loop.is_closed():
-                loop.call_soon_threadsafe(leave, [request_id])
-
-        written.add_done_callback(look)
+    def _let_go(self, notes: Sequence[Ended | Fetched]) -> None:
+        """Results in the journal may leave the memory: at once what was fetched or is large."""
+        now, soon = [], []
+        for note in notes:
+            if isinstance(note, Fetched):
+                if not self._ends.is_behind:  # else its end may not be in the journal yet
+                    now.append(note.request_id)
+            elif note.result is not None and len(note.result) > LARGE_RESULT_BYTES:
+                now.append(note.request_id)
+            else:
+                soon.append(note.request_id)
+        self._promises.soon(soon)
+        self._promises.drop(now)
 
 
 def _outcome(row: JournalRow) -> Outcome:

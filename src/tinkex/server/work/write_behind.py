@@ -1,76 +1,105 @@
-"""Hand writes that nobody waits for to the store a moment later, many at once.
+"""Tell the journal what became of requests a moment later, many at once.
 
-The good end of a request is such a write: when it is lost in a crash, the request simply runs
-again. A
-commit costs an fsync, and the promises of the next requests wait behind it; gathering the ends of a
-few milliseconds keeps the disk for them. A write that finds no room on the disk is kept and made
-again until it succeeds, because a replay goes by what the journal says: `is_behind` until then.
+Nobody waits for the good end of a request to be written: when it is lost in a crash, the request
+simply runs again. A commit costs an fsync, and the promises of the next requests wait behind it;
+gathering the ends of a few milliseconds keeps the disk for them, and the notes of a gathering are
+one write to the store and one answer from it. Notes that have waited long enough go along with the
+next promise, whose commit they share (`ride`); where none comes they soon get one of their own.
+
+A note that finds no room on the disk is kept and written again until it succeeds, because a replay
+goes by what the journal says: `is_behind` until then.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from tinkex.server.files import disk
+from tinkex.store import Ended, Fetched
+from tinkex.store.journal import Journal
 
 DELAY_S = 0.025
+"""How long notes are gathered. They wait twice as long when there is no commit to share."""
 RETRY_S = 1.0
 MAX_WAITING = 256
-Write = Callable[[], Future[None]]
+Note = Ended | Fetched
 Then = Callable[[], object]
 
 
 class WriteBehind:
-    def __init__(self, *, delay_s: float = DELAY_S, retry_s: float = RETRY_S) -> None:
+    def __init__(
+        self, journal: Journal, *, delay_s: float = DELAY_S, retry_s: float = RETRY_S
+    ) -> None:
+        self._journal = journal
         self._delay_s = delay_s
         self._retry_s = retry_s
-        self._waiting: list[tuple[Write, Then | None]] = []
-        self._failed: list[tuple[Write, Then | None]] = []
+        self._waiting: list[tuple[Note, Then | None]] = []
+        self._failed: list[tuple[Note, Then | None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._ride_at = 0.0
+        self.on_written: Callable[[Sequence[Note]], None] | None = None
+        """Told what is durable now."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether a write failed and was not made again yet."""
+        """Whether a note could not be written and was not written since."""
         return bool(self._failed)
 
-    def put(self, write: Write, then: Then | None = None) -> None:
-        """Call `write` soon, after everything put before it, and `then` once it is durable.
+    def put(self, note: Note, then: Then | None = None) -> None:
+        """Write `note` soon, after everything put before it, and call `then` once it is durable.
 
-        Neither may block. A write that can never succeed is logged by the store, and `then` is
-        called all the same: somebody waits for it.
+        A note that can never be written is logged by the store, and `then` is called all the same:
+        somebody waits for it.
         """
-        self._waiting.append((write, then))
+        self._waiting.append((note, then))
         if len(self._waiting) >= MAX_WAITING:
             self.flush()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._delay_s, self.flush)
+            loop = asyncio.get_running_loop()
+            self._ride_at = loop.time() + self._delay_s
+            self._timer = loop.call_later(2 * self._delay_s, self.flush)
+
+    def ride(self) -> None:
+        """A request is about to be written to the journal: what has waited its time goes along."""
+        if not self._waiting or self.is_behind:
+            return
+        if asyncio.get_running_loop().time() >= self._ride_at:
+            self.flush()
 
     def flush(self) -> None:
         """Hand everything over now, what failed before first."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        writes = [*self._failed, *self._waiting]
+        notes = [*self._failed, *self._waiting]
         self._failed, self._waiting = [], []
+        if not notes:
+            return
         loop = asyncio.get_running_loop()
-        for write, then in writes:
-            self._hand_over(write, then, loop)
 
-    def _hand_over(self, write: Write, then: Then | None, loop: asyncio.AbstractEventLoop) -> None:
-        def look(done: Future[None]) -> None:  # on the store's thread
-            error = done.exception()
-            if loop.is_closed():
-                return
+        def look(done: Future[list[BaseException | None]]) -> None:  # on the store's thread
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._look, notes, done)
+
+        self._journal.note([note for note, _ in notes]).add_done_callback(look)
+
+    def _look(
+        self, notes: list[tuple[Note, Then | None]], done: Future[list[BaseException | None]]
+    ) -> None:
+        failure = done.exception()
+        errors = done.result() if failure is None else [failure] * len(notes)
+        written = []
+        for (note, then), error in zip(notes, errors, strict=True):
             if error is not None and disk.may_pass(error):
-                loop.call_soon_threadsafe(self._keep, write, then)
-            elif then is not None:
-                loop.call_soon_threadsafe(then)
-
-        write().add_done_callback(look)
-
-    def _keep(self, write: Write, then: Then | None) -> None:
-        self._failed.append((write, then))
-        if self._timer is None:
+                self._failed.append((note, then))
+                continue
+            if error is None:
+                written.append(note)
+            if then is not None:
+                then()
+        if self._failed and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._retry_s, self.flush)
+        if self.on_written is not None:
+            self.on_written(written)
