@@ -14,7 +14,13 @@ from tinkex.store import Store
 from tinkex.store.claim import FencedError
 
 
+def needs_postgresql(url: str) -> None:
+    if not url.startswith("postgresql"):
+        pytest.skip("the lock of a file does not die before its process")
+
+
 def test_a_claim_ends_the_writes_of_the_one_before(url: str) -> None:
+    needs_postgresql(url)
     first, second = Store(url), Store(url)
     told = threading.Event()
     first.on_fenced(told.set)
@@ -35,8 +41,7 @@ def test_a_lock_that_dies_with_its_connection_lets_only_one_write(
 ) -> None:
     """The review had both servers accept number 5."""
     url = new_url()
-    if not url.startswith("postgresql"):
-        pytest.skip("the lock of a file does not die before its process")
+    needs_postgresql(url)
     first, second = Store(url), Store(url)
     first.claim()
     with pytest.raises(ConfigError):

@@ -6,14 +6,16 @@ PostgreSQL, a locked file beside the SQLite file, a locked file in the data fold
 claim.
 
 The lock of PostgreSQL ends with its connection, and a second server may take it while the first one
-still runs. So each claim also raises an epoch in the database (`Fence`), and every transaction of
-the writer first looks whether the epoch is still its own; on PostgreSQL the row stays shared until
-the commit, so no claim comes in between. A writer without a claim (`tinkex keys`) has no fence.
+still runs. So there each claim also raises an epoch in the database (`Fence`), and each transaction
+of the writer first looks whether the epoch is still its own; the row stays shared until the commit,
+so no claim comes in between. The lock of a file ends with its process, and needs no fence; a writer
+without a claim (`tinkex keys`) has none either.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import IO
@@ -98,6 +100,11 @@ class Claim:
                     "own --data-dir, --database or TINKEX_HOME."
                 )
             time.sleep(POLL_S)
+
+    @property
+    def can_be_lost(self) -> bool:
+        """Whether another server may take it while this process runs."""
+        return self._engine.dialect.name == "postgresql" or sys.platform == "win32"
 
     def release(self) -> None:
         self._database_lock.release()

@@ -87,7 +87,8 @@ class Store:
         self._claim.take(timeout_s, data_dir)
         if data_dir is not None:
             bind(self._database.writer, data_dir)
-        self._writer.fence = Fence(self._database.writer)
+        if self._claim.can_be_lost:
+            self._writer.fence = Fence(self._database.writer)
 
     def on_fenced(self, told: Callable[[], None]) -> None:
         """Be told, on another thread, when another server took this database over."""

@@ -65,6 +65,10 @@ class _Write:
 class GroupWriter:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        # The file of SQLite stays where it is, and taking a connection from the pool costs as much
+        # as a write. One over a network is taken each time: the pool looks whether it still lives.
+        self._keeps_connection = engine.dialect.name == "sqlite"
+        self._kept_connection: Connection | None = None
         self._waiting: deque[_Write] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -131,11 +135,13 @@ class GroupWriter:
                 if not self._waiting and not self._closing:
                     self._wake.wait(DEFER_S)
                 if not self._waiting and self._closing:
-                    return
+                    break
                 group = [self._waiting.popleft() for _ in range(min(MAX_GROUP, len(self._waiting)))]
             group += self._due()
             if group:
                 self._commit(group)
+        if self._kept_connection is not None:
+            self._kept_connection.close()
 
     def _due(self) -> list[_Write]:
         if time.monotonic() - self._deferred_at < DEFER_S:
@@ -191,23 +197,35 @@ class GroupWriter:
         write.future.set_result([one.future.exception() for one in alone])
 
     def _transact(self, group: list[_Write]) -> list[Any]:
+        connection = self._kept_connection or self._engine.connect()
+        self._kept_connection = None
+        try:
+            with connection.begin():
+                results = self._write(connection, group)
+            if self._keeps_connection:
+                self._kept_connection = connection
+            return results
+        finally:
+            if self._kept_connection is None:
+                connection.close()
+
+    def _write(self, connection: Connection, group: list[_Write]) -> list[Any]:
         by_handler: dict[BulkHandler, list[_Write]] = {}
         for write in group:
             if write.handler is not None:
                 by_handler.setdefault(write.handler, []).append(write)
         results: dict[int, Any] = {}
-        with self._engine.begin() as connection:
-            if self.fence is not None:
-                self.fence.check(connection)
-            for handler, writes in by_handler.items():
-                answers = handler(connection, [write.row for write in writes])
-                results.update((id(w), a) for w, a in zip(writes, answers, strict=True))
-            for write in group:
-                if write.run is not None:
-                    results[id(write)] = write.run(connection)
-                elif write.batch is not None:
-                    write.batch(connection, write.rows)
-                    results[id(write)] = [None] * len(write.rows)
+        if self.fence is not None:
+            self.fence.check(connection)
+        for handler, writes in by_handler.items():
+            answers = handler(connection, [write.row for write in writes])
+            results.update((id(w), a) for w, a in zip(writes, answers, strict=True))
+        for write in group:
+            if write.run is not None:
+                results[id(write)] = write.run(connection)
+            elif write.batch is not None:
+                write.batch(connection, write.rows)
+                results[id(write)] = [None] * len(write.rows)
         return [results[id(write)] for write in group]
 
 
