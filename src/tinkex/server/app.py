@@ -32,6 +32,7 @@ from tinkex.server.console import install as console
 from tinkex.server.exchange import Answer, headers_of, let_go, receive_body
 from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.sweeper import Sweeper
+from tinkex.server.guard.connections import HOLD_HEAD
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.guard.logs import answering
 from tinkex.server.guard.origin import check_local
@@ -223,6 +224,8 @@ class FrontDoor:
                 response = await self._answer(hot, scope, receive)
                 if isinstance(response, Answer):
                     status = response.status_code
+                    if (hold := scope.get(HOLD_HEAD)) is not None:
+                        hold()
                     await _send(response, id_header, send)
                 else:
                     await response(scope, receive, watch)

@@ -5,6 +5,9 @@ read the answer. `Guarded` is uvicorn's protocol with a bound on each: bytes and
 head, seconds between two pieces of a body and for all of it, seconds in which an answer is not read
 at all, and connections per address. It knows bytes and clocks, not routes or keys.
 
+uvicorn writes the head and the body of an answer one after the other, and each write of a few bytes
+costs both sides more than the bytes do. `Joined` lets a head wait for a body that is there already.
+
 A request costs no timer: a connection notes until when it may be silent, and one look at all of
 them, a few times within the shortest of these bounds, ends those that were silent for longer.
 """
@@ -17,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -28,6 +31,8 @@ SPARE_FILES = 256
 """Files that are never given to connections: the database, checkpoints, pipes to workers."""
 WANTED_FILES = 65_536
 LOOK_EVERY_S = 1.0
+HOLD_HEAD = "tinkex.hold_head"
+"""In a request's scope: a function to call before an answer whose body is there with its head."""
 SLOWEST = 16 * 1024
 """Bytes a second at which a body may come for as long as it takes."""
 _REFUSED = (
@@ -117,6 +122,32 @@ def guarded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
     return Bound
 
 
+class Joined:
+    """A transport that writes two pieces at once when it is told to."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.is_closing = transport.is_closing  # asked several times a request
+        self._is_holding = False
+        self._held: bytes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def hold(self) -> None:
+        """Keep the next piece until the one after it."""
+        self._is_holding = True
+
+    def write(self, data: bytes) -> None:
+        if self._is_holding:
+            self._is_holding, self._held = False, data
+        elif self._held is not None:
+            held, self._held = self._held, None
+            self._transport.writelines((held, data))
+        else:
+            self._transport.write(data)
+
+
 class Guarded(HttpToolsProtocol):
     limits: ConnectionLimits
 
@@ -135,6 +166,8 @@ class Guarded(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._joined = Joined(transport)
+        self.transport = cast(asyncio.Transport, self._joined)
         address = self.client[0] if self.client else ""
         if not self.limits.admit(self, address):
             transport.abort()
@@ -188,6 +221,7 @@ class Guarded(HttpToolsProtocol):
         self._body_ends_at = now + self.limits.body_timeout_s
         self._silent_until = min(now + self.limits.body_pause_s, self._body_ends_at)
         self._when_silent = self._late_body
+        self.scope[HOLD_HEAD] = self._joined.hold  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def _has_large_head(self) -> bool:
