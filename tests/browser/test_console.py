@@ -209,7 +209,11 @@ def test_a_run_shows_its_curves_by_step_and_by_tokens(page, world):
     page.select_option("#axis", "tokens")
     axis = "charts.get('loss_per_token').points(charts.get('loss_per_token').series[0])[1][0]"
     assert page.evaluate(axis) > 2, "tokens, not steps"
+    page.reload()
+    page.wait_for_selector(".chart")
+    assert page.locator("#axis").input_value() == "tokens", "the address has it"
     page.select_option("#axis", "step")
+    assert "#" not in page.url
     _picture(page, "run")
 
 

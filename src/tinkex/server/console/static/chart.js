@@ -193,14 +193,27 @@ function short(number) {
   return size >= 100 ? String(Math.round(number)) : String(Number(number.toPrecision(3)));
 }
 
-// The three controls above the charts, the same on every page that has charts.
+// The three controls above the charts, the same on every page that has charts. The address has what
+// they are set to, so a link shows the same picture.
 function controls(change) {
+  const kept = new URLSearchParams(location.hash.slice(1));
+  const [smooth, log, axis] = ["smooth", "log", "axis"].map((id) => document.getElementById(id));
+  if (kept.has("smooth")) smooth.value = kept.get("smooth");
+  log.checked = kept.get("log") === "1";
+  if ([...axis.options].some((one) => one.value === kept.get("axis"))) axis.value = kept.get("axis");
   const view = () => ({
-    smooth: Number(document.getElementById("smooth").value),
-    log: document.getElementById("log").checked,
-    axis: document.getElementById("axis").value,
+    smooth: Number(smooth.value),
+    log: log.checked,
+    axis: axis.value,
   });
-  for (const id of ["smooth", "log", "axis"]) document.getElementById(id).addEventListener("input", () => change(view()));
+  const keep = () => {
+    const now = new URLSearchParams();
+    if (Number(smooth.value)) now.set("smooth", smooth.value);
+    if (log.checked) now.set("log", "1");
+    if (axis.value !== "step") now.set("axis", axis.value);
+    history.replaceState(null, "", now.size ? `#${now}` : location.pathname + location.search);
+  };
+  for (const one of [smooth, log, axis]) one.addEventListener("input", () => { keep(); change(view()); });
   return view;
 }
 
