@@ -38,6 +38,7 @@ def test_every_command_loads_and_has_help(cli, name):
     ran = cli(name, "--help")
     assert ran.code == 0
     assert "Usage: tinkex" in ran.out
+    assert "..." not in ran.out.partition("Commands:")[2], "every sentence is whole"
 
 
 def test_every_option_has_a_help_line():

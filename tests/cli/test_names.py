@@ -165,4 +165,27 @@ def test_a_named_run_is_exported(workshop, tmp_path):
     ran = cli("export", "pirate", "-o", str(tmp_path / "adapter"))
     assert ran.code == 0, ran.err
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
-    assert "is not a checkpoint" in cli("export", "nobody", "-o", str(tmp_path / "other")).err
+    refused = cli("export", "nobody", "-o", str(tmp_path / "other")).err
+    assert "'nobody' is neither a checkpoint" in refused
+    assert "runs: pirate" in refused
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sft", "no.jsonl"),
+        ("dpo", "no.jsonl"),
+        ("rl", "short.py:reward", "--prompts", "no.jsonl"),
+        ("distill", "no.jsonl", "--teacher", "x"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_missing_file_is_told_before_a_model_is_fetched(workshop, tmp_path, command, monkeypatch):
+    from tinkex.cli.commands import pull
+
+    (tmp_path / "short.py").write_text("def reward(text, row):\n    return 0\n")
+    fetched = []
+    monkeypatch.setattr(pull, "prepare", lambda state, model: fetched.append(model))
+    ran = workshop("train", *command)
+    assert "There is no file no.jsonl" in ran.err
+    assert fetched == []

@@ -60,7 +60,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sample": ("tinkex.cli.commands.sample:sample", "Complete a prompt."),
     "serve": ("tinkex.server.serve:serve", "Run a Tinker server on this machine."),
     "session": ("tinkex.cli.commands.session:session", "List and inspect sessions."),
-    "train": ("tinkex.cli.commands.train:train", "Fine-tune with SFT, RL or DPO."),
+    "train": ("tinkex.cli.commands.train:train", "Fine-tune with SFT, DPO, RL or distillation."),
     "version": ("tinkex.cli.commands.version:version", "Print the version."),
 }
 

@@ -46,7 +46,13 @@ def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) ->
 
 def check_run_or_path(ctx: click.Context, param: click.Parameter, value: str) -> Any:
     """A click callback: a run's name or folder stands for its checkpoint."""
-    return check_tinker_path(ctx, param, named(value))
+    path = named(value) or ""
+    if not path.startswith("tinker://"):
+        raise click.BadParameter(
+            f"'{value}' is neither a checkpoint, which looks like tinker://RUN/weights/NAME, nor a "
+            f"run here; runs: {known_runs()}."
+        )
+    return path
 
 
 path_argument = click.argument(
@@ -76,6 +82,13 @@ class IsoMoment(_Moment):
         except ValueError:
             self.fail(f"'{value}' is not an ISO date such as 2026-11-15 or 2026-11-15T08:00Z.")
         return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def known_runs() -> str:
+    """The names of the runs on this machine, for people who missed one."""
+    from tinkex.recipes.runs import known
+
+    return ", ".join(run.name for run in known()) or "none"
 
 
 def named(model: str | None) -> str | None:

@@ -136,6 +136,10 @@ class Leaf(click.Command):
         super().__init__(*args, **kwargs)
         self.params.extend(shared_options())
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The whole first sentence: in a list it goes on below and does not end in dots."""
+        return super().get_short_help_str(limit=1000)
+
 
 class Noun(click.Group):
     """A group of verbs. Its commands take the shared options."""

@@ -11,6 +11,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ __all__ = [
     "Message",
     "Preference",
     "Prompt",
+    "check_source",
     "load_conversations",
     "load_preferences",
     "load_prompts",
@@ -230,7 +232,20 @@ def _parse(
     return loaded
 
 
+def check_source(source: str | Path) -> None:
+    """Find out what costs nothing to know: that there is such a file, and how it is read.
+
+    Raises:
+        InvalidInputError: There is none.
+    """
+    _reader(source)
+
+
 def _rows(source: str | Path) -> Iterator[tuple[int, Any]]:
+    return _reader(source)()
+
+
+def _reader(source: str | Path) -> Callable[[], Iterator[tuple[int, Any]]]:
     path = Path(source)
     if path.is_file():
         reader = _READERS.get(path.suffix.lower())
@@ -238,10 +253,10 @@ def _rows(source: str | Path) -> Iterator[tuple[int, Any]]:
             raise InvalidInputError(
                 f"{path} ends in '{path.suffix}'; known are {', '.join(_READERS)}."
             )
-        return reader(path)
+        return partial(reader, path)
     if path.suffix.lower() in _READERS or path.is_absolute() or str(source).startswith("."):
         raise InvalidInputError(f"There is no file {path}. Check the name and the folder.")
-    return _hub_rows(str(source))
+    return partial(_hub_rows, str(source))
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from tinkex.cli.arguments import known_runs
 from tinkex.cli.completions import complete_model
 from tinkex.cli.output import properties, size
 from tinkex.cli.state import Leaf, State, pass_state
@@ -82,9 +83,7 @@ def fetch(model: str) -> ModelSource:
     try:
         return _fetch(model)
     except ModelNotFoundError as exc:
-        from tinkex.recipes.runs import known
-
-        names = ", ".join(run.name for run in known()) or "none"
+        names = known_runs()
         raise ModelNotFoundError(f"{exc} No run is called that either; runs: {names}.") from exc
 
 

@@ -129,11 +129,13 @@ _STOP: tuple[tuple[str, Any, str], ...] = (
 def sft(state: State, /, data: str, **options: Any) -> None:
     """Learn the answers in DATA: chat `messages` or prompt/completion rows, as JSONL, JSON, CSV
     or a Hugging Face dataset id."""
+    from tinkex.recipes.data import check_source
     from tinkex.recipes.sft import SftConfig
     from tinkex.recipes.sft import train as run
 
     show_plot = options.pop("show_plot")
     config = SftConfig(data=data, **_given("sft", data, options))
+    check_source(data)  # before a model is fetched
     with _service(state, config) as service, steps("sft") as on_step:
         result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
@@ -150,11 +152,13 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 @pass_state
 def dpo(state: State, /, data: str, **options: Any) -> None:
     """Prefer `chosen` over `rejected` in the rows of DATA."""
+    from tinkex.recipes.data import check_source
     from tinkex.recipes.dpo import DpoConfig
     from tinkex.recipes.dpo import train as run
 
     show_plot = options.pop("show_plot")
     config = DpoConfig(data=data, **_given("dpo", data, options))
+    check_source(data)
     with _service(state, config) as service, steps("dpo") as on_step:
         result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
@@ -194,6 +198,7 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
     An environment is a class with start() and step(answer), for several turns: see
     tinkex/recipes/episodes.py.
     """
+    from tinkex.recipes.data import check_source
     from tinkex.recipes.rl import RlConfig
     from tinkex.recipes.rl import train as run
 
@@ -204,6 +209,8 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
         )
     show_plot = options.pop("show_plot")
     config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
+    if prompts is not None:
+        check_source(prompts)
     rows = prompts if prompts is not None else module.prompts()
     with _service(state, config) as service, steps("rl") as on_step:
         result = run(config, service, function, rows, on_step, on_step.note)
@@ -230,11 +237,13 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
 @pass_state
 def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None:
     """Learn to speak like a teacher: answer PROMPTS, and learn from the teacher's scores."""
+    from tinkex.recipes.data import check_source
     from tinkex.recipes.distill import DistillConfig
     from tinkex.recipes.distill import train as run
 
     show_plot = options.pop("show_plot")
     config = DistillConfig(teacher=named(teacher) or teacher, **_given("distill", prompts, options))
+    check_source(prompts)
     with _service(state, config) as service, steps("distill") as on_step:
         result = run(config, service, prompts, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)

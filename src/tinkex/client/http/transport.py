@@ -263,7 +263,9 @@ class Transport:
             ) from exc
         except OSError as exc:
             raise APIConnectionError(
-                f"No connection to {self.config.base_url} for {name}: {exc}", name
+                f"No connection to {self.config.base_url} for {name}: {exc}. Check that a server "
+                "runs there, the network, and the address (base_url or TINKER_BASE_URL).",
+                name,
             ) from exc
         except asyncio.CancelledError:
             if breaker is not None:
