@@ -1,4 +1,4 @@
-"""Share a worker's places fairly between API keys.
+"""Share a worker's places fairly between users.
 
 A worker holds a bounded number of requests. Those who want in wait here, one line per user, and a
 free place goes to the user who has had the least so far (start-time fair queueing over a cost,
