@@ -14,11 +14,10 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,14 +161,3 @@ def commit() -> str:
     except OSError:
         return "unknown"
     return (sha.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else "")
-
-
-def median_s(run: Callable[[], object], repeat: int = 5) -> float:
-    """The median wall time of `run` in seconds, after one warm-up."""
-    run()
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

@@ -16,6 +16,7 @@ import pytest
 # What every area may import: `from datums import datum`.
 sys.path.insert(0, str(Path(__file__).parent / "harness"))
 import own_home
+from tiny_llama import tiny_llama
 
 own_home.move_in()
 
@@ -48,21 +49,9 @@ def default_model_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real model's folder, for the torch engine: two small layers with random weights."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=2,
-    )
-    transformers.set_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    shape = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    tiny_llama(folder, **shape, max_position_embeddings=256)
     return folder
 
 

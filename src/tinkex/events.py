@@ -35,7 +35,7 @@ from typing import Any
 
 logger = logging.getLogger("tinkex.events")
 
-__all__ = ["Event", "Span", "emit", "has_subscribers", "redact", "span", "subscribe"]
+__all__ = ["Event", "Span", "emit", "redact", "span", "subscribe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +73,6 @@ def subscribe(handler: Handler) -> Callable[[], None]:
             _handlers = tuple(h for h in _handlers if h is not entry)
 
     return unsubscribe
-
-
-def has_subscribers() -> bool:
-    """True when someone listens: lets a call site skip the work of building costly fields."""
-    return bool(_handlers)
 
 
 def emit(name: str, /, **fields: Any) -> None:

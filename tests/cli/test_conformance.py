@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+from tiny_llama import tiny_llama
 
 from tinkex.conformance import run_suite
 from tinkex.conformance.probe import Probe
@@ -112,23 +113,8 @@ def test_one_broken_endpoint_fails_its_checks_and_no_others(broken_proxy):
 @pytest.fixture(scope="module")
 def torch_server(start_server, tmp_path_factory):
     """The real engine on a tiny random model, with a key."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama(folder, vocab_size=512, max_position_embeddings=512)
     flags = ("--model", str(folder), "--api-key", "tml-conformance=me")
     with start_server(tmp_path_factory.mktemp("server"), *flags) as base_url:
         yield base_url

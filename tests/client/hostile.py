@@ -65,7 +65,6 @@ class Server:
     violations: list[str] = field(default_factory=list)
     submitted: dict[tuple[str, int], tuple[bytes, str]] = field(default_factory=dict)
     arrivals: list[tuple[str, int]] = field(default_factory=list)
-    executed: dict[str, list[int]] = field(default_factory=dict)
     promises: dict[str, Promise] = field(default_factory=dict)
     heartbeats: int = 0
     cancelled: list[str] = field(default_factory=list)
@@ -298,8 +297,6 @@ class Network:
     rate: float = 0.3
     patience: int = 4
     in_a_row: dict[str, int] = field(default_factory=dict)
-    num_faults: int = 0
-    num_exchanges: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     open: int = 0
     fates: list[str] | None = None
@@ -316,7 +313,6 @@ class Network:
         body: bytes | None,
         timeout_s: float,
     ) -> Reply:
-        self.num_exchanges += 1
         path = urlsplit(url).path
         fault = self._choose(path)
         await asyncio.sleep(self.rng.uniform(0.0, 0.02))
@@ -335,7 +331,6 @@ class Network:
             self.in_a_row[path] = 0
             return None
         self.in_a_row[path] = row + 1
-        self.num_faults += 1
         kinds = ANYWHERE + ON_POLLS if path.endswith("/retrieve_future") else ANYWHERE
         return self.rng.choice(kinds)
 

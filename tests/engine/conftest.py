@@ -58,7 +58,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
 }
-TINY_FAMILIES = tuple(_FAMILIES)
 
 
 @dataclass(frozen=True)

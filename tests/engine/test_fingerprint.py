@@ -115,7 +115,7 @@ def test_loading_sampling_and_merging_on_another_base_are_refused_with_both(base
         load(second, folder)
     targets = second.decoder.targets
     with pytest.raises(WrongBaseError, match=f"{ours}.*{theirs}"):
-        checkpoint.read_adapter(folder, targets, "cpu", second.base)
+        checkpoint.read(folder, targets, "cpu", with_optimizer=False, base=second.base)
     with pytest.raises(WrongBaseError, match=f"{ours}.*{theirs}.*--any-base"):
         merge_adapter(folder, tmp_path / "merged", two)
     assert not (tmp_path / "merged").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_llama import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tinkex.engine.model.attention import PackedCausal
@@ -172,10 +173,8 @@ def as_llama_cpp(tensors, num_heads: int, num_kv_heads: int) -> list[Stored]:
 def test_a_gguf_model_computes_what_its_safetensors_compute(tmp_path):
     """The row permutation of q and k is undone, and the config says the same."""
     config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2,
-        rms_norm_eps=1e-5, initializer_range=0.2,
-    )  # fmt: skip
+        **SHAPE, tie_word_embeddings=True, rms_norm_eps=1e-5, initializer_range=0.2
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     metadata = {

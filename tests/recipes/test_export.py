@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from datums import datum
+from tiny_llama import tiny_llama
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tinkex import AdamParams, ModelInput, ServiceClient
@@ -26,22 +27,11 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """The folder of a tiny Llama with random weights and a head tied to its embedding."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config)
-    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
     folder = tmp_path_factory.mktemp("tiny") / "model"
+    model = tiny_llama(
+        folder, vocab_size=128, max_position_embeddings=256, tie_word_embeddings=True
+    )
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
     model.save_pretrained(folder)
     return folder
 

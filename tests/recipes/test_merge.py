@@ -5,7 +5,8 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
+from transformers import LlamaForCausalLM
 
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.recipes.merge import merge_adapter
@@ -15,18 +16,7 @@ TOKENS = torch.tensor([[1, 5, 9, 200, 3, 77, 4]])
 
 def make(tmp_path, *, tied, targets, **lora):
     """A tiny base folder, an adapter folder made by peft, and the logits peft computes."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    base = LlamaForCausalLM(config)
-    base.save_pretrained(tmp_path / "base")
+    base = tiny_llama(tmp_path / "base", vocab_size=256, tie_word_embeddings=tied)
     adapted = peft.get_peft_model(
         base, peft.LoraConfig(r=4, lora_alpha=32, target_modules=targets, **lora)
     )
@@ -83,15 +73,7 @@ def test_what_a_sum_cannot_express_is_refused(tmp_path):
 
 def test_an_adapter_of_another_model_is_refused_and_leaves_nothing(tmp_path):
     make(tmp_path, tied=False, targets=["q_proj"])
-    smaller = LlamaConfig(
-        vocab_size=256,
-        hidden_size=16,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    LlamaForCausalLM(smaller).save_pretrained(tmp_path / "small")
+    tiny_llama(tmp_path / "small", vocab_size=256, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(InvalidInputError):
         merge_adapter(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "small")
     assert not (tmp_path / "out").exists()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tiny_llama import tiny_llama
 
 from tinkex import events
 from tinkex.client.rest import downloads
@@ -41,20 +42,8 @@ SEQUENCES = [[3, 14, 15, 9, 26, 5, 35], [8, 9, 7, 9, 32, 38, 46, 26], [2, 7, 1, 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
     folder = tmp_path_factory.mktemp("tiny-llama")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_llama(folder, vocab_size=VOCAB, max_position_embeddings=128, initializer_range=0.2)
     return folder
 
 

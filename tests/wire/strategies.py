@@ -15,7 +15,6 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.contract.bounds import TokenNumbers
 
-INT32 = st.integers(-(2**31), 2**31 - 1)
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 STORABLE = st.characters(exclude_categories=["Cs"], exclude_characters="\0")

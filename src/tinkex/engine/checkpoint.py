@@ -373,16 +373,6 @@ def read(
     return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grads)
 
 
-def read_adapter(
-    folder: str | Path,
-    targets: Mapping[str, Target],
-    device: torch.device | str,
-    base: Base | None = None,
-) -> Adapter:
-    """Only the weights, for sampling."""
-    return read(folder, targets, device, with_optimizer=False, base=base).adapter.frozen_copy()
-
-
 def content_of(folder: str | Path) -> str:
     """The hash that names what an adapter's folder holds, computed where its manifest has none."""
     path = Path(folder)

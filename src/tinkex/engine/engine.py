@@ -107,16 +107,6 @@ class _Closing(BaseException):
     """Leaves a training job between two of its passes; nothing of it is kept."""
 
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the start, for tests and metrics."""
-
-    train_passes: int = 0
-    train_jobs: int = 0
-    sample_passes: int = 0
-    sampled_rows: int = 0
-
-
 class TorchEngine:
     """See `jobs.Engine`. `close` ends the thread; jobs that have not ended fail as cancelled."""
 
@@ -127,7 +117,6 @@ class TorchEngine:
             torch.set_num_threads(self.config.threads)
         if self.config.deterministic and self.device.type == "cuda":
             make_cuda_deterministic()
-        self.stats = EngineStats()
         self.pulse = Pulse()
         self._bases: OrderedDict[str, _Base] = OrderedDict()
         self._base_of: dict[str, str] = {}
@@ -272,7 +261,6 @@ class TorchEngine:
 
     def _between_passes(self) -> None:
         """Give sampling its share in the middle of a training job."""
-        self.stats.train_passes += 1
         self.pulse.turned()
         self._charge_training()
         if self._closed:
@@ -313,9 +301,7 @@ class TorchEngine:
         for sampler in self._sampling():
             try:
                 with self.pulse.work():
-                    rows = sampler.step(look_ahead=not training)
-                self.stats.sampled_rows += rows
-                self.stats.sample_passes += 1
+                    sampler.step(look_ahead=not training)
             except Exception as exc:
                 log.exception("a sampling pass failed")
                 sampler.fail_all(f"the sampling pass failed: {type(exc).__name__}: {exc}")
@@ -492,7 +478,6 @@ class TorchEngine:
         mine = {job.adapter_id for job, _ in chosen}
         self._training |= mine
         try:
-            self.stats.train_jobs += len(chosen)
             trainer = self._trainer(chosen[0][0].adapter_id)
             with self.pulse.work(*(job.job_id for job, _ in chosen)):
                 results = trainer.train([job for job, _ in chosen])

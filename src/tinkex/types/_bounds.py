@@ -38,7 +38,6 @@ Secret: TypeAlias = Annotated[str, text(16_384, 1)]
 Text: TypeAlias = Annotated[str, text(MAX_TEXT)]
 """A message, a reason, a traceback."""
 
-Flag: TypeAlias = bool
 Count: TypeAlias = Annotated[int, Field(ge=0, le=INT32)]
 Number: TypeAlias = Annotated[int, Field(ge=0, le=INT64)]
 """A sequence number or a cursor: it fits the databases' int64."""

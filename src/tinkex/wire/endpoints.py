@@ -291,4 +291,3 @@ _ROWS = [
 ]
 
 ENDPOINTS: dict[str, Endpoint] = {row.name: row for row in _ROWS}
-BY_PATH: dict[tuple[str, str], Endpoint] = {(row.method, row.path): row for row in _ROWS}

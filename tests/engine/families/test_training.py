@@ -12,7 +12,7 @@ from table import FAMILIES, MIXTURES, VOCAB
 from test_arithmetic import packed, sequences_of
 
 from tinkex.contract.optimizers import AdamParams
-from tinkex.engine.checkpoint import read_adapter
+from tinkex.engine.checkpoint import read
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoadAdapterJob,
@@ -128,7 +128,9 @@ def test_peft_computes_what_we_saved_and_we_read_what_peft_saves(family_model, f
     assert float((ours - truth).norm() / truth.norm()) < 1e-4
     assert float((plain - truth).norm() / truth.norm()) > 1e-2
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    back = read_adapter(str(tmp_path / "theirs"), trainer.decoder.targets, "cpu")
+    back = read(
+        str(tmp_path / "theirs"), trainer.decoder.targets, "cpu", with_optimizer=False
+    ).adapter
     named = {part.target.module: (a, b) for part, a, b in back.modules()}
     for part, a, b in trainer.adapters["a"].adapter.modules():
         assert torch.equal(named[part.target.module][0], a)
@@ -155,7 +157,9 @@ def test_an_adapter_goes_out_comes_back_and_merges(family_model, family, tmp_pat
     create(trainer)
     steps(trainer, [0, 1], rate=0.05)
     trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "peft")))
-    adapter = read_adapter(str(tmp_path / "peft"), trainer.decoder.targets, "cpu")
+    adapter = read(
+        str(tmp_path / "peft"), trainer.decoder.targets, "cpu", with_optimizer=False
+    ).adapter
     assert torch.equal(adapter.flat, trainer.adapters["a"].adapter.flat)
     merge_adapter(tmp_path / "peft", tmp_path / "merged", base=model.folder)
     texts = sequences_of([9, 14])
@@ -207,7 +211,7 @@ def test_experts_stacked_with_a_shared_side_come_in_and_merge(family_model, fami
     save_file(stored, tmp_path / "ad" / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "m"}
     (tmp_path / "ad" / "adapter_config.json").write_text(json.dumps(settings))
-    adapter = read_adapter(str(tmp_path / "ad"), decoder.targets, "cpu")
+    adapter = read(str(tmp_path / "ad"), decoder.targets, "cpu", with_optimizer=False).adapter
     named = {part.target.module: (a, b) for part, a, b in adapter.modules()}
     block = "model.layers.0.mlp.experts"
     assert len(named) == 3 * count
@@ -249,7 +253,9 @@ def test_an_adapter_with_stacked_experts_is_the_same_adapter(family_model, tmp_p
     steps(trainer, [0])
     trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "ad")))
     targets = trainer.decoder.targets
-    before = read_adapter(str(tmp_path / "ad"), targets, "cpu")
+    before = read(str(tmp_path / "ad"), targets, "cpu", with_optimizer=False).adapter
     assert stack_experts(tmp_path / "ad") == 3 * 4
-    assert torch.equal(read_adapter(str(tmp_path / "ad"), targets, "cpu").flat, before.flat)
+    assert torch.equal(
+        read(str(tmp_path / "ad"), targets, "cpu", with_optimizer=False).adapter.flat, before.flat
+    )
     assert stack_experts(tmp_path / "ad") == 3 * 4  # stacked already: nothing changes

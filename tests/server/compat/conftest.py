@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from tiny_llama import tiny_llama
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "chat"))
@@ -24,22 +25,16 @@ LOOPS = (
 @pytest.fixture(scope="session")
 def talking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, a byte-level tokenizer and a chat template."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("talking")
     tokenizer = chat_models.tokenizer(chat_models.QWEN3)
-    config = transformers.LlamaConfig(
+    tiny_llama(
+        folder,
         vocab_size=tokenizer.vocab_size,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=1024,
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
     )
-    transformers.set_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(chat_models.QWEN3)
     return folder

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.console.source import PAGE, Query, age, age_of
+from tinkex.server.console.source import PAGE, Query, age, age_of, number_in
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.work.curves import MAX_CURVES, Curve
 from tinkex.store import User
-from tinkex.types.service.extensions import MAX_METRIC
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
 MAX_DEPTH = 4
@@ -100,13 +99,15 @@ class Folder:
             return self._shown
 
     def _take(self, line: dict[str, Any]) -> None:
-        step = _number(line.get("step", line.get("progress/batch")))
+        step = number_in(line.get("step", line.get("progress/batch")))
         self.last_step = step if step is not None else self.num_lines
         self.num_lines += 1
-        at = _number(line.get("time"))
-        self.clock = at if at is not None else self.clock + (_number(line.get("time/total")) or 1.0)
+        at = number_in(line.get("time"))
+        self.clock = (
+            at if at is not None else self.clock + (number_in(line.get("time/total")) or 1.0)
+        )
         for name, value in line.items():
-            number = None if name in ("step", "time") else _number(value)
+            number = None if name in ("step", "time") else number_in(value)
             if number is None or (name not in self.curves and len(self.curves) >= MAX_CURVES):
                 continue
             self.curves.setdefault(name[:100], Curve()).add(self.last_step, number, self.clock)
@@ -120,7 +121,7 @@ class Folder:
                 self.rollouts.offset = 0
                 self.places.clear()
             for at, line in self.rollouts.new():
-                step = _number(line.get("step"))
+                step = number_in(line.get("step"))
                 if step is not None and (step in self.places or len(self.places) < MAX_STEPS):
                     self.places.setdefault(int(step), []).append(at)
             return sorted(self.places)
@@ -304,15 +305,6 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if abs(value) <= MAX_METRIC else None
-    except OverflowError:
-        return None
 
 
 def _json_file(file: Path) -> dict[str, Any]:

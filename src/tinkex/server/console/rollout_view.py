@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+from tinkex.server.console.source import number_in
+
 Coloring = Literal["logprob", "advantage", "none"]
 MAX_GROUPS = 32
 MAX_ANSWERS = 256
@@ -22,8 +24,10 @@ _LEVELS = (0.9, 0.5, 0.2, 0.05)
 
 def rollout_view(answers: Sequence[dict[str, Any]], color: Coloring) -> dict[str, Any]:
     """`groups` of answers side by side, and the `bars` of a histogram over all of them."""
-    rewards = [one for one in (_number(a.get("reward")) for a in answers) if one is not None]
-    advantages = [one for one in (_number(a.get("advantage")) for a in answers) if one is not None]
+    rewards = [one for one in (number_in(a.get("reward")) for a in answers) if one is not None]
+    advantages = [
+        one for one in (number_in(a.get("advantage")) for a in answers) if one is not None
+    ]
     largest = max((abs(one) for one in advantages), default=0.0) or 1.0
     groups: dict[Any, list[dict[str, Any]]] = {}
     for one in answers[:MAX_ANSWERS]:
@@ -43,7 +47,7 @@ def rollout_view(answers: Sequence[dict[str, Any]], color: Coloring) -> dict[str
 def _group(
     name: str, members: Sequence[dict[str, Any]], color: Coloring, largest: float
 ) -> dict[str, Any]:
-    rewards = [one for one in (_number(a.get("reward")) for a in members) if one is not None]
+    rewards = [one for one in (number_in(a.get("reward")) for a in members) if one is not None]
     return {
         "number": name,
         "prompt": str(members[0].get("prompt", ""))[:MAX_TEXT],
@@ -53,11 +57,11 @@ def _group(
 
 
 def _answer(one: dict[str, Any], color: Coloring, largest: float) -> dict[str, Any]:
-    logprobs = [_number(value) for value in _list(one.get("logprobs"))]
+    logprobs = [number_in(value) for value in _list(one.get("logprobs"))]
     known = [value for value in logprobs if value is not None]
     return {
-        "reward": _number(one.get("reward")),
-        "advantage": _number(one.get("advantage")),
+        "reward": number_in(one.get("reward")),
+        "advantage": number_in(one.get("advantage")),
         "num_tokens": len(_list(one.get("tokens"))),
         "mean_logprob": _mean(known),
         "snapshot": str(one.get("snapshot", ""))[:200],
@@ -72,8 +76,8 @@ def _spans(
     pieces = _list(one.get("pieces"))
     if not pieces or color == "none":
         return [(str(one.get("text", ""))[:MAX_TEXT], "", "")]
-    whole = _number(one.get("advantage"))
-    each = [_number(value) for value in _list(one.get("advantages"))]
+    whole = number_in(one.get("advantage"))
+    each = [number_in(value) for value in _list(one.get("advantages"))]
     spans = []
     for index, piece in enumerate(pieces[:MAX_TOKENS]):
         logprob = logprobs[index] if index < len(logprobs) else None
@@ -127,12 +131,3 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None

@@ -15,6 +15,7 @@ from fastapi import Request
 
 from tinkex.server.work.curves import Curve
 from tinkex.store import User
+from tinkex.types.service.extensions import MAX_METRIC
 
 PAGE = 50
 SORTS = {"newest": "newest first", "active": "last used first", "oldest": "oldest first"}
@@ -93,6 +94,13 @@ class Source(Protocol):
 def source_of(request: Request) -> Source:
     found: Source = request.app.state.console
     return found
+
+
+def number_in(value: Any) -> float | None:
+    """A number from JSON that anybody may have written; None for all that no metric may be."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) <= MAX_METRIC else None
 
 
 def told_curves(found: dict[str, Curve]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ clients repeat such calls after a lost answer, and a 409 would make them try for
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from email.utils import formatdate
 from pathlib import Path
@@ -21,11 +20,12 @@ from tinkex import types
 from tinkex.server.auth import Auth, CurrentUser
 from tinkex.server.exchange import answer, serve
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
+from tinkex.server.rest import idle_run
 from tinkex.server.rest.files import link
 from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, moment, read
 from tinkex.server.rest.runs import visible_run
 from tinkex.server.rest.views import checkpoint_view
-from tinkex.store import Checkpoint, Model, Session, Store, User
+from tinkex.store import Checkpoint, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 
@@ -140,7 +140,7 @@ async def copy_weights(
     )
     key = x_idempotency_key or str(uuid.uuid4())
     # The key is bound to a run id first, so that a repeat meets the same target at any point.
-    run_id = await store.call(store.checkpoints.remember, user.user_id, key, _new_run_id())
+    run_id = await store.call(store.checkpoints.remember, user.user_id, key, idle_run.new_run_id())
     target = TinkerPath(run_id, source.kind, source.name)
     async with _copy_lock(request.app.state, str(target)):
         if await store.call(store.checkpoints.get, str(target)) is None:
@@ -161,47 +161,22 @@ async def _set_public(request: Request, user: User, path: TinkerPath, public: bo
     return Response(status_code=204)
 
 
-def _new_run_id() -> str:
-    return f"{uuid.uuid4()}:train:0"
-
-
 async def _make_run(
     store: Store, target: TinkerPath, source: Checkpoint, user: User, project_id: str | None
 ) -> None:
     """A copy lies in a run of its own, which holds nothing else and was never loaded."""
     if await store.call(store.models.get, target.run_id) is not None:
         return
-    now = time.time()
-    session_id = target.run_id.split(":")[0]
-    session = Session(
-        session_id=session_id,
-        user_id=user.user_id,
-        created_at=now,
-        last_heartbeat=now,
-        tags=[],
-        user_metadata={"copied_from": source.path},
-        display_name=None,
-        project_id=project_id,
-        sdk_version="",
-        status={"type": "client_finished", "reason": {"type": "success"}},
-    )
-    model = Model(
-        model_id=target.run_id,
-        session_id=session_id,
-        user_id=user.user_id,
-        model_seq_id=0,
+    await idle_run.add(
+        store,
+        target.run_id,
+        user,
         base_model=source.base_model,
         lora=source.lora,
         optimizer_config=source.optimizer_config,
-        user_metadata={"copied_from": source.path},
-        created_at=now,
-        last_request_time=now,
-        corrupted=False,
-        unloaded=True,
+        metadata={"copied_from": source.path},
+        project_id=project_id,
     )
-    if await store.call(store.sessions.get, session_id) is None:
-        await store.call(store.sessions.create, session)
-    await store.call(store.models.create, model)
 
 
 def _copy_lock(state: Any, target: str) -> asyncio.Lock:

@@ -15,7 +15,6 @@ import secrets
 import shutil
 import tarfile
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,11 @@ from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import read_body, serve, service_of
 from tinkex.server.files.checkpoints import TinkerPath, check_name, folder_size
 from tinkex.server.problems import ApiError
+from tinkex.server.rest import idle_run
 from tinkex.server.rest.inputs import Text
 from tinkex.server.service import Service
 from tinkex.server.workers.worker import run
-from tinkex.store import Checkpoint, Model, Session, User
+from tinkex.store import Checkpoint, User
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 CONFIG = "adapter_config.json"
@@ -50,7 +50,7 @@ async def import_checkpoint(
     service = service_of(request)
     service.room.require()
     body = await read_body(request)
-    target = TinkerPath(f"{uuid.uuid4()}:train:0", "weights", name)
+    target = TinkerPath(idle_run.new_run_id(), "weights", name)
     async with service.shelf.making(target) as folder:
         config = await asyncio.to_thread(_unpack, body, folder)
         base = service.catalog.resolve(base_model or str(config.get("base_model_name_or_path")))
@@ -178,35 +178,7 @@ async def _list(
     base_model: str,
     user: User,
 ) -> Checkpoint:
-    now = time.time()
-    session_id = target.run_id.split(":")[0]
-    metadata = {"origin": "import"}
-    session = Session(
-        session_id=session_id,
-        user_id=user.user_id,
-        created_at=now,
-        last_heartbeat=now,
-        tags=[],
-        user_metadata=metadata,
-        display_name=None,
-        project_id=None,
-        sdk_version="",
-        status={"type": "client_finished", "reason": {"type": "success"}},
-    )
-    model = Model(
-        model_id=target.run_id,
-        session_id=session_id,
-        user_id=user.user_id,
-        model_seq_id=0,
-        base_model=base_model,
-        lora=_lora(config),
-        optimizer_config={"type": "adamw"},
-        user_metadata=metadata,
-        created_at=now,
-        last_request_time=now,
-        corrupted=False,
-        unloaded=True,
-    )
+    lora, metadata = _lora(config), {"origin": "import"}
     checkpoint = Checkpoint(
         path=str(target),
         model_id=target.run_id,
@@ -216,11 +188,18 @@ async def _list(
         folder=service.shelf.folders.name(folder),
         size_bytes=await asyncio.to_thread(folder_size, folder),
         base_model=base_model,
-        lora=model.lora,
-        created_at=now,
+        lora=lora,
+        created_at=time.time(),
         user_metadata=metadata,
     )
-    await service.store.call(service.store.sessions.create, session)
-    await service.store.call(service.store.models.create, model)
+    await idle_run.add(
+        service.store,
+        target.run_id,
+        user,
+        base_model=base_model,
+        lora=lora,
+        optimizer_config={"type": "adamw"},
+        metadata=metadata,
+    )
     await service.shelf.register(checkpoint)
     return checkpoint
