@@ -191,6 +191,6 @@ def test_the_toy_checks_a_sample_as_the_real_engine_does():
     )
     try:
         with pytest.raises(InvalidInputError, match="min_p: must be at least 0 and at most 1"):
-            engine._sample(wrong, lambda event: None)
+            engine._sample(wrong)
     finally:
         engine.close()

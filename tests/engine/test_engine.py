@@ -290,7 +290,7 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
             client.save(tmp_path / f"{name}-{index}", name, for_sampling=True).wait()
         client.sample(tmp_path / f"{name}-0", max_tokens=2).wait()
         if number == 0:
-            one_run = tensor_bytes(client.engine._bases[client.base].trainer.adapters)
+            one_run = tensor_bytes(client.engine._bases.loaded[client.base].trainer.adapters)
     _until(lambda: held("adapters") == NUM_RUNS * one_run)
     peak = dict(client.engine.pulse._held)
     assert peak["base"] > 0
@@ -415,7 +415,7 @@ def test_describe_loads_no_weights(start, base):
     info = client.put(jobs.DescribeModelJob, base_model=base).result
     assert (info.arch, info.vocab_size, info.max_context_length) == ("llama", VOCAB, 256)
     assert info.eos_token_ids == (1,)
-    assert not client.engine._bases
+    assert not client.engine._bases.loaded
 
 
 BAD = {

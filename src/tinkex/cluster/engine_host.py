@@ -24,7 +24,7 @@ from typing import Any
 from tinkex.cluster import job_paths
 from tinkex.engine import pulse
 from tinkex.engine.hosting import Cancel, take
-from tinkex.engine.jobs import Done, Engine, Event, Job
+from tinkex.engine.jobs import Done, Emit, Engine, Event, Job
 from tinkex.errors import ConfigError
 
 BREATH_S = 1.0
@@ -132,7 +132,7 @@ class EngineHost:
             pass
         return pickle.dumps(found, protocol=5), pulse.look(self._memory)
 
-    def _emitter(self, job: Job) -> Callable[[Event], None]:
+    def _emitter(self, job: Job) -> Emit:
         path = job_paths.written_by(job)
         if path is None:
             return self._events.put

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinkex.engine.jobs import Engine, Event, Failed, Job
+from tinkex.engine.jobs import Emit, Engine, Failed, Job
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Cancel:
 def take(
     engine: Engine,
     message: Job | Cancel,
-    emit: Callable[[Event], None],
+    emit: Emit,
     move: Callable[[Job], Job] = lambda job: job,
 ) -> None:
     """Cancel a job, or submit one; `move` rewrites it for the place where the engine is.

@@ -430,6 +430,8 @@ class Failed:
 
 
 Event = Progress | Tokens | Done | Failed
+Emit = Callable[[Event], None]
+"""Takes the events of a job, on a thread of the engine."""
 
 
 class Engine(Protocol):
@@ -442,7 +444,7 @@ class Engine(Protocol):
     pulse: Pulse
     """What the engine's thread is doing."""
 
-    def submit(self, job: Job, emit: Callable[[Event], None]) -> None: ...
+    def submit(self, job: Job, emit: Emit) -> None: ...
 
     def cancel(self, job_id: str) -> None: ...
 

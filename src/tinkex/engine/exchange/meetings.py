@@ -26,8 +26,7 @@ from tinkex.engine.train.trainer import ResidentAdapter
 from tinkex.errors import EngineError, NotSupportedError
 
 log = logging.getLogger(__name__)
-Emit = Callable[[jobs.Event], None]
-Attempt = Callable[[jobs.Job, Emit, Callable[[], jobs.Result | None]], None]
+Attempt = Callable[[jobs.Job, jobs.Emit, Callable[[], jobs.Result | None]], None]
 
 
 class Meetings:
@@ -49,11 +48,11 @@ class Meetings:
         self._stores: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def submit(self, job: jobs.MeetingJob, emit: Emit) -> None:
+    def submit(self, job: jobs.MeetingJob, emit: jobs.Emit) -> None:
         """From any thread; returns at once."""
         self._attempt(job, emit, partial(self._take, job, emit))
 
-    def _take(self, job: jobs.MeetingJob, emit: Emit) -> jobs.Result | None:
+    def _take(self, job: jobs.MeetingJob, emit: jobs.Emit) -> jobs.Result | None:
         if self._refusal:
             raise NotSupportedError(self._refusal)
         match job:

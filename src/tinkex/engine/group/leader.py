@@ -61,7 +61,6 @@ from tinkex.errors import (
 )
 
 log = logging.getLogger(__name__)
-Emit = Callable[[jobs.Event], None]
 _FOLDER = "tinkex-group-"
 
 
@@ -428,7 +427,11 @@ class LedSampler(GroupSampler):
     leader: Leader
 
     def add(
-        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str | None = None
+        self,
+        job: jobs.SampleJob,
+        adapter: Adapter | None,
+        emit: jobs.Emit,
+        version: str | None = None,
     ) -> None:
         if job.seed is None:
             job = replace(job, seed=secrets.randbits(63))

@@ -5,7 +5,7 @@ Plain data. Which of them run is the scheduler's business, what is drawn the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -19,14 +19,12 @@ from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.scheduler import Chunk, Seq
 from tinkex.engine.sample.stopping import StopWatch
 
-Emit = Callable[[jobs.Event], None]
-
 
 @dataclass(eq=False, slots=True)
 class Request:
     job: jobs.SampleJob
     adapter: Adapter | None
-    emit: Emit
+    emit: jobs.Emit
     max_tokens: int
     stop_ids: frozenset[int]
     scores: PromptScores | None

@@ -29,6 +29,7 @@ from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.reports import cancelled
 from tinkex.engine.rows import exactly
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
@@ -38,7 +39,6 @@ from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.relief import Relief
 from tinkex.engine.sample.requests import (
-    Emit,
     Request,
     Sample,
     lora_of,
@@ -170,7 +170,11 @@ class Sampler:
     # ------------------------------------------------------------------------------- in and out
 
     def add(
-        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str | None = None
+        self,
+        job: jobs.SampleJob,
+        adapter: Adapter | None,
+        emit: jobs.Emit,
+        version: str | None = None,
     ) -> None:
         """Queue a job. `emit` gets its `Tokens` and its end from within `step`.
 
@@ -194,8 +198,7 @@ class Sampler:
             return False
         for sample in request.samples:
             self.scheduler.remove(sample)
-        message = f"job {job_id} was cancelled"
-        request.emit(jobs.Failed(job_id=job_id, message=message, category="cancelled"))
+        request.emit(cancelled(job_id))
         return True
 
     def cancel_all(self) -> None:
@@ -219,7 +222,7 @@ class Sampler:
         request.emit(jobs.Failed(job_id=request.job.job_id, message=message, category=category))
 
     def _request(
-        self, job: jobs.SampleJob, adapter: Adapter | None, emit: Emit, version: str
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: jobs.Emit, version: str
     ) -> Request:
         config = self.decoder.config
         check_sample_job(job, config.vocab_size, config.routing)

@@ -1,6 +1,6 @@
 """A deterministic engine without torch: the whole `jobs.Engine`, microseconds per call.
 
-It trains and samples a bigram table (`toy_model`), so server and SDK tests see losses that fall,
+It trains and samples a bigram table (`toy/model.py`), so server and SDK tests see losses that fall,
 checkpoints that restore and samples that repeat, without a model on disk. Equal jobs in equal order
 give equal bits. One thread runs everything but the writing of checkpoints, which another one does;
 with artificial latency, jobs of one adapter wait for each other and jobs of different adapters do
@@ -9,31 +9,29 @@ not. It knows nothing of tensors, devices or HTTP.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import itertools
-import json
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
 from tinkex.engine.exchange import gradient_file
-from tinkex.engine.folders import write_whole
 from tinkex.engine.metrics import Gap, Tally
 from tinkex.engine.pulse import Pulse
+from tinkex.engine.reports import cancelled, tell
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
+from tinkex.engine.toy import checkpoint
+from tinkex.engine.toy.agenda import Agenda, Due
 from tinkex.engine.toy.cache import PrefixCache, Recent
 from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.data import prepare
@@ -44,18 +42,6 @@ from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
 log = logging.getLogger(__name__)
-Emit = Callable[[jobs.Event], None]
-MANIFEST, BALLAST = "manifest.json", "ballast.bin"
-
-
-class _Due(NamedTuple):
-    """Something to do at a time: run a job, or emit the events a job has already produced."""
-
-    at: float
-    order: int  # no two have the same, so nothing behind it is compared
-    job: jobs.Job
-    emit: Emit
-    event: jobs.Event | None = None
 
 
 class ToyEngine:
@@ -68,16 +54,12 @@ class ToyEngine:
         self._snapshots: Recent[str, ToyAdapter] = Recent(self.config.num_snapshots)
         self._bases: dict[str, ToyAdapter] = {}
         self._prefixes = PrefixCache(self.config.num_cache_blocks)
-        self._agenda: list[_Due] = []
-        self._lines: dict[str, deque[_Due]] = {}  # samples whose time has come, by tenant
-        self._order = itertools.count()
+        self._agenda = Agenda()
         self._lane_free_at: dict[str, float] = {}
         self._device_free_at = 0.0
         self._slots: list[float] = [0.0] * self.config.max_running  # a heap: when each is free
-        self._spent: dict[str, float] = {}  # tokens of each tenant, as a start time (fair queueing)
-        self._floor = 0.0
         self._cancelled: set[str] = set()
-        self._live: dict[str, Emit] = {}
+        self._live: dict[str, jobs.Emit] = {}
         self._wake = threading.Condition()
         self._closed = False
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="toy-engine-disk")
@@ -86,7 +68,7 @@ class ToyEngine:
 
     # ----------------------------------------------------------------------------- jobs.Engine
 
-    def submit(self, job: jobs.Job, emit: Emit) -> None:
+    def submit(self, job: jobs.Job, emit: jobs.Emit) -> None:
         with self._wake:
             if self._closed:
                 emit(jobs.Failed(job_id=job.job_id, message="engine closed", category="cancelled"))
@@ -98,7 +80,7 @@ class ToyEngine:
             if lane != job.job_id:
                 self._lane_free_at[lane] = at
             self._live[job.job_id] = emit
-            heapq.heappush(self._agenda, _Due(at, next(self._order), job, emit))
+            self._agenda.add(at, job, emit)
             self._wake.notify()
 
     def _pass_s(self, job: jobs.Job) -> float:
@@ -124,72 +106,32 @@ class ToyEngine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                if not self._something_to_do():
+                if not (self._closed or self._cancelled or self._agenda.is_due):
                     # One wait per round: what arrives may be due later than what was waited for.
-                    self._wake.wait(timeout=self._idle_s())
-                cancelled = list(self._live if self._closed else self._cancelled)
+                    self._wake.wait(timeout=self._agenda.idle_s())
+                ended = list(self._live if self._closed else self._cancelled)
                 self._cancelled.clear()
-                dropped = {job_id: self._live.pop(job_id) for job_id in cancelled}
+                dropped = {job_id: self._live.pop(job_id) for job_id in ended}
                 if dropped:
-                    self._forget(dropped)
-                due = self._next_due()
+                    self._agenda.forget(dropped)
+                due = self._agenda.take()
                 closed = self._closed
             for job_id, emit in dropped.items():
-                message = f"job {job_id} was cancelled"
-                _tell(emit, jobs.Failed(job_id=job_id, message=message, category="cancelled"))
+                tell(emit, cancelled(job_id))
             if closed:
                 self._disk.shutdown()
                 return
             if due is not None:
                 self._attend(due)
 
-    def _forget(self, dropped: Mapping[str, Emit]) -> None:
-        self._agenda = [due for due in self._agenda if due.job.job_id not in dropped]
-        heapq.heapify(self._agenda)
-        lines = {
-            tenant: deque(due for due in line if due.job.job_id not in dropped)
-            for tenant, line in self._lines.items()
-        }
-        self._lines = {tenant: line for tenant, line in lines.items() if line}
-
-    def _next_due(self) -> _Due | None:
-        """What is due, samples last; of those, the oldest of the tenant who had the least."""
-        now = time.monotonic()
-        while self._agenda and self._agenda[0].at <= now:
-            due = heapq.heappop(self._agenda)
-            if due.event is not None or not isinstance(due.job, jobs.SampleJob):
-                return due
-            self._lines.setdefault(due.job.tenant, deque()).append(due)
-        if not self._lines:
-            return None
-        tenant = min(self._lines, key=lambda name: (self._had(name), self._lines[name][0]))
-        due = self._lines[tenant].popleft()
-        if not self._lines[tenant]:
-            del self._lines[tenant]
-        assert isinstance(due.job, jobs.SampleJob)
-        self._floor = self._had(tenant)
-        cost = len(due.job.prompt) + due.job.num_samples * (due.job.max_tokens or 256)
-        self._spent[tenant] = self._floor + cost
-        return due
-
-    def _had(self, tenant: str) -> float:
-        return max(self._spent.get(tenant, 0.0), self._floor)
-
-    def _something_to_do(self) -> bool:
-        ready = self._agenda and self._agenda[0].at <= time.monotonic()
-        return bool(self._closed or self._cancelled or self._lines or ready)
-
-    def _idle_s(self) -> float | None:
-        return max(0.0, self._agenda[0].at - time.monotonic()) if self._agenda else None
-
-    def _attend(self, due: _Due) -> None:
+    def _attend(self, due: Due) -> None:
         if due.event is not None:
             self._finish(due.emit, due.event)
         else:
             with self.pulse.work(due.job.job_id):
                 self._attempt(due, partial(self._run, due))
 
-    def _attempt(self, due: _Due, action: Callable[[], jobs.Result | None]) -> None:
+    def _attempt(self, due: Due, action: Callable[[], jobs.Result | None]) -> None:
         """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
         try:
             result = action()
@@ -203,7 +145,7 @@ class ToyEngine:
             if result is not None:
                 self._deliver(due, result)
 
-    def _deliver(self, due: _Due, result: jobs.Result) -> None:
+    def _deliver(self, due: Due, result: jobs.Result) -> None:
         """Emit a result, sampled tokens first and each at its time."""
         job, at, token_s = due.job, due.at, self.config.token_latency_s
         if isinstance(job, jobs.SampleJob) and (job.stream or token_s > 0):
@@ -224,33 +166,32 @@ class ToyEngine:
         heapq.heappush(self._slots, at + self.config.token_latency_s * num_tokens)
         return at
 
-    def _later(self, at: float, due: _Due, event: jobs.Event) -> None:
+    def _later(self, at: float, due: Due, event: jobs.Event) -> None:
         if self.config.token_latency_s == 0:
             self._finish(due.emit, event)
             return
         with self._wake:
-            heapq.heappush(self._agenda, _Due(at, next(self._order), due.job, due.emit, event))
+            self._agenda.add(at, due.job, due.emit, event)
             self._wake.notify()
 
-    def _finish(self, emit: Emit, event: jobs.Event) -> None:
+    def _finish(self, emit: jobs.Emit, event: jobs.Event) -> None:
         if isinstance(event, jobs.Done | jobs.Failed):
             with self._wake:
                 if self._live.pop(event.job_id, None) is None:
                     return
                 self._cancelled.discard(event.job_id)
-        _tell(emit, event)
+        tell(emit, event)
 
-    def _run(self, due: _Due) -> jobs.Result | None:
-        job, emit = due.job, due.emit
-        match job:
+    def _run(self, due: Due) -> jobs.Result | None:
+        match job := due.job:
             case jobs.SampleJob():
-                return self._sample(job, emit)
+                return self._sample(job)
             case jobs.TrainJob():
                 return self._train(job)
             case jobs.CreateAdapterJob():
-                return self._create(job, emit)
+                return self._create(job)
             case jobs.LoadAdapterJob():
-                return self._load(job, emit)
+                return self._load(job)
             case jobs.SaveAdapterJob():
                 return self._save(job, due)
             case jobs.DropAdapterJob():
@@ -315,7 +256,7 @@ class ToyEngine:
 
     # ------------------------------------------------------------------------------- adapters
 
-    def _create(self, job: jobs.CreateAdapterJob, emit: Emit) -> jobs.AdapterResult:
+    def _create(self, job: jobs.CreateAdapterJob) -> jobs.AdapterResult:
         if not 1 <= job.lora.rank <= 512:
             raise InvalidInputError(f"must be 1 to 512, got {job.lora.rank}", path="lora.rank")
         if job.adapter_id in self._adapters:
@@ -324,9 +265,9 @@ class ToyEngine:
         self._adapters[job.adapter_id] = self._fresh(job.base_model, job.lora, job.optimizer)
         return jobs.AdapterResult()
 
-    def _load(self, job: jobs.LoadAdapterJob, emit: Emit) -> jobs.AdapterResult:
+    def _load(self, job: jobs.LoadAdapterJob) -> jobs.AdapterResult:
         self._base(job.base_model)
-        adapter = self._read(Path(job.folder), job.with_optimizer)
+        adapter = self._read(job.folder, with_optimizer=job.with_optimizer)
         if adapter.base_model != job.base_model:
             raise InvalidInputError(
                 f"checkpoint is of {adapter.base_model!r}, adapter of {job.base_model!r}"
@@ -334,48 +275,35 @@ class ToyEngine:
         self._adapters[job.adapter_id] = adapter
         return jobs.AdapterResult()
 
-    def _read(self, folder: Path, with_optimizer: bool) -> ToyAdapter:
-        if not (folder / MANIFEST).is_file():
-            raise ModelNotFoundError(f"{folder.name} is no checkpoint: {MANIFEST} is missing")
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if with_optimizer and not manifest["has_optimizer"]:
-            raise InvalidInputError(
-                f"checkpoint {folder.name!r} holds no optimizer state; load it without, or save "
-                "with save_state"
-            )
-        adapter = self._fresh(
-            manifest["base_model"], jobs.LoraSpec(**manifest["lora"]), manifest["optimizer"]
+    def _read(self, folder: str, *, with_optimizer: bool = False) -> ToyAdapter:
+        return checkpoint.read(
+            Path(folder),
+            vocab_size=self.config.vocab_size,
+            with_optimizer=with_optimizer,
+            has_ballast=self.config.adapter_bytes > 0,
         )
-        with np.load(folder / "adapter_model.npz") as arrays:
-            adapter.load(
-                dict(arrays),
-                with_optimizer=with_optimizer,
-                with_gradients=manifest["has_gradients"],
-            )
-        if self.config.adapter_bytes:
-            pages = np.memmap(folder / BALLAST, np.uint8, mode="r")[::4096]
-            if pages.any():  # touches them all: they are in memory then
-                raise InvalidInputError(f"{BALLAST} of {folder.name} is damaged")
-        return adapter
 
-    def _save(self, job: jobs.SaveAdapterJob, due: _Due) -> jobs.AdapterResult | None:
+    def _save(self, job: jobs.SaveAdapterJob, due: Due) -> jobs.AdapterResult | None:
         adapter, folder = self._adapter(job.adapter_id), Path(job.folder)
-        ballast = np.zeros(self.config.adapter_bytes, np.uint8)
         write = partial(
-            _write_checkpoint, folder, *_capture(adapter, job), ballast, sync=not job.ephemeral
+            checkpoint.write,
+            folder,
+            *checkpoint.capture(adapter, job),
+            ballast_bytes=self.config.adapter_bytes,
+            sync=not job.ephemeral,
         )
         if not job.for_sampling:
             self._disk.submit(self._attempt, due, write)
             return None
         result = write()
-        self._snapshots.put(job.folder, self._read(folder, with_optimizer=False))
+        self._snapshots.put(job.folder, self._read(job.folder))
         return result
 
-    def _snapshot(self, job: jobs.SampleJob, emit: Emit) -> ToyAdapter:
+    def _snapshot(self, job: jobs.SampleJob) -> ToyAdapter:
         base = self._base(job.base_model)
         if (folder := job.adapter_folder) is None:
             return base
-        return self._snapshots.get(folder, lambda: self._read(Path(folder), with_optimizer=False))
+        return self._snapshots.get(folder, lambda: self._read(folder))
 
     # ------------------------------------------------------------------------------- training
 
@@ -431,7 +359,7 @@ class ToyEngine:
 
     # ------------------------------------------------------------------------------- sampling
 
-    def _sample(self, job: jobs.SampleJob, emit: Emit) -> jobs.SampleResult:
+    def _sample(self, job: jobs.SampleJob) -> jobs.SampleResult:
         started = time.perf_counter()
         vocab_size, context = self.config.vocab_size, self.config.max_context_length
         check_sample_job(job, vocab_size)
@@ -443,7 +371,7 @@ class ToyEngine:
                 f"{context}",
                 path="max_tokens",
             )
-        adapter = self._snapshot(job, emit)
+        adapter = self._snapshot(job)
         seed = job.seed if job.seed is not None else self._free_seed(job)
         sequences = tuple(
             self._generate(job, adapter, sample_key(seed, job.first_sample + i), max_tokens)
@@ -497,13 +425,6 @@ class ToyEngine:
 # ----------------------------------------------------------------------------------- functions
 
 
-def _tell(emit: Emit, event: jobs.Event) -> None:
-    try:
-        emit(event)
-    except Exception:
-        log.exception("toy engine: the receiver of %s failed", event)
-
-
 def _failed(job_id: str, message: str, category: Literal["user", "server"]) -> jobs.Failed:
     return jobs.Failed(job_id=job_id, message=message, category=category)
 
@@ -552,50 +473,6 @@ def _gaps(
 def _gap(gap: NDArray[np.float64]) -> Gap:
     k3 = np.exp(gap) - gap - 1
     return Gap(float(np.abs(gap).sum()), float(np.abs(gap).max()), float(k3.sum()), gap.size)
-
-
-def _capture(
-    adapter: ToyAdapter, job: jobs.SaveAdapterJob
-) -> tuple[dict[str, NDArray[Any]], dict[str, Mapping[str, Any]]]:
-    """Arrays and JSON files of a checkpoint, as the adapter is now."""
-    arrays = adapter.export()
-    arrays["state"][:, [*([] if job.with_optimizer else [2, 3])]] = 0
-    if not job.with_gradients:
-        arrays.update(pack_gradients({}))
-    lora = adapter.lora
-    config = {
-        "peft_type": "TOY",
-        "base_model_name_or_path": adapter.base_model,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-    }
-    manifest = {
-        "format": "tinkex-toy-1",
-        "base_model": adapter.base_model,
-        "lora": asdict(lora),
-        "optimizer": adapter.optimizer,
-        "step": adapter.step,
-        "content_sha256": hashlib.sha256(arrays["state"][:, 0].tobytes()).hexdigest(),
-        "has_optimizer": job.with_optimizer,
-        "has_gradients": job.with_gradients,
-    }
-    return arrays, {"adapter_config.json": config, MANIFEST: manifest}
-
-
-def _write_checkpoint(
-    folder: Path,
-    arrays: Mapping[str, NDArray[Any]],
-    texts: Mapping[str, Mapping[str, Any]],
-    ballast: NDArray[np.uint8],
-    *,
-    sync: bool,
-) -> jobs.AdapterResult:
-    def fill(aside: Path) -> None:
-        np.savez(aside / "adapter_model.npz", allow_pickle=False, **arrays)
-        if len(ballast):
-            ballast.tofile(aside / BALLAST)
-
-    return jobs.AdapterResult(size_bytes=write_whole(folder, fill, texts, sync=sync))
 
 
 def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:
