@@ -1,6 +1,7 @@
 """A sample job in the making: its samples, what was drawn for each, and the result.
 
-Plain data. Which of them run is the scheduler's business, what is drawn the sampler's.
+Data, and what is told of it while it grows. Which of them run is the scheduler's business, what is
+drawn the sampler's.
 """
 
 from __future__ import annotations
@@ -40,6 +41,30 @@ class Request:
         leader.followers = list(followers)
         return leader
 
+    def say_it_waits(self, room: str, num_before: int) -> None:
+        """Tell once why the job does not start, unless some of it ran already."""
+        if self.told_to_wait or any(sample.num_sampled for sample in self.samples):
+            return
+        self.told_to_wait = True
+        before = f", {num_before} before it" if num_before else ""
+        text = f"waits for {room} in the sampler{before}"
+        self.emit(jobs.Progress(job_id=self.job.job_id, text=text))
+
+    def say_it_runs(self) -> None:
+        """Take back what was told about waiting."""
+        if self.told_to_wait:
+            self.told_to_wait = False
+            self.emit(jobs.Progress(job_id=self.job.job_id, text="sampling"))
+
+    @property
+    def divergence(self) -> str:
+        """What to say of logits that are no numbers."""
+        adapted = "an adapter of " if self.adapter is not None else ""
+        return (
+            f"the logits of {adapted}{self.job.base_model} are not finite: it has diverged. Sample "
+            "from an earlier checkpoint, and train on from there with a lower learning rate."
+        )
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sample(Seq):
@@ -62,6 +87,29 @@ class Sample(Seq):
     @property
     def num_sampled(self) -> int:
         return len(self.logprobs)
+
+    def take(self, token: int, logprob: float) -> None:
+        """Append what was drawn, tell it to whoever listens, and note when it is the last one."""
+        request = self.request
+        if request.max_tokens > 0:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if request.job.stream:
+                self._stream(token, logprob)
+            if token in request.stop_ids or (self.watch and self.watch.seen(token)):
+                self.reason = "stop"
+        if self.reason is None and self.num_sampled >= request.max_tokens:
+            self.reason = "length"
+
+    def _stream(self, token: int, logprob: float) -> None:
+        self.request.emit(
+            jobs.Tokens(
+                job_id=self.job_id,
+                sample_index=self.index,
+                tokens=np.array([token], np.int32),
+                logprobs=np.array([logprob], np.float32),
+            )
+        )
 
     def start_again(self) -> None:
         """Have nothing in any cache; what was drawn stays, the prompt is scored again."""

@@ -31,12 +31,11 @@ from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.reports import cancelled
 from tinkex.engine.rows import exactly
-from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
+from tinkex.engine.sample.intake import Intake
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
 from tinkex.engine.sample.pass_clock import PassClock
-from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.relief import Relief
 from tinkex.engine.sample.requests import (
     Request,
@@ -46,12 +45,12 @@ from tinkex.engine.sample.requests import (
     result_of,
     sample_of,
 )
-from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform_table
+from tinkex.engine.sample.rng import uniform_table
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.engine.sample.state_pool import StatePool
 from tinkex.engine.sample.states import StateCache, state_bytes
-from tinkex.engine.sample.stopping import Detokenize, StopWatch
+from tinkex.engine.sample.stopping import Detokenize
 from tinkex.engine.transfer import Fetch, send
 from tinkex.errors import ConfigError, InvalidInputError
 
@@ -139,8 +138,7 @@ class Sampler:
             decoder, self.cache, self.states, self._experts, exact=self.config.exact
         )
         self._fewest_rows = packed_weights.FEWEST_ROWS if self._pack_weights() else 1
-        self._load_detokenizer = detokenizer
-        self._detokenize: Detokenize | None = None
+        self._intake = Intake(decoder.config, kv_tokens=num_blocks * size, detokenizer=detokenizer)
         self._requests: dict[str, Request] = {}
         self._settings: tuple[list[Sample], Settings] | None = None
         self._unread: _Drawn | None = None
@@ -187,7 +185,7 @@ class Sampler:
         if job.job_id in self._requests:
             raise InvalidInputError(f"a job {job.job_id!r} is running already", path="job_id")
         version = job.adapter_folder or "" if version is None else version
-        request = self._request(job, adapter, emit, version)
+        request = self._intake.request(job, adapter, emit, version)
         self._requests[job.job_id] = request
         self.scheduler.add(request.lead())
 
@@ -220,69 +218,6 @@ class Sampler:
             self.scheduler.remove(sample)
             self.cache.scrub([block for block in blocks if not pool.is_held(block)])
         request.emit(jobs.Failed(job_id=request.job.job_id, message=message, category=category))
-
-    def _request(
-        self, job: jobs.SampleJob, adapter: Adapter | None, emit: jobs.Emit, version: str
-    ) -> Request:
-        config = self.decoder.config
-        check_sample_job(job, config.vocab_size, config.routing)
-        max_tokens = self._max_tokens(job)
-        stop_ids = job.stop_tokens
-        if stop_ids is None:
-            stop_ids = () if job.stop_strings else config.eos_token_ids
-        seed = fresh_seed() if job.seed is None else job.seed
-        scores = PromptScores(job, seed, config.vocab_size) if PromptScores.wanted(job) else None
-        request = Request(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
-        prompt = [int(token) for token in job.prompt]
-        for index in range(job.num_samples):
-            scored = scores is not None and index == 0
-            request.samples.append(
-                Sample(
-                    version=version,
-                    tokens=list(prompt),
-                    num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
-                    tenant=job.tenant,
-                    request=request,
-                    index=index,
-                    key=sample_key(seed, job.first_sample + index),
-                    watch=self._stop_watch(job.stop_strings),
-                )
-            )
-        request.num_open = job.num_samples
-        return request
-
-    def _max_tokens(self, job: jobs.SampleJob) -> int:
-        """Tokens the job may generate; refuses what can never fit."""
-        length, context = len(job.prompt), self.decoder.config.max_context_length
-        pool = self.scheduler.pool
-        # The last token sampled needs no KV of its own.
-        room = min(context, pool.num_blocks * pool.block_size + 1) - length
-        wanted = room if job.max_tokens is None else job.max_tokens
-        if wanted > context - length:
-            raise InvalidInputError(
-                f"the prompt of {length} tokens plus max_tokens {wanted} exceeds the model's "
-                f"context of {context}; at most {max(0, context - length)} can be generated",
-                path="max_tokens",
-            )
-        if wanted > room or room < 0:
-            raise InvalidInputError(
-                f"one sample of this job needs KV memory for {length + max(wanted, 0)} tokens, but "
-                f"the cache holds {pool.num_blocks * pool.block_size}. Lower max_tokens or start "
-                "the server with more KV memory.",
-                path="max_tokens",
-            )
-        return wanted
-
-    def _stop_watch(self, stops: Sequence[str]) -> StopWatch | None:
-        if not stops:
-            return None
-        if self._detokenize is None:
-            if self._load_detokenizer is None:
-                raise InvalidInputError(
-                    "this model has no tokenizer; use token ids", path="sampling_params.stop"
-                )
-            self._detokenize = self._load_detokenizer()
-        return StopWatch(stops, self._detokenize)
 
     # ------------------------------------------------------------------------------------- pass
 
@@ -390,12 +325,7 @@ class Sampler:
         if len(self.scheduler.running) >= places:
             room = f"one of {places} places"
         for place, seq in enumerate(self.scheduler.waiting):
-            request = owner_of(seq).request
-            if not request.told_to_wait and not any(s.num_sampled for s in request.samples):
-                request.told_to_wait = True
-                ahead = f", {place} before it" if place else ""
-                text = f"waits for {room} in the sampler{ahead}"
-                request.emit(jobs.Progress(job_id=request.job.job_id, text=text))
+            owner_of(seq).request.say_it_waits(room, place)
 
     def _replay(self, chunks: Sequence[Chunk]) -> Tensor | None:
         """Logits of a pass in which every sequence decodes one token, from a recorded graph."""
@@ -561,38 +491,26 @@ class Sampler:
     def _accept(self, sample: Sample, token: int, logprob: float) -> None:
         """Append a drawn token to its sample, and end the sample if it is complete."""
         request = sample.request
-        if request.told_to_wait:
-            request.told_to_wait = False
-            request.emit(jobs.Progress(job_id=sample.job_id, text="sampling"))
+        request.say_it_runs()
         if math.isnan(logprob):
-            adapted = "an adapter of " if request.adapter is not None else ""
-            self._fail(
-                request,
-                f"the logits of {adapted}{request.job.base_model} are not finite: it has diverged. "
-                "Sample from an earlier checkpoint, and train on from there with a lower learning "
-                "rate.",
-                "user",
-            )
+            self._fail(request, request.divergence, "user")
             return
-        if request.max_tokens > 0:
-            sample.tokens.append(token)
-            sample.logprobs.append(logprob)
-            if request.job.stream:
-                self._stream(sample, token, logprob)
-            if token in request.stop_ids or (sample.watch and sample.watch.seen(token)):
-                sample.reason = "stop"
-        if sample.reason is None and sample.num_sampled >= request.max_tokens:
-            sample.reason = "length"
+        sample.take(token, logprob)
         if sample.reason is not None:
-            if request.job.routed_experts:
-                self._note_experts(sample)
-            self.scheduler.remove(sample)
-            request.num_open -= 1
-            assert sample.since_s is not None
-            request.device_s += self._pass_clock.read_s() - sample.since_s
-            if request.num_open == 0:
-                del self._requests[request.job.job_id]
-                request.emit(jobs.Done(job_id=request.job.job_id, result=result_of(request)))
+            self._end(sample)
+
+    def _end(self, sample: Sample) -> None:
+        """Free what a sample held; the last one of a job ends the job."""
+        request = sample.request
+        if request.job.routed_experts:
+            self._note_experts(sample)
+        self.scheduler.remove(sample)
+        request.num_open -= 1
+        assert sample.since_s is not None
+        request.device_s += self._pass_clock.read_s() - sample.since_s
+        if request.num_open == 0:
+            del self._requests[request.job.job_id]
+            request.emit(jobs.Done(job_id=request.job.job_id, result=result_of(request)))
 
     def _note_experts(self, sample: Sample) -> None:
         """What an ended sample passed, before its pages go; the first also tells the prompt's."""
@@ -605,16 +523,6 @@ class Sampler:
         if num_tokens > num_prompt:
             own_TLk = np.concatenate([own_TLk, unrecorded(own_TLk)])
         sample.experts = routed_experts.pack(own_TLk)
-
-    def _stream(self, sample: Sample, token: int, logprob: float) -> None:
-        sample.request.emit(
-            jobs.Tokens(
-                job_id=sample.request.job.job_id,
-                sample_index=sample.index,
-                tokens=np.array([token], np.int32),
-                logprobs=np.array([logprob], np.float32),
-            )
-        )
 
 
 # ------------------------------------------------------------------------------------ functions

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -42,14 +42,13 @@ from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_ada
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
-from tinkex.engine.model.packed_weights import free_bytes
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
 from tinkex.engine.train.losses import Limits, Prepared
-from tinkex.engine.train.optim import OptimizerState, apply_step, make_room, scratch_bytes
+from tinkex.engine.train.optim import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
+from tinkex.engine.train.resident import ResidentAdapter, Shared, shortage_for
 from tinkex.engine.train.scoring import score
-from tinkex.engine.train.shards import tree_sum
 from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
 from tinkex.errors import (
     ConfigError,
@@ -97,63 +96,6 @@ class TrainerConfig:
             activation_bytes=free_bytes // 2,
             deterministic=deterministic,
         )
-
-
-@dataclass(slots=True)
-class Shared:
-    """Gradients that were put aside for all who share an adapter, until they are added up."""
-
-    shards: dict[int, Tensor] = field(default_factory=dict)
-    file: str = ""
-    """Where they lie as well."""
-    total: Tensor | None = None
-    """The sum of everybody's, if they met."""
-
-
-@dataclass(slots=True)
-class ResidentAdapter:
-    """An adapter in memory, with everything that training it further needs."""
-
-    adapter: Adapter
-    spec: LoraSpec
-    base_model: str
-    optimizer: OptimizerState
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    """Gathered since the last step, in the adapter's layout, by virtual shard; all in shard 0 where
-    the order of sums may vary."""
-    version: int = 0
-    """Counts changes of the weights."""
-    shared: Shared = field(default_factory=Shared)
-    """Between `share_gradient` and `add_gradient` a meeting's thread may use it as well."""
-    twins: dict[int, Adapter] = field(default_factory=dict)
-    """Where the gradients of shards go while they are computed side by side."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The sum of what was gathered; a copy when there are several shards."""
-        return tree_sum(self.grads, torch.add)
-
-    def twin(self, shard: int) -> Adapter:
-        """The adapter, gathering gradients of one shard."""
-        if shard == 0:
-            return self.adapter
-        if shard not in self.twins:
-            self.twins[shard] = self.adapter.twin()
-        return self.twins[shard]
-
-    def gather(self, shard: int, grad: Tensor) -> None:
-        """Add a gradient, which is the resident's from now on."""
-        self.grads[shard] = self.grads[shard].add_(grad) if shard in self.grads else grad
-
-    @property
-    def untouched_bytes(self) -> int:
-        """Of gradients and moments, before the first step."""
-        return (1 + len(self.optimizer.moments)) * self.adapter.flat.nbytes
-
-    def take_grad(self) -> Tensor | None:
-        """The sum of what was gathered, which is gone then."""
-        grads, self.grads = self.grads, {}
-        return tree_sum(grads, lambda one, other: one.add_(other))
 
 
 class Trainer:
@@ -204,7 +146,7 @@ class Trainer:
             adapter = self._fresh(spec, kinds)
             optimizer = OptimizerState.fresh(job.optimizer, adapter)
             made = ResidentAdapter(adapter, spec, job.base_model, optimizer)
-            trouble = self._shortage(made)
+            trouble = shortage_for(made, self.adapters.values())
         except (RuntimeError, MemoryError) as exc:
             if not is_out_of_memory(exc):
                 raise
@@ -216,22 +158,6 @@ class Trainer:
             )
         assert made is not None
         self.adapters[job.adapter_id] = made
-
-    def _shortage(self, new: ResidentAdapter) -> str:
-        """Why an adapter cannot be trained here; empty when it can.
-
-        A CPU's memory is given out when it is touched, and whoever touches too much is killed with
-        everybody's work: so what adapters will need at their first step is counted now. A GPU says
-        no by itself.
-        """
-        if self.decoder.device.type != "cpu":
-            return ""
-        untouched = [one for one in self.adapters.values() if one.optimizer.step == 0]
-        needed = sum(one.untouched_bytes for one in (*untouched, new))
-        free = free_bytes()
-        if needed <= free:
-            return ""
-        return f"{needed / 1e6:.0f} MB are needed to train, {free / 1e6:.0f} MB are free"
 
     def _fresh(self, spec: LoraSpec, kinds: Sequence[Kind]) -> Adapter:
         return fresh_adapter(
@@ -339,7 +265,7 @@ class Trainer:
         resident = self.find(job.adapter_id)
         check_params(resident.optimizer.kind, job.params)
         began = time.perf_counter()
-        if trouble := self._agree_on(_trouble_of(resident)):  # before anything has changed
+        if trouble := self._agree_on(resident.shortage_for_a_step()):  # before anything has changed
             raise EngineError(
                 f"the step failed: {trouble}. Beside an adapter of rank {resident.spec.rank} it "
                 f"needs {scratch_bytes(resident.adapter, resident.optimizer) / 1e6:.0f} MB; unload "
@@ -564,17 +490,6 @@ class Trainer:
         return again
 
 
-def _trouble_of(resident: ResidentAdapter) -> str:
-    """Why there is no memory for a step of an adapter; empty when there is."""
-    try:
-        make_room(resident.adapter, resident.optimizer)
-    except (RuntimeError, MemoryError) as exc:
-        if not is_out_of_memory(exc):
-            raise
-        return str(exc)
-    return ""
-
-
 def given_up(tasks: Sequence[Task], why: str, *, for_memory: bool) -> Gathered:
     """All tasks have failed, with numbers and advice."""
     num_tokens = sum(task.num_tokens for task in tasks)
@@ -582,9 +497,6 @@ def given_up(tasks: Sequence[Task], why: str, *, for_memory: bool) -> Gathered:
     for task in tasks:
         task.error = EngineError(f"the training pass failed: {why}{advice if for_memory else ''}")
     return {}
-
-
-# --------------------------------------------------------------------------------------- gradients
 
 
 class _Handed(torch.autograd.Function):
