@@ -156,9 +156,12 @@ def tight_pool(exchange: Path) -> Pool:
     from tinkex.engine.engine import TorchEngine
     from tinkex.engine.train.trainer import Trainer
 
-    class Tight(TorchEngine):
-        def _base(self, *args: Any) -> Any:
-            base = super()._base(*args)
+    def make_tight() -> TorchEngine:
+        engine = TorchEngine(EngineConfig(device="cpu"))
+        find = engine._bases.find
+
+        def find_tight(*args: Any) -> Any:
+            base = find(*args)
 
             def run_pass(one: Any, *rest: Any) -> None:
                 if max(item.length for item in one.items) > 40:
@@ -167,10 +170,13 @@ def tight_pool(exchange: Path) -> Pool:
                     )
                 Trainer._run_pass(base.trainer, one, *rest)
 
-            base.trainer._run_pass = run_pass  # type: ignore[method-assign]
+            base.trainer._run_pass = run_pass
             return base
 
-    tight = EngineWorker(lambda: Tight(EngineConfig(device="cpu")), "tight")
+        engine._bases.find = find_tight  # type: ignore[method-assign]
+        return engine
+
+    tight = EngineWorker(make_tight, "tight")
     return Pool([tight, torch_member(deterministic=False)], exchange=exchange)
 
 
