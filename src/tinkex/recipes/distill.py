@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tinkex import AdamParams, Datum, SamplingClient, ServiceClient
@@ -31,6 +31,7 @@ from tinkex.recipes.loop import (
     finished,
     learning_rate_at,
     note_if_finished,
+    open_log,
     open_training,
     print_step,
     save,
@@ -41,7 +42,6 @@ from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rl import Gaps, datum_of, of_sampled, reference_gaps
 from tinkex.recipes.rollouts import Rollout, RolloutLog
-from tinkex.recipes.run_log import RunLog, make_trackers
 
 PANELS = (
     Panel(
@@ -94,15 +94,11 @@ def train(
 ) -> Result:
     """Run, or resume, one distillation. Ctrl-C ends it after the current step, checkpointed."""
     loaded = load_prompts(prompts)
-    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
-    may_change = frozenset({"steps"} if config.schedule == "constant" else ())
-    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    log = open_log(config, may_change=["steps"] if config.schedule == "constant" else [])
     if (ended := finished(service, log, on_note)) is not None:
         return ended
     teacher = open_teacher(service, config.teacher)
-    training, start = open_training(
-        service, log, model=config.model, rank=config.rank, seed=config.seed
-    )
+    training, start = open_training(service, log, config)
     renderer = Renderer(training.get_tokenizer())
     check_tokens(renderer, teacher)
     player = Player(

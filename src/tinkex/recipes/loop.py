@@ -12,14 +12,14 @@ import math
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkex.contract.models import DEFAULT_MODEL as DEFAULT_MODEL
 from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
-from tinkex.recipes.run_log import RunLog, Saved
+from tinkex.recipes.run_log import RunLog, Saved, make_trackers
 
 if TYPE_CHECKING:
     from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient
@@ -78,26 +78,33 @@ class Result:
     """Weights of that step, where they were kept (`keep_best` or `patience`): sample from here."""
 
 
-def open_training(
-    service: ServiceClient, log: RunLog, *, model: str, rank: int, seed: int
-) -> tuple[TrainingClient, int]:
-    """A fresh LoRA on `model`, or the run's last saved state with its optimizer; and the step.
+def open_log(config: RunOptions, *, may_change: Collection[str] = ()) -> RunLog:
+    """The run's folder and trackers. Settings of a started run may differ only in `may_change`."""
+    settings = asdict(config)
+    trackers = make_trackers(config.trackers, config.log_dir, settings)
+    return RunLog(config.log_dir, settings, may_change=frozenset(may_change), trackers=trackers)
 
-    A `model` that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer. From here
+
+def open_training(
+    service: ServiceClient, log: RunLog, config: RunOptions
+) -> tuple[TrainingClient, int]:
+    """A fresh LoRA on the model, or the run's last saved state with its optimizer; and the step.
+
+    A model that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer. From here
     on the console of the server draws the metrics of the log, too.
     """
-    training, step = _opened(service, log, model=model, rank=rank, seed=seed)
+    training, step = _opened(service, log, config)
     log.follow(ServerTracker(training))
     return training, step
 
 
-def _opened(
-    service: ServiceClient, log: RunLog, *, model: str, rank: int, seed: int
-) -> tuple[TrainingClient, int]:
-    if log.last is None and model.startswith("tinker://"):
-        return service.create_training_client_from_state(model), 0
+def _opened(service: ServiceClient, log: RunLog, config: RunOptions) -> tuple[TrainingClient, int]:
+    if log.last is None and config.model.startswith("tinker://"):
+        return service.create_training_client_from_state(config.model), 0
     if log.last is None:
-        return service.create_lora_training_client(base_model=model, rank=rank, seed=seed), 0
+        return service.create_lora_training_client(
+            base_model=config.model, rank=config.rank, seed=config.seed
+        ), 0
     try:
         training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
     except (APIStatusError, RequestFailedError) as exc:

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -52,6 +52,7 @@ from tinkex.recipes.loop import (
     finished,
     learning_rate_at,
     note_if_finished,
+    open_log,
     open_training,
     print_step,
     sampler_of,
@@ -62,7 +63,7 @@ from tinkex.recipes.loop import (
 from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
-from tinkex.recipes.run_log import RunLog, make_trackers
+from tinkex.recipes.run_log import RunLog
 
 PANELS = (
     Panel(
@@ -143,15 +144,11 @@ def train(
     """
     task = as_task(reward, max_turns=config.max_turns)
     loaded = load_prompts(prompts)
-    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
     # A constant learning rate does not depend on the length, so a finished run may be prolonged.
-    may_change = frozenset({"steps"} if config.schedule == "constant" else ())
-    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    log = open_log(config, may_change=["steps"] if config.schedule == "constant" else [])
     if (ended := finished(service, log, on_note)) is not None:
         return ended
-    training, start = open_training(
-        service, log, model=config.model, rank=config.rank, seed=config.seed
-    )
+    training, start = open_training(service, log, config)
     reference = open_reference(service, config)
     renderer = Renderer(training.get_tokenizer())
     player = Player(

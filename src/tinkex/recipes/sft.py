@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient, TrainingClient
@@ -28,6 +28,7 @@ from tinkex.recipes.loop import (
     finished,
     learning_rate_at,
     note_if_finished,
+    open_log,
     open_training,
     print_step,
     save,
@@ -37,7 +38,7 @@ from tinkex.recipes.loop import (
 from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Rendered, Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
-from tinkex.recipes.run_log import RunLog, make_trackers
+from tinkex.recipes.run_log import RunLog
 
 PANELS = (
     Panel(
@@ -80,14 +81,10 @@ def train(
 ) -> Result:
     """Run, or resume, one SFT run. Ctrl-C ends it after the current step, with a checkpoint."""
     loaded = load_conversations(config.data)
-    trackers = make_trackers(config.trackers, config.log_dir, asdict(config))
-    may_change = frozenset({"epochs"})  # a finished run may be prolonged
-    log = RunLog(config.log_dir, asdict(config), may_change=may_change, trackers=trackers)
+    log = open_log(config, may_change=["epochs"])  # a finished run may be prolonged
     if (ended := finished(service, log, on_note)) is not None:
         return ended
-    training, start = open_training(
-        service, log, model=config.model, rank=config.rank, seed=config.seed
-    )
+    training, start = open_training(service, log, config)
     renderer = Renderer(training.get_tokenizer())
     rows = usable(loaded, lambda row: render(row, renderer, config))
     on_note(loaded.report())
