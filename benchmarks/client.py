@@ -1,4 +1,4 @@
-"""The SDK against the official one, on one toy server, in one run (issue 5).
+"""The SDK against the official one, on one toy server, in one run.
 
 Each figure comes from child processes that do the same work with the same public calls: 2,000
 samples in flight at once, a training loop of 200 steps, an idle client. Ours is measured twice: as
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import gc
 import json
@@ -25,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,23 +113,6 @@ def _rss_mb() -> float:
 # ------------------------------------------------------------------- the comparison
 
 
-@contextlib.contextmanager
-def toy_server(folder: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "tinkex.server", "--engine", "toy", "--port", "0"]
-    with (Path(folder) / "server.log").open("wb") as log:
-        child = subprocess.Popen(
-            [*command, "--data-dir", folder, "--log-level", "warning"],
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-    assert child.stdout is not None
-    try:
-        yield json.loads(child.stdout.readline())["base_url"]
-    finally:
-        child.terminate()
-        child.wait(timeout=30)
-
-
 @functools.cache
 def peer_python() -> Path:
     """The interpreter with the official SDK; its environment is built when it is not cached yet."""
@@ -163,14 +144,18 @@ def measure(who: str, task: str, base_url: str) -> dict[str, float]:
 def compare(rounds: int) -> list[report.Figure]:
     import report
 
+    sys.path.insert(0, str(ROOT / "tests" / "server"))
+    from server_process import ServerProcess
+
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder, toy_server(folder) as base_url:
+    flags = ("--engine", "toy", "--log-level", "warning")
+    with tempfile.TemporaryDirectory() as folder, ServerProcess(Path(folder), *flags) as server:
         for _ in range(rounds):
             for task in ("samples", "steps", "idle"):
                 for who in ("official", "ours", "plain", "httpx"):
                     if task == "idle" and who in ("plain", "httpx"):
                         continue
-                    runs.setdefault((who, task), []).append(measure(who, task, base_url))
+                    runs.setdefault((who, task), []).append(measure(who, task, server.base_url))
 
     def best(who: str, task: str, key: str) -> float:
         """Of all rounds: other work on the machine only ever makes a figure worse."""

@@ -1,4 +1,4 @@
-"""What the server adds to compute, and whether it stays as quick as history grows (issue 4).
+"""What the server adds to compute, and whether it stays as quick as history grows.
 
 - `roundtrip`: forward_backward + optim_step by the official SDK 0.36.0 over the toy engine, whose
   compute takes microseconds; what is left is client, HTTP, journal (an fsync each) and queue.

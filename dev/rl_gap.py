@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
+import gpu_server  # noqa: E402
 import grpo_sums  # noqa: E402
 
 import tinkex  # noqa: E402
@@ -36,20 +36,18 @@ SHOWN = ("reward", "kl", "sampler_gap_mean", "sampler_gap_max", "sampler_gap_k3"
 
 @contextlib.contextmanager
 def serving(with_gap: bool, flags: list[str]) -> Iterator[str]:
-    environment = dict(os.environ)
+    before = os.environ.get("PYTHONPATH", "")
     if with_gap:
-        path = [str(ROOT / "dev" / "with_gap"), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tinkex.server", "--port", "0", "--data-dir", folder]
-        command += ["--model", DEFAULT_MODEL, "--log-level", "warning", *flags]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        assert child.stdout is not None
-        try:
-            yield json.loads(child.stdout.readline())["base_url"]
-        finally:
-            child.terminate()
-            child.wait(timeout=60)
+        path = [str(ROOT / "dev" / "with_gap"), before]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            gpu_server.serving(DEFAULT_MODEL, Path(folder), flags) as base_url,
+        ):
+            yield base_url
+    finally:
+        os.environ["PYTHONPATH"] = before
 
 
 def curve(base_url: str, seed: int, steps: int) -> list[dict[str, float]]:

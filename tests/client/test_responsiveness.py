@@ -1,4 +1,4 @@
-"""The SDK's loop stays awake: heartbeats and polls go on while large bodies are built (issue 5)."""
+"""The SDK's loop stays awake: heartbeats and polls go on while large bodies are built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs written for the official SDK run on ours, unchanged (issue D, drop-in)."""
+"""Programs written for the official SDK run on ours, unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tinker-cookbook 0.5.8, unmodified, on our SDK, our server and a real model (issue D)."""
+"""tinker-cookbook 0.5.8, unmodified, on our SDK, our server and a real model."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_the_declarations_need_the_standard_library_only():
 
 @pytest.mark.parametrize("package", ["types", "wire", "client", "regularizers", "cli"])
 def test_the_sdk_imports_nothing_heavy_until_it_is_needed(package: str):
-    """R6 and issue A: `client` needs no torch; custom losses import it when they are called."""
+    """R6: `client` needs no torch; custom losses import it when they are called."""
     heavy = {"torch", "transformers", "fastapi", "sqlalchemy", "matplotlib"}
     wrong = []
     for path in modules(package):

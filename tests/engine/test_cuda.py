@@ -1,4 +1,4 @@
-"""The fused CUDA decoder against the plain one (issue B: the same numbers within bf16's noise).
+"""The fused CUDA decoder against the plain one (the same numbers within bf16's noise).
 
 Noise is measured, not assumed: the plain decoder in fp32 is the truth, the plain decoder in bf16
 shows what rounding alone costs, and the fused one may cost no more than half again as much.

@@ -51,7 +51,7 @@ TARGETS = np.array([1, 2, 3])
          "targets shape", "2-D targets for RL", "setting", "no graph"],
 )  # fmt: skip
 def test_a_refused_job_changes_nothing_and_the_next_one_works(tiny, rng, wrong, error):
-    """Issue B: a typed error before any state changes; neighbours in the same call are served."""
+    """A typed error before any state changes; neighbours in the same call are served."""
     trainer, untouched = tiny().trainer(), tiny().trainer()
     make(trainer), make(trainer, "b"), make(untouched)
     good = make_data(rng)

@@ -64,7 +64,7 @@ def long_run(server: ServerProcess, disturb: Any = None) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_the_official_sdk_does_not_notice_twenty_kills(tmp_path: Path) -> None:
-    """Issue C: no exception in the loop, and the same losses and weights to the bit."""
+    """No exception in the loop, and the same losses and weights to the bit."""
     with ServerProcess(tmp_path / "calm", *FLAGS) as server:
         calm = long_run(server)
     chance = random.Random(1)

@@ -1,4 +1,4 @@
-"""Whatever a key holder makes long, deep or many is refused quickly, with a short answer (H4)."""
+"""Whatever a key holder makes long, deep or many is refused quickly, with a short answer."""
 
 from __future__ import annotations
 
