@@ -54,7 +54,6 @@ class SampleCalls:
         self.sampling_session_id = sampling_session_id
         self._retry_config = retry_config or RetryConfig()
         self._record_stability_info = record_stability_info
-        self._is_clone = is_clone
         self._clone_id: int | None = None if is_clone else 0
         self._joining: asyncio.Future[int] | None = None
         self._lock = threading.Lock()

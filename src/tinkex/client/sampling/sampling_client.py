@@ -242,8 +242,8 @@ class SamplingClient(SampleCalls):
             "record_stability_info": self._record_stability_info,
             "base_url": holder.config.base_url,
             "headers": dict(holder.config.headers),
-            "client_config": holder.flags.to_json(),
-            "dynamic_config": holder.dynamic.to_json(),
+            "client_config": holder.flags.model_dump(),
+            "dynamic_config": holder.dynamic.model_dump(),
             "api_key": holder.config.api_key,
         }
 

@@ -15,7 +15,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -176,13 +175,7 @@ class Holder:
             return
         self.flags = ServerFlags.from_json(reply.json())
         if not self.config.extensions:
-            self.flags = replace(
-                self.flags,
-                tinkex_sample_batch=False,
-                tinkex_sample_stream=False,
-                tinkex_sampling_params="",
-                tinkex_routed_experts=False,
-            )
+            self.flags = self.flags.without_extensions()
         if self.flags.credential_default_source == "credential_cmd":
             self.tokens.require_command()
         if not self.flags.pjwt_auth_enabled and self.config.api_key is None:
