@@ -132,15 +132,11 @@ class Poller:
         inflight: ByteSemaphore,
         billing: BillingPause,
         old_generation: bool = False,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-        clock: Callable[[], float] = loop_time,
     ) -> None:
         self._exchange = exchange
         self._inflight = inflight
         self._billing = billing
         self._old = old_generation
-        self._sleep = sleep
-        self._clock = clock
 
     async def wait(
         self,
@@ -199,12 +195,12 @@ class _Poll(Generic[T]):
 
     async def run(self) -> T:
         while True:
-            started = self._owner._clock()
+            started = loop_time()
             try:
                 reply = await self._owner._exchange(self._call())
             except APIConnectionError as exc:
                 self.waiting.reason = f"connection trouble: {exc}"
-                await self._owner._sleep(self._retry.delay_s(None) or 0.0)
+                await asyncio.sleep(self._retry.delay_s(None) or 0.0)
                 continue
             finally:
                 self._iteration += 1
@@ -321,7 +317,7 @@ class _Poll(Generic[T]):
         if reply.status == 402:
             self.waiting.reason = "paused: billing"
         if pause_s:
-            await self._owner._sleep(pause_s)
+            await asyncio.sleep(pause_s)
 
     def _refused(self, reply: Reply) -> TinkerError:
         cause = status_error(self._call(), reply)
@@ -338,10 +334,10 @@ class _Poll(Generic[T]):
 
     async def _pause_if_quick(self, started: float) -> None:
         """A server that does not hold the poll would be hammered; slow down for it alone."""
-        if self._owner._clock() - started > _QUICK_S:
+        if loop_time() - started > _QUICK_S:
             self._quick = 0
             return
         self._quick += 1
         over = self._quick - _FREE_QUICK_POLLS
         if over > 0:
-            await self._owner._sleep(min(0.05 * 2.0 ** min(over, 12), _MAX_PAUSE_S))
+            await asyncio.sleep(min(0.05 * 2.0 ** min(over, 12), _MAX_PAUSE_S))

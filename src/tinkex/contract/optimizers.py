@@ -95,12 +95,12 @@ def read_params(name: str, given: Mapping[str, Any], path: str) -> OptimizerPara
     return read(declared, numbers, of=f"optimizer {name!r}", path=path)
 
 
-def check_params(name: str, params: OptimizerParams, path: str = "optim_params") -> None:
+def check_params(name: str, params: OptimizerParams) -> None:
     """Refuse numbers that no step may be taken with, or those of another optimizer."""
     if params.optimizer != name:
         raise InvalidInputError(
             f"the model was created with optimizer {name!r}; got parameters of "
             f"{params.optimizer!r}",
-            path=path,
+            path="optim_params",
         )
-    check(params, path=path)
+    check(params, path="optim_params")

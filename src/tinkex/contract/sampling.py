@@ -106,12 +106,12 @@ class SampleOptions:
     ] = False
 
 
-def read_draw(given: Mapping[str, Any], path: str = "sampling_params") -> dict[str, Any]:
+def read_draw(given: Mapping[str, Any]) -> dict[str, Any]:
     """The draw settings of a `sampling_params` object, complete and checked."""
     known = settings_of(DrawSettings)
     # None is how a client leaves a field out; fields of other servers are not ours to judge.
     numbers = {s.name: given[s.name] for s in known if given.get(s.name) is not None}
-    return read_all(known, numbers, of="sampling_params", path=path)
+    return read_all(known, numbers, of="sampling_params", path="sampling_params")
 
 
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:

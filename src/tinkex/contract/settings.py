@@ -12,7 +12,7 @@ are already complete. Both raise the same errors, so client, server and engine a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -123,18 +123,17 @@ def read_all(
     *,
     of: str,
     path: str = "",
-    others: Iterable[str] = (),
 ) -> dict[str, Any]:
     """All settings by name, defaults filled in.
 
-    `of` is what they are settings of, for the message; names in `others` are somebody else's.
+    `of` is what they are settings of, for the message.
 
     Raises:
         InvalidInputError: Names the setting, its value and what is allowed.
     """
     known = {setting.name: setting for setting in settings}
     for name in given:
-        if name not in known and name not in others:
+        if name not in known:
             raise InvalidInputError(
                 f"{of} has no such setting; it has: {', '.join(known) or 'none'}",
                 path=_join(path, str(name)[:80]),

@@ -78,7 +78,6 @@ def problem(
     code: str = "",
     path: str = "",
     headers: Mapping[str, str] | None = None,
-    extra: Mapping[str, Any] | None = None,
 ) -> Response:
     """The one error body as a response."""
     body: dict[str, Any] = {
@@ -88,8 +87,6 @@ def problem(
     }
     if path:
         body["path"] = path
-    if extra:
-        body.update(extra)
     return Response(
         orjson.dumps(body), status_code=status, media_type="application/json", headers=headers
     )

@@ -34,12 +34,11 @@ SAMPLE: Schema = {1: _SEQUENCE, 3: {}, 5: _TENSOR, 6: {1: _TENSOR, 2: _TENSOR}, 
 PASS: Schema = {2: {2: {2: {4: PACKED}}}, 3: {}}
 
 
-def check_json(content: bytes, *, max_bytes: int | None = MAX_JSON_BYTES) -> None:
-    """Refuse JSON that would become too many Python objects; None leaves its size to the caller."""
+def check_json(content: bytes) -> None:
+    """Refuse JSON that would become too many Python objects."""
     if len(content) <= _SMALL_BYTES:
         return
-    if max_bytes is not None:
-        _limit(len(content), max_bytes, "bytes of JSON")
+    _limit(len(content), MAX_JSON_BYTES, "bytes of JSON")
     _limit(content.count(b"[") + content.count(b"{"), _MAX_CONTAINERS, "lists and objects")
     _limit(content.count(b'"') // 2, _MAX_STRINGS, "strings")
     _limit(content.count(b","), _MAX_VALUES, "values")

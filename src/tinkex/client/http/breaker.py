@@ -1,8 +1,8 @@
 """A circuit breaker: after repeated failures of one host, stop asking it for a while (R24).
 
-Closed: calls pass. Open: calls fail at once with CircuitOpenError. Half-open: after the pause a few
-trial calls pass; a success closes the circuit, a failure opens it again. The breaker counts what it
-is told and reads a clock it is given; the transport decides what a failure is.
+Closed: calls pass. Open: calls fail at once with CircuitOpenError. Half-open: after the pause one
+trial call passes; a success closes the circuit, a failure opens it again. The breaker counts what
+it is told and reads a clock it is given; the transport decides what a failure is.
 """
 
 from __future__ import annotations
@@ -29,22 +29,20 @@ class CircuitBreaker:
         *,
         failure_threshold: int = 5,
         open_s: float = 30.0,
-        max_trials: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if failure_threshold < 1 or max_trials < 1 or open_s <= 0:
+        if failure_threshold < 1 or open_s <= 0:
             raise ConfigError(
-                "A circuit breaker needs failure_threshold and max_trials of at least 1 and open_s "
-                f"above 0, got {failure_threshold}, {max_trials} and {open_s}."
+                "A circuit breaker needs a failure_threshold of at least 1 and open_s above 0, got "
+                f"{failure_threshold} and {open_s}."
             )
         self.host = host
         self._threshold = failure_threshold
         self._open_s = open_s
-        self._max_trials = max_trials
         self._clock = clock
         self._failures = 0
         self._opened_at: float | None = None
-        self._trials = 0
+        self._is_tried = False
 
     @property
     def state(self) -> BreakerState:
@@ -59,8 +57,8 @@ class CircuitBreaker:
         state = self.state
         if state is BreakerState.CLOSED:
             return
-        if state is BreakerState.HALF_OPEN and self._trials < self._max_trials:
-            self._trials += 1
+        if state is BreakerState.HALF_OPEN and not self._is_tried:
+            self._is_tried = True
             return
         assert self._opened_at is not None
         left = max(self._opened_at + self._open_s - self._clock(), 0.0)
@@ -72,14 +70,14 @@ class CircuitBreaker:
     def succeeded(self) -> None:
         self._failures = 0
         self._opened_at = None
-        self._trials = 0
+        self._is_tried = False
 
     def failed(self) -> None:
         self._failures += 1
         if self._opened_at is not None or self._failures >= self._threshold:
             self._opened_at = self._clock()
-            self._trials = 0
+            self._is_tried = False
 
     def gave_no_answer(self) -> None:
-        """The call was cancelled: neither good nor bad, but a trial slot is free again."""
-        self._trials = max(self._trials - 1, 0)
+        """The call was cancelled: neither good nor bad, and another may try."""
+        self._is_tried = False

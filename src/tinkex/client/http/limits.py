@@ -11,13 +11,16 @@ import asyncio
 import hashlib
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tinkex.client.session.loop import loop_time
 
 __all__ = ["Budgets", "ByteSemaphore", "RateLimiter", "SampleGate"]
+
+
+_GRACE_S = 10.0
 
 
 class RateLimiter:
@@ -26,14 +29,8 @@ class RateLimiter:
     _shared: ClassVar[dict[tuple[str, str], RateLimiter]] = {}
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = loop_time,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = loop_time) -> None:
         self._clock = clock
-        self._sleep = sleep
         self._until = float("-inf")
 
     @classmethod
@@ -50,13 +47,13 @@ class RateLimiter:
     def delay_s(self) -> float:
         return max(self._until - self._clock(), 0.0)
 
-    def in_recent_backoff(self, grace_s: float = 10.0) -> bool:
+    def in_recent_backoff(self) -> bool:
         """True from the first hold until some time after the last one ended."""
-        return self._clock() < self._until + grace_s
+        return self._clock() < self._until + _GRACE_S
 
     async def wait(self) -> None:
         while (delay := self.delay_s) > 0:
-            await self._sleep(delay)
+            await asyncio.sleep(delay)
 
 
 class ByteSemaphore:

@@ -260,18 +260,12 @@ class SampleRetry:
         *,
         max_in_flight: int | None,
         stuck_detection: bool = True,
-        clock: Callable[[], float] = loop_time,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
-        uniform: Callable[[], float] = random.random,
     ) -> None:
         self.config = config
         self._slots = asyncio.Semaphore(max_in_flight) if max_in_flight else None
         self._detect = stuck_detection and config.enable_stuck_detection
-        self._clock = clock
-        self._sleep = sleep
-        self._uniform = uniform
         self._running: set[asyncio.Task[Any]] = set()
-        self._last_progress = clock()
+        self._last_progress = loop_time()
         self._watch: asyncio.TimerHandle | None = None
         self._stuck: set[asyncio.Task[Any]] = set()
 
@@ -285,12 +279,12 @@ class SampleRetry:
         task = asyncio.current_task()
         assert task is not None
         if not self._running:
-            self._last_progress = self._clock()
+            self._last_progress = loop_time()
         self._running.add(task)
         self._watch_if_needed()
         try:
             result = await self._attempts(call)
-            self._last_progress = self._clock()
+            self._last_progress = loop_time()
             return result
         except asyncio.CancelledError:
             if task in self._stuck:
@@ -313,10 +307,10 @@ class SampleRetry:
             except Exception as exc:
                 if not self.config.wants(exc):
                     raise
-                delay = self.config.delay_s(attempt, self._uniform)
+                delay = self.config.delay_s(attempt)
                 logger.debug("sample attempt %d failed (%s); again in %.2f s", attempt, exc, delay)
             attempt += 1
-            await self._sleep(delay)
+            await asyncio.sleep(delay)
 
     def _watch_if_needed(self) -> None:
         if self._detect and self._watch is None:
@@ -328,7 +322,7 @@ class SampleRetry:
 
     def _look_at_progress(self) -> None:
         self._watch = None
-        left = self._last_progress + self.config.progress_timeout - self._clock()
+        left = self._last_progress + self.config.progress_timeout - loop_time()
         if left > 0:
             self._watch_in(left)
             return

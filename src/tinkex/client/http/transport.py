@@ -139,7 +139,6 @@ class Transport:
         *,
         retry: RetryPolicy | None = None,
         limiter: RateLimiter | None = None,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
         make_backend: Callable[[ClientConfig], Backend] = choose_backend,
         revive: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
@@ -153,7 +152,6 @@ class Transport:
         )
         self.billing = BillingPause()
         """Shared by all calls and polls: the patience is the account's."""
-        self._sleep = sleep
         self._pools: dict[str, _Pool] = {}
         self._standard = {**standard_headers()}
         self._root = f"{config.base_url}/api/v1/"
@@ -211,7 +209,7 @@ class Transport:
                 delay_s=delay_s,
                 reason=str(error),
             )
-            await self._sleep(delay_s)
+            await asyncio.sleep(delay_s)
 
     async def exchange(self, call: Call, *, attempt: int = 0, key: str | None = None) -> Reply:
         """One try. Any status is an answer; no answer is an APIConnectionError.
@@ -307,7 +305,7 @@ class Transport:
             reply = await self._send(call, headers, timeout_s, follow=False)
             if reply.status != 503:
                 break
-            await self._sleep(_ARCHIVE_PAUSE_S)  # the server is still building it
+            await asyncio.sleep(_ARCHIVE_PAUSE_S)  # the server is still building it
         if reply.status in _REDIRECTS:
             body = {"url": reply.headers.get("location"), "expires": reply.headers.get("expires")}
             body["expires"] = _iso_date(body["expires"])

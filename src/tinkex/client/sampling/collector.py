@@ -70,13 +70,11 @@ class Collector:
         *,
         billing: BillingPause,
         inline: bool = False,
-        sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     ) -> None:
         self._exchange = exchange
         self._session_id = sampling_session_id
         self._clone_id = clone_id
         self._inline = inline
-        self._sleep = sleep
         self._cursor = 0
         self._waiters: dict[str, asyncio.Future[FinishedSample]] = {}
         self._listeners: dict[str, OnWaiting] = {}
@@ -154,7 +152,7 @@ class Collector:
         try:
             reply = await self._exchange(self._call(told))
         except APIConnectionError:
-            await self._sleep(self._retry.delay_s(None) or 0.0)
+            await asyncio.sleep(self._retry.delay_s(None) or 0.0)
             return
         if not reply.ok:
             await self._refused(reply)
@@ -194,7 +192,7 @@ class Collector:
         pause_s = self._retry.delay_s(reply.status)
         if pause_s is None and not is_retryable_status(reply.status):
             raise status_error(self._call([]), reply)
-        await self._sleep(max(pause_s or 0.0, _RETRY_S))
+        await asyncio.sleep(max(pause_s or 0.0, _RETRY_S))
 
     def _take(self, reply: Reply) -> None:
         payloads: list[bytes | None] = []

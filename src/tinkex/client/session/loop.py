@@ -28,14 +28,14 @@ _END_S = 3.0
 class LoopThread:
     """An asyncio loop on a daemon thread. `submit` may be called from any thread."""
 
-    def __init__(self, name: str = "tinkex") -> None:
+    def __init__(self) -> None:
         self.pid = os.getpid()
         self._pending: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._waking = False
         self._ended = False
         self._lock = threading.Lock()
         self.loop = _new_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tinkex", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

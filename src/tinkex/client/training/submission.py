@@ -59,9 +59,9 @@ class Submission:
 class SubmitQueue:
     """`put` may be called from any thread; the rest runs on the background loop."""
 
-    def __init__(self, holder: Holder, first_seq_id: int = 1) -> None:
+    def __init__(self, holder: Holder) -> None:
         self._holder = holder
-        self._next_seq_id = first_seq_id
+        self._next_seq_id = 1
         self._queue: deque[Submission] = deque()
         self._draining: asyncio.Task[None] | None = None
         holder.calls.close_first(self)

@@ -82,7 +82,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def expiry_of(ttl_s: int | None, now: float | None = None) -> float | None:
+def expiry_of(ttl_s: int | None) -> float | None:
     """The moment a checkpoint with that time to live ends; None for one that stays."""
     if ttl_s is None:
         return None
@@ -92,7 +92,7 @@ def expiry_of(ttl_s: int | None, now: float | None = None) -> float | None:
             f"got {ttl_s}; leave it out to keep the checkpoint.",
             path="ttl_seconds",
         )
-    return (time.time() if now is None else now) + ttl_s
+    return time.time() + ttl_s
 
 
 class Shelf:

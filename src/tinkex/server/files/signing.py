@@ -30,8 +30,8 @@ class Signer:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def sign(self, resource: dict[str, Any], ttl_s: float = LINK_TTL_S) -> Signed:
-        expires_at = time.time() + ttl_s
+    def sign(self, resource: dict[str, Any]) -> Signed:
+        expires_at = time.time() + LINK_TTL_S
         payload = _text(orjson.dumps(resource | {"exp": expires_at}))
         return Signed(f"{payload}.{self._mac(payload)}", expires_at)
 

@@ -31,14 +31,12 @@ class Sweeper:
         store: Store,
         shelf: Shelf,
         *,
-        round_s: float = ROUND_S,
         quarantine_ttl_s: float = 30 * 86_400.0,
         audit_ttl_s: float = 365 * 86_400.0,
         session_ttl_s: float = 90 * 86_400.0,
     ) -> None:
         self._store = store
         self._shelf = shelf
-        self._round_s = round_s
         self._quarantine_ttl_s = quarantine_ttl_s
         self._audit_ttl_s = audit_ttl_s
         self._session_ttl_s = session_ttl_s
@@ -50,7 +48,7 @@ class Sweeper:
         await self._guarded(self._shelf.set_strays_aside)
         while True:
             await self._guarded(self.sweep)
-            await asyncio.sleep(self._round_s)
+            await asyncio.sleep(ROUND_S)
 
     async def sweep(self, now: float | None = None) -> None:
         """One round."""
@@ -99,4 +97,4 @@ class Sweeper:
         try:
             await work()
         except Exception:
-            log.exception("a sweep failed; the next one is in %.0f s", self._round_s)
+            log.exception("a sweep failed; the next one is in %.0f s", ROUND_S)

@@ -27,13 +27,8 @@ class Strangers:
 
     MAX_A_MINUTE = 120
 
-    def __init__(
-        self,
-        knocked: Callable[[str], None] = lambda address: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, knocked: Callable[[str], None] = lambda address: None) -> None:
         self._knocked = knocked
-        self._clock = clock
         self._tries: OrderedDict[str, _Tries] = OrderedDict()
 
     def put_off(self, exc: Exception, address: str) -> Exception:
@@ -50,7 +45,7 @@ class Strangers:
 
     def _failed(self, address: str) -> int:
         """Note an attempt; gives how many there were beyond what is allowed in this minute."""
-        now = self._clock()
+        now = time.monotonic()
         found = self._tries.get(address)
         if found is None or found.until < now:
             found = self._tries[address] = _Tries(0, now + 60)

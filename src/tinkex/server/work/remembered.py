@@ -14,14 +14,13 @@ MAX_KEPT = 64
 class Remembered:
     """Whoever asks while an answer is being found waits for it too; a failure is not kept."""
 
-    def __init__(self, for_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, for_s: float) -> None:
         self._for_s = for_s
-        self._clock = clock
         self._found: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def of(self, key: Hashable, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What `find` gave for this key, at most `for_s` seconds ago."""
-        now = self._clock()
+        now = time.monotonic()
         until, task = self._found.get(key, (0.0, None))
         if task is None or until <= now or (task.done() and _failed(task)):
             self._found = {k: one for k, one in self._found.items() if one[0] > now}
