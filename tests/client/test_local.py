@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recovery_world import wait_until
 
 import tinkex
 from tinkex.client.session import local
@@ -40,6 +42,12 @@ def _ended(pid: int, within_s: float) -> bool:
         return child.wait(within_s) is not None
     except subprocess.TimeoutExpired:
         return False
+
+
+def _listens(base_url: str) -> bool:
+    host, _, port = base_url.removeprefix("http://").partition(":")
+    with socket.socket() as sock:
+        return sock.connect_ex((host, int(port))) == 0
 
 
 def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
@@ -223,3 +231,28 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
         _kill(home)
         with pytest.raises(LocalServerError, match=r"(?s)died 2 times.*data is safe.*last words"):
             client.get_info()
+
+
+# The handler registered first runs last, and drops what the end of the interpreter would.
+ENDS_FIRST = """
+import atexit
+atexit.register(lambda: local._children.clear())
+import tinkex
+from tinkex.client.session import local
+local.IDLE_S = 0.5
+tinkex.ServiceClient().get_server_capabilities()
+"""
+
+
+def test_a_program_may_end_before_the_server_it_started(home: Path) -> None:
+    """Python has nothing to warn of: the server goes when it has noticed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", ENDS_FIRST],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "still running" not in done.stderr
+    base_url = json.loads((home / "local-toy.json").read_text())["base_url"]
+    wait_until(lambda: not _listens(base_url))

@@ -12,6 +12,7 @@ knows a command line, two kinds of files and three URLs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -58,6 +59,14 @@ _users: Counter[str] = Counter()
 _users_lock = threading.Lock()
 # Servers this process started: kept so that an ended one is reaped, not left as a zombie.
 _children: list[subprocess.Popen[bytes]] = []
+
+
+@atexit.register
+def _part_from_children() -> None:
+    """They end by themselves, soon after this process; `Popen` would warn that they still run."""
+    for child in _children:
+        if child.poll() is None:
+            child.returncode = 0
 
 
 def state_folder(env: Mapping[str, str] | None = None) -> Path:
