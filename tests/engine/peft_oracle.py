@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from training import save
 
 from tinkex.contract.losses import find_loss, read_settings
-from tinkex.engine.jobs import SaveAdapterJob
 from tinkex.engine.train.losses import loss_values
 
 
@@ -37,7 +37,7 @@ def peft_model(base, trainer, folder, adapter_id: str = "a", dtype=torch.float64
     from peft import PeftModel
 
     if not folder.exists():
-        trainer.save(SaveAdapterJob(job_id="", adapter_id=adapter_id, folder=str(folder)))
+        save(trainer, folder, adapter_id)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warnings, "warn", lambda *a, **k: None)  # peft: tied head carries an adapter
         model = PeftModel.from_pretrained(copy.deepcopy(base), folder, is_trainable=True).to(dtype)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import training
 from safetensors.torch import save_file
 
 from tinkex.contract.optimizers import OPTIMIZERS
@@ -18,7 +19,6 @@ from tinkex.engine.jobs import (
     LoadAdapterJob,
     LoraSpec,
     OptimJob,
-    SaveAdapterJob,
     TrainDatum,
     TrainJob,
     TrainResult,
@@ -49,7 +49,7 @@ def step(trainer, optimizer="adamw") -> None:
 
 
 def save(trainer, folder: Path, **options) -> Path:
-    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(folder), **options))
+    training.save(trainer, folder, **options)
     return folder
 
 
@@ -334,10 +334,7 @@ def test_weights_that_are_no_adapter_are_refused(tiny, tmp_path, tensors, messag
 def test_the_size_reported_is_the_size_on_disk(tiny, tmp_path):
     trainer = tiny().trainer()
     create(trainer)
-    job = SaveAdapterJob(
-        job_id="", adapter_id="a", folder=str(tmp_path / "ck"), with_optimizer=True
-    )
-    size_bytes = trainer.save(job)
+    size_bytes = training.save(trainer, tmp_path / "ck", with_optimizer=True)
     assert size_bytes == sum(file.stat().st_size for file in (tmp_path / "ck").iterdir())
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 from torch.func import functional_call
+from training import save
 
 from tinkex.engine.checkpoint import read
-from tinkex.engine.jobs import CreateAdapterJob, LoraSpec, SaveAdapterJob
+from tinkex.engine.jobs import CreateAdapterJob, LoraSpec
 from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import load_decoder
@@ -112,9 +113,7 @@ def test_an_expert_s_adapter_is_saved_under_the_name_it_has_as_a_linear(tmp_path
     decoder = load_decoder(str(tmp_path / "model"))
     trainer = Trainer(decoder, base_model="m")
     trainer.create(created(rank=2, seed=1))
-    trainer.save(
-        SaveAdapterJob(job_id="", adapter_id="a", folder=tmp_path / "adapter", with_optimizer=False)
-    )
+    save(trainer, tmp_path / "adapter")
     from safetensors.torch import load_file
 
     names = load_file(str(tmp_path / "adapter" / "adapter_model.safetensors"))

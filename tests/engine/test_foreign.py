@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from training import save
 
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
-    SaveAdapterJob,
     TrainDatum,
     TrainJob,
     TrainResult,
@@ -76,7 +76,7 @@ def test_logits_and_gradients_match_peft(name, tmp_path, rng):
         for _, _, b_Or in resident.adapter.modules():
             b_Or.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     folder = str(tmp_path / "ck")
-    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=folder))
+    save(trainer, folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *a, **k: None)  # Conv1D: fan_in_fan_out is set
         peer = PeftModel.from_pretrained(model, folder, is_trainable=True).eval()

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinkex.engine import checkpoint
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     CustomLoss,
     LoraSpec,
+    SaveAdapterJob,
     TrainDatum,
     TrainJob,
     TrainResult,
@@ -26,6 +28,12 @@ FAMILIES = [
 ]
 LENGTHS = [7, 12, 12, 1, 30]
 RL = ["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"]
+
+
+def save(trainer, folder, adapter_id: str = "a", **options: bool) -> int:
+    """Write a checkpoint of an adapter as it is now; gives its size in bytes."""
+    job = SaveAdapterJob(job_id="", adapter_id=adapter_id, folder=str(folder), **options)
+    return checkpoint.write(job.folder, trainer.capture(job))
 
 
 def make(trainer, adapter_id: str = "a", *, noise: float = 0.1, **lora: Any):

@@ -53,9 +53,6 @@ class EngineWorker:
         self._engine: Engine | None = None
         self._pending: dict[str, asyncio.Future[Result]] = {}
 
-    def generation_of(self, adapter_id: str) -> int:
-        return self.generation
-
     async def start(self) -> None:
         self._engine = await asyncio.to_thread(self._make)
         self.generation += 1

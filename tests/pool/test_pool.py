@@ -63,14 +63,14 @@ async def test_the_death_of_one_worker_is_no_business_of_the_models_on_the_other
 async def test_samples_wait_for_the_shortest_line_and_go_on_without_a_dead_member() -> None:
     async with open_pool(2, "toy:token_latency_s=0.05") as pool:
         jobs = [pool.post(sample([number], number)) for number in range(4)]
-        lines = [pool._router.line(member) for member in pool.members]
+        lines = [pool._router.backlog.of(member) for member in pool.members]
         assert lines[0] == lines[1] > 0
         os.kill(pool.members[0].pid, 9)  # type: ignore[attr-defined]
         ends = await asyncio.gather(*jobs, return_exceptions=True)
         assert sum(isinstance(end, SampleResult) for end in ends) == 2
         assert sum(isinstance(end, WorkerLostError) for end in ends) == 2
         assert isinstance(await pool.post(sample([7], 9)), SampleResult)
-        assert [pool._router.line(member) for member in pool.members] == [0, 0]
+        assert [pool._router.backlog.of(member) for member in pool.members] == [0, 0]
 
 
 async def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_line_is_much_longer() -> None:
@@ -79,17 +79,17 @@ async def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_line_is_mu
             await asyncio.sleep(0.01)
         prefix = list(range(3, 3 + 256))
         first = pool.post(sample([*prefix, 1], 1, max_tokens=4))
-        holder = max(pool.members, key=pool._router.line)
+        holder = max(pool.members, key=pool._router.backlog.of)
         await first
         other = next(member for member in pool.members if member is not holder)
         await pool.post(sample([500], 2, max_tokens=1))  # whoever took it, both lines are empty now
         second = pool.post(sample([*prefix, 2], 3, max_tokens=4))
-        assert pool._router.line(holder) > pool._router.line(other) == 0
+        assert pool._router.backlog.of(holder) > pool._router.backlog.of(other) == 0
         result = await second
         assert isinstance(result, SampleResult)
         assert result.prompt_cache_hit_tokens == 256
         long = [pool.post(sample([*prefix, 2], n, max_tokens=512)) for n in range(4, 8)]
-        assert pool._router.line(other) > 0, "nobody stands behind a line that long"
+        assert pool._router.backlog.of(other) > 0, "nobody stands behind a line that long"
         for job in long:
             job.cancel()
 
@@ -107,7 +107,7 @@ async def test_a_pool_grows_while_it_works_and_its_gates_with_it(tmp_path: Path)
         assert place.sampling.num_places == 2 * before
         assert len(await asyncio.gather(*jobs)) == 4
         jobs = [place.pool.post(sample([n], n)) for n in range(2)]
-        assert place.pool._router.line(added) > 0
+        assert place.pool._router.backlog.of(added) > 0
         await asyncio.gather(*jobs)
         await place.pool.remove(added)
         assert place.sampling.num_places == before
@@ -177,7 +177,7 @@ async def test_a_long_prompt_is_read_once_and_a_refusal_ends_all_parts() -> None
         cancelled = pool.post(sample([4], 3, num_samples=16))
         cancelled.cancel()
         assert isinstance(await pool.post(sample([4], 4)), SampleResult)
-        assert [pool._router.line(member) for member in pool.members] == [0, 0]
+        assert [pool._router.backlog.of(member) for member in pool.members] == [0, 0]
 
 
 async def test_the_exchange_may_be_elsewhere_and_is_emptied(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ class Started:
     """What the host says of itself; with a refusal it has no engine."""
 
     pid: int
-    scratch: str
     refusal: str = ""
 
 
@@ -87,7 +86,7 @@ class EngineHost:
             self._engine.pulse.share(self._memory)
         except ConfigError as exc:
             refusal = str(exc)
-        self._started = Started(os.getpid(), str(self._scratch), refusal)
+        self._started = Started(os.getpid(), refusal)
 
     def started(self) -> Started:
         return self._started

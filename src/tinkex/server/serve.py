@@ -320,7 +320,6 @@ def _spec(config: ServerConfig, device: str, threads: int | None) -> WorkerSpec:
         deterministic=config.deterministic,
         any_base=config.any_base,
         models=() if config.parent_pid else config.models,  # a private one loads any
-        data_dir=str(config.data_dir),
         log_level=config.log_level,
         threads=threads,
         group_timeout_s=config.group_timeout_s,

@@ -105,14 +105,6 @@ class Sessions:
         with self._reader.connect() as connection:
             return list(connection.execute(query.limit(limit).offset(offset)).scalars())
 
-    def silent_since(self, moment: float) -> list[Session]:
-        """Active sessions whose last heartbeat is older than `moment`."""
-        query = select(_table).where(
-            _table.c.status_type == "active", _table.c.last_heartbeat < moment
-        )
-        with self._reader.connect() as connection:
-            return [session_of(row) for row in connection.execute(query).mappings()]
-
     def forget(self, before: float) -> int:
         """Drop sessions without a run that were last seen before a moment, so many at a time.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from table import FAMILIES, MIXTURES, VOCAB
 from test_arithmetic import packed, sequences_of
+from training import save
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine.checkpoint import read
@@ -18,7 +19,6 @@ from tinkex.engine.jobs import (
     LoadAdapterJob,
     LoraSpec,
     OptimJob,
-    SaveAdapterJob,
     TrainDatum,
     TrainJob,
     TrainResult,
@@ -71,7 +71,7 @@ def test_a_run_resumed_from_disk_is_the_same_to_the_bit(family_model, family, tm
     create(first)
     steps(first, [0, 0])
     folder = str(tmp_path / "ck")
-    first.save(SaveAdapterJob(job_id="", adapter_id="a", folder=folder, with_optimizer=True))
+    save(first, folder, with_optimizer=True)
     second = model.trainer(deterministic=True)
     second.load(
         LoadAdapterJob(
@@ -91,7 +91,7 @@ def test_what_a_crash_left_is_replayed_to_the_bit(family_model, family, tmp_path
     steps(whole, [0])
     whole.train([batch(1)])
     folder = str(tmp_path / "snapshot")
-    whole.save(SaveAdapterJob(job_id="", adapter_id="a", folder=folder, with_gradients=True))
+    save(whole, folder, with_gradients=True)
     again = model.trainer(deterministic=True)
     again.load(
         LoadAdapterJob(
@@ -116,7 +116,7 @@ def test_peft_computes_what_we_saved_and_we_read_what_peft_saves(family_model, f
     tied = trainer.decoder.config.tied_head
     create(trainer, train_mlp=False, train_unembed=not tied)
     steps(trainer, [0, 1], rate=0.05)
-    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "ours")))
+    save(trainer, tmp_path / "ours")
     (text,) = sequences_of([14])
     adapted = PeftModel.from_pretrained(copy.deepcopy(model.truth), tmp_path / "ours")
     with torch.no_grad():
@@ -156,7 +156,7 @@ def test_an_adapter_goes_out_comes_back_and_merges(family_model, family, tmp_pat
     trainer = model.trainer()
     create(trainer)
     steps(trainer, [0, 1], rate=0.05)
-    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "peft")))
+    save(trainer, tmp_path / "peft")
     adapter = read(
         str(tmp_path / "peft"), trainer.decoder.targets, "cpu", with_optimizer=False
     ).adapter
@@ -251,7 +251,7 @@ def test_an_adapter_with_stacked_experts_is_the_same_adapter(family_model, tmp_p
     trainer = model.trainer()
     create(trainer)
     steps(trainer, [0])
-    trainer.save(SaveAdapterJob(job_id="", adapter_id="a", folder=str(tmp_path / "ad")))
+    save(trainer, tmp_path / "ad")
     targets = trainer.decoder.targets
     before = read(str(tmp_path / "ad"), targets, "cpu", with_optimizer=False).adapter
     assert stack_experts(tmp_path / "ad") == 3 * 4

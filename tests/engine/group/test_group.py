@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import training
 from table import FAMILIES, VOCAB
 from training import distance, job, make, train
 
@@ -51,16 +52,7 @@ def data(loss_fn: str = "cross_entropy", seed: int = 0):
 
 
 def save(trainer, folder, *, with_gradients=True, name="a"):
-    trainer.save(
-        jobs.SaveAdapterJob(
-            job_id="",
-            adapter_id=name,
-            folder=str(folder),
-            with_optimizer=True,
-            with_gradients=with_gradients,
-        )
-    )
-    return folder
+    training.save(trainer, folder, name, with_optimizer=True, with_gradients=with_gradients)
 
 
 def load(trainer, folder, name="a"):

@@ -160,11 +160,6 @@ class Sampler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def num_open(self) -> int:
-        """Samples running or waiting."""
-        return sum(request.num_open for request in self._requests.values())
-
     # ------------------------------------------------------------------------------- in and out
 
     def add(

@@ -200,10 +200,6 @@ class Trainer:
         """The weights in a folder, for sampling."""
         return self._read(folder, with_optimizer=False).adapter.frozen_copy()
 
-    def save(self, job: SaveAdapterJob) -> int:
-        """Write a checkpoint folder; returns its size in bytes."""
-        return checkpoint.write(job.folder, self.capture(job))
-
     def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
         """The state to save, as it is now. Any thread may write it."""
         resident = self.find(job.adapter_id)

@@ -32,9 +32,5 @@ def moment(at: float) -> datetime:
     return datetime.fromtimestamp(at, UTC)
 
 
-def rfc3339(at: float) -> str:
-    return moment(at).isoformat().replace("+00:00", "Z")
-
-
 def cursor(offset: int, limit: int, total_count: int) -> Cursor:
     return Cursor(offset=offset, limit=limit, total_count=total_count)

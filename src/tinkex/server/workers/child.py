@@ -41,7 +41,6 @@ class WorkerSpec:
     deterministic: bool = False
     any_base: bool = False
     models: tuple[str, ...] = ()
-    data_dir: str = ""
     log_level: str = "info"
     threads: int | None = None
     """CPU threads of the engine; None: all. Workers that share a machine share its cores."""

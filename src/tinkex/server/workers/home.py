@@ -39,6 +39,7 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.workers.backlog import Backlog
 from tinkex.server.workers.exchange import Brought, Exchange, raise_worst
 from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
 from tinkex.server.workers.splitting import Part, joined, part_of, renumbered, split
@@ -65,8 +66,8 @@ class Shared:
     exchange: Exchange | None
     """How members' gradients come together; None: passes are never split."""
     deterministic: bool
-    lines: Counter[int] = field(default_factory=Counter)
-    """Tokens of training that were posted to a member, by its id, and have not ended."""
+    backlog: Backlog = field(default_factory=Backlog)
+    """Of training; samples have one of their own (`routing`)."""
     token_s: dict[tuple[str, bool], float] = field(default_factory=dict)
     """Seconds of training a token, measured, by base model and whether there is a backward."""
     seconds: Counter[str] = field(default_factory=Counter)
@@ -194,7 +195,7 @@ class Home:
             for seat, part in zip(seats, parts, strict=True)
         ]
         for seat, part, answer in zip(seats, parts, answers, strict=True):
-            self._stand_in_line(seat, part.num_tokens, answer)
+            self._shared.backlog.add(seat.member, part.num_tokens, answer)
         if whole:
             return _chained(answers[0], lambda end: self._measured([end], end, job.backward, began))
         return asyncio.create_task(self._joined(job, parts, answers, began))
@@ -202,19 +203,19 @@ class Home:
     def _parts(
         self, job: TrainJob, costs: Sequence[int], helpers: Sequence[Worker]
     ) -> Sequence[Part]:
-        exact = self._shared.deterministic and job.backward
+        exact, backlog = self._shared.deterministic and job.backward, self._shared.backlog
         pins = {shard: self.seats.index(seat) for shard, seat in self._pins.items()}
         alone = split(costs, [0.0], dict.fromkeys(pins, 0) if exact else None)
         if len(self.seats) == 1 and not helpers:
             return alone
         if self._shared.exchange is None or (token_s := self._token_s(job.backward)) is None:
             return alone
-        loads = [self._line(seat.member) for seat in self.seats]
+        loads = [float(backlog.of(seat.member)) for seat in self.seats]
         parts = split(costs, loads, pins if exact else None)
         saved_s = token_s * _sooner(costs, loads, parts)
         cost_s = PART_S + (0.0 if len(self._holders) > 1 or not job.backward else self._reduce_s)
         if self._joining is None and (new := self._not_here(helpers)):
-            all_loads = [*loads, *map(self._line, new)]
+            all_loads = [*loads, *(float(backlog.of(member)) for member in new)]
             sooner = _sooner(costs, all_loads, split(costs, all_loads, None))
             if token_s * sooner - saved_s > cost_s + self._join_s / JOIN_PASSES:
                 self._invite(new)
@@ -224,20 +225,6 @@ class Home:
 
     def _token_s(self, backward: bool) -> float | None:
         return self._shared.token_s.get((self.base_model, backward))
-
-    def _line(self, member: Worker) -> float:
-        return float(self._shared.lines[id(member)])
-
-    def _stand_in_line(self, seat: Seat, num_tokens: int, answer: Answer) -> None:
-        key, lines = id(seat.member), self._shared.lines
-        lines[key] += num_tokens
-
-        def leave(_: Answer) -> None:
-            lines[key] -= num_tokens
-            if lines[key] <= 0:
-                del lines[key]
-
-        answer.add_done_callback(leave)
 
     async def _joined(
         self, job: TrainJob, parts: Sequence[Part], answers: Sequence[Answer], began: float

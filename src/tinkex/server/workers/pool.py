@@ -168,6 +168,10 @@ class Pool:
         raise EngineError(str(errors[0])) from errors[0]
 
     def generation_of(self, adapter_id: str) -> int:
+        """Changes whenever the memory of this adapter was lost, so that its owner can tell.
+
+        Of several processes that share an adapter's work, the loss of one is the loss of all.
+        """
         home = self._home(adapter_id)
         return 0 if home is None else home.generation
 

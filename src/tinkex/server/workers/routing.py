@@ -1,9 +1,9 @@
 """Which members of a pool a sample goes to.
 
 Every member can sample every checkpoint. A prompt goes where the longest part of its beginning is
-cached, unless that member's line is much longer than another one; a line is what was posted there
-and has not ended, in tokens. The samples of one prompt are dealt out to several members when that
-makes their lines more even: each sample draws by its own number, so the tokens are the same.
+cached, unless that member has much more to do (`backlog`) than another one. The samples of one
+prompt are dealt out to several members when that makes them more even: each sample draws by its own
+number, so the tokens are the same.
 
 Caches are guessed from what was sent: keys of blocks of tokens, each made of all tokens before it,
 the weights and the tenant, because that is what an engine shares a prompt by.
@@ -12,13 +12,14 @@ the weights and the tenant, because that is what an engine shares a prompt by.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tinkex.engine.jobs import Event, Result, SampleJob, SampleResult, Tokens
+from tinkex.server.workers.backlog import Backlog
 from tinkex.server.workers.worker import OnEvent, Worker
 
 BLOCK = 64
@@ -42,12 +43,8 @@ class Deal:
 
 class Router:
     def __init__(self) -> None:
-        self._lines: Counter[int] = Counter()
+        self.backlog = Backlog()
         self._blocks: OrderedDict[int, frozenset[int]] = OrderedDict()
-
-    def line(self, member: Worker) -> int:
-        """Tokens that were posted to a member and have not ended."""
-        return self._lines[id(member)]
 
     def post(
         self, job: SampleJob, ready: Sequence[Worker], on_event: OnEvent | None
@@ -67,15 +64,15 @@ class Router:
         return _whole(parts)
 
     def deal(self, job: SampleJob, keys: Sequence[int], ready: Sequence[Worker]) -> list[Deal]:
-        """Give out samples, a few at a time, to whoever's line is shortest by then."""
-        lines = [self.line(m) - PATIENCE * n for m, n in self._cached(keys, ready)]
+        """Give out samples, a few at a time, to whoever has the least to do by then."""
+        to_do = [self.backlog.of(m) - PATIENCE * n for m, n in self._cached(keys, ready)]
         counts, length = [0] * len(ready), len(job.prompt)
         for start in range(0, job.num_samples, HAND):
             hand = min(HAND, job.num_samples - start)
             # Who has none of them yet reads the prompt first: time for these, and work for all.
-            waits = [w + (0 if c else 2 * length) for w, c in zip(lines, counts, strict=True)]
+            waits = [w + (0 if c else 2 * length) for w, c in zip(to_do, counts, strict=True)]
             best = min(range(len(ready)), key=waits.__getitem__)
-            lines[best] += (0 if counts[best] else length) + hand * _sample_cost(job)
+            to_do[best] += (0 if counts[best] else length) + hand * _sample_cost(job)
             counts[best] += hand
         firsts = np.cumsum([0, *counts]).tolist()
         return [Deal(m, f, c) for m, f, c in zip(ready, firsts, counts, strict=False) if c]
@@ -83,17 +80,10 @@ class Router:
     def _send(
         self, job: SampleJob, member: Worker, on_event: OnEvent | None
     ) -> asyncio.Future[Result]:
-        cost, key = len(job.prompt) + job.num_samples * _sample_cost(job), id(member)
-        self._lines[key] += cost
-        future = member.post(job, on_event)
-
-        def ended(_: asyncio.Future[Result]) -> None:
-            self._lines[key] -= cost
-            if self._lines[key] <= 0:
-                del self._lines[key]
-
-        future.add_done_callback(ended)
-        return future
+        answer = member.post(job, on_event)
+        cost = len(job.prompt) + job.num_samples * _sample_cost(job)
+        self.backlog.add(member, cost, answer)
+        return answer
 
     def _cached(self, keys: Sequence[int], ready: Sequence[Worker]) -> Iterator[tuple[Worker, int]]:
         """Each member, and how many tokens of the prompt it was sent before."""

@@ -99,9 +99,6 @@ class SupervisedWorker(ABC):
     def utilisation(self) -> float:
         return self._utilisation.share if self._ready.is_set() else 0.0
 
-    def generation_of(self, adapter_id: str) -> int:
-        return self.generation
-
     async def start(self) -> None:
         """Begin starting the engine. Jobs wait until it is ready."""
         if self._supervisor is None:

@@ -64,12 +64,6 @@ class Worker(Protocol):
     def utilisation(self) -> float:
         """The share of the last minute that it was busy, between 0 and 1."""
 
-    def generation_of(self, adapter_id: str) -> int:
-        """Changes whenever the memory of this adapter was lost, so that its owner can tell.
-
-        Of several processes that share an adapter's work, the loss of one is the loss of all.
-        """
-
     async def start(self) -> None:
         """Begin to start. Returns before it is ready."""
 
