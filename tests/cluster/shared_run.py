@@ -20,7 +20,7 @@ from test_shared_training import whole_run
 
 from tinkex.cluster.connection import Cluster
 from tinkex.server.workers.child import WorkerSpec
-from tinkex.server.workers.cluster_pool import ClusterPool, Wish
+from tinkex.server.workers.cluster_pool import ClusterPool, PoolPlan
 
 
 async def main(address: str, folder: Path, model: str) -> None:
@@ -33,8 +33,8 @@ async def main(address: str, folder: Path, model: str) -> None:
     exchange = folder / "two" / "exchange"
     cluster = await asyncio.to_thread(Cluster.connect, address)
     spec = WorkerSpec(engine=TOY) if is_toy else WorkerSpec(engine="torch", deterministic=True)
-    wish = Wish(spec=spec, exchange=exchange, meeting_timeout_s=0.0 if is_toy else 60.0)
-    members = await asyncio.to_thread(ClusterPool, cluster, wish)
+    plan = PoolPlan(spec=spec, exchange=exchange, meeting_timeout_s=0.0 if is_toy else 60.0)
+    members = await asyncio.to_thread(ClusterPool, cluster, plan)
     await members.start()
     await asyncio.gather(*(member.wait_ready() for member in members.members))
     together = Run(members, model)

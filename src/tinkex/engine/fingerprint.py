@@ -96,10 +96,10 @@ def witness_of(source: ModelSource, tell: Callable[[int], None] | None = None) -
     reader = open_weights(source, config)
     if tell is None:
         return Witness(reader)
-    return Witness(reader, _Share(sum(math.prod(s) for _, s in expected_shapes(config)), tell))
+    return Witness(reader, _Percent(sum(math.prod(s) for _, s in expected_shapes(config)), tell))
 
 
-class _Share:
+class _Percent:
     """Percent of what there is to read, in steps of ten, a few seconds apart: most models are
     there before the first."""
 

@@ -293,10 +293,10 @@ def _meeting_timeout_s(config: ServerConfig) -> float:
 
 def _make_cluster_pool(config: ServerConfig) -> Pool:
     from tinkex.cluster.connection import Cluster
-    from tinkex.server.workers.cluster_pool import ClusterPool, Wish
+    from tinkex.server.workers.cluster_pool import ClusterPool, PoolPlan
 
     device = config.devices[0] if config.group_size == 1 else config.worker_devices[0]
-    wish = Wish(
+    plan = PoolPlan(
         spec=_spec(config, device, None),
         num_workers=config.num_workers,
         group_size=config.group_size,
@@ -307,7 +307,7 @@ def _make_cluster_pool(config: ServerConfig) -> Pool:
     )
     cluster = Cluster.connect(config.ray)
     try:
-        return ClusterPool(cluster, wish)
+        return ClusterPool(cluster, plan)
     except BaseException:
         cluster.close()
         raise

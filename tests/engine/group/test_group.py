@@ -53,6 +53,7 @@ def data(loss_fn: str = "cross_entropy", seed: int = 0):
 
 def save(trainer, folder, *, with_gradients=True, name="a"):
     training.save(trainer, folder, name, with_optimizer=True, with_gradients=with_gradients)
+    return folder
 
 
 def load(trainer, folder, name="a"):

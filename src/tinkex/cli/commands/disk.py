@@ -19,7 +19,7 @@ from tinkex.cli.output import Table, ago, size
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
-    from tinkex.server.files.usage import Cleared, Held, Holdings
+    from tinkex.server.files.usage import Cleared, Holdings, RunHoldings
 
 _FOLDER = click.Path(path_type=Path)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -157,7 +157,7 @@ def _would_go(held: Holdings, older_than_s: float, run_id: str) -> tuple[int, in
     return len(chosen), sum(map(_spare, chosen)) + held.other
 
 
-def _spare(run: Held) -> int:
+def _spare(run: RunHoldings) -> int:
     return run.total - run.sizes["checkpoints"]
 
 
@@ -194,7 +194,7 @@ def _runs_table(folder: Path, held: Holdings, show_all: bool) -> Table:
     return Table(title=f"{folder}: {size(held.total)}", columns=columns, rows=rows)
 
 
-def _row(run: Held) -> tuple[Any, ...]:
+def _row(run: RunHoldings) -> tuple[Any, ...]:
     sizes = run.sizes
     return (
         run.name,

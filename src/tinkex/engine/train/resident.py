@@ -20,7 +20,7 @@ from tinkex.engine.train.shards import tree_sum
 
 
 @dataclass(slots=True)
-class Shared:
+class SharedGradients:
     """Gradients that were put aside for all who share an adapter, until they are added up."""
 
     shards: dict[int, Tensor] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class ResidentAdapter:
     the order of sums may vary."""
     version: int = 0
     """Counts changes of the weights."""
-    shared: Shared = field(default_factory=Shared)
+    shared: SharedGradients = field(default_factory=SharedGradients)
     """Between `share_gradient` and `add_gradient` a meeting's thread may use it as well."""
     twins: dict[int, Adapter] = field(default_factory=dict)
     """Where the gradients of shards go while they are computed side by side."""

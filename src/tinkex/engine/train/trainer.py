@@ -47,7 +47,7 @@ from tinkex.engine.rows import exactly
 from tinkex.engine.train.losses import Limits, Prepared
 from tinkex.engine.train.optim import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
-from tinkex.engine.train.resident import ResidentAdapter, Shared, shortage_for
+from tinkex.engine.train.resident import ResidentAdapter, SharedGradients, shortage_for
 from tinkex.engine.train.scoring import score
 from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
 from tinkex.errors import (
@@ -288,7 +288,7 @@ class Trainer:
         began = time.perf_counter()
         resident = self.find(job.adapter_id)
         if resident.grads or resident.shared.file:  # else a meeting failed, and they are there yet
-            resident.shared, resident.grads = Shared(resident.grads), {}
+            resident.shared, resident.grads = SharedGradients(resident.grads), {}
         shared, size_bytes = resident.shared, 0
         if job.file is not None:
             arrays = {str(shard): grad.cpu().numpy() for shard, grad in shared.shards.items()}
@@ -309,10 +309,10 @@ class Trainer:
                     raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
                 resident.gather(shard, grad)
                 size_bytes += grad.nbytes
-        resident.shared = Shared()
+        resident.shared = SharedGradients()
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
-    def _shared_in(self, file: str, shared: Shared) -> Iterator[tuple[int, Tensor]]:
+    def _shared_in(self, file: str, shared: SharedGradients) -> Iterator[tuple[int, Tensor]]:
         """The gradients of a file by shard; those that were written here are here still."""
         if file == shared.file:
             yield from shared.shards.items()

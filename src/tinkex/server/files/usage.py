@@ -36,7 +36,7 @@ KINDS = ("checkpoints", "state", "samplers", "journal")
 
 
 @dataclass(slots=True)
-class Held:
+class RunHoldings:
     """What one run keeps on disk, in bytes by kind."""
 
     run_id: str
@@ -54,7 +54,7 @@ class Held:
 
 @dataclass(slots=True)
 class Holdings:
-    runs: list[Held]
+    runs: list[RunHoldings]
     """Largest first."""
     database: int
     other: int
@@ -70,11 +70,11 @@ class Holdings:
 def holdings(data_dir: Path) -> Holdings:
     """What a data folder holds. Changes nothing."""
     database, folders = database_of(data_dir), DataFolder(data_dir)
-    runs: dict[str, Held] = {}
+    runs: dict[str, RunHoldings] = {}
     with connect(database) as connection:
         for run_id, base, used_at, unloaded, status, name in connection.execute(_RUNS):
             is_open = not unloaded and status == "active"
-            runs[run_id] = Held(run_id, base, name or "", used_at, is_open)
+            runs[run_id] = RunHoldings(run_id, base, name or "", used_at, is_open)
         for owner, kind, folder in connection.execute(_FOLDERS):
             size = _size(folders.path(folder))
             _of(runs, str(owner)).sizes[kind] += size
@@ -94,12 +94,12 @@ def checkpoint_paths(data_dir: Path, *, limit: int) -> list[tuple[str, str]]:
         return [(str(path), str(kind)) for path, kind in connection.execute(order, (limit,))]
 
 
-def _of(runs: dict[str, Held], owner: str) -> Held:
+def _of(runs: dict[str, RunHoldings], owner: str) -> RunHoldings:
     """The run of a row. Of unnamed weights only the session is known; its first run has them."""
     if owner in runs:
         return runs[owner]
     first = next((run for run in runs.values() if run.run_id.startswith(f"{owner}:")), None)
-    return first or runs.setdefault(owner, Held(owner))
+    return first or runs.setdefault(owner, RunHoldings(owner))
 
 
 def _size(folder: Path) -> int:
@@ -135,7 +135,7 @@ def clear(data_dir: Path, *, older_than_s: float, run_id: str = "", wait_s: floa
     return Cleared(len(chosen), max(before.total - after.total, 0))
 
 
-def _chosen(found: Holdings, before: float, run_id: str) -> Iterator[Held]:
+def _chosen(found: Holdings, before: float, run_id: str) -> Iterator[RunHoldings]:
     for run in found.runs:
         if run_id:
             if run.run_id == run_id:

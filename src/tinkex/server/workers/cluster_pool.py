@@ -33,7 +33,7 @@ LOOK_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PoolPlan:
     """What members to have."""
 
     spec: WorkerSpec
@@ -52,9 +52,9 @@ class Wish:
 class Survey:
     """Which nodes can be used, and why the others cannot."""
 
-    def __init__(self, cluster: Cluster, wish: Wish) -> None:
+    def __init__(self, cluster: Cluster, plan: PoolPlan) -> None:
         self._cluster = cluster
-        self._wish = wish
+        self._plan = plan
         self._ours = node_facts.look(())
         self._good: set[str] = set()
         self.left_out: dict[str, str] = {}
@@ -70,7 +70,7 @@ class Survey:
         limit = time.monotonic() - LOOK_AGAIN_S
         asked = [n for n in nodes if n.node_id not in self._good]
         asked = [n for n in asked if self._looked_at.get(n.node_id, limit) <= limit]
-        for node_id, facts in self._cluster.facts(asked, self._wish.spec.models).items():
+        for node_id, facts in self._cluster.facts(asked, self._plan.spec.models).items():
             reason = facts if isinstance(facts, str) else node_facts.objection(facts, self._ours)
             self._looked_at[node_id] = time.monotonic()
             if not reason:
@@ -89,26 +89,26 @@ class Survey:
 
 
 class ClusterPool(Pool):
-    def __init__(self, cluster: Cluster, wish: Wish) -> None:
+    def __init__(self, cluster: Cluster, plan: PoolPlan) -> None:
         """Blocks while the nodes are asked.
 
         Raises:
             ConfigError: There is no node that can be used, or too few devices.
         """
         self._cluster = cluster
-        self._wish = wish
-        self._survey = Survey(cluster, wish)
+        self._plan = plan
+        self._survey = Survey(cluster, plan)
         self._num_made = 0
         self._follower: asyncio.Task[None] | None = None
         nodes = self._survey.look()
         self._check(nodes)
         members = [self._make(node) for node in self._missing(nodes, [])]
-        spec = wish.spec
+        spec = plan.spec
         super().__init__(
             members,
             name="the cluster",
-            exchange=wish.exchange,
-            meeting_timeout_s=wish.meeting_timeout_s,
+            exchange=plan.exchange,
+            meeting_timeout_s=plan.meeting_timeout_s,
             deterministic=spec.deterministic or spec.engine.startswith("toy"),
         )
         self._count()
@@ -122,38 +122,38 @@ class ClusterPool(Pool):
                 + "; ".join(f"{node[:8]}: {why}" for node, why in self._survey.left_out.items())
             )
         num_places = sum(self._places(nodes).values())
-        if num_places == 0 and self._wish.group_size > 1:
+        if num_places == 0 and self._plan.group_size > 1:
             raise ConfigError(
-                f"--group is {self._wish.group_size}, and no node of the Ray cluster has as many "
+                f"--group is {self._plan.group_size}, and no node of the Ray cluster has as many "
                 f"devices ({_offers(nodes)}). The members of a group are on one node."
             )
         if num_places == 0:
             raise ConfigError("the nodes of the Ray cluster offer neither GPUs nor CPUs.")
-        if self._wish.num_workers > num_places:
-            what = "devices" if self._wish.group_size == 1 else "places"
+        if self._plan.num_workers > num_places:
+            what = "devices" if self._plan.group_size == 1 else "places"
             raise ConfigError(
-                f"--workers is {self._wish.num_workers}, and the cluster has {num_places} {what} "
+                f"--workers is {self._plan.num_workers}, and the cluster has {num_places} {what} "
                 f"for them ({_offers(nodes)}). Ask for fewer, or add nodes."
             )
 
     def _uses_gpus(self, nodes: Sequence[Node]) -> bool:
-        spec = self._wish.spec
+        spec = self._plan.spec
         wants = not spec.engine.startswith("toy") and not spec.device.startswith("cpu")
         return wants and any(node.num_gpus for node in nodes)
 
     def _places(self, nodes: Sequence[Node]) -> Counter[str]:
         """How many members each node may have."""
-        size = self._wish.group_size
+        size = self._plan.group_size
         if self._uses_gpus(nodes):
             return Counter({node.node_id: node.num_gpus // size for node in nodes})
-        if self._wish.num_workers:
+        if self._plan.num_workers:
             return Counter({node.node_id: node.num_cpus // size for node in nodes})
         return Counter({node.node_id: min(1, node.num_cpus // size) for node in nodes})
 
     def _missing(self, nodes: Sequence[Node], members: Sequence[RemoteWorker]) -> list[Node]:
         """The nodes of members to add: on the emptiest first, so that they spread."""
         places = self._places(nodes)
-        num_wanted = self._wish.num_workers or sum(places.values())
+        num_wanted = self._plan.num_workers or sum(places.values())
         taken = Counter(member.node.node_id for member in members)
         added: list[Node] = []
         while len(members) + len(added) < num_wanted:
@@ -167,11 +167,11 @@ class ClusterPool(Pool):
 
     def _make(self, node: Node) -> RemoteWorker:
         self._num_made += 1
-        size = self._wish.group_size
+        size = self._plan.group_size
         # Sums may depend on the number of threads: in deterministic mode all have as many as one
         # would have there.
-        spec = self._wish.spec
-        is_free = bool(self._wish.num_workers) or spec.deterministic
+        spec = self._plan.spec
+        is_free = bool(self._plan.num_workers) or spec.deterministic
         threads = None if is_free else max(1, node.num_cpus // size)
         return RemoteWorker(
             self._cluster,
@@ -180,8 +180,8 @@ class ClusterPool(Pool):
             name=f"worker-{self._num_made - 1}",
             num_devices=size,
             uses_gpus=self._uses_gpus([node]),
-            start_timeout_s=self._wish.start_timeout_s,
-            budget=self._wish.budget,
+            start_timeout_s=self._plan.start_timeout_s,
+            budget=self._plan.budget,
         )
 
     # ------------------------------------------------------------------------ following

@@ -60,7 +60,7 @@ RECENT = 0.3
 
 
 @dataclass(slots=True)
-class Shared:
+class SharedByHomes:
     """What the homes of a pool have in common."""
 
     exchange: Exchange | None
@@ -80,7 +80,7 @@ class Home:
         adapter_id: str,
         generation: int,
         leader: Worker,
-        shared: Shared,
+        shared: SharedByHomes,
         times: StepTimes | None = None,
     ) -> None:
         """`times` are those of the home that this one follows."""

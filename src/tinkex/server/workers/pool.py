@@ -30,7 +30,7 @@ from tinkex.engine.jobs import (
 )
 from tinkex.errors import EngineError, WorkerLostError
 from tinkex.server.workers.exchange import Exchange
-from tinkex.server.workers.home import Home, Shared
+from tinkex.server.workers.home import Home, SharedByHomes
 from tinkex.server.workers.routing import Router
 from tinkex.server.workers.worker import OnEvent, Worker
 
@@ -65,7 +65,7 @@ class Pool:
         self.name = name if len(members) > 1 else members[0].name
         self.members = list(members)
         self.exchange = None if exchange is None else Exchange(exchange, meeting_timeout_s)
-        self._shared = Shared(self.exchange, deterministic)
+        self._shared = SharedByHomes(self.exchange, deterministic)
         self._homes: dict[str, Home] = {}
         self._loaded: dict[tuple[int, int, str], bool] = {}  # base models by member: asked, there
         self._num_homes = 0
