@@ -1,4 +1,4 @@
-"""Accounts, sessions, runs, samplers, checkpoints and the ledger keep what they promise."""
+"""Accounts, sessions, runs, samplers, checkpoints and usage keep what they promise."""
 
 from __future__ import annotations
 

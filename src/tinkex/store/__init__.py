@@ -1,7 +1,6 @@
-"""What survives a crash: accounts, sessions, runs, the journal, checkpoints and the ledger."""
+"""What survives a crash: accounts, sessions, runs, the journal, checkpoints and usage."""
 
 from tinkex.store.journal import SeqConflictError
-from tinkex.store.ledger import Used, UsedBy
 from tinkex.store.models import FilteredRuns, RunFilter
 from tinkex.store.records import (
     ApiKey,
@@ -30,6 +29,7 @@ from tinkex.store.records import (
 from tinkex.store.sample_ledger import SampleLedger
 from tinkex.store.sessions import SessionQuery
 from tinkex.store.store import Store
+from tinkex.store.usage import Used, UsedBy
 from tinkex.store.writer import StoreClosedError
 
 __all__ = [

@@ -128,7 +128,7 @@ class Checkpoints:
             return {row[0]: int(row[1]) for row in connection.execute(query)}
 
     def storage_by_user(self) -> list[tuple[str, str | None, int]]:
-        """(user_id, project_id, bytes), for the ledger."""
+        """(user_id, project_id, bytes), to be counted as use."""
         query = select(_table.c.user_id, _table.c.project_id, func.sum(_table.c.size_bytes))
         query = query.group_by(_table.c.user_id, _table.c.project_id)
         with self._reader.connect() as connection:

@@ -4,7 +4,7 @@ A promise is given only after `append` resolved. (model_id, seq_id) is unique: a
 the first promise, another body under a used number is a `SeqConflictError`. Results live in the
 same row until they were fetched (plus a grace) or their TTL ended; bodies live until a snapshot
 makes them useless. What is left of a row then is small, keeps repeats idempotent and feeds the
-trace export; `prune` drops it after days. The store never looks into a body or a result.
+trace export; `sweep` drops it after days. The store never looks into a body or a result.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sqlalchemy import Connection, Engine, bindparam, select, update
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
-from tinkex.store.ledger import Ledger
 from tinkex.store.records import Appended, Ended, Fetched, JournalRow, NewRow
 from tinkex.store.upsert import insert_or_ignore
+from tinkex.store.usage import Usage
 from tinkex.store.writer import GroupWriter
 
 _table = schema.journal
@@ -139,7 +139,7 @@ class Journal:
             for end in ends:
                 drops.pop(end.request_id, None)
         if counts := [count for end in ends for count in end.usage]:
-            Ledger.write(connection, counts)
+            Usage.write(connection, counts)
         if drops:
             connection.execute(_FETCHED, [{"id": name, "at": at} for name, at in drops.items()])
 

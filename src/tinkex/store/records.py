@@ -145,7 +145,7 @@ class Appended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageCount:
-    """Something to add to the ledger: tokens, or checkpoints, or byte-hours of storage."""
+    """Use to be counted: tokens, or checkpoints, or byte-hours of storage."""
 
     kind: UsageKind
     count: float

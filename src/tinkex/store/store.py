@@ -24,12 +24,12 @@ from tinkex.store.curves import Curves
 from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, ROW_TTL_S, Journal
-from tinkex.store.ledger import Ledger
 from tinkex.store.models import Models
 from tinkex.store.names import Names
 from tinkex.store.sampling import Sampling
 from tinkex.store.sessions import Sessions
 from tinkex.store.trajectories import Trajectories
+from tinkex.store.usage import Usage
 from tinkex.store.writer import GroupWriter
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Store:
         self.accounts = Accounts(reader, self._writer)
         self.sessions = Sessions(reader, self._writer)
         self.models = Models(reader, self._writer)
-        self.usage = Ledger(reader, self._writer)
+        self.usage = Usage(reader, self._writer)
         self.journal = Journal(reader, self._writer, result_ttl_s, row_ttl_s)
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)

@@ -12,9 +12,10 @@ writes of the same group; the caller never depends on the order of two writes th
 A `batch` is many rows in one write and with one future. Only when it fails is each row written
 alone, so that one that cannot be written keeps no other from it.
 
-`deferred` sources are asked about once a second for what they gathered in memory (heartbeats, token
-counts): such rows may lag by a second and need no future. What a source gave and the database could
-not take just now (a full disk) is kept and written first once it can; the sources gather meanwhile.
+Sources given to `defer` are asked about once a second for what they gathered in memory (heartbeats,
+token counts): such rows may lag by a second and need no future. What a source gave and the database
+could not take just now (a full disk) is kept and written first once it can; the sources gather
+meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`tinkex billing ...`: the server's ledger of tokens and stored checkpoints."""
+"""`tinkex billing ...`: tokens and stored checkpoints, as the server counted them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`/audit` and `/billing`: what happened, and who used how much. Users see their own.
 
-Costs are absent: compute on one's own machine has no price here. Counts are real (see the ledger).
+Costs are absent: compute on one's own machine has no price here. Counts are real (`store.usage`).
 """
 
 from __future__ import annotations

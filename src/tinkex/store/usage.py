@@ -48,7 +48,7 @@ class Used:
     """By kind; what is 0 is left out."""
 
 
-class Ledger:
+class Usage:
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         self._reader = reader
         self._writer = writer
