@@ -66,8 +66,8 @@ def chat(
 
         prepare(state, chosen)
     with state.service(model=chosen, name="chat") as service:
-        talk = Conversation(state, service, settings)
-        talk.voice = talk.open(chosen, model)
+        talk = Talk(state, service, settings)
+        talk.speaker = talk.open(chosen, model)
         talk.set_system(system)
         if prompt:
             talk.ask(prompt)
@@ -86,7 +86,7 @@ def chat(
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class Speaker:
     """Something that answers."""
 
     label: str
@@ -98,16 +98,16 @@ class Voice:
 
 
 @dataclass(slots=True)
-class Conversation:
+class Talk:
     state: State
     service: ServiceClient
     settings: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
-    voice: Voice = None  # type: ignore[assignment]
-    other: Voice | None = None
+    speaker: Speaker = None  # type: ignore[assignment]
+    other: Speaker | None = None
     """Answers too, for comparison; what it says is not remembered."""
 
-    def open(self, model: str | None, label: str | None = None) -> Voice:
+    def open(self, model: str | None, label: str | None = None) -> Speaker:
         from tinkex.client.tokenizers import load_tokenizer
         from tinkex.recipes.render import Renderer
 
@@ -118,14 +118,14 @@ class Conversation:
         )
         base = sampler.get_base_model()
         renderer = Renderer(load_tokenizer(base))
-        return Voice(label or chosen, base, chosen if is_path else "", sampler, renderer)
+        return Speaker(label or chosen, base, chosen if is_path else "", sampler, renderer)
 
-    def find(self, name: str) -> Voice:
+    def find(self, name: str) -> Speaker:
         """Who is called that: a base model, a run or a checkpoint."""
         from tinkex.cli.commands.pull import prepare
 
         chosen = named(name) or name
-        if chosen != self.voice.base_model:
+        if chosen != self.speaker.base_model:
             prepare(self.state, chosen)
         return self.open(chosen, name)
 
@@ -137,8 +137,8 @@ class Conversation:
         if self.other is not None:
             self._label(self.other, "yellow")
             self._answer(self.other)
-            self._label(self.voice, "green")
-        said = self._answer(self.voice)
+            self._label(self.speaker, "green")
+        said = self._answer(self.speaker)
         self.messages.append({"role": "assistant", "content": said})
 
     def take_back(self) -> None:
@@ -146,20 +146,20 @@ class Conversation:
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages.pop()
 
-    def _label(self, voice: Voice, colour: str) -> None:
+    def _label(self, speaker: Speaker, colour: str) -> None:
         if self.state.format != "json":
-            click.echo(click.style(f"{voice.label}> ", fg=colour, bold=True), nl=False)
+            click.echo(click.style(f"{speaker.label}> ", fg=colour, bold=True), nl=False)
 
-    def _answer(self, voice: Voice) -> str:
+    def _answer(self, speaker: Speaker) -> str:
         """Print the answer while it is generated, and return it whole, or as far as it came."""
         from tinkex import ModelInput, SamplingParams
 
-        params = SamplingParams(**self.settings, stop=voice.renderer.stop)
-        prompt = ModelInput.from_ints(voice.renderer.prompt(self.messages))
-        out = LiveText(voice.renderer, quiet=self.state.format == "json")
+        params = SamplingParams(**self.settings, stop=speaker.renderer.stop)
+        prompt = ModelInput.from_ints(speaker.renderer.prompt(self.messages))
+        out = LiveText(speaker.renderer, quiet=self.state.format == "json")
         try:
             # A closed stream cancels its sample.
-            stream: Any = iter(voice.sampler.stream(prompt, params))
+            stream: Any = iter(speaker.sampler.stream(prompt, params))
             with contextlib.closing(stream) as events:
                 for event in events:
                     out.add(event.tokens)
@@ -176,7 +176,7 @@ class Conversation:
 # ------------------------------------------------------------------------------------- terminal
 
 
-def _at_terminal(talk: Conversation) -> None:
+def _at_terminal(talk: Talk) -> None:
     _banner(talk)
     with _line_editing():
         while True:
@@ -205,13 +205,13 @@ def _at_terminal(talk: Conversation) -> None:
                 click.echo(click.style(f"Error: {words(exc)}", fg="red"), err=True)
 
 
-def _banner(talk: Conversation) -> None:
-    voice = talk.voice
-    lines = [click.style(voice.label, bold=True, fg="green")]
-    if voice.path:
-        lines.append(f"  checkpoint  {voice.path}")
-    if voice.label != voice.base_model:
-        lines.append(f"  base model  {voice.base_model}")
+def _banner(talk: Talk) -> None:
+    speaker = talk.speaker
+    lines = [click.style(speaker.label, bold=True, fg="green")]
+    if speaker.path:
+        lines.append(f"  checkpoint  {speaker.path}")
+    if speaker.label != speaker.base_model:
+        lines.append(f"  base model  {speaker.base_model}")
     lines.append(
         click.style("  /help lists commands, Ctrl-C stops an answer, Ctrl-D ends", dim=True)
     )
@@ -253,7 +253,7 @@ def _line_editing() -> Any:
             file.chmod(0o600)
 
 
-def _command(talk: Conversation, name: str, rest: str) -> None:
+def _command(talk: Talk, name: str, rest: str) -> None:
     rest = rest.strip()
     match name:
         case "help":
@@ -266,7 +266,7 @@ def _command(talk: Conversation, name: str, rest: str) -> None:
             talk.messages = kept
             click.echo("A new conversation.")
         case "model" if rest:
-            talk.voice = talk.find(rest)
+            talk.speaker = talk.find(rest)
             _banner(talk)
             if talk.messages:
                 click.echo("The conversation goes on; /clear begins anew.")
@@ -282,20 +282,20 @@ def _command(talk: Conversation, name: str, rest: str) -> None:
             click.echo(f"There is no command /{name}.\n{HELP}")
 
 
-def _compare(talk: Conversation, rest: str) -> None:
+def _compare(talk: Talk, rest: str) -> None:
     if talk.other is not None and not rest:
         talk.other = None
         click.echo("Comparing no more.")
         return
-    if not rest and not talk.voice.path:
+    if not rest and not talk.speaker.path:
         click.echo("This is the base model itself; name what to compare with: /compare NAME.")
         return
-    wanted = rest or talk.voice.base_model
+    wanted = rest or talk.speaker.base_model
     talk.other = talk.find(wanted)
     click.echo(f"{wanted} answers too, first.")
 
 
-def _save(talk: Conversation, file: Path) -> None:
+def _save(talk: Talk, file: Path) -> None:
     if not any(message["role"] == "assistant" for message in talk.messages):
         click.echo("Nothing was said yet.")
         return
