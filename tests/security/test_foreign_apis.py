@@ -18,7 +18,7 @@ from app_world import AppWorld, open_app
 from tinkex.chat.tokenizer import LONG_TEXT, FastTokenizer
 from tinkex.engine.sample.stopping import StopWatch
 from tinkex.server.compat import dialogue, trajectories
-from tinkex.server.compat.wording import Speaker
+from tinkex.server.compat.wording import AnswerText
 
 BEARER = {"authorization": "Bearer tml-ann"}
 CHAT = "/v1/chat/completions"
@@ -183,7 +183,7 @@ async def test_requests_to_the_console_count_like_all_others(world: AppWorld) ->
 # ------------------------------------------------------------------------------------ stops
 
 
-def _voice() -> Any:
+def _chat_format() -> Any:
     """One token a character."""
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
     return SimpleNamespace(
@@ -192,11 +192,11 @@ def _voice() -> Any:
 
 
 def _said(text: str, stops: list[str], sizes: list[int]) -> str:
-    speaker, pieces, at = Speaker(_voice(), None, stops), [], 0
+    answer, pieces, at = AnswerText(_chat_format(), None, stops), [], 0
     for size in sizes:
-        pieces += speaker.feed([ord(letter) for letter in text[at : at + size]])
+        pieces += answer.feed([ord(letter) for letter in text[at : at + size]])
         at += size
-    return "".join(piece.text for piece in [*pieces, *speaker.end()])
+    return "".join(piece.text for piece in [*pieces, *answer.end()])
 
 
 def test_text_is_cut_at_the_first_stop_however_it_comes_in_pieces() -> None:

@@ -67,7 +67,7 @@ def chat(
         prepare(state, chosen)
     with state.service(model=chosen, name="chat") as service:
         talk = Talk(state, service, settings)
-        talk.speaker = talk.open(chosen, model)
+        talk.partner = talk.open(chosen, model)
         talk.set_system(system)
         if prompt:
             talk.ask(prompt)
@@ -86,7 +86,7 @@ def chat(
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class Partner:
     """Something that answers."""
 
     label: str
@@ -103,11 +103,11 @@ class Talk:
     service: ServiceClient
     settings: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
-    speaker: Speaker = None  # type: ignore[assignment]
-    other: Speaker | None = None
+    partner: Partner = None  # type: ignore[assignment]
+    other: Partner | None = None
     """Answers too, for comparison; what it says is not remembered."""
 
-    def open(self, model: str | None, label: str | None = None) -> Speaker:
+    def open(self, model: str | None, label: str | None = None) -> Partner:
         from tinkex.client.tokenizers import load_tokenizer
         from tinkex.recipes.render import Renderer
 
@@ -118,14 +118,14 @@ class Talk:
         )
         base = sampler.get_base_model()
         renderer = Renderer(load_tokenizer(base))
-        return Speaker(label or chosen, base, chosen if is_path else "", sampler, renderer)
+        return Partner(label or chosen, base, chosen if is_path else "", sampler, renderer)
 
-    def find(self, name: str) -> Speaker:
+    def find(self, name: str) -> Partner:
         """Who is called that: a base model, a run or a checkpoint."""
         from tinkex.cli.commands.pull import prepare
 
         chosen = named(name) or name
-        if chosen != self.speaker.base_model:
+        if chosen != self.partner.base_model:
             prepare(self.state, chosen)
         return self.open(chosen, name)
 
@@ -137,8 +137,8 @@ class Talk:
         if self.other is not None:
             self._label(self.other, "yellow")
             self._answer(self.other)
-            self._label(self.speaker, "green")
-        said = self._answer(self.speaker)
+            self._label(self.partner, "green")
+        said = self._answer(self.partner)
         self.messages.append({"role": "assistant", "content": said})
 
     def take_back(self) -> None:
@@ -146,20 +146,20 @@ class Talk:
         if self.messages and self.messages[-1]["role"] == "user":
             self.messages.pop()
 
-    def _label(self, speaker: Speaker, colour: str) -> None:
+    def _label(self, partner: Partner, colour: str) -> None:
         if self.state.format != "json":
-            click.echo(click.style(f"{speaker.label}> ", fg=colour, bold=True), nl=False)
+            click.echo(click.style(f"{partner.label}> ", fg=colour, bold=True), nl=False)
 
-    def _answer(self, speaker: Speaker) -> str:
+    def _answer(self, partner: Partner) -> str:
         """Print the answer while it is generated, and return it whole, or as far as it came."""
         from tinkex import ModelInput, SamplingParams
 
-        params = SamplingParams(**self.settings, stop=speaker.renderer.stop)
-        prompt = ModelInput.from_ints(speaker.renderer.prompt(self.messages))
-        out = LiveText(speaker.renderer, quiet=self.state.format == "json")
+        params = SamplingParams(**self.settings, stop=partner.renderer.stop)
+        prompt = ModelInput.from_ints(partner.renderer.prompt(self.messages))
+        out = LiveText(partner.renderer, quiet=self.state.format == "json")
         try:
             # A closed stream cancels its sample.
-            stream: Any = iter(speaker.sampler.stream(prompt, params))
+            stream: Any = iter(partner.sampler.stream(prompt, params))
             with contextlib.closing(stream) as events:
                 for event in events:
                     out.add(event.tokens)
@@ -206,12 +206,12 @@ def _at_terminal(talk: Talk) -> None:
 
 
 def _banner(talk: Talk) -> None:
-    speaker = talk.speaker
-    lines = [click.style(speaker.label, bold=True, fg="green")]
-    if speaker.path:
-        lines.append(f"  checkpoint  {speaker.path}")
-    if speaker.label != speaker.base_model:
-        lines.append(f"  base model  {speaker.base_model}")
+    partner = talk.partner
+    lines = [click.style(partner.label, bold=True, fg="green")]
+    if partner.path:
+        lines.append(f"  checkpoint  {partner.path}")
+    if partner.label != partner.base_model:
+        lines.append(f"  base model  {partner.base_model}")
     lines.append(
         click.style("  /help lists commands, Ctrl-C stops an answer, Ctrl-D ends", dim=True)
     )
@@ -266,7 +266,7 @@ def _command(talk: Talk, name: str, rest: str) -> None:
             talk.messages = kept
             click.echo("A new conversation.")
         case "model" if rest:
-            talk.speaker = talk.find(rest)
+            talk.partner = talk.find(rest)
             _banner(talk)
             if talk.messages:
                 click.echo("The conversation goes on; /clear begins anew.")
@@ -287,10 +287,10 @@ def _compare(talk: Talk, rest: str) -> None:
         talk.other = None
         click.echo("Comparing no more.")
         return
-    if not rest and not talk.speaker.path:
+    if not rest and not talk.partner.path:
         click.echo("This is the base model itself; name what to compare with: /compare NAME.")
         return
-    wanted = rest or talk.speaker.base_model
+    wanted = rest or talk.partner.base_model
     talk.other = talk.find(wanted)
     click.echo(f"{wanted} answers too, first.")
 

@@ -262,9 +262,9 @@ def _ending(dialogue: Dialogue, made: Answer) -> dict[str, Any]:
     if made.finish == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     tokens = [int(token) for token in made.sequence.tokens]
-    if tokens and tokens[-1] in dialogue.voice.end_ids:
+    if tokens and tokens[-1] in dialogue.chat_format.end_ids:
         return {"stop_reason": "end_turn", "stop_sequence": None}
-    text = dialogue.voice.decode(tokens)
+    text = dialogue.chat_format.decode(tokens)
     found = [(at, stop) for stop in dialogue.asked.stops if (at := text.find(stop)) >= 0]
     stop = min(found)[1] if found else None
     return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}

@@ -1,7 +1,7 @@
 """A turn of a conversation in nobody's dialect: what OpenAI's and Anthropic's routes share.
 
 Opening a dialogue finds the weights, renders the prompt and checks it; then the answer is taken
-whole or as pieces while it is made. Both go through one `Speaker` per answer.
+whole or as pieces while it is made. Both go through one `AnswerText` per answer.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fastapi import Request
 from tinkex.chat.messages import Message, Tool
 from tinkex.chat.reading import Piece, joined
 from tinkex.chat.template import TooLongError
-from tinkex.server.compat.generation import Generation, NewTokens, Wish
+from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.generation import Generation, NewTokens, SampleSpec
 from tinkex.server.compat.names import Names
 from tinkex.server.compat.trajectories import Recording, Trajectories, fresh
-from tinkex.server.compat.voices import Voice, Voices
-from tinkex.server.compat.wording import Speaker, num_thoughts
+from tinkex.server.compat.wording import AnswerText, num_thoughts
 from tinkex.server.exchange import service_of
 from tinkex.server.off_loop import LARGE_BYTES, off_loop
 from tinkex.store import User
@@ -69,19 +69,21 @@ class Answer:
     """Tokens of it that were thoughts, read apart from the content."""
 
 
-async def _fresh(asked: Asked, voice: Voice, voices: Voices, user: User) -> Recording:
+async def _fresh(
+    asked: Asked, chat_format: ChatFormat, chat_formats: ChatFormats, user: User
+) -> Recording:
     """Here when it is a matter of a moment, which most are: a thread costs more than that."""
     size = asked.num_characters
     if size < LARGE_BYTES and not asked.tools:
         with suppress(TooLongError):
-            return fresh(asked, voice, max_seconds=MOMENT_S)
-    return await voices.aside(user, size, fresh, asked, voice)
+            return fresh(asked, chat_format, max_seconds=MOMENT_S)
+    return await chat_formats.aside(user, size, fresh, asked, chat_format)
 
 
 @dataclass(slots=True)
 class Dialogue:
     asked: Asked
-    voice: Voice
+    chat_format: ChatFormat
     recording: Recording
     generation: Generation
     trajectories: Trajectories
@@ -94,42 +96,42 @@ class Dialogue:
             ApiError, InvalidInputError: The request cannot be honoured.
         """
         service = service_of(request)
-        voices: Voices = request.app.state.voices
+        chat_formats: ChatFormats = request.app.state.chat_formats
         trajectories: Trajectories = request.app.state.trajectories
         names: Names = request.app.state.names
         target = await names.target(user, asked.model)
-        voice = await voices.of(target.base_model)
+        chat_format = await chat_formats.of(target.base_model)
         if asked.trajectory is None:
-            recording = await _fresh(asked, voice, voices, user)
+            recording = await _fresh(asked, chat_format, chat_formats, user)
         else:
-            recording = await trajectories.open(user, asked, voice, voices)
-        wish = Wish(
+            recording = await trajectories.open(user, asked, chat_format, chat_formats)
+        spec = SampleSpec(
             target=target,
-            info=voice.info,
+            info=chat_format.info,
             prompt=recording.prompt,
-            params={**asked.params, "stop": [*sorted(voice.end_ids), *asked.stops]},
+            params={**asked.params, "stop": [*sorted(chat_format.end_ids), *asked.stops]},
             num_samples=asked.num_answers,
             topk_sample=asked.topk,
         )
-        generation = Generation(service, user, wish, request)
-        return cls(asked, voice, recording, generation, trajectories)
+        generation = Generation(service, user, spec, request)
+        return cls(asked, chat_format, recording, generation, trajectories)
 
     def unread(self, names: Mapping[str, str]) -> set[str]:
         """Wishes that this model's template does not know: option of a template -> field."""
-        return {names.get(n, n) for n in self.voice.chat.unread(self.asked.options)}
+        return {names.get(n, n) for n in self.chat_format.chat.unread(self.asked.options)}
 
     @property
     def prompt(self) -> list[int]:
         return self.recording.prompt
 
-    def speaker(self) -> Speaker:
-        reader = self.voice.chat.reader(
+    def answer_text(self) -> AnswerText:
+        reader = self.chat_format.chat.reader(
             self.recording.text,
             calls=bool(self.asked.tools),
             thinking=not self.asked.keep_reasoning,
             tools=self.asked.tools,
         )
-        return Speaker(self.voice, reader, self.asked.stops, one_call=self.asked.one_call)
+        return AnswerText(self.chat_format, reader, self.asked.stops, one_call=self.asked.one_call)
 
     async def whole(self) -> tuple[SampleResponse, list[Answer]]:
         response = await self.generation.whole()
@@ -142,14 +144,14 @@ class Dialogue:
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
         """What is said, while it is said; `result` gives the whole when this ends."""
-        speakers = [self.speaker() for _ in range(self.asked.num_answers)]
+        speakers = [self.answer_text() for _ in range(self.asked.num_answers)]
         async for new in self.generation.tokens():
-            speaker = speakers[new.index]
-            before = speaker.num_tokens
-            pieces = speaker.feed(new.tokens)
-            yield new.index, pieces, new.first(speaker.num_tokens - before)
-        for index, speaker in enumerate(speakers):
-            yield index, speaker.end(), NewTokens(index, [], [])
+            answer_text = speakers[new.index]
+            before = answer_text.num_tokens
+            pieces = answer_text.feed(new.tokens)
+            yield new.index, pieces, new.first(answer_text.num_tokens - before)
+        for index, answer_text in enumerate(speakers):
+            yield index, answer_text.end(), NewTokens(index, [], [])
 
     async def begun(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
         """`pieces`, of which the first is there: what is refused is refused here."""
@@ -172,7 +174,7 @@ class Dialogue:
         answers = await self.off_loop(response, self._read, response)
         if self.asked.trajectory is not None:
             await self.trajectories.record(
-                self.generation.user, self.asked, self.generation.wish, self.recording, answers
+                self.generation.user, self.asked, self.generation.spec, self.recording, answers
             )
         return answers
 
@@ -180,12 +182,12 @@ class Dialogue:
         return [self._answer(sequence) for sequence in response.sequences]
 
     def _answer(self, sequence: SampledSequence) -> Answer:
-        speaker = self.speaker()
-        message = joined([*speaker.feed(sequence.tokens), *speaker.end()])
+        answer_text = self.answer_text()
+        message = joined([*answer_text.feed(sequence.tokens), *answer_text.end()])
         finish = "stop" if sequence.stop_reason == "stop" else "length"
-        if speaker.num_tokens < len(sequence.tokens):
-            sequence = _cut(sequence, speaker.num_tokens)
-        thoughts = num_thoughts(self.speaker(), sequence.tokens) if message.reasoning else 0
+        if answer_text.num_tokens < len(sequence.tokens):
+            sequence = _cut(sequence, answer_text.num_tokens)
+        thoughts = num_thoughts(self.answer_text(), sequence.tokens) if message.reasoning else 0
         return Answer(message, "tool_calls" if message.tool_calls else finish, sequence, thoughts)
 
 

@@ -33,7 +33,7 @@ MAX_TOLD = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SampleSpec:
     """What to sample, in the sampler's own terms."""
 
     target: Target
@@ -88,14 +88,14 @@ class Generation:
 
     service: Service
     user: User
-    wish: Wish
+    spec: SampleSpec
     request: Request
     result: SampleResponse | None = field(default=None, init=False)
 
     async def whole(self) -> SampleResponse:
         """The finished sample; nothing is passed on while it runs."""
         promise, task, _ = await self.service.samples.stream(
-            self.user, self.wish.sample_request(), None
+            self.user, self.spec.sample_request(), None
         )
         try:
             while (outcome := await promise.wait(GONE_CHECK_S, self.service.stopping)) is None:
@@ -128,7 +128,7 @@ class Generation:
                 events.put_nowait(event)
 
         promise, task, _ = await self.service.samples.stream(
-            self.user, self.wish.sample_request(), take
+            self.user, self.spec.sample_request(), take
         )
         promise.on_settle = lambda _: events.put_nowait(None)
         try:

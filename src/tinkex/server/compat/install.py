@@ -14,10 +14,10 @@ from tinkex.server.compat import (
     openai_responses,
     records,
 )
+from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.compat.names import Names
 from tinkex.server.compat.refusals import PREFIXES
 from tinkex.server.compat.trajectories import Trajectories
-from tinkex.server.compat.voices import Voices
 from tinkex.server.service import Service
 from tinkex.store import User
 
@@ -36,9 +36,9 @@ def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Mount the routes; sets `names`, `voices` and `trajectories` on `app.state`."""
+    """Mount the routes; sets `names`, `chat_formats` and `trajectories` on `app.state`."""
     app.state.names = Names(service)
-    app.state.voices = Voices(service.catalog)
+    app.state.chat_formats = ChatFormats(service.catalog)
     app.state.trajectories = Trajectories(service.store, service.shelf)
     for prefix in PREFIXES:
         for module in _MODULES:

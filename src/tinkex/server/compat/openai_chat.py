@@ -254,9 +254,9 @@ async def chat_completions(request: Request, user: ForeignUser) -> Response:
     given = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {}}
     headers = fields.header_of([*ignored, *dialogue.unread(given)])
     if body.logprobs or body.return_token_ids:
-        wish, longest = dialogue.generation.wish, dialogue.voice.info.max_context_length
-        length = min(wish.params.get("max_tokens", longest), longest)
-        check_told(wish.num_samples * length, wish.topk_sample)
+        spec, longest = dialogue.generation.spec, dialogue.chat_format.info.max_context_length
+        length = min(spec.params.get("max_tokens", longest), longest)
+        check_told(spec.num_samples * length, spec.topk_sample)
     turn = Turn(body, dialogue)
     if body.stream:
         return await openai_shapes.streamed(turn.lines(), headers)
@@ -323,7 +323,7 @@ class Turn:
     def _logprobs(self, sequence: SampledSequence | None) -> dict[str, Any] | None:
         if not self._body.logprobs or sequence is None:
             return None
-        return chat_logprobs(self._dialogue.voice, sequence)
+        return chat_logprobs(self._dialogue.chat_format, sequence)
 
     async def lines(self) -> AsyncIterator[bytes]:
         body, dialogue = self._body, self._dialogue

@@ -20,13 +20,13 @@ from pydantic import Field
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
+from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.generation import Generation, Wish, check_told, prompt_scores
+from tinkex.server.compat.generation import Generation, SampleSpec, check_told, prompt_scores
 from tinkex.server.compat.names import Names, Target
 from tinkex.server.compat.openai_shapes import likeliest, line, usage
 from tinkex.server.compat.trajectories import trajectory_of
-from tinkex.server.compat.voices import Voice, Voices
-from tinkex.server.compat.wording import Speaker, token_text
+from tinkex.server.compat.wording import AnswerText, token_text
 from tinkex.server.exchange import Answer, service_of
 from tinkex.server.off_loop import LARGE_BYTES
 from tinkex.store import User
@@ -88,7 +88,7 @@ class _Call:
     request: Request
     user: User
     target: Target
-    voice: Voice
+    chat_format: ChatFormat
     number: str
     made_at: int
 
@@ -102,13 +102,13 @@ class _Call:
 
     def generation(self, prompt: Sequence[int]) -> Generation:
         body = self.body
-        stop = None if body.stop is None else [*self.voice.info.eos_token_ids, *body.stop]
+        stop = None if body.stop is None else [*self.chat_format.info.eos_token_ids, *body.stop]
         params = body.params(max(body.max_tokens if body.max_tokens is not None else 16, 1))
         topk = body.logprobs or 0
         scored = bool(body.echo and body.logprobs is not None)
-        wish = Wish(
+        spec = SampleSpec(
             target=self.target,
-            info=self.voice.info,
+            info=self.chat_format.info,
             prompt=prompt,
             params=params if stop is None else {**params, "stop": stop},
             num_samples=body.n or 1,
@@ -116,10 +116,10 @@ class _Call:
             topk_prompt=topk if scored else 0,
             topk_sample=topk,
         )
-        return Generation(service_of(self.request), self.user, wish, self.request)
+        return Generation(service_of(self.request), self.user, spec, self.request)
 
-    def speaker(self) -> Speaker:
-        return Speaker(self.voice, None, self.body.stop or ())
+    def answer_text(self) -> AnswerText:
+        return AnswerText(self.chat_format, None, self.body.stop or ())
 
 
 @router.post("/completions")
@@ -129,20 +129,20 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     body.check()
     why = "there are no turns here to go on from; use /chat/completions."
     fields.refuse(trajectory_of(None, request), "trajectory", why)
-    voices: Voices = request.app.state.voices
+    chat_formats: ChatFormats = request.app.state.chat_formats
     names: Names = request.app.state.names
     target = await names.target(user, body.model)
-    voice = await voices.of(target.base_model)
+    chat_format = await chat_formats.of(target.base_model)
     number = f"cmpl-{secrets.token_hex(12)}"
-    call = _Call(body, request, user, target, voice, number, int(time.time()))
+    call = _Call(body, request, user, target, chat_format, number, int(time.time()))
     given = body.prompts()
     size = sum(len(prompt) for prompt in given)
     if size < LARGE_BYTES:
-        prompts = _encoded(voice, given)
+        prompts = _encoded(chat_format, given)
     else:
-        prompts = await voices.aside(user, size, _encoded, voice, given)
+        prompts = await chat_formats.aside(user, size, _encoded, chat_format, given)
     if body.logprobs is not None or body.return_token_ids:
-        check_told(_num_told(body, prompts, voice), body.logprobs or 0)
+        check_told(_num_told(body, prompts, chat_format), body.logprobs or 0)
     if body.stream:
         return await openai_shapes.streamed(_lines(call, prompts[0]), headers)
     made = await _together([call.generation(prompt).whole() for prompt in prompts])
@@ -151,9 +151,11 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     return response
 
 
-def _num_told(body: CompletionRequest, prompts: list[list[int]], voice: Voice) -> int:
+def _num_told(body: CompletionRequest, prompts: list[list[int]], chat_format: ChatFormat) -> int:
     """Most tokens that the answers tell, with their prompts where those are told too."""
-    new = min(16 if body.max_tokens is None else body.max_tokens, voice.info.max_context_length)
+    new = min(
+        16 if body.max_tokens is None else body.max_tokens, chat_format.info.max_context_length
+    )
     told_prompts = body.echo or body.return_token_ids
     return (body.n or 1) * sum((len(p) if told_prompts else 0) + new for p in prompts)
 
@@ -168,8 +170,10 @@ async def _together(waiting: list[Any]) -> list[SampleResponse]:
     return [task.result() for task in tasks]
 
 
-def _encoded(voice: Voice, prompts: list[str | list[int]]) -> list[list[int]]:
-    found = [voice.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def _encoded(chat_format: ChatFormat, prompts: list[str | list[int]]) -> list[list[int]]:
+    found = [
+        chat_format.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+    ]
     for index, tokens in enumerate(found):
         if not tokens:
             raise InvalidInputError("must not be empty", path=f"prompt[{index}]")
@@ -197,16 +201,16 @@ def _choice(
     call: _Call, prompt: list[int], response: SampleResponse, sequence: SampledSequence
 ) -> dict[str, Any]:
     body = call.body
-    speaker = call.speaker()
-    text = "".join(piece.text for piece in [*speaker.feed(sequence.tokens), *speaker.end()])
+    answer_text = call.answer_text()
+    text = "".join(piece.text for piece in [*answer_text.feed(sequence.tokens), *answer_text.end()])
     silent = body.max_tokens == 0
     rows = _rows(call, prompt, response) if body.echo else []
     if not silent:
         rows += _sampled_rows(sequence)
     choice: dict[str, Any] = {
-        "text": (call.voice.decode(prompt) if body.echo else "") + ("" if silent else text),
+        "text": (call.chat_format.decode(prompt) if body.echo else "") + ("" if silent else text),
         "finish_reason": "length" if silent else _finish(sequence),
-        "logprobs": None if body.logprobs is None else _logprobs(call.voice, rows),
+        "logprobs": None if body.logprobs is None else _logprobs(call.chat_format, rows),
     }
     if body.return_token_ids:
         choice["prompt_token_ids"] = prompt
@@ -240,8 +244,8 @@ def _sampled_rows(sequence: SampledSequence) -> list[Row]:
     ]
 
 
-def _logprobs(voice: Voice, rows: Sequence[Row], start: int = 0) -> dict[str, Any]:
-    texts = [token_text(voice.tokenizer, token) for token, _, _ in rows]
+def _logprobs(chat_format: ChatFormat, rows: Sequence[Row], start: int = 0) -> dict[str, Any]:
+    texts = [token_text(chat_format.tokenizer, token) for token, _, _ in rows]
     offsets, at = [], start
     for text in texts:
         offsets.append(at)
@@ -250,7 +254,9 @@ def _logprobs(voice: Voice, rows: Sequence[Row], start: int = 0) -> dict[str, An
         "tokens": texts,
         "token_logprobs": [score for _, score, _ in rows],
         "top_logprobs": [
-            {token_text(voice.tokenizer, token): score for token, score in top} if top else None
+            {token_text(chat_format.tokenizer, token): score for token, score in top}
+            if top
+            else None
             for _, _, top in rows
         ],
         "text_offset": offsets,
@@ -264,7 +270,7 @@ def _logprobs(voice: Voice, rows: Sequence[Row], start: int = 0) -> dict[str, An
 async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
     body = call.body
     head = call.head()
-    speakers = [call.speaker() for _ in range(body.n or 1)]
+    speakers = [call.answer_text() for _ in range(body.n or 1)]
     generation = call.generation(prompt)
     said = [0] * len(speakers)
 
@@ -273,7 +279,7 @@ async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
     def chunk(index: int, text: str, rows: list[Row], finish: str | None = None) -> bytes:
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": finish}
         choice["logprobs"] = (
-            _logprobs(call.voice, rows, said[index]) if body.logprobs is not None else None
+            _logprobs(call.chat_format, rows, said[index]) if body.logprobs is not None else None
         )
         if body.return_token_ids:
             choice["token_ids"] = [token for token, _, _ in rows]

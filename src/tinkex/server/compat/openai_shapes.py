@@ -10,7 +10,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from tinkex.server.compat import refusals
-from tinkex.server.compat.voices import Voice
+from tinkex.server.compat.chat_formats import ChatFormat
 from tinkex.server.compat.wording import token_bytes, token_text
 from tinkex.types import SampledSequence, SampleResponse
 
@@ -58,14 +58,14 @@ def usage(
     }
 
 
-def chat_logprobs(voice: Voice, sequence: SampledSequence) -> dict[str, Any]:
+def chat_logprobs(chat_format: ChatFormat, sequence: SampledSequence) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
     rows = enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True))
     told = (  # encoded one by one: as objects they are many times as large
         orjson.dumps(
             {
-                **_scored(voice, int(token), logprob),
-                "top_logprobs": [_scored(voice, *pair) for pair in likeliest(sequence, at)],
+                **_scored(chat_format, int(token), logprob),
+                "top_logprobs": [_scored(chat_format, *pair) for pair in likeliest(sequence, at)],
             }
         )
         for at, (token, logprob) in rows
@@ -73,11 +73,11 @@ def chat_logprobs(voice: Voice, sequence: SampledSequence) -> dict[str, Any]:
     return {"content": orjson.Fragment(b"[" + b",".join(told) + b"]"), "refusal": None}
 
 
-def _scored(voice: Voice, token: int, logprob: float) -> dict[str, Any]:
+def _scored(chat_format: ChatFormat, token: int, logprob: float) -> dict[str, Any]:
     return {
-        "token": token_text(voice.tokenizer, token),
+        "token": token_text(chat_format.tokenizer, token),
         "logprob": float(logprob),
-        "bytes": token_bytes(voice.tokenizer, token),
+        "bytes": token_bytes(chat_format.tokenizer, token),
         "token_id": int(token),
     }
 

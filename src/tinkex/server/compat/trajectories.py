@@ -20,8 +20,8 @@ from fastapi import Request
 
 from tinkex.chat.messages import Message
 from tinkex.errors import InvalidInputError
-from tinkex.server.compat.generation import Wish
-from tinkex.server.compat.voices import Voice, Voices
+from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.generation import SampleSpec
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.store import Store, TrajectoryAnswer, User
 from tinkex.store.trajectories import MAX_ANSWERS, MAX_BYTES, MAX_BYTES_PER_USER
@@ -54,7 +54,9 @@ class Trajectories:
             self._store.trajectories.of, user.user_id, check_id(trajectory_id)
         )
 
-    async def open(self, user: User, asked: Asked, voice: Voice, voices: Voices) -> Recording:
+    async def open(
+        self, user: User, asked: Asked, chat_format: ChatFormat, chat_formats: ChatFormats
+    ) -> Recording:
         """The tokens of a prompt: recorded ones as far as they go, then those of what is new.
 
         Raises:
@@ -76,18 +78,23 @@ class Trajectories:
                 path="trajectory",
             )
         known = await self.answers(user, trajectory_id)
-        return await voices.aside(
-            user, size + asked.num_characters, _recording, asked, voice, known
+        return await chat_formats.aside(
+            user, size + asked.num_characters, _recording, asked, chat_format, known
         )
 
     async def record(
-        self, user: User, asked: Asked, wish: Wish, recording: Recording, answers: Sequence[Answer]
+        self,
+        user: User,
+        asked: Asked,
+        spec: SampleSpec,
+        recording: Recording,
+        answers: Sequence[Answer],
     ) -> list[int]:
         """Keep the answers of a call, as followers of the answer that its prompt was built on."""
         assert asked.trajectory is not None
         snapshot = ""
-        if wish.target.model_path is not None:
-            snapshot = (await self._shelf.readable(wish.target.model_path, user)).folder
+        if spec.target.model_path is not None:
+            snapshot = (await self._shelf.readable(spec.target.model_path, user)).folder
         rows = [
             TrajectoryAnswer(
                 user_id=user.user_id,
@@ -98,7 +105,7 @@ class Trajectories:
                 tokens=_ints(answer.sequence.tokens),
                 logprobs=np.asarray(answer.sequence.logprobs, "<f4").tobytes(),
                 stop_reason=str(answer.sequence.stop_reason),
-                model=wish.target.name,
+                model=spec.target.name,
                 snapshot=snapshot.rpartition("/")[2],
                 created_at=time.time(),
             )
@@ -137,19 +144,21 @@ def tokens_of(answer: TrajectoryAnswer, known: Sequence[TrajectoryAnswer]) -> li
     return [int(token) for token in np.frombuffer(b"".join(reversed(parts)), "<i4")]
 
 
-def fresh(asked: Asked, voice: Voice, **limits: float) -> Recording:
+def fresh(asked: Asked, chat_format: ChatFormat, **limits: float) -> Recording:
     """A prompt that goes on from nothing."""
     options = {**asked.options, **limits}
-    text = voice.chat.text(asked.messages, asked.tools, generate=True, **options)
-    return Recording(text, voice.chat.encode(text))
+    text = chat_format.chat.text(asked.messages, asked.tools, generate=True, **options)
+    return Recording(text, chat_format.chat.encode(text))
 
 
-def _recording(asked: Asked, voice: Voice, known: Sequence[TrajectoryAnswer]) -> Recording:
+def _recording(
+    asked: Asked, chat_format: ChatFormat, known: Sequence[TrajectoryAnswer]
+) -> Recording:
     answer, length = _parent(asked, known)
     if answer is None:
-        return fresh(asked, voice)
+        return fresh(asked, chat_format)
     before = tokens_of(answer, known)
-    chat = voice.chat
+    chat = chat_format.chat
     text = chat.text_after(
         length - 1,
         asked.messages,

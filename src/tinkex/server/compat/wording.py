@@ -1,6 +1,7 @@
 """From tokens to the words a foreign API answers with: text cut at stop strings, tokens as text.
 
-One `Speaker` per answer. Whole answers and streams go through the same calls, so they say the same.
+One `AnswerText` per answer. Whole answers and streams go through the same calls, so they say the
+same.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Any
 
 from tinkex.chat.detokenizer import Detokenizer
 from tinkex.chat.reading import Piece, PlainReader, Reader
-from tinkex.server.compat.voices import Voice
+from tinkex.server.compat.chat_formats import ChatFormat
 
-__all__ = ["Speaker", "num_thoughts", "token_bytes", "token_text"]
+__all__ = ["AnswerText", "num_thoughts", "token_bytes", "token_text"]
 
 
-class Speaker:
+class AnswerText:
     """The text of one answer: decoded, without end token, cut at the first stop string, read.
 
     With `one_call` the answer is over with its first call of a tool; what the model went on to say
@@ -25,7 +26,7 @@ class Speaker:
 
     def __init__(
         self,
-        voice: Voice,
+        chat_format: ChatFormat,
         reader: Reader | None,
         stops: Sequence[str] = (),
         *,
@@ -33,13 +34,13 @@ class Speaker:
     ) -> None:
         self.num_tokens = 0
         self._reader = reader or PlainReader()
-        self._ends = voice.end_ids
+        self._ends = chat_format.end_ids
         self._one_call = one_call
         self._has_called = False
         self._is_over = False
         # Plain text is what the model wrote, except its end.
-        self._silent = voice.end_ids if reader is None else voice.silent_ids
-        self._detokenizer = Detokenizer(voice.tokenizer)
+        self._silent = chat_format.end_ids if reader is None else chat_format.silent_ids
+        self._detokenizer = Detokenizer(chat_format.tokenizer)
         self._stops = [_Stop(stop) for stop in stops if stop]
         self._held = ""
         self._is_cut = False
@@ -98,13 +99,13 @@ class Speaker:
         return certain
 
 
-def num_thoughts(speaker: Speaker, tokens: Sequence[int]) -> int:
+def num_thoughts(answer_text: AnswerText, tokens: Sequence[int]) -> int:
     """How many of an answer's tokens are thoughts, the tags around them included."""
     found = 0
     for token in tokens:
-        before = speaker.is_thinking
-        speaker.feed([token])
-        found += before or speaker.is_thinking
+        before = answer_text.is_thinking
+        answer_text.feed([token])
+        found += before or answer_text.is_thinking
     return found
 
 

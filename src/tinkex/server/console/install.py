@@ -11,7 +11,7 @@ from tinkex.server.console.server_runs import ServerRuns
 
 def install(app: FastAPI) -> None:
     """Mount the pages; sets `console` on `app.state`."""
-    app.state.console = ServerRuns(app.state.service, app.state.voices)
+    app.state.console = ServerRuns(app.state.service, app.state.chat_formats)
     if app.state.auth.is_open:  # its only user set `keep_rollouts`
         app.state.service.rollouts.agree(OPEN_USER, True)
     for module in (shell, pages, run_pages, playground, server_page):

@@ -51,7 +51,7 @@ async def count(
     body = await fields.read(request, CompletionRequest)
     names: Names = request.app.state.names
     target = await names.target(user, body.model)
-    voice = await request.app.state.voices.of(target.base_model)
+    chat_format = await request.app.state.chat_formats.of(target.base_model)
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
-    counted = await asyncio.to_thread(lambda: sum(len(voice.encode(x)) for x in prompts))
+    counted = await asyncio.to_thread(lambda: sum(len(chat_format.encode(x)) for x in prompts))
     return answer({"num_tokens": counted})

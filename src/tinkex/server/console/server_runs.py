@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tinkex.server.compat.voices import Voices
+from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.console.source import PAGE, Query, age, age_of
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
@@ -21,9 +21,9 @@ PARKED_S = 120.0
 class ServerRuns:
     is_local = False
 
-    def __init__(self, service: Service, voices: Voices) -> None:
+    def __init__(self, service: Service, chat_formats: ChatFormats) -> None:
         self._service = service
-        self._voices = voices
+        self._chat_formats = chat_formats
 
     @property
     def is_ending(self) -> bool:
@@ -147,7 +147,7 @@ class ServerRuns:
 
     async def _tokenizer(self, base_model: str) -> Any | None:
         try:
-            return (await self._voices.of(base_model)).tokenizer
+            return (await self._chat_formats.of(base_model)).tokenizer
         except ApiError:  # a model without one, such as the toy
             return None
 

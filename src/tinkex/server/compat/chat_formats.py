@@ -22,8 +22,8 @@ LOAD_S = 300.0
 """How long a first request waits for a model to be described; it may have to be fetched."""
 
 
-class Voice:
-    """How one base model reads and speaks."""
+class ChatFormat:
+    """Tokenizer and chat template of one base model, and which of its tokens are no words."""
 
     def __init__(self, info: ModelInfo, conversation: Conversation) -> None:
         self.info = info
@@ -43,13 +43,13 @@ class Voice:
         return self.tokenizer.decode(tokens)
 
 
-class Voices:
+class ChatFormats:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._turns = FairGate(LARGE_AT_ONCE)
-        self._loading: dict[str, asyncio.Task[Voice]] = {}
+        self._loading: dict[str, asyncio.Task[ChatFormat]] = {}
 
-    async def of(self, base_model: str) -> Voice:
+    async def of(self, base_model: str) -> ChatFormat:
         name = self._catalog.resolve(base_model)
         task = self._loading.get(name)
         if task is None or (task.done() and task.exception() is not None):
@@ -64,14 +64,14 @@ class Voices:
         async with self._turns.place(user.user_id, size):
             return await asyncio.to_thread(work, *args)
 
-    async def _load(self, name: str) -> Voice:
+    async def _load(self, name: str) -> ChatFormat:
         info = await self._catalog.info(name, timeout_s=LOAD_S)
         if info is None:
             raise ApiError(503, f"The server could not describe {name!r} in {LOAD_S:g} s.")
-        return await asyncio.to_thread(_voice, info)
+        return await asyncio.to_thread(_chat_format, info)
 
 
-def _voice(info: ModelInfo) -> Voice:
+def _chat_format(info: ModelInfo) -> ChatFormat:
     folder = Path(info.tokenizer_id)
     if not (folder / "tokenizer.json").is_file():
         raise ApiError(
@@ -80,4 +80,4 @@ def _voice(info: ModelInfo) -> Voice:
             "words. Use the Tinker API, which takes tokens.",
             code="no_tokenizer",
         )
-    return Voice(info, Conversation(FastTokenizer.from_folder(folder)))
+    return ChatFormat(info, Conversation(FastTokenizer.from_folder(folder)))
