@@ -112,5 +112,6 @@ def test_the_greeting_names_keys_other_machines_and_what_was_set(tmp_path):
     text = greeting(config, "http://127.0.0.1:8765", needs_key=True)
     assert "TINKER_API_KEY=tml-... TINKER_BASE_URL=http://127.0.0.1:8765" in text
     assert f"from other machines: http://{os.uname().nodename}:8765" in text
+    assert "console   http://127.0.0.1:8765/console" in text
     assert "snapshot_every_ops = 7" in text
     assert "secret" not in text

@@ -12,6 +12,7 @@ from virtual_time import run_virtual
 from tinkex.client.http.retry import (
     BillingPause,
     CallRetry,
+    Outage,
     PollRetry,
     RetryConfig,
     RetryPolicy,
@@ -220,3 +221,25 @@ def test_retry_delays_of_samples_stay_within_their_bounds() -> None:
     assert config.delay_s(0, lambda: 0.5) == 0.5
     assert config.delay_s(0, lambda: 0.0) == 0.375
     assert config.delay_s(50, lambda: 1.0) == 10.0
+
+
+def test_a_server_that_does_not_answer_is_told_of_and_so_is_its_return(caplog) -> None:
+    now = [0.0]
+    outage = Outage("http://api.test", clock=lambda: now[0])
+    for moment in (0.0, 1.0, 4.0, 30.0, 65.0, 70.0):
+        now[0] = moment
+        outage.no_answer(ConnectionError("refused"))
+    outage.answered()
+    outage.answered()
+    assert [record.getMessage() for record in caplog.records] == [
+        "No answer for 4 s; still trying. Last: refused",
+        "No answer for 65 s; still trying. Last: refused",
+        "http://api.test answers again, after 70 s.",
+    ]
+
+
+def test_a_server_that_hiccups_is_not_worth_a_word(caplog) -> None:
+    outage = Outage("http://api.test", clock=lambda: 1.0)
+    outage.no_answer(ConnectionError("reset"))
+    outage.answered()
+    assert caplog.records == []

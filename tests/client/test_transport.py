@@ -16,7 +16,7 @@ from tinkex.client.config import ClientConfig
 from tinkex.client.http.backends import Reply
 from tinkex.client.http.http1 import ProtocolError
 from tinkex.client.http.retry import RetryPolicy
-from tinkex.client.http.transport import Call, Transport
+from tinkex.client.http.transport import Call, Transport, status_error
 from tinkex.client.session.credentials import TokenProvider
 
 
@@ -201,6 +201,16 @@ def archive_of(*answers: Reply | Exception) -> Reply:
         return await transport.archive(Call(method="GET", path="archive"))
 
     return run_virtual(main())
+
+
+def test_a_missing_key_is_called_missing_and_a_wrong_one_wrong() -> None:
+    said = "This API key is unknown here or was revoked. Check TINKER_API_KEY."
+    call, reply = Call(method="GET", path="x"), json_reply({"detail": said}, 401)
+    wrong, missing = status_error(call, reply), status_error(call, reply, has_key=False)
+    assert str(wrong).endswith(said), "what to do is said once"
+    assert str(missing).endswith(
+        "wants a key, and none was given. Set TINKER_API_KEY, or pass api_key."
+    )
 
 
 def test_an_archive_is_the_address_of_its_redirect_once_it_is_built() -> None:

@@ -28,6 +28,7 @@ def greeting(config: ServerConfig, base_url: str, *, needs_key: bool) -> str:
         ("connect", f"{key}TINKER_BASE_URL={base_url} python your_script.py"),
         ("", f"{key}tinkex --base-url {base_url} chat"),
         ("", _note(config, base_url, needs_key)),
+        ("console", f"{base_url}/console"),
         ("settings", _others(config)),
         ("stop", "Ctrl-C; the same command goes on where it was"),
     ]

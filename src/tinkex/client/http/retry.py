@@ -25,6 +25,7 @@ from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
 __all__ = [
     "BillingPause",
     "CallRetry",
+    "Outage",
     "PollRetry",
     "RetryConfig",
     "RetryPolicy",
@@ -175,6 +176,34 @@ class BillingPause:
                 "The server answered 402 (billing); pausing. Add credit to the account, or stop."
             )
         return self.pause_s
+
+
+@dataclass(slots=True)
+class Outage:
+    """Says that a server does not answer, and that it does again: silence looks like a hang."""
+
+    base_url: str
+    clock: Callable[[], float] = loop_time
+    after_s: float = 3.0
+    every_s: float = 60.0
+    _since: float | None = None
+    _logged: float | None = None
+
+    def no_answer(self, error: Exception) -> None:
+        now = self.clock()
+        if self._since is None:
+            self._since = now
+        last = self._logged if self._logged is not None else now - self.every_s
+        if now - self._since >= self.after_s and now - last >= self.every_s:
+            self._logged = now
+            silent_s = now - self._since
+            logger.warning("No answer for %.0f s; still trying. Last: %s", silent_s, error)
+
+    def answered(self) -> None:
+        if self._since is not None and self._logged is not None:
+            silent_s = self.clock() - self._since
+            logger.warning("%s answers again, after %.0f s.", self.base_url, silent_s)
+        self._since = self._logged = None
 
 
 class PollRetry:

@@ -24,13 +24,19 @@ import httpx
 import orjson
 
 from tinkex import events
-from tinkex.client.config import ClientConfig
+from tinkex.client.config import LOCAL_KEY, ClientConfig
 from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Backend, Reply, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
 from tinkex.client.http.headers import JSON, idempotency_key, standard_headers
 from tinkex.client.http.limits import RateLimiter
-from tinkex.client.http.retry import BillingPause, CallRetry, RetryPolicy, parse_retry_after_s
+from tinkex.client.http.retry import (
+    BillingPause,
+    CallRetry,
+    Outage,
+    RetryPolicy,
+    parse_retry_after_s,
+)
 from tinkex.client.session.credentials import TokenProvider
 from tinkex.client.session.loop import loop_time
 from tinkex.errors import (
@@ -152,6 +158,7 @@ class Transport:
         )
         self.billing = BillingPause()
         """Shared by all calls and polls: the patience is the account's."""
+        self._outage = Outage(config.base_url)
         self._pools: dict[str, _Pool] = {}
         self._standard = {**standard_headers()}
         self._root = f"{config.base_url}/api/v1/"
@@ -189,7 +196,7 @@ class Transport:
                 if reply.ok:
                     return reply
                 error, delay_s = (
-                    status_error(call, reply),
+                    status_error(call, reply, has_key=self.config.api_key != LOCAL_KEY),
                     retry.delay_s(reply.status, reply.headers),
                 )
             if delay_s is None:
@@ -252,6 +259,7 @@ class Transport:
                 reply = await self._follow(pool, call, url, reply, headers, timeout_s)
             pool.refuse_torn(reply)
             has_answer = reply.status < 500
+            self._outage.answered()
             return reply
         except APIConnectionError:
             raise  # ours already
@@ -260,11 +268,13 @@ class Transport:
                 f"{self.config.base_url} did not answer {name} within {timeout_s:g} s.", name
             ) from exc
         except OSError as exc:
-            raise APIConnectionError(
+            error = APIConnectionError(
                 f"No connection to {self.config.base_url} for {name}: {exc}. Check that a server "
                 "runs there, the network, and the address (base_url or TINKER_BASE_URL).",
                 name,
-            ) from exc
+            )
+            self._outage.no_answer(error)
+            raise error from exc
         except asyncio.CancelledError:
             if breaker is not None:
                 breaker.gave_no_answer()
@@ -412,7 +422,10 @@ _HINTS = {
 }
 
 
-def status_error(call: Call, reply: Reply) -> APIStatusError:
+NO_KEY = "Set TINKER_API_KEY, or pass api_key."
+
+
+def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatusError:
     """The error of our tree for an answer: what was asked, what came back, what to do."""
     body = reply.json()
     detail = _detail(body)
@@ -420,6 +433,10 @@ def status_error(call: Call, reply: Reply) -> APIStatusError:
         body = body if body is not None else reply.content.decode("utf-8", "replace")
         detail = orjson.dumps(body).decode() if isinstance(body, (dict, list)) else str(body)
     hint = _HINTS.get(reply.status, "")
+    if reply.status == 401 and not has_key:
+        detail, hint = "this server wants a key, and none was given.", NO_KEY
+    elif hint and "TINKER_API_KEY" in detail:
+        hint = ""  # the server has said it
     asked = call.name or f"{call.method} /api/v1/{call.path}"
     text = f"Error code: {reply.status} on {asked} - {detail[:2000]}"
     asked_s = parse_retry_after_s(reply.headers)
