@@ -213,6 +213,12 @@ def test_a_missing_key_is_called_missing_and_a_wrong_one_wrong() -> None:
     )
 
 
+def test_a_route_is_told_as_the_call_it_is_in_python() -> None:
+    said = "No checkpoint 'x' that you may use. List yours with GET /checkpoints."
+    error = status_error(Call(method="GET", path="x"), json_reply({"detail": said}, 404))
+    assert str(error).endswith("List yours with create_rest_client().list_user_checkpoints().")
+
+
 def test_an_archive_is_the_address_of_its_redirect_once_it_is_built() -> None:
     away = Reply(302, {"location": "https://storage.test/a.tar"}, b"")
     reply = archive_of(json_reply({}, 503), json_reply({}, 503), away)

@@ -422,6 +422,12 @@ _HINTS = {
 }
 
 
+# The server names its routes; whoever writes Python calls these.
+_CALL_OF = {
+    "GET /checkpoints": "create_rest_client().list_user_checkpoints()",
+    "GET /training_runs": "create_rest_client().list_training_runs()",
+    "GET /sessions": "create_rest_client().list_sessions()",
+}
 NO_KEY = "Set TINKER_API_KEY, or pass api_key."
 
 
@@ -432,6 +438,8 @@ def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatus
     if detail is None:
         body = body if body is not None else reply.content.decode("utf-8", "replace")
         detail = orjson.dumps(body).decode() if isinstance(body, (dict, list)) else str(body)
+    for route, python in _CALL_OF.items():
+        detail = detail.replace(route, python)
     hint = _HINTS.get(reply.status, "")
     if reply.status == 401 and not has_key:
         detail, hint = "this server wants a key, and none was given.", NO_KEY
