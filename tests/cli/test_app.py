@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -170,6 +171,13 @@ def test_the_sdk_alone_samples_without_torch_transformers_and_server(toy_server)
     assert done.stdout.strip()
     assert "pip install" in done.stderr
     assert "[server]'" in done.stderr
+
+
+def test_a_full_disk_is_called_so():
+    from tinkex.cli.messages import words
+
+    told = words(OSError(errno.ENOSPC, "No space left on device"))
+    assert told.startswith("the disk is full. Make room (`tinkex disk`")
 
 
 def test_a_file_that_cannot_be_written_is_named(cli):

@@ -228,18 +228,18 @@ def test_a_server_that_does_not_answer_is_told_of_and_so_is_its_return(caplog) -
     outage = Outage("http://api.test", clock=lambda: now[0])
     for moment in (0.0, 1.0, 4.0, 30.0, 65.0, 70.0):
         now[0] = moment
-        outage.no_answer(ConnectionError("refused"))
-    outage.answered()
-    outage.answered()
+        outage.failed(ConnectionError("refused"))
+    outage.over()
+    outage.over()
     assert [record.getMessage() for record in caplog.records] == [
-        "No answer for 4 s; still trying. Last: refused",
-        "No answer for 65 s; still trying. Last: refused",
-        "http://api.test answers again, after 70 s.",
+        "Still trying, for 4 s now: refused",
+        "Still trying, for 65 s now: refused",
+        "http://api.test goes on, after 70 s.",
     ]
 
 
 def test_a_server_that_hiccups_is_not_worth_a_word(caplog) -> None:
     outage = Outage("http://api.test", clock=lambda: 1.0)
-    outage.no_answer(ConnectionError("reset"))
-    outage.answered()
+    outage.failed(ConnectionError("reset"))
+    outage.over()
     assert caplog.records == []

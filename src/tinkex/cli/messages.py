@@ -6,6 +6,7 @@ writes requests. Here the same facts name commands and options instead.
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import sys
@@ -44,6 +45,12 @@ def words(exc: Exception) -> str:
             return f"this command needs {root}. Install it with: {how_to_install(extra)}"
     if isinstance(exc, APIStatusError):
         return _answer(exc)
+    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+        where = f" ({exc.filename})" if exc.filename is not None else ""
+        return (
+            f"the disk is full{where}. Make room (`tinkex disk` shows what Tinkex keeps, "
+            "`tinkex gc` removes what nobody needs), or name another place: TINKEX_HOME."
+        )
     if isinstance(exc, OSError) and exc.filename is not None and exc.strerror:
         return f"{exc.filename}: {exc.strerror}"
     if isinstance(exc, TinkerError | OSError | TimeoutError):

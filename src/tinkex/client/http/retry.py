@@ -180,7 +180,7 @@ class BillingPause:
 
 @dataclass(slots=True)
 class Outage:
-    """Says that a server does not answer, and that it does again: silence looks like a hang."""
+    """Says why a server is asked again and again, and when that ends: silence looks like a hang."""
 
     base_url: str
     clock: Callable[[], float] = loop_time
@@ -189,7 +189,7 @@ class Outage:
     _since: float | None = None
     _logged: float | None = None
 
-    def no_answer(self, error: Exception) -> None:
+    def failed(self, error: Exception) -> None:
         now = self.clock()
         if self._since is None:
             self._since = now
@@ -197,12 +197,12 @@ class Outage:
         if now - self._since >= self.after_s and now - last >= self.every_s:
             self._logged = now
             silent_s = now - self._since
-            logger.warning("No answer for %.0f s; still trying. Last: %s", silent_s, error)
+            logger.warning("Still trying, for %.0f s now: %s", silent_s, error)
 
-    def answered(self) -> None:
+    def over(self) -> None:
         if self._since is not None and self._logged is not None:
             silent_s = self.clock() - self._since
-            logger.warning("%s answers again, after %.0f s.", self.base_url, silent_s)
+            logger.warning("%s goes on, after %.0f s.", self.base_url, silent_s)
         self._since = self._logged = None
 
 

@@ -159,6 +159,7 @@ class Transport:
         self.billing = BillingPause()
         """Shared by all calls and polls: the patience is the account's."""
         self._outage = Outage(config.base_url)
+        self._refusals = Outage(config.base_url)
         self._pools: dict[str, _Pool] = {}
         self._standard = {**standard_headers()}
         self._root = f"{config.base_url}/api/v1/"
@@ -186,6 +187,7 @@ class Transport:
             waits_itself=call.waits_itself,
         )
         key = call.idempotency_key or (idempotency_key() if call.method != "GET" else None)
+        was_refused = False
         while True:
             error: APIStatusError | APIConnectionError
             try:
@@ -194,6 +196,8 @@ class Transport:
                 error, delay_s = exc, retry.delay_s(None)
             else:
                 if reply.ok:
+                    if was_refused:
+                        self._refusals.over()
                     return reply
                 error, delay_s = (
                     status_error(call, reply, has_key=self.config.api_key != LOCAL_KEY),
@@ -201,6 +205,9 @@ class Transport:
                 )
             if delay_s is None:
                 raise error
+            if isinstance(error, APIStatusError):
+                was_refused = True
+                self._refusals.failed(error)
             if isinstance(error, RateLimitError) and self._limiter is not None:
                 # The account is over its limit: all clients of this process that share it wait.
                 self._limiter.hold(delay_s)
@@ -244,6 +251,7 @@ class Transport:
                 reply = await self._send(call, headers, timeout_s)
             s.add(status_code=reply.status)
         self._note_deprecation(reply)
+        self._outage.over()
         return reply
 
     async def _send(
@@ -259,7 +267,6 @@ class Transport:
                 reply = await self._follow(pool, call, url, reply, headers, timeout_s)
             pool.refuse_torn(reply)
             has_answer = reply.status < 500
-            self._outage.answered()
             return reply
         except APIConnectionError:
             raise  # ours already
@@ -273,7 +280,7 @@ class Transport:
                 "runs there, the network, and the address (base_url or TINKER_BASE_URL).",
                 name,
             )
-            self._outage.no_answer(error)
+            self._outage.failed(error)
             raise error from exc
         except asyncio.CancelledError:
             if breaker is not None:
