@@ -205,8 +205,8 @@ class Transport:
                 )
             if delay_s is None:
                 raise error
-            if isinstance(error, APIStatusError):
-                was_refused = True
+            if isinstance(error, APIStatusError) and not isinstance(error, BillingError):
+                was_refused = True  # a pause for billing has words of its own
                 self._refusals.failed(error)
             if isinstance(error, RateLimitError) and self._limiter is not None:
                 # The account is over its limit: all clients of this process that share it wait.
