@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda import early
 from tinkex.engine.cuda.product import shared_memory
 from tinkex.engine.transfer import send
 
@@ -207,17 +208,19 @@ def _paged_chunks(
     sinks, window, most_chunks,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, P: tl.constexpr, G: tl.constexpr,
     BN: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A sequence and key head: all chunks, merged, or every so many-th for `_paged_join`."""
     b = tl.program_id(0).to(tl.int64)
     kh = tl.program_id(1)
     group: tl.constexpr = H // K
-    length = tl.load(lengths + b)
+    length = tl.load(lengths + b)  # older than the kernel ahead, which makes queries and keys
     g = tl.arange(0, G)
     i = tl.arange(0, d)
     n = tl.arange(0, BN)
     head = kh * group + g
     at = (b * H + head)[:, None] * d + i[None, :]
+    early.wait(EARLY)
     qv = tl.load(q + at, (g < group)[:, None], other=0.0)
     M = tl.full((G,), float("-inf"), tl.float32)
     Z = tl.zeros((G, _ONES), tl.float32)
@@ -257,10 +260,12 @@ def _paged_chunks(
 def _paged_join(
     part_m, part_z, part_acc, lengths, out, sinks, window, most_chunks,
     H: tl.constexpr, d: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) + tl.arange(0, 1)
     i = tl.arange(0, d)[None, :]
+    early.wait(EARLY)
     length = tl.load(lengths + b)
     M = tl.full((1,), float("-inf"), tl.float32)
     Z = tl.zeros((1, 1), tl.float32)
@@ -310,11 +315,12 @@ def paged_decode(
         scale * _LOG2_E.value, tables_BX.stride(0), sinks_H, window, most_chunks,
         H=H, K=K, d=d, P=P, G=max(16, triton.next_power_of_2(H // K)), BN=BLOCK, CHUNK=CHUNK,
         WHOLE=splits == 1, SINKS=sinks_H is not None, num_warps=2 if d == 128 else 4,
-        num_stages=3, enable_fp_fusion=False,
+        num_stages=3, enable_fp_fusion=False, **early.launch(B, q_BHd.device),
     )  # fmt: skip
     if splits > 1:
         _paged_join[(B, H)](
             part_m, part_z, part_acc, lengths_B, out_BHd, sinks_H, window, most_chunks,
             H=H, d=d, CHUNK=CHUNK, SINKS=sinks_H is not None, num_warps=1, enable_fp_fusion=False,
+            **early.launch(B, q_BHd.device),
         )  # fmt: skip
     return out_BHd

@@ -25,17 +25,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda import early
+
 # ---------------------------------------------------------------------- RMS norm
 
 
 @triton.jit
 def _add_rms_norm(
-    x, delta, w, out_x, out_y, rstd, D, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, delta, w, out_x, out_y, rstd, D, eps,
+    HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
     weight = tl.load(w + cols, keep, other=0.0).to(tl.float32)
+    early.wait(EARLY)
     v = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32)
     if HAS_DELTA:
         v += tl.load(delta + row * D + cols, keep, other=0.0).to(tl.float32)
@@ -60,6 +64,7 @@ def add_rms_norm(
     _add_rms_norm[(T,)](
         x_TD, delta_TD if delta_TD is not None else x_TD, weight_D, out_x, out_y, rstd_T, D, eps,
         HAS_DELTA=delta_TD is not None, BLOCK=block, num_warps=_warps(block),
+        **early.launch(T, x_TD.device),
     )  # fmt: skip
     return out_x, out_y, rstd_T
 
@@ -118,7 +123,7 @@ def rms_norm_backward_(
 def _rope(
     qkv, cos, sin, qw, kw, q_out, k_out, v_out, slots, eps,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
+    HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per token and group of HEADS heads of q, k and v."""
     t = tl.program_id(0).to(tl.int64)
@@ -126,6 +131,7 @@ def _rope(
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     i = tl.arange(0, half)[None, :]
     real = (h < H + 2 * K) & (i >= 0)  # the second is always so; it gives the mask its two axes
+    early.wait(EARLY)
     src = qkv + t * ((H + 2 * K) * d) + h * d + i
     lo = tl.load(src, real, other=0.0).to(tl.float32)
     hi = tl.load(src + half, real, other=0.0).to(tl.float32)
@@ -188,6 +194,7 @@ def rope(
         qkv_TX, cos_Td, sin_Td, qw, kw, q, k, v, slots, eps,
         H=heads, K=kv_heads, d=d, HEADS=_HEADS,
         HAS_NORM=norms is not None, num_warps=4, enable_fp_fusion=False,
+        **early.launch(T, q.device),
     )  # fmt: skip
     return q, k, v
 
@@ -257,7 +264,8 @@ def rope_backward(
 
 
 @triton.jit
-def _swiglu(gate_up, out, M, BLOCK: tl.constexpr):
+def _swiglu(gate_up, out, M, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    early.wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < M
@@ -271,7 +279,9 @@ def swiglu(gate_up_TX: Tensor) -> Tensor:
     """silu(gate) * up of a fused [T, 2 * M] product."""
     T, M = gate_up_TX.shape[0], gate_up_TX.shape[1] // 2
     out = gate_up_TX.new_empty(T, M)
-    _swiglu[(T, triton.cdiv(M, 1024))](gate_up_TX, out, M, BLOCK=1024, num_warps=4)
+    _swiglu[(T, triton.cdiv(M, 1024))](
+        gate_up_TX, out, M, BLOCK=1024, num_warps=4, **early.launch(T, out.device)
+    )
     return out
 
 

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda import early
+
 ROWS, MANY_ROWS = 16, 64
 """Rows of a block of a decode step of few sequences; of one of many, and of a training pass."""
 COLUMNS = 128
@@ -39,12 +41,14 @@ _INPUTS = 128
 def _shrink(
     x, flat, blocks, part, arrived, out, slot_stride, at, num_rows, num_in, R,
     BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0)
     split = tl.program_id(2)
     slot = tl.load(blocks + m * 3).to(tl.int64)
     first = tl.load(blocks + m * 3 + 1)
     last = tl.load(blocks + m * 3 + 2)
+    early.wait(EARLY)
     if first < last:
         rows = (first + tl.arange(0, BM)).to(tl.int64)
         real = rows < last
@@ -100,7 +104,7 @@ def shrink(
         x_BI, flat_SP, blocks_M3, part_CBR, arrived, out_BR, flat_SP.stride(0), at, B, num_in,
         ranks,
         BM=rows, BR=_RANKS, BK=_INPUTS, SPLITS=_SPLITS, num_warps=4, num_stages=3,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **early.launch(B, x_BI.device),
     )  # fmt: skip
     return out_BR
 
@@ -172,6 +176,7 @@ class Factor:
 def _expand(
     y, h, flat, tiles, blocks, slot_stride, y_stride, h_stride, rank, step_o, step_r, scale,
     BM: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, ALIGNED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(1)
     slot = tl.load(blocks + m * 3).to(tl.int64)
@@ -191,6 +196,7 @@ def _expand(
         rows = (first + tl.arange(0, BM)).to(tl.int64)[:, None]
         o = tl.arange(0, BO)
         B = flat + slot * slot_stride + at + o[None, :] * step_o
+        early.wait(EARLY)
         added = tl.zeros((BM, BO), tl.float32)
         for start in range(0, rank, BR):
             r = start + tl.arange(0, BR)
@@ -220,5 +226,5 @@ def expand_(
         y_BO, h_BR, flat_SP, factor.tiles, blocks_M3, flat_SP.stride(0), y_BO.stride(0),
         h_BR.stride(0), factor.rank, *factor.steps, factor.scale,
         BM=rows, BO=COLUMNS, BR=block_r, ALIGNED=factor.aligned, num_warps=4, num_stages=2,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **early.launch(len(y_BO), y_BO.device),
     )  # fmt: skip

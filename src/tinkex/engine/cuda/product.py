@@ -34,6 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda import early
+
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # before Triton 3.4
@@ -111,6 +113,7 @@ def _product(
     x, w, bias, y, blocks, T, num_out, num_in, matrix_stride,
     BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share inputs and weights: blocks of rows take turns in groups.
     program, num_o = tl.program_id(0), tl.cdiv(num_out, BO)
@@ -121,6 +124,7 @@ def _product(
     n = program % (GROUP * num_o) // members
     first, last = m * BM, T
     matrix = w
+    early.wait(EARLY)
     if GROUPED:
         matrix += tl.load(blocks + m * 3).to(tl.int64) * matrix_stride
         first = tl.load(blocks + m * 3 + 1)
@@ -154,7 +158,8 @@ def _product(
 
 @triton.jit
 def _by_copies(
-    x, w, y, num_m, num_in, BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr
+    x, w, y, num_m, num_in,
+    BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same where whole tiles are fetched and stored at once, through descriptors.
 
@@ -165,6 +170,7 @@ def _by_copies(
     """
     row, column = tl.program_id(0) % num_m * BM, tl.program_id(0) // num_m * BO
     acc = tl.zeros((BO, BM), tl.float32)
+    early.wait(EARLY)
     for start in range(0, num_in, BK):
         acc = tl.dot(w.load([column, start]), x.load([row, start]).T, acc)
     y.store([row, column], acc.T.to(y.dtype))
@@ -225,6 +231,7 @@ def _launch(
             _descriptor(y_TO, tile.rows, tile.outputs),
             num_blocks, num_in, BM=tile.rows, BO=tile.outputs, BK=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            **early.launch(len(x_TI), x_TI.device),
         )  # fmt: skip
     elif num_blocks:
         _product[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
@@ -234,6 +241,7 @@ def _launch(
             GROUPED=blocks_M3 is not None, EVEN=num_in % tile.inputs == 0,
             FEW=len(x_TI) < tile.rows,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            **early.launch(len(x_TI), x_TI.device),
         )  # fmt: skip
 
 
