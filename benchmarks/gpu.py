@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import math
 import os
 import statistics
 import sys
@@ -378,19 +379,18 @@ def add_jobs(
 def our_decode(
     sampler: Sampler, batch: int, prompt: int, new: int, adapters: Sequence[Adapter] = ()
 ) -> tuple[float, float]:
-    """(decode steps only, the whole of prefill and decode) in tokens per second."""
+    """(steps that decode the whole batch, all of prefill and decode) in tokens per second."""
     ends = add_jobs(sampler, batch, prompt, new, adapters)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    steady, steps = began, 0
+    full: list[float] = []  # when they ended; those whose prompt came first also leave first
     while sampler.has_work:
-        computed = sampler.step()
-        if computed == batch and steps == 0:
-            steady = time.perf_counter()
-        steps += computed == batch
+        if sampler.step() == batch:
+            full.append(time.perf_counter())
     ended = time.perf_counter()
     assert len(ends) == batch
-    return batch * (steps - 1) / (ended - steady), batch * new / (ended - began)
+    steady = batch * (len(full) - 1) / (full[-1] - full[0]) if len(full) > 1 else math.nan
+    return steady, batch * new / (ended - began)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +406,8 @@ class Rates:
     many_adapters: float
     """16 of them."""
     single_adapter: float
+    adapter_size: int
+    """Numbers in an adapter."""
     prefill: float
     group: float
     """Seconds for 16 samples of a prompt of 8k, over those for one."""
@@ -437,6 +439,7 @@ def our_rates() -> Rates:
         one_adapter=rates(128, many[:1])[0],
         many_adapters=rates(128, many)[0],
         single_adapter=rates(1, many[:1])[0],
+        adapter_size=many[0].flat.numel(),
         prefill=64 * 2048 * our_decode(sampler, 64, 2048, 1)[1] / 64,
         group=prompt_seconds(sampler, prompts[1], 16) / once,
         next_turn=next_turn,
@@ -472,15 +475,20 @@ def sample_figures(flops: float, bandwidth: float, peers: bool) -> list[report.F
     peer_decode, peer_whole, peer_single = peer_rates() if peers else (None, None, None)
     free()
     kv = 128 * 576 * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.head_size * 2
-    limit = 128 / ((2 * num_weights() + kv) / bandwidth)
+
+    def roofline(rate: float, num_adapters: int = 0) -> str:
+        """What reading weights, KV cache and adapters once a step allows, and how near we are."""
+        weights = num_weights() + num_adapters * ours.adapter_size
+        limit = 128 / ((2 * weights + kv) / bandwidth)
+        return f"{rate / limit:.0%} of the roofline ({limit:.0f} tokens/s)"
+
     # Without the head, which a prompt passes once; half of the scores are masked.
     attention = 2 * SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_size * 2048
     per_token = 2 * (num_weights() - SHAPE.hidden_size * SHAPE.vocab_size) + attention
     return [
         report.Figure(
             name="gpu_decode_batch_128", ours=ours.decode, peer=peer_decode, unit="tokens/s",
-            note=f"{ours.decode / limit:.0%} of what reading weights and KV once a step allows "
-            f"({limit:.0f} tokens/s)",
+            note=roofline(ours.decode),
         ),
         report.Figure(name="gpu_decode_128_floor", ours=ours.decode, unit="tokens/s", bar=8500),
         report.Figure(
@@ -494,11 +502,13 @@ def sample_figures(flops: float, bandwidth: float, peers: bool) -> list[report.F
         report.Figure(name="gpu_decode_1_floor", ours=ours.single, unit="tokens/s", bar=60),
         report.Figure(
             name="gpu_decode_128_one_adapter", ours=ours.one_adapter, peer=ours.decode,
-            unit="tokens/s", note="rank 32 on every linear; peer: ours without an adapter",
+            unit="tokens/s",
+            note=f"{roofline(ours.one_adapter, 1)}; rank 32 on every linear; peer: ours without",
         ),
         report.Figure(
             name="gpu_decode_128_16_adapters", ours=ours.many_adapters, peer=ours.decode,
-            unit="tokens/s", note="8 samples of each; peer: ours without an adapter",
+            unit="tokens/s",
+            note=f"{roofline(ours.many_adapters, 16)}; 8 samples of each; peer: ours without",
         ),
         report.Figure(
             name="gpu_decode_1_one_adapter", ours=ours.single_adapter, peer=ours.single,
