@@ -4,17 +4,27 @@ On CUDA the real kernels run; elsewhere Triton's interpreter runs the same sourc
 (`tests/conftest.py` switches it on). Triton exists for Linux only, so elsewhere these are skipped.
 """
 
+import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 if sys.platform != "linux":
     pytest.skip("triton has no build for this system", allow_module_level=True)
 
-from tinkex.engine.cuda import attention, draw_kernels, kernels, product
+from tinkex.contract.optimizers import AdamParams
+from tinkex.engine.cuda import (
+    attention,
+    draw_kernels,
+    kernels,
+    lora_kernels,
+    optimizer_kernels,
+    product,
+)
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
-from tinkex.engine.lora.operand import BatchLora
+from tinkex.engine.lora.operand import BatchLora, TeamGradients
 from tinkex.engine.lora.slots import Slots
 from tinkex.engine.sample import sampling_math
 
@@ -314,3 +324,70 @@ def test_adapters_on_spans_add_to_outputs_and_to_the_gradients_of_inputs(ranks):
         assert (ours - want).norm() / want.norm() < 2e-3  # the GPU's fp32 products are TF32
         assert torch.equal(ours[:3], want[:3])
         assert torch.equal(ours[300:], want[300:])
+
+
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (16, 72, 72)], ids=str)
+def test_gradients_of_several_adapters_go_to_their_own_buffers(ranks):
+    """Each over its own rows, in fp32, beside what is there already."""
+    lengths = [70, 1, 129]
+    adapters, stops = [adapter(ranks, seed) for seed in range(3)], np.cumsum(lengths).tolist()
+    spans = [Span(b - n, b, a) for a, b, n in zip(adapters, stops, lengths, strict=True)]
+    batch = BatchLora(LoraBatch(spans), stops[-1], torch.float32)
+    x, dy = randn(stops[-1], 40), randn(stops[-1], 300)
+    h, dh = randn(stops[-1], sum(ranks)), randn(stops[-1], sum(ranks))
+    grads = batch.grads("x")
+    assert isinstance(grads[0], TeamGradients)
+    for _ in range(2):
+        batch.get("x").gather(x, [h], dy, [dh], grads)
+    for span in spans:
+        rows, got = slice(span.start, span.stop), iter(span.adapter.views(span.adapter.grad))
+        want = [dh[rows].double().t() @ x[rows].double()]
+        for part in span.adapter.groups["x"].parts:
+            outputs = dy[rows, part.target.start : part.target.stop].double().t()
+            want.append(part.scale * outputs @ h[rows, part.row : part.row + part.rank].double())
+        for expected in want:
+            ours = next(got)
+            assert (ours - 2 * expected).norm() / expected.norm() < 4e-3  # TF32 on the GPU
+
+
+@pytest.mark.parametrize("programs", [0, 1 << 30], ids=["walked", "shared out"])
+def test_an_inner_product_has_the_same_bits_walked_by_one_program_or_by_many(programs, monkeypatch):
+    kind = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x, flat = randn(130, 5000).to(kind), randn(2, 7 + 40 * 5000).to(kind)
+    blocks = [(1, 0, 64), (1, 64, 100), (0, 100, 130)]
+    blocks_M3 = torch.tensor(blocks, device=DEVICE, dtype=torch.int32)
+    want = lora_kernels.shrink_many(x, flat, blocks_M3, 7, 40)
+    monkeypatch.setattr(lora_kernels, "_PROGRAMS", programs)
+    ours = lora_kernels.shrink_many(x, flat, blocks_M3, 7, 40)
+    if DEVICE == "cuda":  # the interpreter's sums are numpy's
+        assert torch.equal(ours, want)
+    torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-3)
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+def test_a_step_of_adamw_is_the_plain_one():
+    size, params = 3000, AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-8)
+    ours = [randn(size), torch.zeros(size, device=DEVICE), torch.zeros(size, device=DEVICE)]
+    weights = ours[0].clone().requires_grad_()
+    plain = torch.optim.Adam([weights], lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(1, 4):
+        weights.grad = randn(size)
+        version = ours[0]._version
+        optimizer_kernels.adamw_(*ours, weights.grad.clone(), step, params)
+        assert ours[0]._version > version, "copies in low precision are made anew by it"
+        plain.step()
+        torch.testing.assert_close(ours[0], weights.detach())
+    state = plain.state[weights]
+    torch.testing.assert_close(ours[1], state["exp_avg"])
+    torch.testing.assert_close(ours[2], state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("size", [1, 5000, 20_000])
+def test_a_norm_is_summed_in_float64(size, monkeypatch):
+    monkeypatch.setattr(optimizer_kernels, "_PROGRAMS", 8)
+    x = randn(size) * 1e-30  # whose squares are 0 in fp32
+    assert optimizer_kernels.norm(x) == pytest.approx(float(x.double().norm()), rel=1e-12)
+    x[size // 2] = float("nan")
+    assert math.isnan(optimizer_kernels.norm(x))

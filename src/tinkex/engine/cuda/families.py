@@ -90,6 +90,7 @@ class FamilyDecoder(CudaDecoder):
     """A frozen base model of any native family on a GPU."""
 
     keeps_pieces_apart = False  # the backward of routers and delta layers is torch's
+    leaf_keys = None  # plain mixtures go through autograd
 
     @property
     def records_steps(self) -> bool:  # type: ignore[override]

@@ -16,7 +16,7 @@ fused width.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -91,6 +91,7 @@ class CudaDecoder(Decoder):
 
     batch_invariant = True
     keeps_pieces_apart = True
+    leaf_keys: Container[str] | None = ("head",)
     records_steps = True
     """Whether a decode step can be recorded: none of its products waits for the host."""
 
@@ -365,7 +366,6 @@ class _TrainingPass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
         ctx.one.backward(dhidden_TD.contiguous())
-        ctx.one.lora.finish()
         return None, None, None
 
 

@@ -4,7 +4,8 @@ Buffers of adapters of one layout lie in slots, [S, P]. Rows are sorted by slot 
 [M, 3]: a block's slot, its first row, and where its slot's rows end. Rows outside every block have
 no adapter. `shrink` and `shrink_many` multiply each row with its adapter's A, for the few rows of a
 decode step and for any number; `expand_` adds the product with B to an output (or, on the way back,
-with A to the gradient of an input) in one pass over it.
+with A to the gradient of an input) in one pass over it; `gather_` adds up the gradients of several
+adapters, each over its own rows.
 
 A's product is defined as `_SPLITS` sums over equal stretches of the inputs, added in order: a
 decode step has too few rows to fill the card otherwise. Both shrinks compute just that, so a row's
@@ -29,12 +30,16 @@ from tinkex.engine.cuda import early
 
 ROWS, MANY_ROWS = 16, 64
 """Rows of a block of a decode step of few sequences; of one of many, and of a training pass."""
-COLUMNS = 128
+COLUMNS = 64
 """Most columns of a tile."""
+SIDE = 64
+"""Rows and columns of a tile of a gradient."""
 _RANKS = 32
 _SPLITS = 16
 _INPUTS = 128
 """Stretches are multiples of it."""
+_PROGRAMS = 128
+"""With fewer that walk all inputs, much of a card would stand still: the splits are shared out."""
 
 
 @triton.jit
@@ -145,9 +150,15 @@ def _shrink_many(
 def shrink_many(x_TI: Tensor, flat_SP: Tensor, blocks_M3: Tensor, at: int, ranks: int) -> Tensor:
     """What `shrink` gives, for blocks of `MANY_ROWS` rows."""
     T, num_in = x_TI.shape
-    out_TR = torch.empty(T, ranks, device=x_TI.device, dtype=flat_SP.dtype)
     block_r = min(128, max(16, triton.next_power_of_2(ranks)))
-    _shrink_many[(triton.cdiv(ranks, block_r), len(blocks_M3))](
+    programs = triton.cdiv(ranks, block_r), len(blocks_M3)
+    if programs[0] * programs[1] < _PROGRAMS:
+        arrived = torch.zeros(
+            len(blocks_M3) * triton.cdiv(ranks, _RANKS), device=x_TI.device, dtype=torch.int32
+        )
+        return shrink(x_TI, flat_SP, blocks_M3, arrived, at, ranks, rows=MANY_ROWS)
+    out_TR = torch.empty(T, ranks, device=x_TI.device, dtype=flat_SP.dtype)
+    _shrink_many[programs](
         x_TI, flat_SP, blocks_M3, out_TR, flat_SP.stride(0), at, num_in, ranks,
         BM=MANY_ROWS, BR=block_r, BK=64, SPLITS=_SPLITS, UNIT=_INPUTS, EVEN=num_in % 64 == 0,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
@@ -170,13 +181,15 @@ class Factor:
     tiles: Tensor
     aligned: bool
     """Whether all numbers of `tiles` are multiples of 8: memory is then read 16 bytes at a time."""
+    whole: bool
+    """Whether all tiles are `COLUMNS` wide."""
 
 
 @triton.jit
 def _expand(
     y, h, flat, tiles, blocks, slot_stride, y_stride, h_stride, rank, step_o, step_r, scale,
     BM: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, ALIGNED: tl.constexpr,
-    EARLY: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(1)
     slot = tl.load(blocks + m * 3).to(tl.int64)
@@ -196,7 +209,11 @@ def _expand(
         rows = (first + tl.arange(0, BM)).to(tl.int64)[:, None]
         o = tl.arange(0, BO)
         B = flat + slot * slot_stride + at + o[None, :] * step_o
+        to = y + rows * y_stride + column + o[None, :]
+        real = (o < width)[None, :] | WHOLE
+        mask = (rows < last) & real
         early.wait(EARLY)
+        before = tl.load(to, mask, other=0.0)
         added = tl.zeros((BM, BO), tl.float32)
         for start in range(0, rank, BR):
             r = start + tl.arange(0, BR)
@@ -204,11 +221,9 @@ def _expand(
             hv = tl.load(
                 h + rows * h_stride + inner + r[None, :], (rows < last) & inside[None, :], other=0.0
             )
-            bv = tl.load(B + r[:, None] * step_r, (o < width)[None, :] & inside[:, None], other=0.0)
+            bv = tl.load(B + r[:, None] * step_r, real & inside[:, None], other=0.0)
             added = tl.dot(hv, bv, added)
-        to = y + rows * y_stride + column + o[None, :]
-        mask = (rows < last) & (o < width)[None, :]
-        tl.store(to, tl.load(to, mask, other=0.0).to(tl.float32) + added * scale, mask)
+        tl.store(to, before.to(tl.float32) + added * scale, mask)
 
 
 def expand_(
@@ -225,6 +240,73 @@ def expand_(
     _expand[(len(factor.tiles), len(blocks_M3))](
         y_BO, h_BR, flat_SP, factor.tiles, blocks_M3, flat_SP.stride(0), y_BO.stride(0),
         h_BR.stride(0), factor.rank, *factor.steps, factor.scale,
-        BM=rows, BO=COLUMNS, BR=block_r, ALIGNED=factor.aligned, num_warps=4, num_stages=2,
+        BM=rows, BO=COLUMNS, BR=block_r, ALIGNED=factor.aligned, WHOLE=factor.whole,
+        num_warps=4, num_stages=2,
         enable_fp_fusion=False, **early.launch(len(y_BO), y_BO.device),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTiles:
+    """Where the gradients of a linear's A and Bs go, as `gather_` takes them.
+
+    `tiles` holds what one program covers, [., 8] int64: 0 for A and 1 for a B, where the matrix
+    lies in a buffer, its rows and columns, the tile's first row and column, and the columns of its
+    two operands at which the matrix begins. `scales` holds a factor for each tile.
+    """
+
+    tiles: Tensor
+    scales: Tensor
+
+
+@triton.jit
+def _gather(
+    dh, x, dy, h, tiles, scales, grads, stops, dh_stride, x_stride, dy_stride, h_stride,
+    SIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    g = tl.program_id(1)
+    first = tl.load(stops + g - 1, g > 0, other=0)
+    last = tl.load(stops + g)
+    tile = tiles + tl.program_id(0) * 8
+    is_b = tl.load(tile) == 1
+    num_a = tl.load(tile + 2)
+    num_b = tl.load(tile + 3)
+    i = tl.load(tile + 4) + tl.arange(0, SIDE)
+    j = tl.load(tile + 5) + tl.arange(0, SIDE)
+    if is_b:
+        a, a_stride, b, b_stride = dy, dy_stride, h, h_stride
+    else:
+        a, a_stride, b, b_stride = dh, dh_stride, x, x_stride
+    a += tl.load(tile + 6) + i[None, :]
+    b += tl.load(tile + 7) + j[None, :]
+    total = tl.zeros((SIDE, SIDE), tl.float32)
+    for start in range(first, last, ROWS):
+        rows = (start + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        av = tl.load(a + rows * a_stride, (rows < last) & (i < num_a)[None, :], other=0.0)
+        bv = tl.load(b + rows * b_stride, (rows < last) & (j < num_b)[None, :], other=0.0)
+        total = tl.dot(tl.trans(av), bv, total)
+    to = tl.load(grads + g).to(tl.pointer_type(tl.float32)) + tl.load(tile + 1)
+    to += i[:, None] * num_b + j[None, :]
+    mask = (i < num_a)[:, None] & (j < num_b)[None, :]
+    total *= tl.load(scales + tl.program_id(0))
+    tl.store(to, tl.load(to, mask, other=0.0) + total, mask)
+
+
+def gather_(
+    dh_TR: Tensor,
+    x_TI: Tensor,
+    dy_TO: Tensor,
+    h_TR: Tensor,
+    gradients: GradientTiles,
+    grads_G: Tensor,
+    stops_G: Tensor,
+) -> None:
+    """Add each adapter's gradients of A (dh^T x) and of the Bs (dy^T h) over its own rows.
+
+    `grads_G` are the addresses of the adapters' buffers, fp32; `stops_G` says where their rows end.
+    """
+    _gather[(len(gradients.tiles), len(stops_G))](
+        dh_TR, x_TI, dy_TO, h_TR, gradients.tiles, gradients.scales, grads_G, stops_G,
+        dh_TR.stride(0), x_TI.stride(0), dy_TO.stride(0), h_TR.stride(0),
+        SIDE=SIDE, ROWS=64, num_warps=4, num_stages=2,
     )  # fmt: skip

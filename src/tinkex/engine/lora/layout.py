@@ -12,11 +12,11 @@ from itertools import groupby
 
 import torch
 
-from tinkex.engine.cuda.lora_kernels import COLUMNS, Factor
+from tinkex.engine.cuda.lora_kernels import COLUMNS, SIDE, Factor, GradientTiles
 from tinkex.engine.lora.adapter import Adapter, LoraPart
 from tinkex.engine.transfer import send
 
-_Tile = tuple[int, int, int, int]
+_Tile = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class LinearLayout:
     """The Bs, those of one rank and scale together: from the inner product to the outputs."""
     inner: Factor
     """A as [I, R]: from the inner product's gradient to that of the inputs."""
+    gradient: GradientTiles
 
 
 def layouts(adapter: Adapter) -> Mapping[str, LinearLayout]:
@@ -63,12 +64,18 @@ def _layouts(
         ]
         inputs = range(0, num_in, COLUMNS)
         inner = stretch([(at + i, i, min(COLUMNS, num_in - i), 0) for i in inputs])
-        found.append((key, at, ranks, num_in, outer, inner))
+        own = _squares((0, at, ranks, num_in), 0, 0)
+        scales = [1.0] * len(own)
+        for part, start, (num_out, rank) in modules:
+            new = _squares((1, start, num_out, rank), part.target.start, part.row)
+            own, scales = own + new, scales + [part.scale] * len(new)
+        found.append((key, at, ranks, num_in, outer, inner, (own, scales)))
     sent = send(tiles, device, torch.int64)
 
     def factor(rank: int, scale: float, steps: tuple[int, int], where: slice) -> Factor:
         aligned = all(number % 8 == 0 for tile in tiles[where] for number in tile)
-        return Factor(rank, scale, steps, sent[where], aligned)
+        whole = all(tile[2] == COLUMNS for tile in tiles[where])
+        return Factor(rank, scale, steps, sent[where], aligned, whole)
 
     return {
         key: LinearLayout(
@@ -76,8 +83,9 @@ def _layouts(
             ranks,
             tuple(factor(rank, scale, (rank, 1), where) for rank, scale, where in outer),
             factor(ranks, 1.0, (1, num_in), inner),
+            GradientTiles(send(own, device, torch.int64), send(scales, device, torch.float32)),
         )
-        for key, at, ranks, num_in, outer, inner in found
+        for key, at, ranks, num_in, outer, inner, (own, scales) in found
     }
 
 
@@ -87,4 +95,14 @@ def _outputs(part: LoraPart, at: int) -> list[_Tile]:
     return [
         (at + o * part.rank, part.target.start + o, min(COLUMNS, num_outputs - o), part.row)
         for o in range(0, num_outputs, COLUMNS)
+    ]
+
+
+def _squares(matrix: _Tile, column_a: int, column_b: int) -> list[_Tile]:
+    """The tiles of one matrix's gradient: (which, place, rows, columns), cut into squares."""
+    _, _, rows, columns = matrix
+    return [
+        (*matrix, i, j, column_a, column_b)
+        for i in range(0, rows, SIDE)
+        for j in range(0, columns, SIDE)
     ]

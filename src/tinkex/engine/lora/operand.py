@@ -129,12 +129,6 @@ class Team:
             return a @ b_G[0]
         return torch.cat([a[rows] @ b_G[0] for rows in self.pieces])
 
-    def gradient(self, a: Tensor, b: Tensor) -> Tensor:
-        """The product of two matrices over each adapter's rows, [G, ...]."""
-        if self.stops_G is None:
-            return torch.mm(a.t(), b, out_dtype=torch.float32)[None]
-        return _grouped(a.t(), b, self.stops_G)
-
     def expand_(self, y_tO: Tensor, h_tR: Tensor, factor: lora_kernels.Factor) -> None:
         lora_kernels.expand_(
             y_tO, h_tR, self.flat_GP, factor, self.blocks_M3, rows=lora_kernels.MANY_ROWS
@@ -180,15 +174,6 @@ class Share:
         team.expand_(dx_TI[team.rows], dh_tR, self.layout.inner)
         return dh_tR
 
-    def gather(
-        self, x_TI: Tensor, h_tR: Tensor, dy_TO: Tensor, dh_tR: Tensor, grads: Sequence[Weights]
-    ) -> None:
-        team, x_tI, dy_tO = self.team, x_TI[self.team.rows], dy_TO[self.team.rows]
-        for own, grad in zip(team.pieces, grads, strict=True):
-            grad.A.add_(team.gradient(dh_tR[own], x_tI[own]))
-            for dB, ranks, columns, scale in grad.each():
-                dB.add_(team.gradient(dy_tO[own, columns], h_tR[own, ranks]), alpha=scale)
-
 
 @dataclass(frozen=True, slots=True)
 class LoraOperand:
@@ -214,11 +199,55 @@ class LoraOperand:
         inner: Sequence[Tensor],
         dy_TO: Tensor,
         dinner: Sequence[Tensor],
-        grads: Sequence[Sequence[Weights]],
+        grads: Sequence[Gradients],
     ) -> None:
         """Add the gradients of A and B to `grads`, which are `BatchLora.grads` of the linear."""
         for share, h_tR, dh_tR, grad in zip(self.shares, inner, dinner, grads, strict=True):
-            share.gather(x_TI, h_tR, dy_TO, dh_tR, grad)
+            rows = share.team.rows
+            grad.add(share, x_TI[rows], h_tR, dy_TO[rows], dh_tR)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+class Gradients(Protocol):
+    """Where the gradients of one team's part of one linear are gathered."""
+
+    def add(
+        self, share: Share, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGradients:
+    """Of an adapter alone, or piece by piece of its twins: views of their buffers."""
+
+    by_piece: tuple[Weights, ...]
+
+    def add(self, share: Share, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor) -> None:
+        for own, grad in zip(share.team.pieces, self.by_piece, strict=True):
+            grad.A.add_(over_rows(dh_tR[own], x_tI[own]))
+            for dB, ranks, columns, scale in grad.each():
+                dB.add_(over_rows(dy_tO[own, columns], h_tR[own, ranks]), alpha=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class TeamGradients:
+    """Of several adapters at once: the addresses of their buffers."""
+
+    addresses_G: Tensor
+
+    def add(self, share: Share, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor) -> None:
+        stops_G = share.team.stops_G
+        assert stops_G is not None
+        lora_kernels.gather_(
+            dh_tR, x_tI, dy_tO, h_tR, share.layout.gradient, self.addresses_G, stops_G
+        )
+
+
+def over_rows(a: Tensor, b: Tensor) -> Tensor:
+    """The product of two matrices over their rows in fp32, [1, ...] as views of a team are."""
+    return torch.mm(a.t(), b, out_dtype=torch.float32)[None]
 
 
 # ---------------------------------------------------------------------- a batch
@@ -227,8 +256,8 @@ class LoraOperand:
 class BatchLora:
     """The operands of every linear for one packed batch.
 
-    Gradients: `grads` says where a linear's go, `finish` hands them to the adapters. Their views
-    are made in the backward pass, when the device is busy.
+    Gradients: `grads` says where a linear's go. Their views are made in the backward pass, when the
+    device is busy.
     """
 
     def __init__(self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype) -> None:
@@ -244,8 +273,7 @@ class BatchLora:
             self._teams = [Team.of([span], dtype) for span in spans]
         self.batch, self._dtype = LoraBatch(spans, apart=apart), dtype
         self._operands: dict[str, LoraOperand | None] = {}
-        self._stacks: list[Tensor | None] = []
-        self._grads: list[list[Mapping[str, Weights]]] = []
+        self._grads: list[Mapping[str, Gradients]] = []
 
     @classmethod
     def fixed(cls, like: Adapter, flat_1P: Tensor, grad_1P: Tensor, num_rows: int) -> BatchLora:
@@ -259,7 +287,7 @@ class BatchLora:
                 send(blocks, flat_1P.device, torch.int32), None,
             )
         ]  # fmt: skip
-        batch._grads = [[weights_by_key(like, grad_1P)]]
+        batch._grads = [_own([weights_by_key(like, grad_1P)])]
         return batch
 
     def get(self, key: str) -> LoraOperand | None:
@@ -272,11 +300,11 @@ class BatchLora:
             self._operands[key] = LoraOperand(tuple(shares)) if shares else None
         return self._operands[key]
 
-    def grads(self, key: str) -> list[list[Weights]]:
-        """Where the gradients of one linear's adapters are gathered: by team, and by its pieces."""
+    def grads(self, key: str) -> list[Gradients]:
+        """Where the gradients of one linear's adapters are gathered, by team."""
         if not self._grads:
-            self._start()
-        return [[one[key] for one in team] for team in self._grads if key in team[0]]
+            self._grads = [_gradients_of(team) for team in self._teams]
+        return [team[key] for team in self._grads if key in team]
 
     def members(self, *, with_grads: bool) -> Iterator[Member]:
         """Every adapter by itself, for who makes operands of its own."""
@@ -285,25 +313,22 @@ class BatchLora:
             flat = low_precision_flat(span.adapter, self._dtype)
             yield span.start, span.stop, span.adapter, flat, grad
 
-    def finish(self) -> None:
-        for team, stack_GP in zip(self._teams, self._stacks, strict=False):
-            if stack_GP is not None:
-                for adapter, grad in zip(team.adapters, stack_GP, strict=True):
-                    _grad_of(adapter).add_(grad)
 
-    def _start(self) -> None:
-        for team in self._teams:
-            first, stack_GP = team.adapters[0], None
-            if team.stops_G is not None:
-                stack_GP = first.flat.new_zeros((len(team.adapters), first.flat.numel()))
-                self._grads.append([weights_by_key(first, stack_GP)])
-            else:
-                own = {
-                    adapter: weights_by_key(first, _grad_of(adapter)[None])
-                    for adapter in dict.fromkeys(team.adapters)
-                }
-                self._grads.append([own[adapter] for adapter in team.adapters])
-            self._stacks.append(stack_GP)
+def _gradients_of(team: Team) -> Mapping[str, Gradients]:
+    first = team.adapters[0]
+    if team.stops_G is not None:
+        addresses = [_grad_of(adapter).data_ptr() for adapter in team.adapters]
+        together = TeamGradients(send(addresses, first.flat.device, torch.int64))
+        return dict.fromkeys(team.weights, together)
+    own = {
+        adapter: weights_by_key(first, _grad_of(adapter)[None])
+        for adapter in dict.fromkeys(team.adapters)
+    }
+    return _own([own[adapter] for adapter in team.adapters])
+
+
+def _own(by_piece: Sequence[Mapping[str, Weights]]) -> Mapping[str, Gradients]:
+    return {key: OwnGradients(tuple(one[key] for one in by_piece)) for key in by_piece[0]}
 
 
 def _tile(spans: Sequence[Span], num_rows: int) -> bool:

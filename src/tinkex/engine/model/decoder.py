@@ -13,7 +13,7 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, d head size, V voc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.lora.adapter import (
     NO_SLOTS,
     Kind,
@@ -40,7 +41,6 @@ from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm
 from tinkex.engine.model.loading import Loader, keeps_packed
 from tinkex.engine.model.mixture import MixtureWeights, Routing, mixture, mixture_targets
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
-from tinkex.engine.model.softmax import HAS_TRITON
 from tinkex.engine.model.weights import WeightReader, open_weights
 from tinkex.errors import ConfigError
 
@@ -61,6 +61,8 @@ class DecoderLike(Protocol):
     """Whether no bit of a row's forward depends on the other rows of a pass."""
     keeps_pieces_apart: bool
     """Whether no bit of a piece's gradients (`PackedCausal.pieces`) depends on the other pieces."""
+    leaf_keys: Container[str] | None
+    """Linears whose adapters get their gradients through leaves; None: all. See `start_grad`."""
 
     @property
     def vocabulary(self) -> VocabularyPart | None:
@@ -110,6 +112,7 @@ class Decoder:
 
     batch_invariant = False
     keeps_pieces_apart = False
+    leaf_keys: Container[str] | None = None
     vocabulary: VocabularyPart | None = None
 
     def __init__(

@@ -11,7 +11,7 @@ computed wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ class ForeignDecoder:
 
     batch_invariant = False
     keeps_pieces_apart = False
+    leaf_keys: Container[str] | None = None
     vocabulary = None
 
     def __init__(

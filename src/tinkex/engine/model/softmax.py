@@ -8,12 +8,11 @@ Letters: N rows, V vocabulary, K columns.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-HAS_TRITON = find_spec("triton") is not None
+from tinkex.engine.cuda import HAS_TRITON
+
 _GROUP = 64
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.sampling import DrawSettings
-from tinkex.engine.model.softmax import HAS_TRITON, log_total, logprobs_of
+from tinkex.engine.cuda import HAS_TRITON
+from tinkex.engine.model.softmax import log_total, logprobs_of
 from tinkex.engine.transfer import send
 
 EMPTY_LOGPROB = -99999.0

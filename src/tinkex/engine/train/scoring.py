@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.decoder import DecoderLike
-from tinkex.engine.model.softmax import HAS_TRITON, log_total, total
+from tinkex.engine.model.softmax import log_total, total
 from tinkex.errors import TinkerError
 
 Rows = NDArray[np.int64]

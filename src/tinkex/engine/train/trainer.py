@@ -445,7 +445,7 @@ class Trainer:
         if one.backward:
             # After the forward: on a GPU the host does this while the device computes.
             for span in lora.spans:
-                span.adapter.start_grad()
+                span.adapter.start_grad(decoder.leaf_keys)
         dhidden_TD = score(
             decoder,
             hidden_TD,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import AdamParams, LionParams, MuonParams
+from tinkex.engine.cuda import HAS_TRITON
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +42,11 @@ class Update(NamedTuple):
 
 def _adamw(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: AdamParams) -> None:
     first, second = moments["exp_avg"], moments["exp_avg_sq"]
+    if adapter.flat.is_cuda and HAS_TRITON:
+        from tinkex.engine.cuda import optimizer_kernels
+
+        optimizer_kernels.adamw_(adapter.flat, first, second, grad, step, params)
+        return
     first.lerp_(grad, 1 - params.beta1)
     second.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
     correction1 = 1 - params.beta1**step
