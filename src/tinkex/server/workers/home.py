@@ -135,20 +135,18 @@ class Home:
 
     def post(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
         """Run a job; those of `helpers` that are not here yet may be asked to join."""
-        if isinstance(job, TrainJob | OptimJob):
+        is_of_step = isinstance(job, TrainJob | OptimJob)
+        if is_of_step:
             self.times.begun()
-            answer = self._queued(job, on_event, helpers)
-            answer.add_done_callback(lambda _: self.times.ended())
-            return answer
-        return self._queued(job, on_event, helpers)
-
-    def _queued(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
         waits = self._joining is not None and not isinstance(job, TrainJob)
         if self._queue or self._busy is not None or waits:
             answer: Answer = asyncio.get_running_loop().create_future()
             self._queue.append((job, on_event, answer))
-            return answer
-        return self._dispatch(job, on_event, helpers)
+        else:
+            answer = self._dispatch(job, on_event, helpers)
+        if is_of_step:
+            answer.add_done_callback(lambda _: self.times.ended())
+        return answer
 
     def _dispatch(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
         match job:
