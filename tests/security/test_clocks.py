@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tinkex.server.files.steady_clock import SteadyClock
 from tinkex.server.work.futures import FinishedLog
-from tinkex.server.work.steady_clock import SteadyClock
 
 DAY_S = 86_400.0
 

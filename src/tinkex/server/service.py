@@ -22,6 +22,7 @@ from tinkex.server.catalog import Catalog
 from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.files.disk import Room
+from tinkex.server.files.steady_clock import SteadyClock
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.operations.operation import Operation, Tools
 from tinkex.server.operations.table import make_operations
@@ -36,7 +37,6 @@ from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.results import Results
 from tinkex.server.work.rollouts import Rollouts
 from tinkex.server.work.samples import Samples
-from tinkex.server.work.steady_clock import SteadyClock
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.place import Place
 from tinkex.server.workers.pool import Pool

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tinkex.server.files.checkpoints import Shelf
-from tinkex.server.work.steady_clock import SteadyClock
+from tinkex.server.files.steady_clock import SteadyClock
 from tinkex.store import Store, UsageCount
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from tinkex.server.files import disk
 from tinkex.server.off_loop import off_loop
 from tinkex.server.operations.operation import Conclusion, Operation, Turn
 from tinkex.server.work import replay
+from tinkex.server.work.flights import Flight, Flights
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.model_state import ModelState
@@ -45,15 +45,6 @@ MAX_HELD_BYTES = 64_000_000
 """Bodies of one lane kept in memory; those beyond wait in the journal."""
 MAX_ATTEMPTS = 5
 """A request that was running this many times when its worker died is to blame."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A request that was sent to the worker, or is about to be."""
-
-    request: QueuedRequest
-    task: asyncio.Task[Result]
-    sent: asyncio.Future[None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +80,15 @@ class Lane:
         self._snapshot_due = False  # nothing more is sent until the snapshot is begun
         self._stopped: Outcome | None = None  # what everything accepted is answered: it was ended
         self._held_bytes = 0
-        self._flights: deque[_Flight] = deque()
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._flights = Flights(
+            model.user_id,
+            place,
+            means.open_work,
+            generation=lambda: state.generation,
+            on_ended=self._wake.set,
+        )
         self._gap_timer: asyncio.TimerHandle | None = None
         self._num_launched = 0
         self._lost_replays = replay.LostReplays()
@@ -116,7 +113,7 @@ class Lane:
     @property
     def num_running(self) -> int:
         """Requests that the worker holds."""
-        return sum(bool(flight.request.started_at) for flight in self._flights)
+        return self._flights.num_running
 
     @property
     def newest_seq(self) -> int:
@@ -222,7 +219,7 @@ class Lane:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._land_all()
+        await self._flights.land()
         await self._state.give_up_snapshot()
 
     # ------------------------------------------------------------------------ why it waits
@@ -242,7 +239,7 @@ class Lane:
             return self._state.obstacle
         if self._state.is_restoring:
             return f"restoring the model's state; {self._ahead(request)} requests ahead"
-        if request.mode == "run" and any(flight.request is request for flight in self._flights):
+        if request.mode == "run" and self._flights.holds(request):
             if not request.started_at:
                 waiting = self.place.training.ahead_of(self.model.user_id)
                 return f"waiting for a free worker; about {waiting} requests ahead"
@@ -252,8 +249,9 @@ class Lane:
                 f"waiting for seq_id {self._next_seq} of {self.model.model_id}, which has not "
                 f"arrived; {len(self._requests)} later requests wait for it"
             )
-        head = self._flights[0].request.progress if self._flights else ""
-        return f"{self._ahead(request)} requests ahead" + (f"; {head}" if head else "")
+        head = self._flights.head
+        progress = head.request.progress if head is not None else ""
+        return f"{self._ahead(request)} requests ahead" + (f"; {progress}" if progress else "")
 
     def _ahead(self, request: QueuedRequest) -> int:
         return sum(1 for seq_id in self._requests if seq_id < request.seq_id)
@@ -269,7 +267,7 @@ class Lane:
             raise
         except Exception as exc:
             logger.exception("lane %s failed", self.model.model_id)
-            await self._land_all()
+            await self._flights.land()
             self._state.distrust()  # what was under way may have changed it
             self._fail_all(Outcome(error=disk.describe(exc), category="server"))
         finally:
@@ -294,8 +292,8 @@ class Lane:
                 # Not the last applied number: in the middle of a replay the state is an older one.
                 await self._state.begin_snapshot(self._next_seq - 1)
             await self._fill()
-            if self._flights:
-                await self._publish_head()
+            if (head := self._flights.head) is not None:
+                await self._publish(head)
         except WorkerLostError:
             await self._take_back(blame=True)
 
@@ -334,7 +332,7 @@ class Lane:
     async def _fill(self) -> None:
         """Send requests in order, up to `MAX_AHEAD`; a barrier goes alone."""
         while len(self._flights) < MAX_AHEAD and not (self._snapshot_due and self._flights):
-            last = self._flights[-1].request if self._flights else None
+            last = self._flights.newest
             request = self._requests.get(last.through_seq + 1 if last else self._next_seq)
             if request is None:
                 return
@@ -351,23 +349,19 @@ class Lane:
 
     async def _launch(self, request: QueuedRequest) -> None:
         self._num_launched += 1
-        after = self._flights[-1].sent if self._flights else None
-        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
             job = await self._job(request)
         except InvalidInputError as exc:
-            task = asyncio.create_task(_refuse(exc, sent))
+            self._flights.refuse(request, exc)
         except Exception as exc:  # no room for a folder, no answer from the database
             logger.exception("%s cannot be run", request.request_id)
-            task = asyncio.create_task(_refuse(EngineError(disk.describe(exc)), sent))
+            self._flights.refuse(request, EngineError(disk.describe(exc)))
         else:
             if isinstance(job, Outcome):  # only of a barrier, so nothing is under way
                 self._settle(request, job)
                 return
             request.job = job
-            task = asyncio.create_task(self._execute(request, job, after, sent))
-        task.add_done_callback(lambda _: self._wake.set())
-        self._flights.append(_Flight(request, task, sent))
+            self._flights.send(request, job)
 
     async def _job(self, request: QueuedRequest) -> Job | Outcome:
         operation = request.operation
@@ -391,31 +385,10 @@ class Lane:
             job_id=f"{request.request_id}#{self._num_launched}",
         )
 
-    async def _execute(
-        self,
-        request: QueuedRequest,
-        job: Job,
-        after: asyncio.Future[None] | None,
-        sent: asyncio.Future[None],
-    ) -> Result:
-        try:
-            if after is not None:  # gates are fair between users, but never within one lane
-                await asyncio.shield(after)
-            user_id, cost = self.model.user_id, max(1, request.size_bytes)
-            slots, line = self.means.open_work, self.place.training
-            async with slots.place(user_id), line.place(user_id, cost):
-                answer = self.place.pool.post(job, request.note, generation=self._state.generation)
-                sent.set_result(None)
-                request.started_at = time.time()
-                return await answer
-        finally:
-            if not sent.done():
-                sent.set_result(None)
-
     # ------------------------------------------------------------------------ ends
 
-    async def _publish_head(self) -> None:
-        flight = self._flights[0]
+    async def _publish(self, flight: Flight) -> None:
+        """Wait for the oldest of what was sent, and tell how it ended."""
         while not flight.task.done():
             if self._stopped is not None:
                 return
@@ -431,7 +404,7 @@ class Lane:
         except InvalidInputError as exc:
             if request.mode == "replay":
                 self._lose_state(f"{request.request_id} ran before and is refused now: {exc}")
-            self._flights.popleft()
+            self._flights.drop_head()
             self._settle(request, Outcome(error=str(exc), category="user"))
         except EngineError as exc:
             await self._distrust(request, exc)
@@ -445,7 +418,7 @@ class Lane:
         ended_at = time.time()
         compute_s = ended_at - request.started_at
         if request.mode == "replay":
-            self._flights.popleft()
+            self._flights.drop_head()
             self._retire(request)
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
@@ -459,7 +432,7 @@ class Lane:
             logger.exception("%s cannot be ended", request.request_id)
             await self._distrust(request, EngineError(disk.describe(exc)))
             return
-        self._flights.popleft()
+        self._flights.drop_head()
         self.model = concluded.model or self.model
         # Only what ended well is counted: a replay runs nothing else.
         if concluded.outcome.ok:
@@ -512,7 +485,7 @@ class Lane:
 
     async def _distrust(self, request: QueuedRequest, exc: EngineError) -> None:
         """The engine failed in the middle: the request failed, and state it changed is restored."""
-        self._flights.popleft()
+        self._flights.drop_head()
         error = disk.trouble(exc) or str(exc)
         self._settle(request, Outcome(error=error, category="server"))
         if self._lost_replays.is_hopeless(request):
@@ -523,13 +496,8 @@ class Lane:
 
     async def _take_back(self, *, blame: bool) -> None:
         """Give up everything sent and not published; it will be sent again."""
-        flights = list(self._flights)
-        await self._land_all()
-        suspects = [
-            flight.request
-            for flight in flights
-            if blame and flight.request.started_at and _is_suspect(flight.task)
-        ]
+        flights = await self._flights.land()
+        suspects = [flight.request for flight in flights if blame and flight.is_suspect]
         if suspects and self._lost_replays.is_hopeless(suspects[0]):  # the others hardly began
             self._lose_state("the worker died")
         for request in suspects:
@@ -558,18 +526,12 @@ class Lane:
             self._tell(request, Outcome(error=message, category="server"))
         request.mode = "skip"
 
-    async def _land_all(self) -> None:
-        flights, self._flights = list(self._flights), deque()
-        for flight in flights:
-            flight.task.cancel()
-        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
-
     async def _give_up(self, outcome: Outcome) -> None:
         """End what waits and what runs; state that the latter may have changed is restored."""
         self._stopped = None
-        if any(flight.request.started_at for flight in self._flights):
+        if self._flights.num_running:
             self._state.distrust()
-        await self._land_all()
+        await self._flights.land()
         self._fail_all(outcome)
 
     def _fail_all(self, outcome: Outcome) -> None:
@@ -603,16 +565,3 @@ class Lane:
                 category="user",
             )
         )
-
-
-async def _refuse(exc: InvalidInputError | EngineError, sent: asyncio.Future[None]) -> Result:
-    sent.set_result(None)
-    raise exc
-
-
-def _is_suspect(task: asyncio.Task[Result]) -> bool:
-    """Whether a job that was sent may be what ended the worker: not one that had ended well."""
-    if not task.done() or task.cancelled():
-        return True
-    error = task.exception()
-    return error is not None and not getattr(error, "is_blameless", False)

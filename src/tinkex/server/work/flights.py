@@ -1,0 +1,130 @@
+"""The requests of one lane that were sent to the worker, or are about to be, in their order.
+
+A request waits for a place, which is fair between users; jobs of one lane are posted in the order
+in which they were sent here. What is sent, published or taken back, and when, the lane decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tinkex.engine.jobs import Job, Result
+from tinkex.errors import EngineError, InvalidInputError
+from tinkex.server.work.open_work import OpenWork
+from tinkex.server.work.queued_request import QueuedRequest
+from tinkex.server.workers.place import Place
+
+
+@dataclass(slots=True)
+class Flight:
+    request: QueuedRequest
+    task: asyncio.Task[Result]
+    posted: asyncio.Future[None]
+    """Done when the worker has the job, or never will have it."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what ended the worker: it was there, and had not ended well."""
+        task = self.task
+        if not self.request.started_at:
+            return False
+        if not task.done() or task.cancelled():
+            return True
+        error = task.exception()
+        return error is not None and not getattr(error, "is_blameless", False)
+
+
+class Flights:
+    def __init__(
+        self,
+        user_id: str,
+        place: Place,
+        open_work: OpenWork,
+        *,
+        generation: Callable[[], int],
+        on_ended: Callable[[], None],
+    ) -> None:
+        """`generation` is that of the memory that a job is meant for, when it is posted."""
+        self._user_id, self._place, self._open_work = user_id, place, open_work
+        self._generation, self._on_ended = generation, on_ended
+        self._all: deque[Flight] = deque()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._all)
+
+    @property
+    def head(self) -> Flight | None:
+        """The oldest one."""
+        return self._all[0] if self._all else None
+
+    @property
+    def newest(self) -> QueuedRequest | None:
+        return self._all[-1].request if self._all else None
+
+    @property
+    def num_running(self) -> int:
+        """Those that the worker holds."""
+        return sum(bool(flight.request.started_at) for flight in self._all)
+
+    def holds(self, request: QueuedRequest) -> bool:
+        return any(flight.request is request for flight in self._all)
+
+    def send(self, request: QueuedRequest, job: Job) -> None:
+        after = self._all[-1].posted if self._all else None
+        posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._add(request, asyncio.create_task(self._run(request, job, after, posted)), posted)
+
+    def refuse(self, request: QueuedRequest, exc: InvalidInputError | EngineError) -> None:
+        """Have a request fail in its turn, without a job."""
+        posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._add(request, asyncio.create_task(_fail(exc, posted)), posted)
+
+    def _add(
+        self, request: QueuedRequest, task: asyncio.Task[Result], posted: asyncio.Future[None]
+    ) -> None:
+        task.add_done_callback(lambda _: self._on_ended())
+        self._all.append(Flight(request, task, posted))
+
+    async def _run(
+        self,
+        request: QueuedRequest,
+        job: Job,
+        after: asyncio.Future[None] | None,
+        posted: asyncio.Future[None],
+    ) -> Result:
+        try:
+            if after is not None:  # gates are fair between users, but never within one lane
+                await asyncio.shield(after)
+            cost = max(1, request.size_bytes)
+            line = self._place.training
+            async with self._open_work.place(self._user_id), line.place(self._user_id, cost):
+                answer = self._place.pool.post(job, request.note, generation=self._generation())
+                posted.set_result(None)
+                request.started_at = time.time()
+                return await answer
+        finally:
+            if not posted.done():
+                posted.set_result(None)
+
+    def drop_head(self) -> None:
+        self._all.popleft()
+
+    async def land(self) -> list[Flight]:
+        """Give up all of them, and wait until none runs any more here; gives what they were."""
+        flights, self._all = list(self._all), deque()
+        for flight in flights:
+            flight.task.cancel()
+        await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
+        return flights
+
+
+async def _fail(exc: InvalidInputError | EngineError, posted: asyncio.Future[None]) -> Result:
+    posted.set_result(None)
+    raise exc
