@@ -24,8 +24,8 @@ from tinkex.engine.cuda import (
     product,
 )
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
-from tinkex.engine.lora.operand import BatchLora, TeamGradients
-from tinkex.engine.lora.slots import Slots
+from tinkex.engine.lora.operand import BatchOperands, StackGradients
+from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.sample import sampling_math
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,7 +280,7 @@ def adapter(ranks: tuple[int, ...], seed: int) -> Adapter:
 @pytest.mark.parametrize("places", [11, 200], ids=["few places", "many places"])
 def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count, places):
     adapters = [adapter(ranks, seed) for seed in range(count)]
-    slots = Slots(adapters[0], 2 if count == 1 else 4, torch.float32, max_rows=256)
+    slots = AdapterSlots(adapters[0], 2 if count == 1 else 4, torch.float32, max_rows=256)
     owner = [0, None, 0, 0, None] if count == 1 else [2, None, 0, 1, 0, 2, None, 2]
     spans = [Span(row, row + 1, adapters[at]) for row, at in enumerate(owner) if at is not None]
     order = slots.place(LoraBatch(spans), len(owner), places)
@@ -309,7 +309,7 @@ def test_adapters_on_spans_add_to_outputs_and_to_the_gradients_of_inputs(ranks):
     spans = [(3, 140), (140, 141), (150, 300)]  # rows before, between and behind have no adapter
     adapters = [adapter(ranks if number else (5, 5, 5), number) for number in range(3)]
     batch = LoraBatch(Span(*rows, a) for rows, a in zip(spans, adapters, strict=True))
-    operand = BatchLora(batch, 310, torch.float32).get("x")
+    operand = BatchOperands(batch, 310, torch.float32).get("x")
     x, dy, y, dx = randn(310, 40), randn(310, 300), randn(310, 300), randn(310, 40)
     want_y, want_dx = y.clone(), dx.clone()
     for (start, stop), lora in zip(spans, adapters, strict=True):
@@ -332,11 +332,11 @@ def test_gradients_of_several_adapters_go_to_their_own_buffers(ranks):
     lengths = [70, 1, 129]
     adapters, stops = [adapter(ranks, seed) for seed in range(3)], np.cumsum(lengths).tolist()
     spans = [Span(b - n, b, a) for a, b, n in zip(adapters, stops, lengths, strict=True)]
-    batch = BatchLora(LoraBatch(spans), stops[-1], torch.float32)
+    batch = BatchOperands(LoraBatch(spans), stops[-1], torch.float32)
     x, dy = randn(stops[-1], 40), randn(stops[-1], 300)
     h, dh = randn(stops[-1], sum(ranks)), randn(stops[-1], sum(ranks))
     grads = batch.grads("x")
-    assert isinstance(grads[0], TeamGradients)
+    assert isinstance(grads[0], StackGradients)
     for _ in range(2):
         batch.get("x").gather(x, [h], dy, [dh], grads)
     for span in spans:

@@ -35,7 +35,7 @@ from tinkex.engine.cuda.fused import (
     _TrainingPass,
 )
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.operand import EXPERTS, BatchLora
+from tinkex.engine.lora.operand import EXPERTS, BatchOperands
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.decoder import _Layer
 from tinkex.engine.model.delta import DeltaWeights
@@ -116,7 +116,7 @@ class FamilyDecoder(CudaDecoder):
         room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor:
-        batch = BatchLora(lora, len(tokens_T), self.dtype)
+        batch = BatchOperands(lora, len(tokens_T), self.dtype)
         trains = torch.is_grad_enabled() and lora is not None and bool(lora.spans)
         if isinstance(attend, PackedCausal):
             flash = PackedFlash(attend.lengths, self.config, self.device)
@@ -290,7 +290,7 @@ class FamilyDecoder(CudaDecoder):
 
     def _plain_batch(self, lora: Operands) -> LoraBatch | None:
         """The batch itself where its experts' adapters cannot be grouped."""
-        if not isinstance(lora, BatchLora) or self.groups_experts(lora.batch):
+        if not isinstance(lora, BatchOperands) or self.groups_experts(lora.batch):
             return None
         return lora.batch
 
@@ -351,7 +351,7 @@ class FamilyDecoder(CudaDecoder):
             )[0]
 
     def train_layer_backward(  # type: ignore[override]
-        self, index: int, s: _Saved, dx: Tensor, stream: FamilyStream, lora: BatchLora
+        self, index: int, s: _Saved, dx: Tensor, stream: FamilyStream, lora: BatchOperands
     ) -> None:
         w = self.layers[index]
         assert s.fused_TX is not None
@@ -382,7 +382,7 @@ class FamilyDecoder(CudaDecoder):
         dx: Tensor,
         ops: dict[str, Any],
         gather: Any,
-        lora: BatchLora,
+        lora: BatchOperands,
         routing: Routing,
     ) -> Tensor:
         """The gradient of the MLP's normed input."""
@@ -475,7 +475,7 @@ class FamilyStream(Stream):
 
 def members_of(lora: Operands, *, with_grads: bool = False) -> list[mixture.Member]:
     """Whose tokens are where, for the experts' adapters."""
-    if isinstance(lora, BatchLora):
+    if isinstance(lora, BatchOperands):
         return [
             mixture.Member(a, b, adapter, flat, grad)
             for a, b, adapter, flat, grad in lora.members(with_grads=with_grads)

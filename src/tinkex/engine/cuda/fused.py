@@ -30,13 +30,13 @@ from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.cuda.product import product
 from tinkex.engine.cuda.small_passes import RecordedPass, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.operand import BatchLora, LoraAddend, LoraOperand
+from tinkex.engine.lora.operand import BatchOperands, LoraAddend, LoraOperand
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.base_model import ModelConfig
 from tinkex.engine.model.decoder import Decoder, _Layer
 from tinkex.engine.model.mixture import Routing
 
-Operands = BatchLora | Mapping[str, LoraAddend]
+Operands = BatchOperands | Mapping[str, LoraAddend]
 LINEARS = ("qkv", "o", "gate_up", "down")
 
 
@@ -116,7 +116,7 @@ class CudaDecoder(Decoder):
         with torch.no_grad():
             if isinstance(attend, PackedCausal):
                 attend = PackedFlash(attend.lengths, self.config, self.device)
-            batch = BatchLora(lora, len(tokens_T), self.dtype)
+            batch = BatchOperands(lora, len(tokens_T), self.dtype)
             return self.infer(tokens_T, positions_T, attend, batch)
 
     def _train(
@@ -138,7 +138,7 @@ class CudaDecoder(Decoder):
             return out
         flash = PackedFlash(lengths, self.config, self.device, attend.pieces)
         stream = self.stream(positions_T, flash)
-        one = Pass(self, stream, BatchLora(lora, len(tokens_T), self.dtype), room)
+        one = Pass(self, stream, BatchOperands(lora, len(tokens_T), self.dtype), room)
         out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
         return out
 
@@ -149,7 +149,7 @@ class CudaDecoder(Decoder):
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         if torch.is_grad_enabled() and hidden_ND.requires_grad:
             return super().head(hidden_ND, lora)
-        return self.logits(hidden_ND, BatchLora(lora, len(hidden_ND), self.dtype).get("head"))
+        return self.logits(hidden_ND, BatchOperands(lora, len(hidden_ND), self.dtype).get("head"))
 
     def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
@@ -241,7 +241,7 @@ class CudaDecoder(Decoder):
         s.gate_up_TX = _linear(y, w.gate_up, None, lora.get(f"{index}.gate_up"))[0]
 
     def train_layer_backward(
-        self, index: int, s: _Saved, dx: Tensor, stream: Stream, lora: BatchLora
+        self, index: int, s: _Saved, dx: Tensor, stream: Stream, lora: BatchOperands
     ) -> None:
         """Turn dx, the gradient of the layer's output, into that of its input, in place.
 
@@ -286,7 +286,7 @@ class Pass:
 
     decoder: CudaDecoder
     stream: Stream
-    lora: BatchLora
+    lora: BatchOperands
     room: float = math.inf
     """Bytes that may be kept for the backward."""
     saved: list[Any] = field(default_factory=list)

@@ -30,7 +30,7 @@ from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.operand import EXPERTS
-from tinkex.engine.lora.slots import Slots
+from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.sample.expert_pages import ExpertPages
@@ -281,9 +281,9 @@ class DecodeGraphs:
         self._experts = experts
         self._no_state = 0 if states is None else states.spare
         self._width = -(-max_context // cache.block_size)
-        self._statics: dict[tuple[int, Slots | None], _Static] = {}
-        self._met: Counter[tuple[int, Slots | None]] = Counter()
-        self._slots: dict[Any, Slots] = {}
+        self._statics: dict[tuple[int, AdapterSlots | None], _Static] = {}
+        self._met: Counter[tuple[int, AdapterSlots | None]] = Counter()
+        self._slots: dict[Any, AdapterSlots] = {}
         self._pool: Any = None
 
     def run(
@@ -317,7 +317,7 @@ class DecodeGraphs:
         back[order] = np.arange(len(order))
         return logits.index_select(0, send(back, self._decoder.device))
 
-    def _static_for(self, num_rows: int, slots: Slots | None) -> _Static | None:
+    def _static_for(self, num_rows: int, slots: AdapterSlots | None) -> _Static | None:
         """Room for so many rows, or more. A size is recorded when it has come some times."""
         sizes = [size for size in _BATCH_SIZES if size >= num_rows]
         if not sizes:
@@ -336,7 +336,7 @@ class DecodeGraphs:
             )
         return self._statics[key]
 
-    def _record(self, static: _Static, slots: Slots | None) -> None:
+    def _record(self, static: _Static, slots: AdapterSlots | None) -> None:
         attend, size = CudaPagedAttend(self._cache, self._states), self._cache.block_size
         lora: dict[str, Any] = (
             {**slots.operands, EXPERTS: slots.experts(static.batch)} if slots else {}
@@ -373,7 +373,7 @@ class DecodeGraphs:
         static.states_B.copy_(wanted_B)
         static.graph = graph
 
-    def _slots_for(self, lora: LoraBatch) -> Slots | None:
+    def _slots_for(self, lora: LoraBatch) -> AdapterSlots | None:
         """Room for this batch's adapters; None when they are of several layouts, or too many."""
         adapters = {span.adapter for span in lora.spans}
         signature = lora.spans[0].adapter.signature
@@ -391,6 +391,6 @@ class DecodeGraphs:
                 self._statics = {key: one for key, one in known if key[1] is not slots}
                 self._met = Counter({key: n for key, n in self._met.items() if key[1] is not slots})
             like, dtype = lora.spans[0].adapter, self._decoder.dtype
-            slots = Slots(like, count, dtype, max_rows=_BATCH_SIZES[-1])
+            slots = AdapterSlots(like, count, dtype, max_rows=_BATCH_SIZES[-1])
             self._slots[signature] = slots
         return slots

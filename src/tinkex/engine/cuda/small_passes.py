@@ -25,7 +25,7 @@ from torch import Tensor
 from tinkex.engine.cuda import attention
 from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.lora.adapter import Adapter, LoraBatch
-from tinkex.engine.lora.operand import BatchLora, low_precision_flat
+from tinkex.engine.lora.operand import BatchOperands, low_precision_flat
 from tinkex.engine.transfer import send
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Recording:
         bounds = first.bounds_q
         self._queries = attention.Queries(bounds, bounds, tiles_X2, first.rows)
         self._set_tiles(first.tiles_X2)
-        self._lora = BatchLora.fixed(like, self.flat_1P, self.grad_1P, size)
+        self._lora = BatchOperands.fixed(like, self.flat_1P, self.grad_1P, size)
         self.dhidden_TD = torch.zeros(
             size, decoder.config.hidden_size, dtype=decoder.dtype, device=device
         )

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from tinkex.engine.group.cut import ModelCut, check_divides
 from tinkex.engine.group.group import Group
 from tinkex.engine.group.vocabulary import VocabularyPart
-from tinkex.engine.lora.adapter import LoraBatch, Slot
+from tinkex.engine.lora.adapter import LoraBatch, LoraTerm
 from tinkex.engine.model.attention import Attend
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import Decoder, _Layer, compute_dtype, native_targets
@@ -117,10 +117,10 @@ class GroupDecoder(Decoder):
         x_TI: Tensor,
         weight_DI: Tensor,
         bias_D: Tensor | None,
-        slots: tuple[Slot, ...],
+        terms: tuple[LoraTerm, ...],
         x_TD: Tensor,
     ) -> Tensor:
-        sum_TD = self.group.leave(product(x_TI, weight_DI, None, slots))
+        sum_TD = self.group.leave(product(x_TI, weight_DI, None, terms))
         if bias_D is not None:
             sum_TD = sum_TD + bias_D
         return x_TD + sum_TD

@@ -324,7 +324,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class LoraTerm:
     """Rows `start:stop` and the matrices that one linear applies to them."""
 
     start: int
@@ -344,10 +344,10 @@ class LoraBatch:
         for left, right in zip(self.spans, self.spans[1:], strict=False):
             assert left.stop <= right.start, "LoRA spans must be sorted and disjoint"
 
-    def slots(self, key: str) -> tuple[Slot, ...]:
+    def terms(self, key: str) -> tuple[LoraTerm, ...]:
         """What the linear `key` must add, span by span."""
         return tuple(
-            Slot(span.start, span.stop, group)
+            LoraTerm(span.start, span.stop, group)
             for span in self.spans
             if (group := span.adapter.groups.get(key)) is not None
         )
@@ -364,26 +364,26 @@ class LoraBatch:
         return LoraBatch(spans, apart=self.apart)
 
 
-NO_SLOTS: tuple[Slot, ...] = ()
+NO_TERMS: tuple[LoraTerm, ...] = ()
 
 
-def low_rank_inner(x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """The scaled Ax of each slot's rows."""
+def low_rank_inner(x_TI: Tensor, terms: Sequence[LoraTerm]) -> list[Tensor]:
+    """The scaled Ax of each term's rows."""
     scaled: list[Tensor] = []
-    for slot in slots:
-        x_tI = x_TI[slot.start : slot.stop]
-        h_tR = (filled(x_tI) @ slot.group.a_RI.to(x_TI.dtype).t())[: len(x_tI)]
-        _scale_parts(h_tR, slot.group)
+    for term in terms:
+        x_tI = x_TI[term.start : term.stop]
+        h_tR = (filled(x_tI) @ term.group.a_RI.to(x_TI.dtype).t())[: len(x_tI)]
+        _scale_parts(h_tR, term.group)
         scaled.append(h_tR)
     return scaled
 
 
-def add_low_rank(y_TO: Tensor, x_TI: Tensor, slots: Sequence[Slot]) -> list[Tensor]:
-    """Add each slot's B(Ax) to its rows of `y_TO` in place; returns the scaled Ax per slot."""
-    scaled = low_rank_inner(x_TI, slots)
-    for slot, h_tR in zip(slots, scaled, strict=True):
-        for part, b_Or in zip(slot.group.parts, slot.group.b_Or, strict=True):
-            columns = y_TO[slot.start : slot.stop, part.target.start : part.target.stop]
+def add_low_rank(y_TO: Tensor, x_TI: Tensor, terms: Sequence[LoraTerm]) -> list[Tensor]:
+    """Add each term's B(Ax) to its rows of `y_TO` in place; returns the scaled Ax per term."""
+    scaled = low_rank_inner(x_TI, terms)
+    for term, h_tR in zip(terms, scaled, strict=True):
+        for part, b_Or in zip(term.group.parts, term.group.b_Or, strict=True):
+            columns = y_TO[term.start : term.stop, part.target.start : part.target.stop]
             more = filled(h_tR[:, part.row : part.row + part.rank])
             sums = filled(columns)  # the columns themselves, unless they are few
             sums.addmm_(more, b_Or.to(y_TO.dtype).t())
@@ -396,31 +396,31 @@ def low_rank_backward(
     dy_TO: Tensor,
     x_TI: Tensor,
     dx_TI: Tensor | None,
-    slots: Sequence[Slot],
+    terms: Sequence[LoraTerm],
     scaled: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Gradients of every slot's A and Bs, in order; adds the slots' share to `dx_TI` in place."""
+    """Gradients of every term's A and Bs, in order; adds the terms' share to `dx_TI` in place."""
     grads: list[Tensor] = []
-    for slot, h_tR in zip(slots, scaled, strict=True):
-        group = slot.group
+    for term, h_tR in zip(terms, scaled, strict=True):
+        group = term.group
         dh_tR = torch.empty_like(h_tR)
         db_Or: list[Tensor] = []
         for part, b_Or in zip(group.parts, group.b_Or, strict=True):
-            dy_tO = dy_TO[slot.start : slot.stop, part.target.start : part.target.stop]
+            dy_tO = dy_TO[term.start : term.stop, part.target.start : part.target.stop]
             rows = slice(part.row, part.row + part.rank)
             dh_tR[:, rows] = dy_tO @ b_Or.to(dy_tO.dtype)
             db_Or.append((dy_tO.t() @ h_tR[:, rows]).float())
         _scale_parts(dh_tR, group)
-        grads.append((dh_tR.t() @ x_TI[slot.start : slot.stop]).float())
+        grads.append((dh_tR.t() @ x_TI[term.start : term.stop]).float())
         grads.extend(db_Or)
         if dx_TI is not None:
-            dx_TI[slot.start : slot.stop].addmm_(dh_tR, group.a_RI.to(dx_TI.dtype))
+            dx_TI[term.start : term.stop].addmm_(dh_tR, group.a_RI.to(dx_TI.dtype))
     return grads
 
 
-def accumulate(slots: Sequence[Slot], grads: Sequence[Tensor]) -> None:
-    """Add gradients to the `.grad` of the slots' tensors, as autograd does for its leaves."""
-    tensors = [tensor for slot in slots for tensor in slot.group.tensors()]
+def accumulate(terms: Sequence[LoraTerm], grads: Sequence[Tensor]) -> None:
+    """Add gradients to the `.grad` of the terms' tensors, as autograd does for its leaves."""
+    tensors = [tensor for term in terms for tensor in term.group.tensors()]
     for tensor, grad in zip(tensors, grads, strict=True):
         if tensor.grad is None:
             tensor.grad = grad

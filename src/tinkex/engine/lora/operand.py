@@ -1,14 +1,14 @@
 """Adapters in the form tensor cores take: bf16 copies, alone or stacked over a packed batch.
 
 Master weights are fp32. A pass on CUDA uses a bf16 copy of an adapter's whole buffer, made once per
-optimizer step. Spans of a batch whose adapters have one layout are a team: their copies are
-stacked, [G, P], and each product serves all of them in one launch. Otherwise each span is a team of
-its own and they take turns. Gradients go to the adapters' own gradient buffers. What an adapter
-adds to a row does not depend on the team: see `lora_kernels`. Where a span's gradients must not
-depend on it either (`LoraBatch.apart`), spans of one adapter are a team in the forward pass, and
-each is multiplied for itself in the backward pass.
+optimizer step. Spans of a batch whose adapters have one layout are a stack: their copies lie one
+behind the other, [G, P], and each product serves all of them in one launch. Otherwise each span is
+a stack of its own and they take turns. Gradients go to the adapters' own gradient buffers. What an
+adapter adds to a row does not depend on the stack: see `lora_kernels`. Where a span's gradients
+must not depend on it either (`LoraBatch.apart`), spans of one adapter are a stack in the forward
+pass, and each is multiplied for itself in the backward pass.
 
-Letters: T tokens, t those of a team, G adapters, P parameters, R ranks of all modules of a linear,
+Letters: T tokens, t those of a stack, G adapters, P parameters, R ranks of all modules of a linear,
 r of one, I inputs, O outputs.
 """
 
@@ -46,7 +46,7 @@ class LoraAddend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A [G, R, I] and the Bs [G, O, r] of one linear, of a team's adapters."""
+    """A [G, R, I] and the Bs [G, O, r] of one linear, of a stack's adapters."""
 
     A: Tensor
     Bs: tuple[Tensor, ...]
@@ -75,11 +75,11 @@ def weights_by_key(like: Adapter, stacked_GP: Tensor) -> dict[str, Weights]:
     return out
 
 
-# ---------------------------------------------------------------------- teams
+# ---------------------------------------------------------------------- stacks
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class AdapterStack:
     """Adapters of one layout on neighbouring rows."""
 
     adapters: tuple[Adapter, ...]
@@ -88,14 +88,14 @@ class Team:
     weights: Mapping[str, Weights]
     layouts: Mapping[str, LinearLayout]
     blocks_M3: Tensor
-    """See `lora_kernels`; counted from the team's first row."""
+    """See `lora_kernels`; counted from the stack's first row."""
     stops_G: Tensor | None
     """Where each adapter's rows end; None for an adapter alone."""
     pieces: tuple[slice, ...] = (slice(None),)
-    """Rows of the team that are multiplied for themselves; the adapters are twins then."""
+    """Rows of the stack that are multiplied for themselves; the adapters are twins then."""
 
     @classmethod
-    def of_pieces(cls, spans: Sequence[Span], dtype: torch.dtype) -> Team:
+    def of_pieces(cls, spans: Sequence[Span], dtype: torch.dtype) -> AdapterStack:
         """Spans of one adapter, or of its twins."""
         first = spans[0].start
         whole = cls.of([Span(first, spans[-1].stop, spans[0].adapter)], dtype)
@@ -103,7 +103,7 @@ class Team:
         return replace(whole, adapters=tuple(span.adapter for span in spans), pieces=pieces)
 
     @classmethod
-    def of(cls, spans: Sequence[Span], dtype: torch.dtype) -> Team:
+    def of(cls, spans: Sequence[Span], dtype: torch.dtype) -> AdapterStack:
         adapters, first = tuple(span.adapter for span in spans), spans[0].start
         rows = slice(first, spans[-1].stop)
         ends = [(span.start - first, span.stop - first) for span in spans]
@@ -148,50 +148,50 @@ def can_group(adapters: Sequence[Adapter]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One team's part of one linear."""
+class StackLinear:
+    """One stack's part of one linear."""
 
-    team: Team
+    stack: AdapterStack
     weights: Weights
     layout: LinearLayout
 
     def start(self, x_TI: Tensor) -> Tensor:
-        team, layout = self.team, self.layout
+        stack, layout = self.stack, self.layout
         return lora_kernels.shrink_many(
-            x_TI[team.rows], team.flat_GP, team.blocks_M3, layout.at, layout.ranks
+            x_TI[stack.rows], stack.flat_GP, stack.blocks_M3, layout.at, layout.ranks
         )
 
     def add_(self, y_TO: Tensor, h_tR: Tensor) -> None:
         for factor in self.layout.outer:
-            self.team.expand_(y_TO[self.team.rows], h_tR, factor)
+            self.stack.expand_(y_TO[self.stack.rows], h_tR, factor)
 
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> Tensor:
-        team, dy_tO = self.team, dy_TO[self.team.rows]
+        stack, dy_tO = self.stack, dy_TO[self.stack.rows]
         dh_tR = dy_TO.new_empty(len(dy_tO), self.layout.ranks)
         for B, rows, columns, scale in self.weights.each():
-            dh_tr = team.product(dy_tO[:, columns], B)
+            dh_tr = stack.product(dy_tO[:, columns], B)
             dh_tR[:, rows] = dh_tr if scale == 1 else dh_tr.mul_(scale)
-        team.expand_(dx_TI[team.rows], dh_tR, self.layout.inner)
+        stack.expand_(dx_TI[stack.rows], dh_tR, self.layout.inner)
         return dh_tR
 
 
 @dataclass(frozen=True, slots=True)
 class LoraOperand:
-    """All adapters of one fused linear in this batch. Inner products: one per team."""
+    """All adapters of one fused linear in this batch. Inner products: one per stack."""
 
-    shares: tuple[Share, ...]
+    linears: tuple[StackLinear, ...]
 
     def start(self, x_TI: Tensor) -> list[Tensor]:
-        return [share.start(x_TI) for share in self.shares]
+        return [linear.start(x_TI) for linear in self.linears]
 
     def add_(self, y_TO: Tensor, inner: Sequence[Tensor]) -> None:
         """y += lora(x)."""
-        for share, h_tR in zip(self.shares, inner, strict=True):
-            share.add_(y_TO, h_tR)
+        for linear, h_tR in zip(self.linears, inner, strict=True):
+            linear.add_(y_TO, h_tR)
 
     def backward_input_(self, dx_TI: Tensor, dy_TO: Tensor) -> list[Tensor]:
         """dx += the gradient through the adapters; returns those of the inner products."""
-        return [share.backward_input_(dx_TI, dy_TO) for share in self.shares]
+        return [linear.backward_input_(dx_TI, dy_TO) for linear in self.linears]
 
     def gather(
         self,
@@ -201,20 +201,20 @@ class LoraOperand:
         dinner: Sequence[Tensor],
         grads: Sequence[Gradients],
     ) -> None:
-        """Add the gradients of A and B to `grads`, which are `BatchLora.grads` of the linear."""
-        for share, h_tR, dh_tR, grad in zip(self.shares, inner, dinner, grads, strict=True):
-            rows = share.team.rows
-            grad.add(share, x_TI[rows], h_tR, dy_TO[rows], dh_tR)
+        """Add the gradients of A and B to `grads`, those that `BatchOperands` has for it."""
+        for linear, h_tR, dh_tR, grad in zip(self.linears, inner, dinner, grads, strict=True):
+            rows = linear.stack.rows
+            grad.add(linear, x_TI[rows], h_tR, dy_TO[rows], dh_tR)
 
 
 # ---------------------------------------------------------------------- gradients
 
 
 class Gradients(Protocol):
-    """Where the gradients of one team's part of one linear are gathered."""
+    """Where the gradients of one stack's part of one linear are gathered."""
 
     def add(
-        self, share: Share, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
+        self, linear: StackLinear, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
     ) -> None: ...
 
 
@@ -224,36 +224,40 @@ class OwnGradients:
 
     by_piece: tuple[Weights, ...]
 
-    def add(self, share: Share, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor) -> None:
-        for own, grad in zip(share.team.pieces, self.by_piece, strict=True):
+    def add(
+        self, linear: StackLinear, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
+    ) -> None:
+        for own, grad in zip(linear.stack.pieces, self.by_piece, strict=True):
             grad.A.add_(over_rows(dh_tR[own], x_tI[own]))
             for dB, ranks, columns, scale in grad.each():
                 dB.add_(over_rows(dy_tO[own, columns], h_tR[own, ranks]), alpha=scale)
 
 
 @dataclass(frozen=True, slots=True)
-class TeamGradients:
+class StackGradients:
     """Of several adapters at once: the addresses of their buffers."""
 
     addresses_G: Tensor
 
-    def add(self, share: Share, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor) -> None:
-        stops_G = share.team.stops_G
+    def add(
+        self, linear: StackLinear, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
+    ) -> None:
+        stops_G = linear.stack.stops_G
         assert stops_G is not None
         lora_kernels.gather_(
-            dh_tR, x_tI, dy_tO, h_tR, share.layout.gradient, self.addresses_G, stops_G
+            dh_tR, x_tI, dy_tO, h_tR, linear.layout.gradient, self.addresses_G, stops_G
         )
 
 
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
-    """The product of two matrices over their rows in fp32, [1, ...] as views of a team are."""
+    """The product of two matrices over their rows in fp32, [1, ...] as views of a stack are."""
     return torch.mm(a.t(), b, out_dtype=torch.float32)[None]
 
 
 # ---------------------------------------------------------------------- a batch
 
 
-class BatchLora:
+class BatchOperands:
     """The operands of every linear for one packed batch.
 
     Gradients: `grads` says where a linear's go. Their views are made in the backward pass, when the
@@ -265,24 +269,24 @@ class BatchLora:
         apart = lora is not None and lora.apart
         together = len(spans) > 1 and not apart and _tile(spans, num_rows)
         if together and can_group([span.adapter for span in spans]):
-            self._teams = [Team.of(spans, dtype)]
+            self._stacks = [AdapterStack.of(spans, dtype)]
         elif apart:
             by_owner = groupby(spans, lambda span: id(span.adapter.flat))
-            self._teams = [Team.of_pieces(list(own), dtype) for _, own in by_owner]
+            self._stacks = [AdapterStack.of_pieces(list(own), dtype) for _, own in by_owner]
         else:
-            self._teams = [Team.of([span], dtype) for span in spans]
+            self._stacks = [AdapterStack.of([span], dtype) for span in spans]
         self.batch, self._dtype = LoraBatch(spans, apart=apart), dtype
         self._operands: dict[str, LoraOperand | None] = {}
         self._grads: list[Mapping[str, Gradients]] = []
 
     @classmethod
-    def fixed(cls, like: Adapter, flat_1P: Tensor, grad_1P: Tensor, num_rows: int) -> BatchLora:
+    def fixed(cls, like: Adapter, flat_1P: Tensor, grad_1P: Tensor, num_rows: int) -> BatchOperands:
         """One adapter on all rows, with its weights and gradients where these tensors are."""
         batch = cls(None, num_rows, flat_1P.dtype)
         blocks = [(0, at, num_rows) for at in range(0, num_rows, lora_kernels.MANY_ROWS)]
         weights = weights_by_key(like, flat_1P)
-        batch._teams = [
-            Team(
+        batch._stacks = [
+            AdapterStack(
                 (like,), slice(0, num_rows), flat_1P, weights, layouts(like),
                 send(blocks, flat_1P.device, torch.int32), None,
             )
@@ -292,19 +296,19 @@ class BatchLora:
 
     def get(self, key: str) -> LoraOperand | None:
         if key not in self._operands:
-            shares = [
-                Share(team, team.weights[key], team.layouts[key])
-                for team in self._teams
-                if key in team.weights
+            linears = [
+                StackLinear(stack, stack.weights[key], stack.layouts[key])
+                for stack in self._stacks
+                if key in stack.weights
             ]
-            self._operands[key] = LoraOperand(tuple(shares)) if shares else None
+            self._operands[key] = LoraOperand(tuple(linears)) if linears else None
         return self._operands[key]
 
     def grads(self, key: str) -> list[Gradients]:
-        """Where the gradients of one linear's adapters are gathered, by team."""
+        """Where the gradients of one linear's adapters are gathered, by stack."""
         if not self._grads:
-            self._grads = [_gradients_of(team) for team in self._teams]
-        return [team[key] for team in self._grads if key in team]
+            self._grads = [_gradients_of(stack) for stack in self._stacks]
+        return [stack[key] for stack in self._grads if key in stack]
 
     def members(self, *, with_grads: bool) -> Iterator[Member]:
         """Every adapter by itself, for who makes operands of its own."""
@@ -314,17 +318,17 @@ class BatchLora:
             yield span.start, span.stop, span.adapter, flat, grad
 
 
-def _gradients_of(team: Team) -> Mapping[str, Gradients]:
-    first = team.adapters[0]
-    if team.stops_G is not None:
-        addresses = [_grad_of(adapter).data_ptr() for adapter in team.adapters]
-        together = TeamGradients(send(addresses, first.flat.device, torch.int64))
-        return dict.fromkeys(team.weights, together)
+def _gradients_of(stack: AdapterStack) -> Mapping[str, Gradients]:
+    first = stack.adapters[0]
+    if stack.stops_G is not None:
+        addresses = [_grad_of(adapter).data_ptr() for adapter in stack.adapters]
+        together = StackGradients(send(addresses, first.flat.device, torch.int64))
+        return dict.fromkeys(stack.weights, together)
     own = {
         adapter: weights_by_key(first, _grad_of(adapter)[None])
-        for adapter in dict.fromkeys(team.adapters)
+        for adapter in dict.fromkeys(stack.adapters)
     }
-    return _own([own[adapter] for adapter in team.adapters])
+    return _own([own[adapter] for adapter in stack.adapters])
 
 
 def _own(by_piece: Sequence[Mapping[str, Weights]]) -> Mapping[str, Gradients]:

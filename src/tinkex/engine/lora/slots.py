@@ -20,7 +20,7 @@ from tinkex.engine.lora.operand import low_precision_flat
 from tinkex.engine.transfer import send
 
 
-class Slots:
+class AdapterSlots:
     """Adapters of one layout side by side in low precision. Slot 0 is the base model alone.
 
     `blocks_M3` says which rows of the batch are whose; see `lora_kernels`. Adapters' inner products
@@ -40,7 +40,7 @@ class Slots:
         self.slot_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
         """Whose each row is, in the order that `place` gives."""
         self.beside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.operands = {key: SlotLora(self, layout) for key, layout in layouts(like).items()}
+        self.operands = {key: SlotOperand(self, layout) for key, layout in layouts(like).items()}
 
     def most_blocks(self, num_rows: int) -> int:
         """Blocks that so many rows can need, however they are shared out."""
@@ -96,7 +96,7 @@ class Slots:
 class SlotExperts:
     """The one adapter of a recorded step, as `cuda.mixture` takes it: rows come and go by mask."""
 
-    slots: Slots
+    slots: AdapterSlots
     num_rows: int
 
     def of_row(self) -> tuple[Adapter, Tensor, Tensor]:
@@ -106,10 +106,10 @@ class SlotExperts:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotLora:
+class SlotOperand:
     """One linear's adapters of all slots, forward only; see `operand.LoraAddend`."""
 
-    slots: Slots
+    slots: AdapterSlots
     layout: LinearLayout
 
     def start(self, x_BI: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.lora.adapter import (
-    NO_SLOTS,
+    NO_TERMS,
     Kind,
     LoraBatch,
-    Slot,
+    LoraTerm,
     Target,
     TargetPart,
     accumulate,
@@ -170,7 +170,7 @@ class Decoder:
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """Logits [N, V] in fp32. `lora` spans count rows of `hidden_ND`."""
-        return linear(hidden_ND, self.head_VD, None, _slots(lora, "head")).float()
+        return linear(hidden_ND, self.head_VD, None, _terms(lora, "head")).float()
 
     def head_backward(
         self, dlogits_NV: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
@@ -178,10 +178,10 @@ class Decoder:
         """d loss / d hidden from d loss / d logits; adapter gradients go to their `.grad`."""
         dlogits_NV = dlogits_NV.to(self.dtype)
         dhidden_ND = dlogits_NV @ self.head_VD
-        if slots := _slots(lora, "head"):
-            scaled = low_rank_inner(hidden_ND, slots)
-            grads = low_rank_backward(dlogits_NV, hidden_ND, dhidden_ND, slots, scaled)
-            accumulate(slots, grads)
+        if terms := _terms(lora, "head"):
+            scaled = low_rank_inner(hidden_ND, terms)
+            grads = low_rank_backward(dlogits_NV, hidden_ND, dhidden_ND, terms, scaled)
+            accumulate(terms, grads)
         return dhidden_ND
 
     def matrices(self) -> Iterator[Tensor]:
@@ -220,8 +220,8 @@ class Decoder:
     ) -> Tensor:
         config, layer = self.config, self.layers[index]
         eps = config.norm_eps
-        slots = _slots(lora, f"{index}.qkv")
-        qkv = norm_linear(self._enter(x_TD), layer.attn_norm, eps, layer.qkv, layer.qkv_bias, slots)
+        terms = _terms(lora, f"{index}.qkv")
+        qkv = norm_linear(self._enter(x_TD), layer.attn_norm, eps, layer.qkv, layer.qkv_bias, terms)
         if layer.delta is not None:
             mixed = self._delta(index, layer.delta, qkv, attend)
         else:
@@ -232,16 +232,16 @@ class Decoder:
                 assert isinstance(attend, WideAttend)
                 mixed = attend(index, q, k, v, layer.sinks)
             mixed = (mixed if gate is None else mixed * gate.sigmoid()).flatten(1)
-        slots = _slots(lora, f"{index}.o")
-        x_TD = self._leave(linear, mixed, layer.out, layer.out_bias, slots, x_TD)
+        terms = _terms(lora, f"{index}.o")
+        x_TD = self._leave(linear, mixed, layer.out, layer.out_bias, terms, x_TD)
         if layer.mixture is not None:
             return x_TD + self._mixture(index, layer.mixture, x_TD, lora, routing)
-        slots = _slots(lora, f"{index}.gate_up")
+        terms = _terms(lora, f"{index}.gate_up")
         gate_up = norm_linear(
-            self._enter(x_TD), layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, slots
+            self._enter(x_TD), layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, terms
         )
-        slots = _slots(lora, f"{index}.down")
-        return self._leave(glu_linear, gate_up, layer.down, layer.down_bias, slots, x_TD)
+        terms = _terms(lora, f"{index}.down")
+        return self._leave(glu_linear, gate_up, layer.down, layer.down_bias, terms, x_TD)
 
     # What a decoder whose weights are cut over several devices does otherwise.
 
@@ -255,11 +255,11 @@ class Decoder:
         x_TI: Tensor,
         weight_DI: Tensor,
         bias_D: Tensor | None,
-        slots: tuple[Slot, ...],
+        terms: tuple[LoraTerm, ...],
         x_TD: Tensor,
     ) -> Tensor:
         """The stream with a block's output, which is a `product`, added."""
-        return product(x_TI, weight_DI, bias_D, slots, x_TD)
+        return product(x_TI, weight_DI, bias_D, terms, x_TD)
 
     def _mixture(
         self,
@@ -317,8 +317,8 @@ class Decoder:
         return q_THd, k_TKd, v_TKd, gate_THd
 
 
-def _slots(lora: LoraBatch | None, key: str) -> tuple[Slot, ...]:
-    return NO_SLOTS if lora is None else lora.slots(key)
+def _terms(lora: LoraBatch | None, key: str) -> tuple[LoraTerm, ...]:
+    return NO_TERMS if lora is None else lora.terms(key)
 
 
 def compute_dtype(device: torch.device, wanted: torch.dtype | None = None) -> torch.dtype:

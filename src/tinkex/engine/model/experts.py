@@ -63,11 +63,11 @@ class Experts:
             own = LoraBatch(()) if lora is None else lora.select(rows_t.cpu().numpy())
             name = f"{self._name}.{expert}"
             gate_up = linear(
-                x_TD[rows_t], self._gate_up_EXD[expert], None, own.slots(f"{name}.gate_up")
+                x_TD[rows_t], self._gate_up_EXD[expert], None, own.terms(f"{name}.gate_up")
             )
             gate, up = gate_up.chunk(2, dim=-1)
             y_tD = linear(
-                self._act(gate) * up, self._down_EDM[expert], None, own.slots(f"{name}.down")
+                self._act(gate) * up, self._down_EDM[expert], None, own.terms(f"{name}.down")
             )
             out_TD = out_TD.index_add(0, rows_t, y_tD * weights_Tk[rows_t, places_t, None])
         return out_TD

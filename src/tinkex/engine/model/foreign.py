@@ -188,8 +188,8 @@ class ForeignDecoder:
             x_TI, lora = x.flatten(0, -2), self._batch.lora
             if lora is not None and len(x_TI) != self._batch.num_rows:
                 self._refuse(f"a linear, {key}, that sees {len(x_TI)} of the batch's rows")
-            slots = () if lora is None else lora.slots(key)
-            return linear(x_TI, weight_OI, bias_O, slots).view(*x.shape[:-1], -1)
+            terms = () if lora is None else lora.terms(key)
+            return linear(x_TI, weight_OI, bias_O, terms).view(*x.shape[:-1], -1)
 
         return forward
 

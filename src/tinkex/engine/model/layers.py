@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.lora.adapter import Slot, add_low_rank, low_rank_backward
+from tinkex.engine.lora.adapter import LoraTerm, add_low_rank, low_rank_backward
 from tinkex.engine.model import packed_weights
 from tinkex.engine.mxfp4 import Matrix, expanded
 from tinkex.engine.rows import filled
@@ -30,8 +30,8 @@ def _apply(function: Any, *args: Any) -> Tensor:
     return out
 
 
-def _flat(slots: Sequence[Slot]) -> list[Tensor]:
-    return [tensor for slot in slots for tensor in slot.group.tensors()]
+def _flat(terms: Sequence[LoraTerm]) -> list[Tensor]:
+    return [tensor for term in terms for tensor in term.group.tensors()]
 
 
 # ---------------------------------------------------------------------------------------- norm
@@ -106,7 +106,7 @@ def _linear_backward(
     need_dx: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     dx_TI = dy_TO @ weight_OI if need_dx else None
-    return dx_TI, low_rank_backward(dy_TO, x_TI, dx_TI, ctx.slots, scaled)
+    return dx_TI, low_rank_backward(dy_TO, x_TI, dx_TI, ctx.terms, scaled)
 
 
 def norm_linear(
@@ -115,14 +115,14 @@ def norm_linear(
     eps: float,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    slots: Sequence[Slot],
+    terms: Sequence[LoraTerm],
 ) -> Tensor:
     """Norm, then a linear with LoRA."""
-    if torch.is_grad_enabled() and (slots or x_TI.requires_grad):
-        return _apply(_NormLinear, x_TI, norm_I, eps, weight_OI, bias_O, slots, *_flat(slots))
+    if torch.is_grad_enabled() and (terms or x_TI.requires_grad):
+        return _apply(_NormLinear, x_TI, norm_I, eps, weight_OI, bias_O, terms, *_flat(terms))
     n_TI = _normalize(x_TI, norm_I, _inverse_rms(x_TI, eps))
     y_TO = _affine(n_TI, weight_OI, bias_O)
-    add_low_rank(y_TO, n_TI, slots)
+    add_low_rank(y_TO, n_TI, terms)
     return y_TO
 
 
@@ -135,14 +135,14 @@ class _NormLinear(torch.autograd.Function):
         eps: float,
         weight_OI: Tensor,
         bias_O: Tensor | None,
-        slots: Sequence[Slot],
+        terms: Sequence[LoraTerm],
         *_: Tensor,
     ) -> Tensor:
         inverse = _inverse_rms(x_TI, eps)
         n_TI = _normalize(x_TI, norm_I, inverse)
         y_TO = _affine(n_TI, weight_OI, bias_O)
-        scaled = add_low_rank(y_TO, n_TI, slots)
-        ctx.slots = slots
+        scaled = add_low_rank(y_TO, n_TI, terms)
+        ctx.terms = terms
         ctx.save_for_backward(x_TI, norm_I, inverse, weight_OI, *scaled)
         return y_TO
 
@@ -160,16 +160,16 @@ def linear(
     x_TI: Tensor,
     weight_OI: Matrix,
     bias_O: Tensor | None,
-    slots: Sequence[Slot],
+    terms: Sequence[LoraTerm],
     residual_TO: Tensor | None = None,
 ) -> Tensor:
     """A linear with LoRA, added to `residual_TO` when one is given.
 
     A packed weight is expanded for the product, and once more for its backward.
     """
-    if torch.is_grad_enabled() and (slots or x_TI.requires_grad):
-        return _apply(_Linear, x_TI, weight_OI, bias_O, residual_TO, slots, *_flat(slots))
-    return _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, slots)[0]
+    if torch.is_grad_enabled() and (terms or x_TI.requires_grad):
+        return _apply(_Linear, x_TI, weight_OI, bias_O, residual_TO, terms, *_flat(terms))
+    return _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, terms)[0]
 
 
 def _plain_linear(
@@ -177,7 +177,7 @@ def _plain_linear(
     weight_OI: Tensor,
     bias_O: Tensor | None,
     residual_TO: Tensor | None,
-    slots: Sequence[Slot],
+    terms: Sequence[LoraTerm],
 ) -> tuple[Tensor, list[Tensor]]:
     if residual_TO is not None and x_TI.is_cuda:
         y_TO = torch.addmm(residual_TO, x_TI, weight_OI.t())  # the sum is rounded to bf16 once
@@ -187,7 +187,7 @@ def _plain_linear(
         y_TO = _affine(x_TI, weight_OI, bias_O)
         if residual_TO is not None:
             y_TO += residual_TO  # last: terms summed onto a large residual lose their low bits
-    return y_TO, add_low_rank(y_TO, x_TI, slots)
+    return y_TO, add_low_rank(y_TO, x_TI, terms)
 
 
 class _Linear(torch.autograd.Function):
@@ -198,11 +198,11 @@ class _Linear(torch.autograd.Function):
         weight_OI: Matrix,
         bias_O: Tensor | None,
         residual_TO: Tensor | None,
-        slots: Sequence[Slot],
+        terms: Sequence[LoraTerm],
         *_: Tensor,
     ) -> Tensor:
-        y_TO, scaled = _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, slots)
-        ctx.slots, ctx.weight = slots, weight_OI  # frozen, so no version of it need be watched
+        y_TO, scaled = _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, terms)
+        ctx.terms, ctx.weight = terms, weight_OI  # frozen, so no version of it need be watched
         ctx.save_for_backward(x_TI, *scaled)
         return y_TO
 
@@ -219,14 +219,14 @@ def glu_linear(
     gate_up_TF: Tensor,
     weight_OI: Tensor,
     bias_O: Tensor | None,
-    slots: Sequence[Slot],
+    terms: Sequence[LoraTerm],
     residual_TO: Tensor | None = None,
 ) -> Tensor:
     """silu(gate) * up, then a linear with LoRA, added to `residual_TO` when one is given."""
-    if torch.is_grad_enabled() and (slots or gate_up_TF.requires_grad):
-        flat = _flat(slots)
-        return _apply(_GluLinear, gate_up_TF, weight_OI, bias_O, residual_TO, slots, *flat)
-    return _plain_linear(_activate(gate_up_TF), weight_OI, bias_O, residual_TO, slots)[0]
+    if torch.is_grad_enabled() and (terms or gate_up_TF.requires_grad):
+        flat = _flat(terms)
+        return _apply(_GluLinear, gate_up_TF, weight_OI, bias_O, residual_TO, terms, *flat)
+    return _plain_linear(_activate(gate_up_TF), weight_OI, bias_O, residual_TO, terms)[0]
 
 
 def _activate(gate_up_TF: Tensor) -> Tensor:
@@ -242,12 +242,12 @@ class _GluLinear(torch.autograd.Function):
         weight_OI: Tensor,
         bias_O: Tensor | None,
         residual_TO: Tensor | None,
-        slots: Sequence[Slot],
+        terms: Sequence[LoraTerm],
         *_: Tensor,
     ) -> Tensor:
         act_TI = _activate(gate_up_TF)
-        y_TO, scaled = _plain_linear(act_TI, weight_OI, bias_O, residual_TO, slots)
-        ctx.slots = slots
+        y_TO, scaled = _plain_linear(act_TI, weight_OI, bias_O, residual_TO, terms)
+        ctx.terms = terms
         ctx.save_for_backward(gate_up_TF, weight_OI, *scaled)
         return y_TO
 

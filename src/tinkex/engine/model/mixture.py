@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.lora.adapter import NO_SLOTS, LoraBatch, Target, TargetPart
+from tinkex.engine.lora.adapter import NO_TERMS, LoraBatch, Target, TargetPart
 from tinkex.engine.model.layers import linear, wide
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
 from tinkex.engine.mxfp4 import Stack
@@ -99,7 +99,7 @@ def route(
 
     With `agree`, the choice is what that makes of it: members of a group make the same.
     """
-    logits_TE = wide(linear(y_TD, weights.router_ED, weights.router_bias_E, NO_SLOTS))
+    logits_TE = wide(linear(y_TD, weights.router_ED, weights.router_bias_E, NO_TERMS))
     logp_TE = logits_TE.log_softmax(-1)
     chosen_Tk = logits_TE.topk(config.per_token, dim=-1).indices
     if given_Tk is not None:
@@ -195,10 +195,10 @@ def _expert(
     at = expert - weights.first
     bias_X = None if weights.gate_up_bias_EX is None else weights.gate_up_bias_EX[at]
     bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[at]
-    slots = lora.slots(expert_key(layer_index, expert, "gate_up"))
-    act = combine(config, linear(x_tD, weights.gate_up_EXD[at], bias_X, slots))
-    slots = lora.slots(expert_key(layer_index, expert, "down"))
-    return linear(act, weights.down_EDM[at], bias_D, slots)
+    terms = lora.terms(expert_key(layer_index, expert, "gate_up"))
+    act = combine(config, linear(x_tD, weights.gate_up_EXD[at], bias_X, terms))
+    terms = lora.terms(expert_key(layer_index, expert, "down"))
+    return linear(act, weights.down_EDM[at], bias_D, terms)
 
 
 def _shared(
@@ -212,8 +212,8 @@ def _shared(
     assert weights.shared_gate_up is not None
     assert weights.shared_down is not None
     assert weights.shared_gate_1D is not None
-    slots = lora.slots(f"{layer_index}.shared.gate_up")
-    act = combine(config, linear(y_TD, weights.shared_gate_up, None, slots))
-    slots = lora.slots(f"{layer_index}.shared.down")
-    out_TD = linear(act, weights.shared_down, None, slots)
-    return out_TD * torch.sigmoid(linear(y_TD, weights.shared_gate_1D, None, NO_SLOTS))
+    terms = lora.terms(f"{layer_index}.shared.gate_up")
+    act = combine(config, linear(y_TD, weights.shared_gate_up, None, terms))
+    terms = lora.terms(f"{layer_index}.shared.down")
+    out_TD = linear(act, weights.shared_down, None, terms)
+    return out_TD * torch.sigmoid(linear(y_TD, weights.shared_gate_1D, None, NO_TERMS))
