@@ -332,10 +332,12 @@ async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Pa
         assert "samples ahead" in reasons[2][1]
         await world.ok("cancel_future", {"request_id": f"{session}:0"})
         poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
-        assert [p.request_id for p in world.service.samples.waiting(session, 0, 9)] == [
-            f"{session}:1",
-            f"{session}:2",
-        ]
+        waiting = world.service.samples.waiting(session, 0, 9)
+        assert [p.request_id for p in waiting] == [f"{session}:1", f"{session}:2"]
+        deadline = time.monotonic() + 60  # the place that was freed is given on a moment later
+        while waiting[1].reason() != "next in line":
+            assert time.monotonic() < deadline, waiting[1].reason()
+            await asyncio.sleep(0.01)
 
 
 def test_the_status_of_a_waiting_sample_says_why(tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ class SampleRun:
             return "the worker is starting"
         if self.sent:
             return self.progress or "sampling"
-        return f"about {self.place.sampling.ahead_of(self.user_id)} samples ahead"
+        num_ahead = self.place.sampling.ahead_of(self.user_id)
+        return f"about {num_ahead} samples ahead" if num_ahead else "next in line"
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Progress):
