@@ -30,10 +30,6 @@ class Presence:
         self._last_seen = clock()
         self._open_requests = 0
 
-    @property
-    def pids(self) -> frozenset[int]:
-        return frozenset(self._pids)
-
     def attach(self, pid: int) -> None:
         self._pids.add(pid)
         self._last_seen = self._clock()
