@@ -101,84 +101,41 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
 
 __title__ = "tinkex"
 
-# Public name -> module that owns it.
-_EXPORTS: dict[str, str] = {
-    "APIConnectionError": "tinkex.errors",
-    "APIError": "tinkex.errors",
-    "APIFuture": "tinkex.client.futures",
-    "APIResponseValidationError": "tinkex.errors",
-    "APIStatusError": "tinkex.errors",
-    "APITimeoutError": "tinkex.errors",
-    "AdminClient": "tinkex.client.rest.admin_client",
-    "AuthenticationError": "tinkex.errors",
-    "BadRequestError": "tinkex.errors",
-    "BillingError": "tinkex.errors",
-    "CircuitOpenError": "tinkex.errors",
-    "ClientClosedError": "tinkex.errors",
-    "ClientConfig": "tinkex.client.config",
-    "ConfigError": "tinkex.errors",
-    "ConflictError": "tinkex.errors",
-    "ExperimentalWarning": "tinkex.errors",
-    "FutureStatus": "tinkex.client.futures",
-    "InternalServerError": "tinkex.errors",
-    "LocalServerError": "tinkex.errors",
-    "LossHandle": "tinkex.client.training.loss_tracing",
-    "NotFoundError": "tinkex.errors",
-    "PerDatumLossFn": "tinkex.client.training.loss_tracing",
-    "PermissionDeniedError": "tinkex.errors",
-    "PromiseLostError": "tinkex.errors",
-    "RateLimitError": "tinkex.errors",
-    "RecoveringTrainingClient": "tinkex.client.recovery.recovering_client",
-    "RecoveryEvent": "tinkex.client.recovery.policy",
-    "RecoveryFailedError": "tinkex.errors",
-    "RecoveryPolicy": "tinkex.client.recovery.policy",
-    "RegularizerError": "tinkex.errors",
-    "RegularizerTimeoutError": "tinkex.errors",
-    "RunMonitor": "tinkex.client.recovery.run_monitor",
-    "RequestFailedError": "tinkex.errors",
-    "RequestOptions": "tinkex.client.http.transport",
-    "RestClient": "tinkex.client.rest.rest_client",
-    "ResultTimeoutError": "tinkex.errors",
-    "RetrieveError": "tinkex.errors",
-    "RetryConfig": "tinkex.client.http.retry",
-    "RetryableException": "tinkex.errors",
-    "SamplingClient": "tinkex.client.sampling.sampling_client",
-    "ServiceClient": "tinkex.client.service_client",
-    "Timeout": "httpx",
-    "TrainStepResult": "tinkex.client.training.train_step",
-    "TrainingClient": "tinkex.client.training.training_client",
-    "UnprocessableEntityError": "tinkex.errors",
-    "InvalidInputError": "tinkex.errors",
-    "TinkerError": "tinkex.errors",
-    "AdamOptimizerConfig": "tinkex.types",
-    "AdamParams": "tinkex.types",
-    "Checkpoint": "tinkex.types",
-    "CheckpointType": "tinkex.types",
-    "Datum": "tinkex.types",
-    "DimuonOptimizerConfig": "tinkex.types",
-    "DimuonParams": "tinkex.types",
-    "DmelChunk": "tinkex.types",
-    "EncodedTextChunk": "tinkex.types",
-    "ForwardBackwardOutput": "tinkex.types",
-    "LoraConfig": "tinkex.types",
-    "ModelID": "tinkex.types",
-    "ModelInput": "tinkex.types",
-    "ModelInputChunk": "tinkex.types",
-    "OptimParams": "tinkex.types",
-    "OptimStepRequest": "tinkex.types",
-    "OptimStepResponse": "tinkex.types",
-    "ParsedCheckpointTinkerPath": "tinkex.types",
-    "PromptProvenanceSpan": "tinkex.types",
-    "SampleRequest": "tinkex.types",
-    "SampleResponse": "tinkex.types",
-    "SampledProvenanceSpan": "tinkex.types",
-    "SampledSequence": "tinkex.types",
-    "SamplingParams": "tinkex.types",
-    "StopReason": "tinkex.types",
-    "TensorData": "tinkex.types",
-    "TensorDtype": "tinkex.types",
-    "TrainingRun": "tinkex.types",
+# Module -> the public names it owns.
+_NAMES = {
+    "httpx": "Timeout",
+    "tinkex.client.config": "ClientConfig",
+    "tinkex.client.futures": "APIFuture FutureStatus",
+    "tinkex.client.http.retry": "RetryConfig",
+    "tinkex.client.http.transport": "RequestOptions",
+    "tinkex.client.recovery.policy": "RecoveryEvent RecoveryPolicy",
+    "tinkex.client.recovery.recovering_client": "RecoveringTrainingClient",
+    "tinkex.client.recovery.run_monitor": "RunMonitor",
+    "tinkex.client.rest.admin_client": "AdminClient",
+    "tinkex.client.rest.rest_client": "RestClient",
+    "tinkex.client.sampling.sampling_client": "SamplingClient",
+    "tinkex.client.service_client": "ServiceClient",
+    "tinkex.client.training.loss_tracing": "LossHandle PerDatumLossFn",
+    "tinkex.client.training.train_step": "TrainStepResult",
+    "tinkex.client.training.training_client": "TrainingClient",
+    "tinkex.errors": (
+        "APIConnectionError APIError APIResponseValidationError APIStatusError APITimeoutError "
+        "AuthenticationError BadRequestError BillingError CircuitOpenError ClientClosedError "
+        "ConfigError ConflictError ExperimentalWarning InternalServerError InvalidInputError "
+        "LocalServerError NotFoundError PermissionDeniedError PromiseLostError RateLimitError "
+        "RecoveryFailedError RegularizerError RegularizerTimeoutError RequestFailedError "
+        "ResultTimeoutError RetrieveError RetryableException TinkerError UnprocessableEntityError"
+    ),
+    "tinkex.types": (
+        "AdamOptimizerConfig AdamParams Checkpoint CheckpointType Datum DimuonOptimizerConfig "
+        "DimuonParams DmelChunk EncodedTextChunk ForwardBackwardOutput LoraConfig ModelID "
+        "ModelInput ModelInputChunk OptimParams OptimStepRequest OptimStepResponse "
+        "ParsedCheckpointTinkerPath PromptProvenanceSpan SampleRequest SampleResponse "
+        "SampledProvenanceSpan SampledSequence SamplingParams StopReason TensorData TensorDtype "
+        "TrainingRun"
+    ),
 }
+_EXPORTS = {name: module for module, names in _NAMES.items() for name in names.split()}
 # Public submodule -> where it lives.
 _SUBMODULES: dict[str, str] = {
     "auth": "tinkex.auth",

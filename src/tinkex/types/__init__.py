@@ -45,228 +45,99 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
 
 # Adam, Dimuon of the hosted service, and whatever else is declared.
 _OPTIMIZERS = ("Dimuon", *(each.__name__.removesuffix("Params") for each in OPTIMIZERS.values()))
-_MODULES: dict[str, tuple[str, ...]] = {
-    "account.audit": (
-        "AuditLogEntry",
-        "AuditLogResponse",
-    ),
+_NAMES = {
+    "account.audit": "AuditLogEntry AuditLogResponse",
     "account.billing": (
-        "BillingEventInfo",
-        "BillingUsageEvent",
-        "BillingUsageResponse",
-        "BillingUsageSession",
-        "CheckpointBillingEvent",
-        "CurrentCheckpointStorageUsageItem",
-        "CurrentCheckpointStorageUsageResponse",
-        "GetBillingUsageRequest",
-        "GetCurrentCheckpointStorageUsageRequest",
-        "SamplingPrefillBillingEvent",
-        "SamplingSampleBillingEvent",
-        "StorageBillingEvent",
-        "TrainingBillingEvent",
+        "BillingEventInfo BillingUsageEvent BillingUsageResponse BillingUsageSession "
+        "CheckpointBillingEvent CurrentCheckpointStorageUsageItem "
+        "CurrentCheckpointStorageUsageResponse GetBillingUsageRequest "
+        "GetCurrentCheckpointStorageUsageRequest SamplingPrefillBillingEvent "
+        "SamplingSampleBillingEvent StorageBillingEvent TrainingBillingEvent"
     ),
     "account.checkpoints": (
-        "CheckpointName",
-        "CheckpointNamesResponse",
-        "Checkpoint",
-        "CheckpointArchiveUrlResponse",
-        "CheckpointType",
-        "CheckpointsListResponse",
-        "Cursor",
-        "ParsedCheckpointTinkerPath",
-        "SetCheckpointTtlRequest",
-        "RunWorker",
-        "TrainingRun",
-        "TrainingRunsResponse",
+        "CheckpointName CheckpointNamesResponse Checkpoint CheckpointArchiveUrlResponse "
+        "CheckpointType CheckpointsListResponse Cursor ParsedCheckpointTinkerPath "
+        "SetCheckpointTtlRequest RunWorker TrainingRun TrainingRunsResponse"
     ),
-    "data.chunks": (
-        "DmelChunk",
-        "EncodedTextChunk",
-        "ImageAssetPointerChunk",
-        "ImageChunk",
-        "ModelInputChunk",
-    ),
-    "training.custom_loss": (
-        "CreateCustomLossRequest",
-        "CreateCustomLossResponse",
-        "CustomLossGraph",
-        "CustomLossInput",
-        "CustomLossInputRank",
-        "CustomLossNode",
-    ),
-    "data.datum": ("Datum",),
-    "training.forward_backward": (
-        "ForwardBackwardInput",
-        "ForwardBackwardOutput",
-        "ForwardBackwardRequest",
-        "ForwardRequest",
-    ),
-    "service.futures": (
-        "CancelFutureRequest",
-        "CompleteMetadataResponse",
-        "FutureCompletion",
-        "FutureFailed",
-        "FutureFinished",
-        "FutureRetrieveRequest",
-        "FutureRetrieveResponse",
-        "FuturesRetrieveRequest",
-        "FuturesRetrieveResponse",
-        "QueueState",
-        "RequestFailedResponse",
-        "SamplingSessionFuturesTarget",
-        "TryAgainResponse",
-        "UntypedAPIFuture",
-    ),
-    "service.identifiers": (
-        "ModelID",
-        "RequestID",
-    ),
-    "training.loss": (
-        "LossFnInputs",
-        "LossFnOutput",
-        "LossFnType",
-    ),
-    "data.model_input": ("ModelInput",),
-    "training.models": (
-        "CreateModelRequest",
-        "CreateModelResponse",
-        "GetInfoRequest",
-        "GetInfoResponse",
-        "LoraConfig",
-        "ModelData",
-        "UnloadModelRequest",
-        "UnloadModelResponse",
-    ),
-    "training.optimizer": (
-        *(f"{name}Params" for name in _OPTIMIZERS),
-        *(f"{name}OptimizerConfig" for name in _OPTIMIZERS),
-        "OptimParams",
-        "OptimParamsBase",
-        "OptimStepRequest",
-        "OptimStepResponse",
-        "OptimizerConfig",
-        "OptimizerConfigBase",
-    ),
-    "data.provenance": (
-        "PromptProvenanceSpan",
-        "ProvenanceSpan",
-        "ProvenanceSpans",
-        "SampledProvenanceSpan",
-    ),
-    "service.request_error": (
-        "RequestErrorCategory",
-        "is_retryable",
-    ),
-    "sampling.response": (
-        "PromptAltTokens",
-        "SampleResponse",
-        "SampledSequence",
-    ),
-    "sampling.snapshot": ("WeightsSnapshot",),
-    "sampling.samplers": (
-        "CreateSamplingSessionResponse",
-        "GetSamplerResponse",
-        "JoinSamplingSessionResponse",
-    ),
+    "data.chunks": "DmelChunk EncodedTextChunk ImageAssetPointerChunk ImageChunk ModelInputChunk",
+    "data.datum": "Datum",
+    "data.model_input": "ModelInput",
+    "data.provenance": "PromptProvenanceSpan ProvenanceSpan ProvenanceSpans SampledProvenanceSpan",
+    "data.tensor_data": "TensorData TensorDtype",
+    "data.topk_logprobs": "TopkLogprobs",
     "sampling.request": (
-        "CreateSamplingSessionRequest",
-        "JoinSamplingSessionRequest",
-        "SampleRequest",
-        "SamplingParams",
+        "CreateSamplingSessionRequest JoinSamplingSessionRequest SampleRequest SamplingParams"
     ),
+    "sampling.response": "PromptAltTokens SampleResponse SampledSequence",
+    "sampling.samplers": (
+        "CreateSamplingSessionResponse GetSamplerResponse JoinSamplingSessionResponse"
+    ),
+    "sampling.snapshot": "WeightsSnapshot",
+    "sampling.stop_reason": "StopReason",
+    "sampling.trajectory": "Trajectory TrajectoryAnswer TrajectorySequence",
+    "service.futures": (
+        "CancelFutureRequest CompleteMetadataResponse FutureCompletion FutureFailed "
+        "FutureFinished FutureRetrieveRequest FutureRetrieveResponse FuturesRetrieveRequest "
+        "FuturesRetrieveResponse QueueState RequestFailedResponse SamplingSessionFuturesTarget "
+        "TryAgainResponse UntypedAPIFuture"
+    ),
+    "service.identifiers": "ModelID RequestID",
+    "service.request_error": "RequestErrorCategory is_retryable",
     "service.server": (
-        "ApiKeyDetails",
-        "ApiKeyResponse",
-        "AuthTokenResponse",
-        "ClientConfigRequest",
-        "ClientConfigResponse",
-        "ClientDynamicConfigResponse",
-        "GetServerCapabilitiesResponse",
-        "HealthResponse",
-        "OrgDetails",
-        "SupportedModel",
-        "UserDetails",
-        "WhoamiResponse",
+        "ApiKeyDetails ApiKeyResponse AuthTokenResponse ClientConfigRequest ClientConfigResponse "
+        "ClientDynamicConfigResponse GetServerCapabilitiesResponse HealthResponse OrgDetails "
+        "SupportedModel UserDetails WhoamiResponse"
     ),
     "service.session_search": (
-        "AccessibleSearchOwner",
-        "ActiveSessionStatusQuery",
-        "CancelledSessionStatusQuery",
-        "ClientFinishedSessionStatusQuery",
-        "FailedSessionStatusQuery",
-        "OwnSearchOwner",
-        "SearchOwner",
-        "SessionSearchCursor",
-        "SessionSearchRequest",
-        "SessionSearchResponse",
-        "SessionStatusQuery",
-        "SessionSummary",
-        "UserSearchOwner",
+        "AccessibleSearchOwner ActiveSessionStatusQuery CancelledSessionStatusQuery "
+        "ClientFinishedSessionStatusQuery FailedSessionStatusQuery OwnSearchOwner SearchOwner "
+        "SessionSearchCursor SessionSearchRequest SessionSearchResponse SessionStatusQuery "
+        "SessionSummary UserSearchOwner"
     ),
     "service.session_status": (
-        "ClientSessionFinishErrored",
-        "ClientSessionFinishInterrupted",
-        "ClientSessionFinishReason",
-        "ClientSessionFinishReasonType",
-        "ClientSessionFinishSuccess",
-        "ClientSessionFinished",
-        "SessionActive",
-        "SessionCancelled",
-        "SessionFailed",
-        "SessionFailedReason",
-        "SessionFailedRequestReason",
-        "SessionFailedSamplingSessionReason",
-        "SessionFailedTrainingRunReason",
-        "SessionStatus",
+        "ClientSessionFinishErrored ClientSessionFinishInterrupted ClientSessionFinishReason "
+        "ClientSessionFinishReasonType ClientSessionFinishSuccess ClientSessionFinished "
+        "SessionActive SessionCancelled SessionFailed SessionFailedReason "
+        "SessionFailedRequestReason SessionFailedSamplingSessionReason "
+        "SessionFailedTrainingRunReason SessionStatus"
     ),
     "service.sessions": (
-        "AssignSessionProjectRequest",
-        "CreateSessionRequest",
-        "CreateSessionResponse",
-        "FinishSessionRequest",
-        "GetSessionResponse",
-        "ListSessionsResponse",
-        "SessionHeartbeatRequest",
-        "SessionHeartbeatResponse",
-        "TraceExportResponse",
+        "AssignSessionProjectRequest CreateSessionRequest CreateSessionResponse "
+        "FinishSessionRequest GetSessionResponse ListSessionsResponse SessionHeartbeatRequest "
+        "SessionHeartbeatResponse TraceExportResponse"
     ),
-    "sampling.stop_reason": ("StopReason",),
-    "sampling.trajectory": ("Trajectory", "TrajectoryAnswer", "TrajectorySequence"),
     "service.telemetry": (
-        "EventType",
-        "GenericEvent",
-        "SessionEndEvent",
-        "SessionStartEvent",
-        "Severity",
-        "TelemetryBatch",
-        "TelemetryEvent",
-        "TelemetryResponse",
-        "TelemetrySendRequest",
-        "UnhandledExceptionEvent",
+        "EventType GenericEvent SessionEndEvent SessionStartEvent Severity TelemetryBatch "
+        "TelemetryEvent TelemetryResponse TelemetrySendRequest UnhandledExceptionEvent"
     ),
-    "data.tensor_data": (
-        "TensorData",
-        "TensorDtype",
+    "training.custom_loss": (
+        "CreateCustomLossRequest CreateCustomLossResponse CustomLossGraph CustomLossInput "
+        "CustomLossInputRank CustomLossNode"
     ),
-    "data.topk_logprobs": ("TopkLogprobs",),
+    "training.forward_backward": (
+        "ForwardBackwardInput ForwardBackwardOutput ForwardBackwardRequest ForwardRequest"
+    ),
+    "training.loss": "LossFnInputs LossFnOutput LossFnType",
+    "training.models": (
+        "CreateModelRequest CreateModelResponse GetInfoRequest GetInfoResponse LoraConfig "
+        "ModelData UnloadModelRequest UnloadModelResponse"
+    ),
+    "training.optimizer": (
+        "OptimParams OptimParamsBase OptimStepRequest OptimStepResponse OptimizerConfig "
+        "OptimizerConfigBase"
+    ),
     "training.weights": (
-        "CopyWeightsRequest",
-        "CopyWeightsResponse",
-        "ExternalWeightsUrlsResponse",
-        "LoadWeightsRequest",
-        "LoadWeightsResponse",
-        "SaveWeightsExternalRequest",
-        "SaveWeightsExternalResponse",
-        "SaveWeightsExternalResponseInternal",
-        "SaveWeightsForSamplerRequest",
-        "SaveWeightsForSamplerResponse",
-        "SaveWeightsForSamplerResponseInternal",
-        "SaveWeightsRequest",
-        "SaveWeightsResponse",
-        "WeightsInfoRequest",
-        "WeightsInfoResponse",
+        "CopyWeightsRequest CopyWeightsResponse ExternalWeightsUrlsResponse LoadWeightsRequest "
+        "LoadWeightsResponse SaveWeightsExternalRequest SaveWeightsExternalResponse "
+        "SaveWeightsExternalResponseInternal SaveWeightsForSamplerRequest "
+        "SaveWeightsForSamplerResponse SaveWeightsForSamplerResponseInternal SaveWeightsRequest "
+        "SaveWeightsResponse WeightsInfoRequest WeightsInfoResponse"
     ),
 }
+"""What each module has for everybody."""
+_MODULES = {module: names.split() for module, names in _NAMES.items()}
+_MODULES["training.optimizer"] += [f"{name}Params" for name in _OPTIMIZERS]
+_MODULES["training.optimizer"] += [f"{name}OptimizerConfig" for name in _OPTIMIZERS]
 _OWNER = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = sorted(_OWNER)
