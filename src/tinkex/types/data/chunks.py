@@ -96,7 +96,7 @@ class _Image(Value):
 
     type: str = ""
 
-    def _fill(self, format: str, type: str | None, counts: dict[str, int | None]) -> None:
+    def _fill(self, format: str, type: str | None, **counts: int | None) -> None:
         if format not in ("png", "jpeg"):
             raise InvalidInputError(f"expected 'png' or 'jpeg', got {format!r}", path="format")
         set_field(self, "format", format)
@@ -124,6 +124,11 @@ class _Image(Value):
         return {name: n for name in names if (n := getattr(self, name)) is not None}
 
 
+def _rest(value: dict[str, Any]) -> dict[str, Any]:
+    """What every image chunk may have beside its own fields."""
+    return {n: value.get(n) for n in ("expected_tokens", "type", "height", "width", "tokens")}
+
+
 class ImageChunk(_Image):
     """An image given as bytes. `expected_tokens` is advisory: a server may refuse a mismatch.
 
@@ -146,13 +151,8 @@ class ImageChunk(_Image):
         width: int | None = None,
         tokens: int | None = None,
     ) -> None:
-        counts = {
-            "expected_tokens": expected_tokens,
-            "height": height,
-            "width": width,
-            "tokens": tokens,
-        }
-        self._fill(format, type, counts)
+        size = {"height": height, "width": width, "tokens": tokens}
+        self._fill(format, type, expected_tokens=expected_tokens, **size)
         set_field(self, "data", _bytes(data, path="data"))
 
     def _content(self) -> tuple[Any, ...]:
@@ -163,10 +163,7 @@ class ImageChunk(_Image):
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> Self:
-        names = ("expected_tokens", "type", "height", "width", "tokens")
-        return cls(
-            _field(value, "data"), _field(value, "format"), **{n: value.get(n) for n in names}
-        )
+        return cls(_field(value, "data"), _field(value, "format"), **_rest(value))
 
     def to_dict(self) -> dict[str, Any]:
         data = base64.b64encode(self.data).decode()
@@ -192,13 +189,8 @@ class ImageAssetPointerChunk(_Image):
         width: int | None = None,
         tokens: int | None = None,
     ) -> None:
-        counts = {
-            "expected_tokens": expected_tokens,
-            "height": height,
-            "width": width,
-            "tokens": tokens,
-        }
-        self._fill(format, type, counts)
+        size = {"height": height, "width": width, "tokens": tokens}
+        self._fill(format, type, expected_tokens=expected_tokens, **size)
         if not isinstance(location, str):
             raise InvalidInputError(f"expected text, got {short(location)}", path="location")
         set_field(self, "location", location)
@@ -211,10 +203,7 @@ class ImageAssetPointerChunk(_Image):
 
     @classmethod
     def _from_dict(cls, value: dict[str, Any]) -> Self:
-        names = ("expected_tokens", "type", "height", "width", "tokens")
-        return cls(
-            _field(value, "format"), _field(value, "location"), **{n: value.get(n) for n in names}
-        )
+        return cls(_field(value, "format"), _field(value, "location"), **_rest(value))
 
     def to_dict(self) -> dict[str, Any]:
         counts = self._counts()
