@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tinkex.server.console import source as sources
@@ -46,27 +46,26 @@ async def _runs(request: Request, user: User, query: sources.Query) -> dict[str,
     return {**found, "page": query.page}
 
 
-@router.get("")
-async def runs_page(
-    request: Request,
-    user: Visitor,
-    page_number: Annotated[int, Query(alias="page", ge=0, le=1_000_000)] = 0,
+async def _query(
+    page: Number = 0,
     q: Text = "",
     tag: Text = "",
     model: Text = "",
     status: Status = "",
     sort: Sort = "newest",
     everyone: bool = False,
-) -> Response:
-    query = sources.Query(
-        page=page_number,
-        search=q,
-        tag=tag,
-        model=model,
-        status=status,
-        sort=sort,
-        everyone=everyone,
+) -> sources.Query:
+    """What of the runs an address asks for."""
+    return sources.Query(
+        page=page, search=q, tag=tag, model=model, status=status, sort=sort, everyone=everyone
     )
+
+
+Asked = Annotated[sources.Query, Depends(_query)]
+
+
+@router.get("")
+async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
     found = await _runs(request, user, query)
     return page(
         request,
@@ -80,20 +79,7 @@ async def runs_page(
 
 
 @router.get("/api/runs")
-async def runs_json(
-    request: Request,
-    user: Visitor,
-    page: Number = 0,
-    q: Text = "",
-    tag: Text = "",
-    model: Text = "",
-    status: Status = "",
-    sort: Sort = "newest",
-    everyone: bool = False,
-) -> Response:
-    query = sources.Query(
-        page=page, search=q, tag=tag, model=model, status=status, sort=sort, everyone=everyone
-    )
+async def runs_json(request: Request, user: Visitor, query: Asked) -> Response:
     return answer(await _runs(request, user, query))
 
 
