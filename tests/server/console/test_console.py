@@ -48,6 +48,7 @@ def test_a_stranger_is_sent_to_the_login(world):
     answer = httpx.get(f"{world.base_url}/console")
     assert (answer.status_code, answer.headers["location"]) == (303, "/console/login")
     assert httpx.get(f"{world.base_url}/console/api/runs").status_code == 401
+    assert httpx.get(world.base_url).headers["location"] == "/console"
 
 
 def test_a_wrong_key_is_told_and_leaves_no_cookie(world):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from fastapi.responses import RedirectResponse
 
 from tinkex.server.auth import OPEN_USER
 from tinkex.server.console import pages, playground, run_pages, server_page, shell
@@ -16,3 +17,9 @@ def install(app: FastAPI) -> None:
         app.state.service.rollouts.agree(OPEN_USER, True)
     for module in (shell, pages, run_pages, playground, server_page):
         app.include_router(module.router)
+    # Whoever types the server's address into a browser looks for its pages.
+    app.add_api_route("/", _to_the_pages, methods=["GET"], include_in_schema=False)
+
+
+async def _to_the_pages() -> Response:
+    return RedirectResponse("/console", status_code=303)
