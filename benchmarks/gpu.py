@@ -267,8 +267,11 @@ def tenant_figures() -> list[report.Figure]:
     return [
         report.Figure(
             name="gpu_16_tenants_packed", ours=16 * 128 / together, peer=16 * 128 / alone,
-            unit="tokens/s", bar=4.0, note="peer: the same work, ours too, one tenant at a time",
-        )
+            unit="tokens/s", note="peer: the same work, ours too, one tenant at a time",
+        ),
+        report.Figure(
+            name="gpu_16_tenants_floor", ours=16 * 128 / together, unit="tokens/s", bar=10_000,
+        ),
     ]  # fmt: skip
 
 
