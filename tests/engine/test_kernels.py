@@ -210,18 +210,6 @@ def test_a_matrix_at_an_odd_address_is_multiplied_too():
     assert (y - want).norm() / want.norm() < 4e-3
 
 
-def test_each_block_of_rows_meets_its_own_matrix():
-    x, w = randn(100, 48), randn(3, 70, 48)
-    tile = product.Tile(16, 32, 32, 4, 2)
-    owners = [(2, 0, 33), (0, 33, 34), (1, 40, 100)]
-    blocks = [(e, at, stop) for e, start, stop in owners for at in range(start, stop, 16)]
-    blocks_M3 = torch.tensor([*blocks, (0, 0, 0)], device=DEVICE, dtype=torch.int32)
-    y = product.grouped(x, w, blocks_M3, tile=tile)
-    for e, start, stop in owners:
-        want = x[start:stop].double() @ w[e].double().t()
-        assert (y[start:stop] - want).norm() / want.norm() < 2e-3
-
-
 # ---------------------------------------------------------------------- draws
 
 

@@ -19,7 +19,7 @@ cuBLAS is faster than our kernel and, as long as it does not split the summed di
 same bits. Whether it does is not assumed: `product` compares the two when it first meets a shape
 and a number of rows, and uses ours where a bit differs.
 
-Letters: T rows, I inputs, O outputs, M blocks of rows, E matrices.
+Letters: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -110,10 +110,9 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
 
 @triton.jit(do_not_specialize=["T"])
 def _product(
-    x, w, bias, y, blocks, T, num_out, num_in, matrix_stride,
+    x, w, bias, y, T, num_out, num_in,
     BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr,
-    EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share inputs and weights: blocks of rows take turns in groups.
     program, num_o = tl.program_id(0), tl.cdiv(num_out, BO)
@@ -122,38 +121,31 @@ def _product(
     members = tl.minimum(num_m - first_m, GROUP)
     m = first_m + program % (GROUP * num_o) % members
     n = program % (GROUP * num_o) // members
-    first, last = m * BM, T
-    matrix = w
     early.wait(EARLY)
-    if GROUPED:
-        matrix += tl.load(blocks + m * 3).to(tl.int64) * matrix_stride
-        first = tl.load(blocks + m * 3 + 1)
-        last = tl.load(blocks + m * 3 + 2)
-    if first < last:
-        rows = (first + tl.arange(0, BM)).to(tl.int64)
-        columns = (n * BO + tl.arange(0, BO)).to(tl.int64)
-        # Rows and columns past the end are computed from real ones and thrown away.
-        at_x = x + tl.minimum(rows, last - 1)[:, None] * num_in
-        at_w = matrix + tl.minimum(columns, num_out - 1)[None, :] * num_in
-        acc = tl.zeros((BM, BO), tl.float32)
-        for start in range(0, num_in, BK):
-            i = start + tl.arange(0, BK)
-            real = (i < num_in) | EVEN
-            if FEW:  # one row read sixteen times is slow
-                xv = tl.load(at_x + i[None, :], real[None, :] & (rows < last)[:, None], other=0.0)
-            elif EVEN:
-                xv = tl.load(at_x + i[None, :])
-            else:
-                xv = tl.load(at_x + i[None, :], real[None, :], other=0.0)
-            if EVEN:
-                wv = tl.load(at_w + i[:, None])
-            else:
-                wv = tl.load(at_w + i[:, None], real[:, None], other=0.0)
-            acc = tl.dot(xv, wv, acc)
-        if HAS_BIAS:
-            acc += tl.load(bias + columns, columns < num_out, other=0.0).to(tl.float32)[None, :]
-        to = y + rows[:, None] * num_out + columns[None, :]
-        tl.store(to, acc, (rows < last)[:, None] & (columns < num_out)[None, :])
+    rows = (m * BM + tl.arange(0, BM)).to(tl.int64)
+    columns = (n * BO + tl.arange(0, BO)).to(tl.int64)
+    # Rows and columns past the end are computed from real ones and thrown away.
+    at_x = x + tl.minimum(rows, T - 1)[:, None] * num_in
+    at_w = w + tl.minimum(columns, num_out - 1)[None, :] * num_in
+    acc = tl.zeros((BM, BO), tl.float32)
+    for start in range(0, num_in, BK):
+        i = start + tl.arange(0, BK)
+        real = (i < num_in) | EVEN
+        if FEW:  # one row read sixteen times is slow
+            xv = tl.load(at_x + i[None, :], real[None, :] & (rows < T)[:, None], other=0.0)
+        elif EVEN:
+            xv = tl.load(at_x + i[None, :])
+        else:
+            xv = tl.load(at_x + i[None, :], real[None, :], other=0.0)
+        if EVEN:
+            wv = tl.load(at_w + i[:, None])
+        else:
+            wv = tl.load(at_w + i[:, None], real[:, None], other=0.0)
+        acc = tl.dot(xv, wv, acc)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, columns < num_out, other=0.0).to(tl.float32)[None, :]
+    to = y + rows[:, None] * num_out + columns[None, :]
+    tl.store(to, acc, (rows < T)[:, None] & (columns < num_out)[None, :])
 
 
 @triton.jit
@@ -191,39 +183,12 @@ def sequential(
     aligned = bias_O is None and num_in % 8 == 0 and num_out % 8 == 0
     aligned &= x_TI.data_ptr() % 16 == 0 and weight_OI.data_ptr() % 16 == 0
     tile = tile or tile_for(T, num_out, x_TI.device, copied=aligned)
-    _launch(x_TI, weight_OI, bias_O, y_TO, None, -(-T // tile.rows), tile)
+    _launch(x_TI, weight_OI, bias_O, y_TO, tile)
     return y_TO
 
 
-def grouped(
-    x_TI: Tensor,
-    weight_EOI: Tensor,
-    blocks_M3: Tensor,
-    dtype: torch.dtype | None = None,
-    *,
-    tile: Tile,
-) -> Tensor:
-    """Each block of rows times a matrix of its own, as mixtures of experts want it.
-
-    A block is (matrix, its first row, where that matrix's rows end) and covers `tile.rows` rows; a
-    block whose first row is at or past its end is empty. Rows of no block are left undefined.
-    """
-    T, num_out = len(x_TI), weight_EOI.shape[1]
-    y_TO = torch.empty(T, num_out, device=x_TI.device, dtype=dtype or x_TI.dtype)
-    _launch(x_TI, weight_EOI, None, y_TO, blocks_M3, len(blocks_M3), tile)
-    return y_TO
-
-
-def _launch(
-    x_TI: Tensor,
-    weight: Tensor,
-    bias_O: Tensor | None,
-    y_TO: Tensor,
-    blocks_M3: Tensor | None,
-    num_blocks: int,
-    tile: Tile,
-) -> None:
-    num_out, num_in = weight.shape[-2:]
+def _launch(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, y_TO: Tensor, tile: Tile) -> None:
+    (num_out, num_in), num_blocks = weight.shape, triton.cdiv(len(x_TI), tile.rows)
     if tile.copied and num_blocks:
         _by_copies[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
             _descriptor(x_TI, tile.rows, tile.inputs),
@@ -235,11 +200,9 @@ def _launch(
         )  # fmt: skip
     elif num_blocks:
         _product[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
-            x_TI.contiguous(), weight, bias_O, y_TO, blocks_M3, len(x_TI), num_out, num_in,
-            weight.stride(0),
+            x_TI, weight, bias_O, y_TO, len(x_TI), num_out, num_in,
             BM=tile.rows, BO=tile.outputs, BK=tile.inputs, GROUP=8, HAS_BIAS=bias_O is not None,
-            GROUPED=blocks_M3 is not None, EVEN=num_in % tile.inputs == 0,
-            FEW=len(x_TI) < tile.rows,
+            EVEN=num_in % tile.inputs == 0, FEW=len(x_TI) < tile.rows,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
             **early.launch(len(x_TI), x_TI.device),
         )  # fmt: skip
