@@ -24,7 +24,7 @@ from tinkex.engine.cuda import (
     product,
 )
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
-from tinkex.engine.lora.operand import BatchOperands, StackGradients
+from tinkex.engine.lora.operand import BatchOperands, OwnGradients, StackGradients
 from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.sample import sampling_math
 
@@ -336,6 +336,14 @@ def test_gradients_of_several_adapters_go_to_their_own_buffers(ranks):
         for expected in want:
             ours = next(got)
             assert (ours - 2 * expected).norm() / expected.norm() < 4e-3  # TF32 on the GPU
+
+
+def test_an_adapter_on_two_spans_of_a_batch_gathers_both():
+    """Two programs that add to one buffer at the same time would lose one of the sums."""
+    one, other = adapter((8, 8, 8), 0), adapter((8, 8, 8), 1)
+    spans = [Span(0, 5, one), Span(5, 9, other), Span(9, 16, one)]
+    grads = BatchOperands(LoraBatch(spans), 16, torch.float32).grads("x")
+    assert [type(grad) for grad in grads] == [OwnGradients] * 3
 
 
 @pytest.mark.parametrize("programs", [0, 1 << 30], ids=["walked", "shared out"])

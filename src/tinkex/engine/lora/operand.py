@@ -136,15 +136,17 @@ class AdapterStack:
 
 
 def _grouped(a: Tensor, b: Tensor, stops_G: Tensor) -> Tensor:
-    """One product per span of rows (or, for two matrices, per span of the summed dimension)."""
+    """One product per span of rows."""
     return torch._grouped_mm(a, b, offs=stops_G)
 
 
 def can_group(adapters: Sequence[Adapter]) -> bool:
-    """Grouped products want one layout, and slices that start at 16 bytes."""
+    """Grouped products want one layout, slices that start at 16 bytes, and each adapter once:
+    the gradients of all are written at the same time."""
     parts = [part for _, parts in adapters[0].signature for part in parts]
     aligned = all(part.rank % 8 == 0 for part in parts)
-    return aligned and all(a.signature == adapters[0].signature for a in adapters[1:])
+    alike = all(a.signature == adapters[0].signature for a in adapters[1:])
+    return aligned and alike and len(set(adapters)) == len(adapters)
 
 
 @dataclass(frozen=True, slots=True)
