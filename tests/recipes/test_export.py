@@ -173,7 +173,8 @@ def test_far_off_the_data_ours_and_pefts_float32_are_equally_far_from_float64(
     """Random tokens, a rate of 1e-2: two float32 programs are 3.7e-4 nats apart, neither wrong.
 
     One logprob (-12.6) is that sensitive: changing every weight by half a float32 step, in float64,
-    moves it by up to 1e-4. What we promise there is to be no further from float64 than peft is.
+    moves it by up to 1e-4, so which program is nearer there is luck. What we promise is to be no
+    further from float64 than peft is over all tokens, in the geometric mean.
     """
     (tmp_path / "data").mkdir()
     with (
@@ -189,7 +190,9 @@ def test_far_off_the_data_ours_and_pefts_float32_are_equally_far_from_float64(
     adapted = peft.PeftModel.from_pretrained(loaded, folder)
     theirs = scores(adapted).double()
     truth = float64_scores(adapted, TOKENS)
-    off, their_off = ((values - truth).abs().max().item() for values in (ours, theirs))
+    errors, their_errors = ((values - truth).abs().clamp(min=1e-8) for values in (ours, theirs))
+    off, their_off = (each.log().mean().exp().item() for each in (errors, their_errors))
     with capsys.disabled():
-        print(f"\nexport: ours {off:.1e}, peft {their_off:.1e} from float64")
-    assert off <= max(2 * their_off, 1e-4)
+        print(f"\nexport: ours {off:.1e}, peft {their_off:.1e} from float64, typically")
+    assert off <= 2 * their_off
+    assert errors.max() < 1e-3
