@@ -263,7 +263,9 @@ class Clients:
 
 
 async def _new_model(connection: Connection) -> str:
-    session = (await connection.ok("create_session", {"sdk_version": "bench"}))["session_id"]
+    session = (await connection.ok("create_session", {"tags": [], "sdk_version": "bench"}))[
+        "session_id"
+    ]
     await connection.settled(await connection.ok("create_model", model_body(session)))
     return f"{session}:train:0"
 
