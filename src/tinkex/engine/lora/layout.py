@@ -30,7 +30,6 @@ class LinearLayout:
     """The Bs, those of one rank and scale together: from the inner product to the outputs."""
     inner: Factor
     """A as [I, R]: from the inner product's gradient to that of the inputs."""
-    gradient: GradientTiles
 
 
 def layouts(adapter: Adapter) -> Mapping[str, LinearLayout]:
@@ -64,12 +63,7 @@ def _layouts(
         ]
         inputs = range(0, num_in, COLUMNS)
         inner = stretch([(at + i, i, min(COLUMNS, num_in - i), 0) for i in inputs])
-        own = _squares((0, at, ranks, num_in), 0, 0)
-        scales = [1.0] * len(own)
-        for part, start, (num_out, rank) in modules:
-            new = _squares((1, start, num_out, rank), part.target.start, part.row)
-            own, scales = own + new, scales + [part.scale] * len(new)
-        found.append((key, at, ranks, num_in, outer, inner, (own, scales)))
+        found.append((key, at, ranks, num_in, outer, inner))
     sent = send(tiles, device, torch.int64)
 
     def factor(rank: int, scale: float, steps: tuple[int, int], where: slice) -> Factor:
@@ -83,9 +77,8 @@ def _layouts(
             ranks,
             tuple(factor(rank, scale, (rank, 1), where) for rank, scale, where in outer),
             factor(ranks, 1.0, (1, num_in), inner),
-            GradientTiles(send(own, device, torch.int64), send(scales, device, torch.float32)),
         )
-        for key, at, ranks, num_in, outer, inner, (own, scales) in found
+        for key, at, ranks, num_in, outer, inner in found
     }
 
 
@@ -96,6 +89,36 @@ def _outputs(part: LoraPart, at: int) -> list[_Tile]:
         (at + o * part.rank, part.target.start + o, min(COLUMNS, num_outputs - o), part.row)
         for o in range(0, num_outputs, COLUMNS)
     ]
+
+
+def gradient_tiles(adapter: Adapter) -> Mapping[str, GradientTiles]:
+    """By linear: where gradients go that are gathered for several adapters of this layout."""
+    return _gradient_tiles(adapter.signature, adapter.layout, adapter.flat.device)
+
+
+@lru_cache(maxsize=64)
+def _gradient_tiles(
+    signature: tuple[tuple[str, tuple[LoraPart, ...]], ...],
+    places: tuple[tuple[int, tuple[int, int]], ...],
+    device: torch.device,
+) -> dict[str, GradientTiles]:
+    tiles: list[_Tile] = []
+    scales: list[float] = []
+    found, place = {}, iter(places)
+    for key, parts in signature:
+        at, (ranks, num_in) = next(place)
+        modules = [(part, *next(place)) for part in parts]
+        if ".experts." in key:  # see `cuda.mixture`
+            continue
+        first = len(tiles)
+        tiles += _squares((0, at, ranks, num_in), 0, 0)
+        scales += [1.0] * (len(tiles) - len(scales))
+        for part, start, (num_out, rank) in modules:
+            tiles += _squares((1, start, num_out, rank), part.target.start, part.row)
+            scales += [part.scale] * (len(tiles) - len(scales))
+        found[key] = slice(first, len(tiles))
+    tiles_N8, scales_N = send(tiles, device, torch.int64), send(scales, device, torch.float32)
+    return {key: GradientTiles(tiles_N8[own], scales_N[own]) for key, own in found.items()}
 
 
 def _squares(matrix: _Tile, column_a: int, column_b: int) -> list[_Tile]:

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraPart, Span
-from tinkex.engine.lora.layout import LinearLayout, layouts
+from tinkex.engine.lora.layout import LinearLayout, gradient_tiles, layouts
 from tinkex.engine.transfer import send
 
 EXPERTS = ".experts."
@@ -237,18 +237,17 @@ class OwnGradients:
 
 @dataclass(frozen=True, slots=True)
 class StackGradients:
-    """Of several adapters at once: the addresses of their buffers."""
+    """Of several adapters at once: the addresses of their buffers, and where in them."""
 
     addresses_G: Tensor
+    tiles: lora_kernels.GradientTiles
 
     def add(
         self, linear: StackLinear, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
     ) -> None:
         stops_G = linear.stack.stops_G
         assert stops_G is not None
-        lora_kernels.gather_(
-            dh_tR, x_tI, dy_tO, h_tR, linear.layout.gradient, self.addresses_G, stops_G
-        )
+        lora_kernels.gather_(dh_tR, x_tI, dy_tO, h_tR, self.tiles, self.addresses_G, stops_G)
 
 
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -324,8 +323,9 @@ def _gradients_of(stack: AdapterStack) -> Mapping[str, Gradients]:
     first = stack.adapters[0]
     if stack.stops_G is not None:
         addresses = [_grad_of(adapter).data_ptr() for adapter in stack.adapters]
-        together = StackGradients(send(addresses, first.flat.device, torch.int64))
-        return dict.fromkeys(stack.weights, together)
+        addresses_G = send(addresses, first.flat.device, torch.int64)
+        by_key = gradient_tiles(first)
+        return {key: StackGradients(addresses_G, by_key[key]) for key in stack.weights}
     own = {
         adapter: weights_by_key(first, _grad_of(adapter)[None])
         for adapter in dict.fromkeys(stack.adapters)
