@@ -230,12 +230,12 @@ class Clients:
     @classmethod
     async def warm(cls, port: int) -> Clients:
         """Clients of a server that others have used before."""
-        others = await cls(port)._open()
+        others = await cls(port).open()
         await others.run(40 * NUM_CLIENTS)
         others.close()
-        return await cls(port)._open()
+        return await cls(port).open()
 
-    async def _open(self) -> Clients:
+    async def open(self) -> Clients:
         self._models = await asyncio.gather(*(_new_model(c) for c in self._connections))
         return self
 

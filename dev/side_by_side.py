@@ -6,23 +6,29 @@ Only what both trees offer is used: their server's command line and their SDK. E
 server and a client of its own, and the two take turns, so that a busy machine slows both. CPU time
 as the kernel's scheduler counts it; the figure is the median, over the turns, of ours / the
 other's.
+
+`requests` is the traffic of `benchmarks/server.py`: eight raw clients that submit and fetch; beside
+CPU time it tells the wall time, which is what that benchmark's requests/s are made of.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
 CLIENT = r"""
 import json, sys
 import numpy as np
@@ -62,7 +68,7 @@ for line in sys.stdin:
     WORK[line.strip()]()
     print("done", flush=True)
 """
-HEARTBEATS = 400
+HEARTBEATS, REQUESTS = 400, 4000
 
 
 @dataclass
@@ -77,6 +83,8 @@ class Side:
         before = self._spent()
         if name == "heartbeat":
             _heartbeats(self.port)
+        elif name == "requests":
+            asyncio.run(_requests(self.port))
         else:
             assert self.client.stdin is not None
             assert self.client.stdout is not None
@@ -92,6 +100,7 @@ class Side:
             "client": _cpu_s(self.client.pid),
             "api": _cpu_s(self.server.pid),
             "worker": sum(map(_cpu_s, workers)),
+            "wall": time.monotonic(),
         }
 
 
@@ -123,6 +132,14 @@ def _heartbeats(port: int) -> None:
     for _ in range(HEARTBEATS):
         post("session_heartbeat", {"session_id": made["session_id"]})
     connection.close()
+
+
+async def _requests(port: int) -> None:
+    from server import Clients  # the benchmark's, which needs what the tests need
+
+    clients = await Clients(port).open()
+    await clients.run(REQUESTS)
+    clients.close()
 
 
 @contextmanager
@@ -165,7 +182,7 @@ def compare(other: Path, engine: list[str], names: list[str], turns: int) -> Ite
                 order: list[Side] = [ours, theirs] if turn % 2 else [theirs, ours]
                 spent = {side.tree: side.run(name) for side in order}
                 pairs.append((spent[ROOT], spent[other]))
-            for who in ("client", "api", "worker"):
+            for who in ("client", "api", "worker", *(["wall"] if name == "requests" else [])):
                 yield _line(f"{name} {who}", [(mine[who], old[who]) for mine, old in pairs])
 
 
@@ -187,7 +204,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--only", default="", help="names, separated by commas")
     args = parser.parse_args()
-    plain = ["heartbeat", "train_small", "train_large", "samples"]
+    plain = ["heartbeat", "requests", "train_small", "train_large", "samples"]
     for engine, names in (
         (["--engine", "toy"], plain),
         ([], ["train_model", "sample_model"]),
