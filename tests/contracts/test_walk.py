@@ -1,0 +1,52 @@
+"""How long the way of a forward_backward is, by the rule in `walk.py`.
+
+Few calls are not the aim; that each of them does something is. A layer that only forwards makes the
+way longer than these bars.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MOST_OUT, MOST_BACK = 43, 20
+
+
+@pytest.fixture(scope="module")
+def walk() -> dict[str, Any]:
+    script = Path(__file__).with_name("walk.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_hand_over_is_reached(walk: dict[str, Any]):
+    assert walk["not_reached"] == []
+
+
+def test_the_way_out_is_short(walk: dict[str, Any]):
+    assert len(walk["out"]) <= MOST_OUT, walk["out"]
+
+
+def test_the_way_back_is_short(walk: dict[str, Any]):
+    assert len(walk["back"]) <= MOST_BACK, walk["back"]
+
+
+def test_a_datum_takes_four_forms(walk: dict[str, Any]):
+    """The message, on both sides; the bytes of the body; protobuf's view of them; arrays."""
+    assert walk["forms"] == [
+        "tinkex.engine.jobs.TrainDatum",
+        "tinkex.types.data.datum.Datum",
+        "tinkex.wire.tinker_public_pb2.Datum",
+    ]  # and the body
+
+
+def test_a_datum_is_checked_once_on_each_side(walk: dict[str, Any]):
+    checks = [tuple(check) for check in walk["checks"]]
+    assert len(checks) == len(set(checks))
+    assert {file for file, _ in checks} == {"client/validation.py", "server/validation.py"}
