@@ -27,7 +27,7 @@ import httpx
 import report
 
 import tinkex
-from tinkex.server.work.curves import Curve, Curves
+from tinkex.server.work.curves import Curve, LiveCurves
 from tinkex.store import Model, Session, Store, StoredCurve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,7 +238,7 @@ def a_million(folder: Path) -> list[report.Figure]:
 
 async def log_a_million(folder: Path) -> tuple[int, int, float, float]:
     store = Store.in_folder(folder)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     names = [f"metric_{index}" for index in range(20)]
     fresh_us = await _step_us(curves, "fresh")
     before = _memory_bytes()
@@ -254,7 +254,7 @@ async def log_a_million(folder: Path) -> tuple[int, int, float, float]:
     return memory, disk, fresh_us, late_us
 
 
-async def _step_us(curves: Curves, run_id: str) -> float:
+async def _step_us(curves: LiveCurves, run_id: str) -> float:
     """What a step costs the event loop, in microseconds."""
     times = []
     for _ in range(500):

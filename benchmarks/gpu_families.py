@@ -28,7 +28,7 @@ from gpu import GIB, free, seconds
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
-from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder, _decoder_class
 from tinkex.engine.model.families import config_from_hf
@@ -420,7 +420,7 @@ def _check_one(name: str, config: ModelConfig, weights: Any) -> None:
         exact.targets, rank=16, alpha=16.0, kinds=["attn", "mlp"], seed=0, device="cuda"
     )
     adapter.flat.normal_(0, 0.05, generator=torch.Generator("cuda").manual_seed(0))
-    lora = LoraBatch([Span(0, bounds[-1], adapter)])
+    lora = LoraBatch([AdapterSpan(0, bounds[-1], adapter)])
     slope = torch.randn(bounds[-1], config.hidden_size, device="cuda") * 0.01
     answers = []
     for decoder in (exact, plain, ours):
@@ -458,7 +458,7 @@ def _check_gap(name: str, config: ModelConfig, decoder: Any, adapter: Any) -> No
         prompt = np.random.default_rng(number % 3).integers(0, config.vocab_size, 70)
         for sequence in end.result.sequences:
             tokens = torch.as_tensor(np.concatenate([prompt, sequence.tokens])).cuda()
-            lora = LoraBatch([Span(0, len(tokens), adapter)]) if number % 2 else None
+            lora = LoraBatch([AdapterSpan(0, len(tokens), adapter)]) if number % 2 else None
             routing = Routing()
             gaps.append(_gap(decoder, tokens, lora, sequence, routing))
             if (experts := config.routing) is None:
@@ -519,7 +519,7 @@ def _check_packed(name: str, config: ModelConfig, weights: Any) -> None:
         adapter.drop_grad()
         adapter.start_grad()
         attend = PackedCausal([0, 200], config.windows)
-        lora = LoraBatch([Span(0, 200, adapter)])
+        lora = LoraBatch([AdapterSpan(0, 200, adapter)])
         hidden = decoder.forward(tokens, torch.arange(200).cuda(), attend, lora)
         hidden.sum().backward()
         assert adapter.grad is not None

@@ -189,11 +189,11 @@ def text_ask(model: str, rng: random.Random, **extra: Any) -> Ask:
 def against_own(
     server: ServerProcess, model: str, num_clients: int, repeats: int
 ) -> list[report.Figure]:
-    from tinkex.chat.conversation import Conversation
     from tinkex.chat.messages import Message
+    from tinkex.chat.renderer import ChatRenderer
     from tinkex.chat.tokenizer import FastTokenizer
 
-    chat = Conversation(FastTokenizer.from_folder(default_model.folder()))
+    chat = ChatRenderer(FastTokenizer.from_folder(default_model.folder()))
     rng = random.Random(num_clients)
 
     def prompt_of(words: str) -> list[int]:

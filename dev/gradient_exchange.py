@@ -2,7 +2,7 @@
 
     python dev/gradient_exchange.py [--megabytes 700]
 
-These are the two ways of a pool (`server/workers/exchange.py`): each member writes what it
+These are the two ways of a pool (`server/workers/gradient_exchange.py`): each member writes what it
 gathered, then maps the others' files and adds all in one order; or they swap slices of it. Says
 seconds, and CPU seconds of the member that took more, which say more on a machine with other work.
 """

@@ -178,5 +178,5 @@ def __dir__() -> list[str]:
 @atexit.register
 def _end_clients() -> None:
     """Registered on import: exit handlers of those who import us come first and can still send."""
-    if (loop := sys.modules.get("tinkex.client.session.loop")) is not None:
+    if (loop := sys.modules.get("tinkex.client.session.background_loop")) is not None:
         loop.end_background()

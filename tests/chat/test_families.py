@@ -8,10 +8,10 @@ import random
 import chat_models as models
 import pytest
 
-from tinkex.chat.conversation import Conversation
 from tinkex.chat.families import FAMILIES, GENERIC, family_of
 from tinkex.chat.messages import Message, ToolCall
 from tinkex.chat.reading import TaggedReader, joined, read_calls
+from tinkex.chat.renderer import ChatRenderer
 from tinkex.errors import InvalidInputError
 
 ASK = Message(role="user", content="How is the weather?")
@@ -34,11 +34,11 @@ TURNS = {
 CASES = [(name, turn) for name, turns in TURNS.items() for turn in turns]
 
 
-def conversation(name: str) -> Conversation:
-    return Conversation(models.tokenizer(models.TEMPLATES[name]))
+def conversation(name: str) -> ChatRenderer:
+    return ChatRenderer(models.tokenizer(models.TEMPLATES[name]))
 
 
-def answer_of(chat: Conversation, turn: Message) -> tuple[str, list[int]]:
+def answer_of(chat: ChatRenderer, turn: Message) -> tuple[str, list[int]]:
     """The prompt, and the tokens with which the model would have said `turn`."""
     prompt = chat.text([ASK], [models.WEATHER], generate=True)
     everything = chat.text([ASK, turn], [models.WEATHER])
@@ -84,7 +84,7 @@ def test_a_family_is_found_by_its_template(name: str):
 
 def test_a_template_says_which_wishes_it_knows():
     template = models.TEMPLATES["qwen3"] + "{% if enable_thinking is false %}{% endif %}"
-    chat = Conversation(models.tokenizer(template))
+    chat = ChatRenderer(models.tokenizer(template))
     assert chat.unread(["enable_thinking", "reasoning_effort"]) == {"reasoning_effort"}
 
 
@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_from_recorded_tokens(name: str, turn: Message, i
 
 
 def test_a_template_that_rewrites_earlier_turns_can_go_on():
-    chat = Conversation(models.tokenizer(models.FORGETFUL))
+    chat = ChatRenderer(models.tokenizer(models.FORGETFUL))
     messages = [ASK, models.THOUGHT, Message(role="user", content="And now?")]
     rest = chat.text_after(1, messages, is_ended=True)
     assert rest == "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
@@ -169,7 +169,7 @@ def test_arguments_that_are_no_object_are_refused():
 
 
 def test_without_template_or_chat_tokens_turns_are_plain_words():
-    chat = Conversation(models.tokenizer(None, control=()))
+    chat = ChatRenderer(models.tokenizer(None, control=()))
     assert chat.text([ASK], generate=True) == "User: How is the weather?\nAssistant:"
     assert chat.stop == ["\nUser:"]
     assert chat.message(chat.encode(" Fine.\nUser:")).content == " Fine."

@@ -17,7 +17,7 @@ import pytest
 from recovery_world import wait_until
 
 import tinkex
-from tinkex.client.session import local
+from tinkex.client.session import embedded_server
 from tinkex.errors import LocalServerError
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
@@ -31,13 +31,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
     monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "toy")
-    monkeypatch.setattr(local, "IDLE_S", 0.5)
+    monkeypatch.setattr(embedded_server, "IDLE_S", 0.5)
     return tmp_path
 
 
 def _ended(pid: int, within_s: float) -> bool:
     """Whether the server that we started as `pid` ends by itself."""
-    child = next(child for child in local._children if child.pid == pid)
+    child = next(child for child in embedded_server._children if child.pid == pid)
     try:
         return child.wait(within_s) is not None
     except subprocess.TimeoutExpired:
@@ -144,7 +144,7 @@ def test_the_server_does_not_inherit_the_clients_settings(
     with tinkex.ServiceClient(base_url="local") as service:
         models = service.get_server_capabilities().supported_models
         assert [model.model_name for model in models] == [MODEL]
-    assert _ended(local._children[-1].pid, within_s=20)
+    assert _ended(embedded_server._children[-1].pid, within_s=20)
 
 
 def _steps(service: tinkex.ServiceClient, disturb: Callable[[int], None]) -> list[float]:
@@ -223,7 +223,7 @@ def test_two_programs_that_share_a_server_both_go_on_when_it_is_killed(home: Pat
 def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(embedded_server, "MAX_RESTARTS", 1)
     with tinkex.ServiceClient() as service:
         service.create_lora_training_client(MODEL, rank=4, seed=1)
         _kill(home)

@@ -26,7 +26,7 @@ from tinkex import events
 from tinkex.client.config import ClientConfig
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.service_client import ServiceClient
-from tinkex.client.session import local
+from tinkex.client.session import embedded_server
 from tinkex.errors import InvalidInputError
 from tinkex.types import AdamParams
 
@@ -291,7 +291,7 @@ def test_an_embedded_server_that_is_not_started_again_is_replaced(server, tmp_pa
         kill_embedded(tmp_path)
         before += train(client, range(2, 4))
         assert client.num_recoveries == 0  # the client brought it back, where it was
-        monkeypatch.setattr(local, "MAX_RESTARTS", 1)
+        monkeypatch.setattr(embedded_server, "MAX_RESTARTS", 1)
         kill_embedded(tmp_path)
         before += train(client, range(4, 6))
         # The new server listens where the old one did, and may answer for the lost run meanwhile.
@@ -306,6 +306,6 @@ def kill_embedded(home: Path) -> None:
     (record,) = home.glob("*.json")
     pid = json.loads(record.read_text())["pid"]
     os.kill(pid, signal.SIGKILL)
-    for child in local._children:
+    for child in embedded_server._children:
         if child.pid == pid:
             child.wait(10)

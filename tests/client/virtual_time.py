@@ -14,8 +14,8 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from tinkex.client.http.limits import RateLimiter
-from tinkex.client.session import loop as loop_module
-from tinkex.client.session.loop import LoopThread
+from tinkex.client.session import background_loop as loop_module
+from tinkex.client.session.background_loop import LoopThread
 
 T = TypeVar("T")
 

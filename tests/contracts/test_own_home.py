@@ -8,7 +8,7 @@ from pathlib import Path
 from own_home import users_home
 
 from tinkex.client.session.credentials import credentials_path
-from tinkex.client.session.local import state_folder as of_client
+from tinkex.client.session.embedded_server import state_folder as of_client
 from tinkex.server.config import state_folder as of_server
 
 

@@ -41,7 +41,7 @@ import uvicorn
 
 import tinkex
 from tinkex import types
-from tinkex.client.session.loop import background
+from tinkex.client.session.background_loop import background
 from tinkex.engine.toy.engine import ToyEngine
 from tinkex.server.app import create_app
 from tinkex.server.config import ServerConfig
@@ -63,7 +63,7 @@ _always: Condition = lambda seen: True  # noqa: E731
 _is_pass: Condition = lambda seen: b"/forward_backward" in seen["head"]  # noqa: E731
 _is_job: Condition = lambda seen: type(seen["job"]).__name__ == "TrainJob"  # noqa: E731
 OUT: dict[Function, Condition] = {
-    ("client/session/loop.py", "LoopThread.submit"): lambda seen: (
+    ("client/session/background_loop.py", "LoopThread.submit"): lambda seen: (
         "_accept" in str(seen["callback"])
     ),
     ("client/training/submission.py", "SubmitQueue._accept"): _always,

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from tinkex.engine import jobs
-from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
+from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.sample.paged import kv_bytes_per_token
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
@@ -165,7 +165,7 @@ def trainer_logprobs(model: Model, tokens: list[int], adapter: str | None = None
     """What a training pass computes: logprob of every token after the first."""
     ids = torch.tensor(tokens)
     weights = model.adapters[adapter] if adapter else None
-    lora = LoraBatch([Span(0, len(ids) - 1, weights)]) if weights else None
+    lora = LoraBatch([AdapterSpan(0, len(ids) - 1, weights)]) if weights else None
     attend = PackedCausal([0, len(ids) - 1], model.decoder.config.windows)
     hidden = model.decoder.forward(ids[:-1], torch.arange(len(ids) - 1), attend, lora)
     logits = model.decoder.head(hidden, lora)

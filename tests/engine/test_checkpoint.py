@@ -147,11 +147,11 @@ def peft_logits(base, folder: Path) -> torch.Tensor:
 
 
 def our_logits(trainer) -> torch.Tensor:
-    from tinkex.engine.lora.adapter import LoraBatch, Span
+    from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
     from tinkex.engine.model.attention import PackedCausal
 
     decoder = trainer.decoder
-    lora = LoraBatch([Span(0, 20, trainer.adapters["a"].adapter)])
+    lora = LoraBatch([AdapterSpan(0, 20, trainer.adapters["a"].adapter)])
     with torch.no_grad():
         attend = PackedCausal([0, 20], decoder.config.windows)
         hidden_TD = decoder.forward(torch.arange(20), torch.arange(20), attend, lora)

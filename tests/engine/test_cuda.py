@@ -24,7 +24,7 @@ from cuda_models import (
 )
 
 from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
-from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.weights import RandomWeights
@@ -56,7 +56,7 @@ def run(kind, dtype, cfg, ranks, room=math.inf):
         start = bounds[number]
         stop = bounds[number + 1] if number + 1 < len(ranks) else bounds[-1]
         adapters.append(adapter)
-        spans.append(Span(start, stop, adapter))
+        spans.append(AdapterSpan(start, stop, adapter))
     attend = PackedCausal(bounds, cfg.windows)
     hidden = decoder.forward(tokens, positions, attend, LoraBatch(spans), room=room)
     weight = torch.randn(hidden.shape, generator=generator).cuda().to(hidden.dtype)
@@ -105,7 +105,7 @@ def score(kind, dtype, make, prompt, sequence):
     cfg = FAMILIES["qwen3"]
     decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
     tokens = torch.cat([torch.as_tensor(prompt), torch.as_tensor(sequence.tokens).long()]).cuda()
-    lora = LoraBatch([Span(0, len(tokens), make(decoder))]) if make else None
+    lora = LoraBatch([AdapterSpan(0, len(tokens), make(decoder))]) if make else None
     with torch.no_grad():
         hidden = decoder.forward(
             tokens, torch.arange(len(tokens)).cuda(), PackedCausal([0, len(tokens)]), lora
@@ -439,7 +439,7 @@ def test_a_traced_custom_loss_runs_on_the_device():
         )
         for t, a in rows
     ]
-    custom = jobs.CustomLoss(inputs=(("logprobs", 1), ("advantages", 1)), graph=custom_graph())
+    custom = jobs.TracedLoss(inputs=(("logprobs", 1), ("advantages", 1)), graph=custom_graph())
     loss, grad = custom_gradients("custom", tuple(data), custom_loss=custom)
     expected, wanted = custom_gradients("importance_sampling", tuple(known))
     assert loss == pytest.approx(expected, rel=1e-5)

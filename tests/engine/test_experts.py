@@ -10,7 +10,7 @@ from training import save
 
 from tinkex.engine.checkpoint import read
 from tinkex.engine.jobs import CreateAdapterJob, LoraSpec
-from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.train.trainer import Trainer
@@ -89,7 +89,7 @@ def test_experts_with_adapters_match_merged_weights_and_their_gradient(family, r
     adapters = [noisy_adapter(decoder, seed) for seed in range(2)]
     texts = [torch.arange(7), torch.arange(30, 41)]
     stream, positions = torch.cat(texts), torch.cat([torch.arange(len(t)) for t in texts])
-    lora = LoraBatch([Span(0, 7, adapters[0]), Span(7, 18, adapters[1])])
+    lora = LoraBatch([AdapterSpan(0, 7, adapters[0]), AdapterSpan(7, 18, adapters[1])])
     hidden = decoder.forward(
         stream, positions, PackedCausal([0, 7, 18]), lora, room=0 if recompute else 1e9
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tinkex.client.training.loss_tracing import _qualified, encode_graph, trace_loss
-from tinkex.engine.jobs import CustomLoss
+from tinkex.engine.jobs import TracedLoss
 from tinkex.engine.metrics import reduce_metrics
 from tinkex.engine.train import graph_ops
 from tinkex.engine.train.graph import MAX_NODES, build_loss, check_graph
@@ -57,10 +57,10 @@ CASES = [
 ]
 
 
-def over_the_wire(fn, ranks) -> CustomLoss:
+def over_the_wire(fn, ranks) -> TracedLoss:
     handle = trace_loss(fn, ranks, "session")
     graph = json.loads(json.dumps(encode_graph(handle), allow_nan=False))
-    return CustomLoss(inputs=tuple((i.name, i.rank) for i in handle.inputs), graph=graph)
+    return TracedLoss(inputs=tuple((i.name, i.rank) for i in handle.inputs), graph=graph)
 
 
 def example_inputs(ranks, seed=0):
@@ -120,7 +120,7 @@ def custom(*nodes, inputs=(("logprobs", 1),), output="last", metrics=None):
     """A graph over `logprobs` whose output is the node called `output`."""
     placeholders = [node("placeholder", name, name) for name, _ in inputs]
     end = node("output", "output", "output", {"tuple": [ref(output), {"dict": metrics or {}}]})
-    return CustomLoss(inputs=inputs, graph={"format": 1, "nodes": [*placeholders, *nodes, end]})
+    return TracedLoss(inputs=inputs, graph={"format": 1, "nodes": [*placeholders, *nodes, end]})
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ LAST = node("call_method", "last", "sum", ref("logprobs"))
         (custom(LAST, metrics={"custom/a:sum": 1.0}), "must be a tensor"),
         (custom(LAST, inputs=(("weights", 1),)), "first input must be 'logprobs'"),
         (custom(LAST, inputs=(("logprobs", 3),)), "rank 3"),
-        (CustomLoss(inputs=(("logprobs", 1),), graph={"format": 2, "nodes": []}), "format 1"),
+        (TracedLoss(inputs=(("logprobs", 1),), graph={"format": 2, "nodes": []}), "format 1"),
         (
-            CustomLoss(inputs=(("logprobs", 1),), graph={"format": 1, "nodes": [1, 2]}),
+            TracedLoss(inputs=(("logprobs", 1),), graph={"format": 1, "nodes": [1, 2]}),
             "a node is an object",
         ),
     ],
@@ -317,7 +317,7 @@ ODD_VALUES = [
 ]  # fmt: skip
 
 
-def random_graph(rng: random.Random) -> CustomLoss:
+def random_graph(rng: random.Random) -> TracedLoss:
     """Listed operations on whatever: what a stranger might send."""
     inputs = (("logprobs", rng.choice((1, 2))), ("a", 1), ("b", 2), ("c", 0))
     names, nodes = [name for name, _ in inputs], []

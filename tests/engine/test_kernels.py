@@ -23,7 +23,14 @@ from tinkex.engine.cuda import (
     optimizer_kernels,
     product,
 )
-from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraGroup, LoraPart, Span, TargetPart
+from tinkex.engine.lora.adapter import (
+    Adapter,
+    AdapterSpan,
+    LoraBatch,
+    LoraGroup,
+    LoraPart,
+    TargetPart,
+)
 from tinkex.engine.lora.operand import BatchOperands, OwnGradients, StackGradients
 from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.sample import sampling_math
@@ -270,7 +277,9 @@ def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count, pl
     adapters = [adapter(ranks, seed) for seed in range(count)]
     slots = AdapterSlots(adapters[0], 2 if count == 1 else 4, torch.float32, max_rows=256)
     owner = [0, None, 0, 0, None] if count == 1 else [2, None, 0, 1, 0, 2, None, 2]
-    spans = [Span(row, row + 1, adapters[at]) for row, at in enumerate(owner) if at is not None]
+    spans = [
+        AdapterSpan(row, row + 1, adapters[at]) for row, at in enumerate(owner) if at is not None
+    ]
     order = slots.place(LoraBatch(spans), len(owner), places)
     assert sorted(order) == list(range(len(owner)))
     x, y = randn(len(owner), 40), randn(len(owner), 300)
@@ -296,7 +305,7 @@ def test_adapters_in_slots_add_what_each_row_s_own_adapter_adds(ranks, count, pl
 def test_adapters_on_spans_add_to_outputs_and_to_the_gradients_of_inputs(ranks):
     spans = [(3, 140), (140, 141), (150, 300)]  # rows before, between and behind have no adapter
     adapters = [adapter(ranks if number else (5, 5, 5), number) for number in range(3)]
-    batch = LoraBatch(Span(*rows, a) for rows, a in zip(spans, adapters, strict=True))
+    batch = LoraBatch(AdapterSpan(*rows, a) for rows, a in zip(spans, adapters, strict=True))
     operand = BatchOperands(batch, 310, torch.float32).get("x")
     x, dy, y, dx = randn(310, 40), randn(310, 300), randn(310, 300), randn(310, 40)
     want_y, want_dx = y.clone(), dx.clone()
@@ -319,7 +328,7 @@ def test_gradients_of_several_adapters_go_to_their_own_buffers(ranks):
     """Each over its own rows, in fp32, beside what is there already."""
     lengths = [70, 1, 129]
     adapters, stops = [adapter(ranks, seed) for seed in range(3)], np.cumsum(lengths).tolist()
-    spans = [Span(b - n, b, a) for a, b, n in zip(adapters, stops, lengths, strict=True)]
+    spans = [AdapterSpan(b - n, b, a) for a, b, n in zip(adapters, stops, lengths, strict=True)]
     batch = BatchOperands(LoraBatch(spans), stops[-1], torch.float32)
     x, dy = randn(stops[-1], 40), randn(stops[-1], 300)
     h, dh = randn(stops[-1], sum(ranks)), randn(stops[-1], sum(ranks))
@@ -341,7 +350,7 @@ def test_gradients_of_several_adapters_go_to_their_own_buffers(ranks):
 def test_an_adapter_on_two_spans_of_a_batch_gathers_both():
     """Two programs that add to one buffer at the same time would lose one of the sums."""
     one, other = adapter((8, 8, 8), 0), adapter((8, 8, 8), 1)
-    spans = [Span(0, 5, one), Span(5, 9, other), Span(9, 16, one)]
+    spans = [AdapterSpan(0, 5, one), AdapterSpan(5, 9, other), AdapterSpan(9, 16, one)]
     grads = BatchOperands(LoraBatch(spans), 16, torch.float32).grads("x")
     assert [type(grad) for grad in grads] == [OwnGradients] * 3
 

@@ -269,7 +269,7 @@ def test_a_traced_loss_trains_like_the_loss_it_spells(client):
         node("output", "output", "output", answer),
     ]
     graph = {"format": 1, "nodes": nodes}
-    custom = jobs.CustomLoss(inputs=(("logprobs", 1), ("weights", 1)), graph=graph)
+    custom = jobs.TracedLoss(inputs=(("logprobs", 1), ("weights", 1)), graph=graph)
     for name in ("a", "b"):
         client.create(name)
     data = (train_datum([5, 6, 7]), train_datum([7, 8, 9, 10]))

@@ -10,9 +10,9 @@ import torch
 from tinkex.engine import checkpoint
 from tinkex.engine.jobs import (
     CreateAdapterJob,
-    CustomLoss,
     LoraSpec,
     SaveAdapterJob,
+    TracedLoss,
     TrainDatum,
     TrainJob,
     TrainResult,
@@ -97,7 +97,7 @@ def assert_close(ours, theirs, what: str, tolerance: float = 1e-5) -> None:
     assert (error := distance(ours, theirs)) < tolerance, f"{what}: off by {error:.2e}"
 
 
-def custom_graph(metric_scale: float = 2.0) -> CustomLoss:
+def custom_graph(metric_scale: float = 2.0) -> TracedLoss:
     """loss = sum(exp(logprobs) * advantages), metric = its double."""
     nodes = [
         *({"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}}
@@ -112,6 +112,6 @@ def custom_graph(metric_scale: float = 2.0) -> CustomLoss:
         {"op": "output", "name": "output", "target": "output", "kwargs": {},
          "args": [{"tuple": [{"ref": "s"}, {"dict": {"custom/double:sum": {"ref": "d"}}}]}]},
     ]  # fmt: skip
-    return CustomLoss(
+    return TracedLoss(
         inputs=(("logprobs", 1), ("advantages", 1)), graph={"format": 1, "nodes": nodes}
     )

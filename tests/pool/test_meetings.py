@@ -16,7 +16,7 @@ from tinkex.engine.exchange.meeting import Meeting, MeetingLost
 from tinkex.engine.exchange.reduction import reduce
 from tinkex.server.config import ServerConfig
 from tinkex.server.serve import make_pool
-from tinkex.server.workers import exchange
+from tinkex.server.workers import gradient_exchange
 
 Reduce = Callable[..., Any]
 
@@ -24,7 +24,7 @@ Reduce = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _split(monkeypatch: pytest.MonkeyPatch) -> None:
     always_split(monkeypatch)
-    monkeypatch.setattr(exchange, "GRACE_S", 0.5)
+    monkeypatch.setattr(gradient_exchange, "GRACE_S", 0.5)
 
 
 async def run_of(size: int, tiny: str, folder: Path, timeout_s: float) -> tuple[Any, str, Any]:

@@ -7,7 +7,7 @@ import pytest
 from tinkex.errors import ConfigError
 from tinkex.recipes import best
 from tinkex.recipes.best import Watch, stopped_at
-from tinkex.recipes.run_log import RunLog, Saved
+from tinkex.recipes.run_log import RunLog, SavedStep
 
 CONFIG = {"rank": 8}
 
@@ -18,7 +18,7 @@ def saves(monkeypatch):
     made = []
 
     def save(training, log, step, *, for_sampler=False):
-        saved = Saved(step=step, state_path=f"state-{step}", sampler_path=f"sampler-{step}")
+        saved = SavedStep(step=step, state_path=f"state-{step}", sampler_path=f"sampler-{step}")
         log.saved(saved)
         made.append(step)
         return saved
@@ -73,7 +73,7 @@ def test_larger_is_better_for_a_reward(tmp_path, saves):
 def test_a_resumed_run_waits_no_longer_than_the_undisturbed_one(tmp_path, saves):
     log, watching = watch(tmp_path, patience=3)
     see(log, watching, [2.0, 2.1, 2.2])
-    log.saved(Saved(step=2, state_path="s"))  # and then it crashed: step 2 is measured again
+    log.saved(SavedStep(step=2, state_path="s"))  # and then it crashed: step 2 is measured again
     log, watching = watch(tmp_path, patience=3)
     assert watching.best.step == 0
     assert see(log, watching, [2.2, 2.3], start=2) == [False, True]
@@ -81,7 +81,7 @@ def test_a_resumed_run_waits_no_longer_than_the_undisturbed_one(tmp_path, saves)
 
 def test_a_best_after_the_checkpoint_it_resumes_from_is_forgotten(tmp_path, saves):
     log, watching = watch(tmp_path)
-    log.saved(Saved(step=1, state_path="s"))
+    log.saved(SavedStep(step=1, state_path="s"))
     see(log, watching, [2.0, 1.5, 1.0])
     _, watching = watch(tmp_path)
     assert watching.best.step == 1

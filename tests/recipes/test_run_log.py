@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tinkex.errors import ConfigError
-from tinkex.recipes.run_log import RunLog, Saved, make_trackers
+from tinkex.recipes.run_log import RunLog, SavedStep, make_trackers
 
 CONFIG = {"model": "m", "rank": 8, "trackers": ()}
 
@@ -17,9 +17,9 @@ def test_a_resumed_log_forgets_steps_after_the_last_saved_state(tmp_path):
     for step in range(7):
         log.metrics(step, {"loss": float(step)})
         if step == 3:
-            log.saved(Saved(step=4, state_path="tinker://r/weights/a"))
+            log.saved(SavedStep(step=4, state_path="tinker://r/weights/a"))
     resumed = RunLog(tmp_path, CONFIG)
-    assert resumed.last == Saved(step=4, state_path="tinker://r/weights/a")
+    assert resumed.last == SavedStep(step=4, state_path="tinker://r/weights/a")
     assert [line["step"] for line in resumed.read_metrics()] == [0, 1, 2, 3]
 
 
@@ -37,10 +37,10 @@ def test_other_settings_are_refused_by_name(tmp_path):
 
 def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path):
     log = RunLog(tmp_path, CONFIG)
-    log.saved(Saved(step=1, state_path="p"))
+    log.saved(SavedStep(step=1, state_path="p"))
     with log.checkpoints_file.open("a") as file:
         file.write('{"step": 2, "state_')
-    assert RunLog(tmp_path, CONFIG).last == Saved(step=1, state_path="p")
+    assert RunLog(tmp_path, CONFIG).last == SavedStep(step=1, state_path="p")
 
 
 def test_trackers_see_every_metric(tmp_path):

@@ -13,7 +13,7 @@ from app_world import AppWorld, open_app
 from wire_client import SESSION, loss_of, train_body
 
 from tinkex.server.work import curves as curves_module
-from tinkex.server.work.curves import Curves
+from tinkex.server.work.curves import LiveCurves
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.pool import Pool
@@ -218,7 +218,7 @@ async def test_curves_in_memory_have_a_bound_in_points(
 ) -> None:
     monkeypatch.setattr(curves_module, "MAX_HELD", 100)
     store = Store.in_folder(tmp_path)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     for run in range(10):
         for step in range(40):
             await curves.log(f"run-{run}", {"reward": float(step)}, step)

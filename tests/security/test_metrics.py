@@ -8,7 +8,7 @@ from pathlib import Path
 from app_world import AppWorld, open_app
 
 from tinkex.engine.pulse import KINDS, Pulse, look
-from tinkex.server.metrics import MAX_USERS, Metrics
+from tinkex.server.metrics import MAX_USERS, ServerMetrics
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 
@@ -68,7 +68,7 @@ async def test_each_worker_says_what_its_memory_is_for(tmp_path: Path) -> None:
 
 
 def test_the_number_of_named_users_has_a_bound() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     for number in range(MAX_USERS + 50):
         metrics.observe("/x", 200, 0.1, f"user{number}")
     assert {metrics._name_of(f"user{n}") for n in range(MAX_USERS, MAX_USERS + 50)} == {"other"}

@@ -14,8 +14,8 @@ import pytest
 from app_world import AppWorld, open_app
 from server_process import ServerProcess
 
-from tinkex.client.session import local
-from tinkex.client.session.local import join_local_server
+from tinkex.client.session import embedded_server
+from tinkex.client.session.embedded_server import join_local_server
 from tinkex.errors import ConfigError
 from tinkex.server.config import ServerConfig
 from tinkex.server.guard.origin import is_loopback_name
@@ -69,7 +69,7 @@ async def test_secrets_of_an_older_version_move_and_stay_the_same(tmp_path: Path
 def test_the_embedded_server_asks_for_a_key_that_its_user_alone_can_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "IDLE_S", 0.5)
+    monkeypatch.setattr(embedded_server, "IDLE_S", 0.5)
     env = dict(os.environ) | {"TINKEX_HOME": str(tmp_path), "TINKEX_LOCAL_ENGINE": "toy"}
     server = join_local_server(env)
     try:

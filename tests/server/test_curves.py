@@ -9,7 +9,7 @@ import pytest
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.console.source import Growth
-from tinkex.server.work.curves import MAX_CURVES, MAX_POINTS, Curve, Curves
+from tinkex.server.work.curves import MAX_CURVES, MAX_POINTS, Curve, LiveCurves
 from tinkex.store import Store
 
 
@@ -26,27 +26,27 @@ def test_a_long_curve_is_thinned_and_keeps_its_shape():
 
 async def test_what_was_logged_is_there_after_a_restart(tmp_path: Path):
     store = Store.in_folder(tmp_path)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     for step in range(10):
         await curves.log("m", {"reward": step}, step)
     await curves.flush()
     store.close()
     store = Store.in_folder(tmp_path)
-    found = await Curves(store).of_run("m")
+    found = await LiveCurves(store).of_run("m")
     assert found["reward"].values == list(range(10))
-    await Curves(store).drop("m")
-    assert await Curves(store).of_run("m") == {}
+    await LiveCurves(store).drop("m")
+    assert await LiveCurves(store).of_run("m") == {}
     store.close()
 
 
 async def test_a_curve_in_short_is_the_same_from_memory_and_store(tmp_path: Path):
     store = Store.in_folder(tmp_path)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     for step in range(5000):
         await curves.log("m", {"reward": step / 8}, step)
     await curves.flush()
     here = await curves.of_runs(["m", "absent"], ["reward", "other"])
-    stored = await Curves(store).of_runs(["m", "absent"], ["reward", "other"])
+    stored = await LiveCurves(store).of_runs(["m", "absent"], ["reward", "other"])
     assert here == stored
     (course,) = here.values()
     assert (course.last_step, len(course.values) <= 120) == (4999, True)
@@ -69,10 +69,10 @@ def test_a_page_that_looks_on_is_told_what_is_new_and_all_after_a_thinning():
 
 async def test_steps_are_counted_on_after_a_restart(tmp_path: Path):
     store = Store.in_folder(tmp_path)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     await curves.stepped("m", {"grad_norm:mean": 1.0}, 0.1)
     await curves.flush()
-    again = Curves(store)
+    again = LiveCurves(store)
     await again.stepped("m", {"grad_norm:mean": 2.0}, 0.1)
     assert (await again.of_run("m"))["grad_norm"].steps == [1, 2]
     store.close()
@@ -80,7 +80,7 @@ async def test_steps_are_counted_on_after_a_restart(tmp_path: Path):
 
 async def test_a_million_points_cost_little(tmp_path: Path):
     store = Store.in_folder(tmp_path)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     began = time.process_time()
     for step in range(50_000):
         await curves.log("m", dict.fromkeys("abcdefghijklmnopqrst", 1.0), step)
@@ -93,7 +93,7 @@ async def test_a_million_points_cost_little(tmp_path: Path):
 
 async def test_too_many_names_are_refused(tmp_path: Path):
     store = Store.in_folder(tmp_path)
-    curves = Curves(store)
+    curves = LiveCurves(store)
     await curves.log("m", {f"n{i}": 1.0 for i in range(MAX_CURVES)}, 0)
     with pytest.raises(InvalidInputError, match="at most 200 curves"):
         await curves.log("m", {"one more": 1.0}, 1)

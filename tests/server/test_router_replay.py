@@ -163,14 +163,14 @@ def test_experts_survive_both_encodings_and_the_ids_of_a_promise() -> None:
 
 
 def test_a_result_with_experts_is_bounded_before_it_is_computed() -> None:
-    from tinkex.contract.routing import Experts
+    from tinkex.contract.routing import ExpertCounts
     from tinkex.engine.jobs import ModelInfo, SampleJob
     from tinkex.errors import InvalidInputError
     from tinkex.server.validation import check_result_size
 
     info = ModelInfo(
         base_model="m", arch="qwen3_moe", vocab_size=100, max_context_length=4096,
-        tokenizer_id="m", eos_token_ids=(), experts=Experts(count=128, per_token=8, layers=48),
+        tokenizer_id="m", eos_token_ids=(), experts=ExpertCounts(count=128, per_token=8, layers=48),
     )  # fmt: skip
     job = SampleJob(
         job_id="", base_model="m", adapter_folder=None, prompt=np.zeros(1000, np.int64),

@@ -16,7 +16,7 @@ from functools import partial
 from tinkex.chat.messages import Tool, ToolCall
 from tinkex.chat.reading import Piece, PlainReader, Reader, TaggedReader, call_of, read_calls
 
-__all__ = ["FAMILIES", "GENERIC", "Family", "Listening", "family_of"]
+__all__ = ["FAMILIES", "GENERIC", "ChatFamily", "Listening", "family_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ChatFamily:
     name: str
     says: str
     """How its answers read, for the docs."""
@@ -231,7 +231,7 @@ def _tagged(calls_of: Callable[[str], list[ToolCall]], listening: Listening) -> 
     )
 
 
-GENERIC = Family(
+GENERIC = ChatFamily(
     name="generic",
     says="`<think>` around reasoning, JSON in `<tool_call>` tags",
     marks=(),
@@ -239,8 +239,8 @@ GENERIC = Family(
     reader=partial(_tagged, read_calls),
 )
 
-FAMILIES: tuple[Family, ...] = (
-    Family(
+FAMILIES: tuple[ChatFamily, ...] = (
+    ChatFamily(
         name="gpt-oss",
         says="harmony: channels `analysis`, `commentary` and `final`",
         marks=("<|channel|>", "<|message|>"),
@@ -249,21 +249,21 @@ FAMILIES: tuple[Family, ...] = (
         closings=("<|end|>",),
         heard=(*_HarmonyReader.ENDS, "<|message|>", "<|constrain|>"),
     ),
-    Family(
+    ChatFamily(
         name="qwen3.5",
         says="`<think>` around reasoning, `<function=...>` in `<tool_call>` tags",
         marks=("<|im_start|>", "<tool_call>", "<function="),
         ends=("<|im_end|>",),
         reader=_qwen_reader,
     ),
-    Family(
+    ChatFamily(
         name="qwen3",
         says="`<think>` around reasoning, JSON in `<tool_call>` tags",
         marks=("<|im_start|>", "<tool_call>"),
         ends=("<|im_end|>",),
         reader=_qwen_reader,
     ),
-    Family(
+    ChatFamily(
         name="llama3",
         says="a call is a JSON object with `name` and `parameters`, alone",
         marks=("<|start_header_id|>",),
@@ -271,7 +271,7 @@ FAMILIES: tuple[Family, ...] = (
         reader=lambda listening: _LlamaReader() if listening.calls else PlainReader(),
         heard=(_LlamaReader.TAG,),
     ),
-    Family(
+    ChatFamily(
         name="smollm2",
         says="ChatML; a list of JSON calls in one pair of `<tool_call>` tags",
         marks=("<|im_start|>",),
@@ -281,7 +281,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def family_of(template: str | None) -> Family:
+def family_of(template: str | None) -> ChatFamily:
     """The first family whose marks all stand in the template; the generic one when none has."""
     if template is not None:
         for family in FAMILIES:

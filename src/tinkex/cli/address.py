@@ -20,7 +20,7 @@ def resolve_address(state: State) -> Iterator[tuple[str, str]]:
     if config.base_url != LOCAL:
         yield config.base_url, key
         return
-    from tinkex.client.session.local import join_local_server
+    from tinkex.client.session.embedded_server import join_local_server
 
     server = join_local_server()
     try:

@@ -71,7 +71,7 @@ def _checkpoints() -> Iterator[tuple[str, str]]:
     with contextlib.suppress(Exception):
         from tinkex.cli.state import State
         from tinkex.client.config import LOCAL
-        from tinkex.client.session.local import data_folder
+        from tinkex.client.session.embedded_server import data_folder
 
         state = State()
         if state.config(patient=False).base_url == LOCAL:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from tinkex.client.session.loop import background
+from tinkex.client.session.background_loop import background
 from tinkex.errors import ResultTimeoutError, TinkerError
 
 __all__ = [

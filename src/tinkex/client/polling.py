@@ -23,7 +23,7 @@ from tinkex.client.http.headers import JSON, PROTOBUF
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause, PollRetry
 from tinkex.client.http.transport import Call, status_error
-from tinkex.client.session.loop import loop_time
+from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,

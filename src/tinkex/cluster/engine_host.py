@@ -41,7 +41,7 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenOnNode:
     """A job that wrote a folder or a file is done; what it wrote is still on the node."""
 
     done: Done
@@ -70,7 +70,7 @@ class EngineHost:
             level=log_level.upper(), stream=sys.stderr, format="%(levelname)s worker: %(message)s"
         )
         os.umask(0o077)
-        self._events: queue.SimpleQueue[Event | Written] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | WrittenOnNode] = queue.SimpleQueue()
         clear_scratch()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
         self._node_id = node_id
@@ -122,7 +122,7 @@ class EngineHost:
 
     def events(self) -> tuple[bytes, pulse.Beat]:
         """What happened since the last call, or in the next second; and what the engine does."""
-        found: list[Event | Written] = []
+        found: list[Event | WrittenOnNode] = []
         try:
             found.append(self._events.get(timeout=BREATH_S))
             while len(found) < MAX_EVENTS:
@@ -142,7 +142,7 @@ class EngineHost:
             if isinstance(event, Done):
                 files = job_paths.parts(self._path(path))
                 sizes = {name: file.stat().st_size for name, file in files}
-                self._events.put(Written(event, path, sizes, is_ephemeral, stays))
+                self._events.put(WrittenOnNode(event, path, sizes, is_ephemeral, stays))
             else:
                 self._events.put(event)
 

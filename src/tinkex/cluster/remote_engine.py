@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tinkex.cluster.engine_host import Forget, Started, Written
+from tinkex.cluster.engine_host import Forget, Started, WrittenOnNode
 from tinkex.cluster.job_paths import WHOLE
 from tinkex.cluster.parcels import PIECE_BYTES, Parcels
 from tinkex.engine.folders import make_safe
@@ -56,7 +56,7 @@ class RemoteEngine:
         """Messages arrive in the order of the calls."""
         self._call("jobs", "tell", next(self._numbers), pickle.dumps(message, protocol=5))
 
-    async def events(self, timeout_s: float) -> tuple[list[Event | Written], Beat]:
+    async def events(self, timeout_s: float) -> tuple[list[Event | WrittenOnNode], Beat]:
         """What happened since, or in the next second.
 
         Raises:
@@ -72,7 +72,7 @@ class RemoteEngine:
         parcel = await self._parcels.get(path)
         await self._ask("files", "receive", path, parcel.sizes, *parcel.pieces)
 
-    async def fetch(self, written: Written) -> None:
+    async def fetch(self, written: WrittenOnNode) -> None:
         """Bring back what a job wrote there; here it is whole or not at all."""
         target = Path(written.path)
         target.parent.mkdir(parents=True, exist_ok=True)

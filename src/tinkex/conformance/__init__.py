@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tinkex.conformance.suite import Outcome, run_suite
+from tinkex.conformance.suite import CheckResult, run_suite
 
-__all__ = ["Outcome", "run_suite"]
+__all__ = ["CheckResult", "run_suite"]

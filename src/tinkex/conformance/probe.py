@@ -19,7 +19,7 @@ import numpy as np
 from tinkex.conformance.suite import Mismatch, Unsupported, expect
 from tinkex.wire import tinker_public_pb2 as pb
 
-__all__ = ["Probe", "Run", "datum", "logprobs_of"]
+__all__ = ["Probe", "ProbeRun", "datum", "logprobs_of"]
 
 SDK_VERSION = "0.36.0"
 TOKENS = [5, 17, 42, 9, 301, 77, 12, 3]
@@ -160,7 +160,7 @@ class Probe:
         expect(isinstance(answer.get("session_id"), str), "session_id, a string", answer)
         return str(answer["session_id"])
 
-    def new_run(self, rank: int = 4) -> Run:
+    def new_run(self, rank: int = 4) -> ProbeRun:
         """A fresh LoRA run of the probe's session."""
         seq = next(self._model_seq)
         answer = self.result(
@@ -185,10 +185,10 @@ class Probe:
             f"model_id {self.session_id}:train:{seq}",
             answer,
         )
-        return Run(probe=self, model_id=str(answer["model_id"]))
+        return ProbeRun(probe=self, model_id=str(answer["model_id"]))
 
     @functools.cached_property
-    def run(self) -> Run:
+    def run(self) -> ProbeRun:
         """A run shared by checks that leave no gradients behind."""
         return self.new_run()
 
@@ -238,7 +238,7 @@ class Probe:
 
 
 @dataclass
-class Run:
+class ProbeRun:
     """A training run under test: it hands out sequence numbers and decodes results."""
 
     probe: Probe

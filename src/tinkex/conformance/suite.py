@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from tinkex.conformance.probe import Probe
 
-__all__ = ["Check", "Mismatch", "Outcome", "Unsupported", "check", "expect", "run_suite"]
+__all__ = ["Check", "CheckResult", "Mismatch", "Unsupported", "check", "expect", "run_suite"]
 
 
 class Mismatch(Exception):
@@ -40,7 +40,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class CheckResult:
     section: str
     claim: str
     status: Literal["pass", "fail", "unsupported"]
@@ -66,7 +66,7 @@ def expect(condition: bool, expected: str, got: Any) -> None:
         raise Mismatch(expected, got)
 
 
-def run_suite(probe: Probe, only: str = "") -> Iterator[Outcome]:
+def run_suite(probe: Probe, only: str = "") -> Iterator[CheckResult]:
     """Run every check whose section or claim contains `only`; outcomes come as they are known."""
     for part in ("service", "training", "sampling", "rest"):  # Importing one registers its checks.
         import_module(f"tinkex.conformance.{part}")
@@ -75,9 +75,9 @@ def run_suite(probe: Probe, only: str = "") -> Iterator[Outcome]:
             yield _run(item, probe)
 
 
-def _run(item: Check, probe: Probe) -> Outcome:
-    def outcome(status: Literal["pass", "fail", "unsupported"], **texts: str) -> Outcome:
-        return Outcome(section=item.section, claim=item.claim, status=status, **texts)
+def _run(item: Check, probe: Probe) -> CheckResult:
+    def outcome(status: Literal["pass", "fail", "unsupported"], **texts: str) -> CheckResult:
+        return CheckResult(section=item.section, claim=item.claim, status=status, **texts)
 
     try:
         item.run(probe)

@@ -20,7 +20,7 @@ NOT_RECORDED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertCounts:
     """How a mixture routes: what `routed_experts` of its tokens look like."""
 
     count: int

@@ -41,7 +41,7 @@ from tinkex.engine.lora.adapter import (
     Target,
     build_adapter,
 )
-from tinkex.engine.lora.names import our_modules
+from tinkex.engine.lora.foreign_names import our_modules
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.train.optim import OptimizerState
 from tinkex.engine.train.shards import NUM_SHARDS

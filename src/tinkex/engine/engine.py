@@ -38,7 +38,7 @@ from tinkex.engine.holdings import give_back
 from tinkex.engine.pulse import Pulse
 from tinkex.engine.reports import cancelled, failure, safely, tell
 from tinkex.engine.sample.scheduler import FairShare
-from tinkex.engine.snapshots import Snapshot, Snapshots, snapshot_room, version_of
+from tinkex.engine.snapshots import AdapterSnapshot, Snapshots, snapshot_room, version_of
 
 log = logging.getLogger(__name__)
 MEASURE_EVERY_S, RESTING_S = 10.0, 60.0
@@ -412,7 +412,7 @@ class TorchEngine:
         image = trainer.capture(job)
         snapshot = None
         if job.for_sampling:
-            snapshot = Snapshot(trainer.snapshot(job.adapter_id), job.job_id)
+            snapshot = AdapterSnapshot(trainer.snapshot(job.adapter_id), job.job_id)
             self._snapshots.keep(trainer.base_model, job.folder, snapshot)
         write = partial(_write, job, image, snapshot)
         self._written[disk] = disk.submit(self._attempt, job, emit, write)
@@ -439,7 +439,7 @@ class TorchEngine:
 
 
 def _write(
-    job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: Snapshot | None
+    job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: AdapterSnapshot | None
 ) -> jobs.AdapterResult:
     size_bytes = checkpoint.write(job.folder, image, sync=not job.ephemeral)
     if snapshot is not None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import OptimizerParams
-from tinkex.contract.routing import Experts
+from tinkex.contract.routing import ExpertCounts
 from tinkex.contract.sampling import DrawSettings, SampleOptions
 from tinkex.engine.metrics import Tally
 from tinkex.engine.pulse import Pulse
@@ -138,7 +138,7 @@ class TrainDatum:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomLoss:
+class TracedLoss:
     """A traced loss as it arrived on the wire (contract 5.7); the engine rebuilds it."""
 
     inputs: tuple[tuple[str, int], ...]
@@ -155,7 +155,7 @@ class TrainJob:
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
     backward: bool = True
     """False: forward only, no gradient is gathered."""
-    custom_loss: CustomLoss | None = None
+    custom_loss: TracedLoss | None = None
     shards: tuple[int, ...] = ()
     """The virtual shard of each datum (`train.shards`), of a job that is a part of a larger one;
     empty: the engine deals them itself."""
@@ -358,7 +358,7 @@ class ModelInfo:
     tokenizer_id: str
     """A name or local path that a tokenizer loader accepts."""
     eos_token_ids: tuple[int, ...]
-    experts: Experts | None = None
+    experts: ExpertCounts | None = None
     """None: it has none, or their choice can be neither recorded nor prescribed."""
     note: str = ""
     """What a user should know about these weights."""

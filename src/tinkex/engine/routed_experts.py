@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkex.contract.routing import NOT_RECORDED, PER_WORD, Experts
+from tinkex.contract.routing import NOT_RECORDED, PER_WORD, ExpertCounts
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 
@@ -23,7 +23,7 @@ def pack(chosen_TLk: NDArray[np.int16]) -> NDArray[np.int64]:
     return np.ascontiguousarray(padded, "<i2").view("<i8")
 
 
-def require(experts: Experts | None, model: str, path: str) -> Experts:
+def require(experts: ExpertCounts | None, model: str, path: str) -> ExpertCounts:
     """Refuse a model of which no routing is known."""
     if experts is None:
         raise NotSupportedError(
@@ -34,7 +34,7 @@ def require(experts: Experts | None, model: str, path: str) -> Experts:
     return experts
 
 
-def unpack(words: Any, experts: Experts, num_tokens: int, path: str) -> NDArray[np.int16]:
+def unpack(words: Any, experts: ExpertCounts, num_tokens: int, path: str) -> NDArray[np.int16]:
     """[T, L, k] from the words of a datum; -1 where the router chooses.
 
     Raises:

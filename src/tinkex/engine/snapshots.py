@@ -23,7 +23,7 @@ _IDLE_S = 600.0
 
 
 @dataclass(slots=True)
-class Snapshot:
+class AdapterSnapshot:
     adapter: Adapter
     version: str
     """The hash of its content; of one that is being written, the job's id."""
@@ -39,7 +39,7 @@ class Snapshot:
 class Snapshots:
     def __init__(self, room_bytes: int) -> None:
         self._room_bytes = room_bytes
-        self._kept: OrderedDict[tuple[str, str], Snapshot] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], AdapterSnapshot] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -48,15 +48,15 @@ class Snapshots:
     def size_bytes(self) -> int:
         return sum(kept.size_bytes for kept in self._kept.values())
 
-    def find(self, base: str, folder: str, read: Callable[[str], Adapter]) -> Snapshot:
+    def find(self, base: str, folder: str, read: Callable[[str], Adapter]) -> AdapterSnapshot:
         """The weights in a folder, read where they are not kept."""
         found, written = self._kept.get((base, folder)), version_of(folder)
         if found is None or (written is not None and written != found.written):
-            found = Snapshot(read(folder), checkpoint.content_of(folder), written)
+            found = AdapterSnapshot(read(folder), checkpoint.content_of(folder), written)
         self.keep(base, folder, found)
         return found
 
-    def keep(self, base: str, folder: str, snapshot: Snapshot) -> None:
+    def keep(self, base: str, folder: str, snapshot: AdapterSnapshot) -> None:
         self._kept[base, folder] = snapshot
         self._kept.move_to_end((base, folder))
         total = self.size_bytes

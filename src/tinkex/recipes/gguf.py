@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tinkex.engine.model.base_model import ModelConfig
 
-__all__ = ["NumberType", "Written", "write_gguf"]
+__all__ = ["NumberType", "WrittenFile", "write_gguf"]
 
 NumberType = Literal["f32", "f16", "q8_0"]
 _FILE_TYPE = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
@@ -35,7 +35,7 @@ _OTHER_WAY = "Export with --to merged and run llama.cpp's convert_hf_to_gguf.py 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class WrittenFile:
     file: Path
     num_tensors: int
     num_bytes: int
@@ -43,7 +43,7 @@ class Written:
 
 def write_gguf(
     folder: str | Path, output: str | Path, *, number_type: NumberType = "f16", name: str = ""
-) -> Written:
+) -> WrittenFile:
     """Write the model in `folder` to the file `output`, which appears whole or not at all.
 
     Norms and biases stay float32 whatever the number type, as llama.cpp wants them.
@@ -66,7 +66,7 @@ def write_gguf(
         aside = Path(scratch) / output.name
         num_tensors = _write(writer, aside, folder, config, number_type)
         aside.replace(output)
-    return Written(file=output, num_tensors=num_tensors, num_bytes=output.stat().st_size)
+    return WrittenFile(file=output, num_tensors=num_tensors, num_bytes=output.stat().st_size)
 
 
 def _check(config: ModelConfig) -> None:

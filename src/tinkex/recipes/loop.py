@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkex.contract.models import DEFAULT_MODEL as DEFAULT_MODEL
 from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
-from tinkex.recipes.run_log import RunLog, Saved, make_trackers
+from tinkex.recipes.run_log import RunLog, SavedStep, make_trackers
 
 if TYPE_CHECKING:
     from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient
@@ -186,12 +186,14 @@ class ServerTracker:
             self._is_refused = True
 
 
-def save(training: TrainingClient, log: RunLog, step: int, *, for_sampler: bool = False) -> Saved:
+def save(
+    training: TrainingClient, log: RunLog, step: int, *, for_sampler: bool = False
+) -> SavedStep:
     """Save state and optimizer so that the run can go on from `step`; note it in the log."""
     name = f"step-{step:06d}"
     state = training.save_state(name, overwrite=True)
     sampler = training.save_weights_for_sampler(name) if for_sampler else None
-    saved = Saved(
+    saved = SavedStep(
         step=step,
         state_path=state.result().path,
         sampler_path=sampler.result().path if sampler else None,

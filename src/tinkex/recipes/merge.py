@@ -99,7 +99,7 @@ class _Deltas:
     def __init__(self, folder: Path, config: Mapping[str, Any], model_type: str) -> None:
         from safetensors.torch import load_file
 
-        from tinkex.engine.lora.names import our_modules
+        from tinkex.engine.lora.foreign_names import our_modules
 
         self._config, self._model_type = config, model_type
         self._ranks = ModulePatterns(config.get("rank_pattern"), field="rank_pattern")

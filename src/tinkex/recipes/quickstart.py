@@ -21,24 +21,24 @@ from tinkex.recipes.sft import SftConfig, train
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient
 
-__all__ = ["Exchange", "Outcome", "ask", "run"]
+__all__ = ["Dialog", "QuickstartResult", "ask", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class Dialog:
     question: str
     before: str
     after: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class QuickstartResult:
     result: Result
     loss_before: float
     loss_after: float
     num_trained: int = 0
     """Steps made by this call; the others are an earlier one's."""
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[Dialog, ...] = ()
 
 
 def sft_config(folder: Path, *, model: str = DEFAULT_MODEL, epochs: float = 2.0) -> SftConfig:
@@ -66,7 +66,7 @@ def run(
     *,
     model: str = DEFAULT_MODEL,
     epochs: float = 2.0,
-) -> Outcome:
+) -> QuickstartResult:
     """Train, or go on where an earlier call in this folder was interrupted."""
     folder.mkdir(parents=True, exist_ok=True)
     config = sft_config(folder, model=model, epochs=epochs)
@@ -78,16 +78,16 @@ def run(
     result = train(config, service, on_step, on_note)
     losses, num_trained = _held_out_losses(folder), result.step - start
     if result.interrupted:
-        return Outcome(
+        return QuickstartResult(
             result=result, loss_before=losses[0], loss_after=losses[-1], num_trained=num_trained
         )
     on_note("Asking the trained model ...")
     after = ask(service.create_sampling_client(model_path=result.sampler_path), QUESTIONS_TO_SHOW)
     exchanges = tuple(
-        Exchange(question=question, before=one, after=two)
+        Dialog(question=question, before=one, after=two)
         for question, one, two in zip(QUESTIONS_TO_SHOW, before, after, strict=True)
     )
-    return Outcome(
+    return QuickstartResult(
         result=result,
         loss_before=losses[0],
         loss_after=losses[-1],

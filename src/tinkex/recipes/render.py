@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tinkex.chat.conversation import Conversation
 from tinkex.chat.messages import Message as ChatMessage
+from tinkex.chat.renderer import ChatRenderer
 from tinkex.errors import InvalidInputError
 from tinkex.recipes.data import Message
 from tinkex.types import Datum, ModelInput
@@ -46,7 +46,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._chat = Conversation(tokenizer)
+        self._chat = ChatRenderer(tokenizer)
 
     @property
     def stop(self) -> list[int] | list[str]:

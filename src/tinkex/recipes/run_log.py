@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from tinkex.errors import ConfigError
 
-__all__ = ["RunLog", "Saved", "Tracker", "make_trackers"]
+__all__ = ["RunLog", "SavedStep", "Tracker", "make_trackers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedStep:
     """A saved state: `step` steps are in it."""
 
     step: int
@@ -79,7 +79,7 @@ class RunLog:
         """Send metrics there too, from now on."""
         self._trackers = (*self._trackers, tracker)
 
-    def saved(self, saved: Saved) -> None:
+    def saved(self, saved: SavedStep) -> None:
         _append(
             self.checkpoints_file,
             {
@@ -122,12 +122,12 @@ class RunLog:
                 )
         _write_whole(file, json.dumps(config, indent=2) + "\n")
 
-    def _read_last(self) -> Saved | None:
+    def _read_last(self) -> SavedStep | None:
         lines = _read_lines(self.checkpoints_file)
         if not lines:
             return None
         fields = {name: lines[-1].get(name) for name in ("step", "state_path", "sampler_path")}
-        return Saved(**fields)  # type: ignore[arg-type]
+        return SavedStep(**fields)  # type: ignore[arg-type]
 
     def _read_end(self) -> dict[str, Any] | None:
         try:

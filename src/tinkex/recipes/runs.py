@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinkex.client.session.local import state_folder
+from tinkex.client.session.embedded_server import state_folder
 from tinkex.errors import ConfigError, ModelNotFoundError
 
 __all__ = ["NamedRun", "find", "find_path", "known", "remember"]

@@ -19,7 +19,7 @@ def stack_experts(folder: str | Path) -> int:
     """Stack the experts of an adapter's folder, in place; returns how many stacks there are."""
     from safetensors.torch import load_file, save_file
 
-    from tinkex.engine.lora.names import stacked
+    from tinkex.engine.lora.foreign_names import stacked
 
     path = Path(folder) / _FILE
     pairs: dict[str, dict[str, object]] = {}

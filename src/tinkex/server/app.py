@@ -38,7 +38,7 @@ from tinkex.server.guard.logs import answering
 from tinkex.server.guard.origin import check_local
 from tinkex.server.guard.quotas import LIMITED_PATHS, Quotas
 from tinkex.server.guard.strangers import Strangers
-from tinkex.server.metrics import Metrics
+from tinkex.server.metrics import ServerMetrics
 from tinkex.server.presence import Presence
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
@@ -119,7 +119,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
     )
     app.state.config = config
-    app.state.metrics = Metrics()
+    app.state.metrics = ServerMetrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)
     app.state.quotas = Quotas(store, config)
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
@@ -185,7 +185,7 @@ class FrontDoor:
 
     def __init__(self, root: Application) -> None:
         self._root = root
-        self._metrics: Metrics = root.state.metrics
+        self._metrics: ServerMetrics = root.state.metrics
         self._presence: Presence = root.state.presence
         self._hot = _hot_routes()
         self._foreign = compat.endpoints()

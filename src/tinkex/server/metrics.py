@@ -116,7 +116,7 @@ class AnsweredUsers(Collector):
         return (requests,)
 
 
-class Metrics:
+class ServerMetrics:
     """One registry per app, so that several apps live in one process."""
 
     def __init__(self) -> None:

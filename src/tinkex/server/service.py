@@ -27,7 +27,7 @@ from tinkex.server.guard.quotas import Quotas
 from tinkex.server.operations.operation import Operation, Tools
 from tinkex.server.operations.table import make_operations
 from tinkex.server.problems import ApiError
-from tinkex.server.work.curves import Curves
+from tinkex.server.work.curves import LiveCurves
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.lane import Lane, Means
@@ -79,7 +79,7 @@ class Service:
         self.catalog = Catalog(config, pool)
         self.sessions = LiveSessions(store)
         self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
-        self.curves = Curves(store)
+        self.curves = LiveCurves(store)
         self.rollouts = Rollouts(
             is_on=config.keep_rollouts,
             ttl_s=config.rollout_ttl_s,

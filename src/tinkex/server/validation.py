@@ -18,7 +18,7 @@ from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.sampling import DrawSettings, SampleOptions, check_vocabulary, read_stop
 from tinkex.engine import routed_experts
 from tinkex.engine.arrays import form_of
-from tinkex.engine.jobs import Array, CsrArray, CustomLoss, ModelInfo, SampleJob, TrainDatum
+from tinkex.engine.jobs import Array, CsrArray, ModelInfo, SampleJob, TracedLoss, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import decode
 from tinkex.server.decode import TrainRequest
@@ -142,7 +142,7 @@ def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
     from tinkex.engine.train.graph import check_graph as check
 
     pairs = tuple((item["name"], item["rank"]) for item in inputs)
-    check(CustomLoss(inputs=pairs, graph=graph))
+    check(TracedLoss(inputs=pairs, graph=graph))
 
 
 # ------------------------------------------------------------------------------------ sampling

@@ -16,7 +16,7 @@ _table = schema.checkpoint_names
 MAX_PER_USER = 10_000
 
 
-class Names:
+class CheckpointNames:
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         self._reader = reader
         self._writer = writer

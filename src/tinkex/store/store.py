@@ -25,7 +25,7 @@ from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, ROW_TTL_S, Journal
 from tinkex.store.models import Models
-from tinkex.store.names import Names
+from tinkex.store.names import CheckpointNames
 from tinkex.store.sampling import Sampling
 from tinkex.store.sessions import Sessions
 from tinkex.store.trajectories import Trajectories
@@ -63,7 +63,7 @@ class Store:
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)
         self.folders = Folders(reader, self._writer)
-        self.names = Names(reader, self._writer)
+        self.names = CheckpointNames(reader, self._writer)
         self.curves = Curves(reader, self._writer)
         self.trajectories = Trajectories(reader, self._writer)
         self.audit = Audit(reader, self._writer)

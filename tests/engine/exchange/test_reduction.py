@@ -16,7 +16,7 @@ import torch
 
 from tinkex.engine.exchange import reduction
 from tinkex.engine.exchange.meeting import Meeting, MeetingLost, meet, open_store
-from tinkex.engine.exchange.reduction import Part, parts_of, reduce
+from tinkex.engine.exchange.reduction import PartialSum, parts_of, reduce
 from tinkex.engine.train.shards import NUM_SHARDS, tree_sum
 from tinkex.errors import EngineError
 
@@ -99,9 +99,17 @@ def test_without_shards_members_are_added_in_their_order(tmp_path: Path) -> None
 
 
 def test_only_sums_of_whole_subtrees_travel() -> None:
-    assert parts_of({shard: (shard // 4,) for shard in range(8)}) == [Part(0, 0, 4), Part(1, 4, 4)]
+    assert parts_of({shard: (shard // 4,) for shard in range(8)}) == [
+        PartialSum(0, 0, 4),
+        PartialSum(1, 4, 4),
+    ]
     mixed = {0: (0,), 1: (1,), 2: (1,), 3: (1,), 5: (0,), 6: (0,)}
-    assert parts_of(mixed) == [Part(0, 0, 1), Part(1, 1, 1), Part(1, 2, 2), Part(0, 4, 4)]
+    assert parts_of(mixed) == [
+        PartialSum(0, 0, 1),
+        PartialSum(1, 1, 1),
+        PartialSum(1, 2, 2),
+        PartialSum(0, 4, 4),
+    ]
     assert parts_of({}) == []
 
 

@@ -10,7 +10,7 @@ import torch
 from table import FAMILIES, VOCAB, merged
 from torch.func import functional_call
 
-from tinkex.engine.lora.adapter import LoraBatch, Span, fresh_adapter
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.families import FAMILIES as NATIVE
@@ -86,7 +86,7 @@ def test_adapters_of_two_tenants_get_the_gradients_of_float64(family_model, fami
     adapters = [noisy_adapter(decoder, seed, rank=2 + seed) for seed in range(2)]
     texts = sequences_of([7, 11, 19])
     bounds = [0, 7, 37]
-    lora = LoraBatch([Span(0, 7, adapters[0]), Span(7, 37, adapters[1])])
+    lora = LoraBatch([AdapterSpan(0, 7, adapters[0]), AdapterSpan(7, 37, adapters[1])])
     slope = torch.randn(37, VOCAB, generator=torch.Generator().manual_seed(5))
     leaves = [p for a in adapters for p in a.parameters()]
     runs = []

@@ -23,7 +23,7 @@ from tinkex.engine.cuda import delta_rule
 from tinkex.engine.cuda.families import FamilyDecoder
 from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.lora import operand
-from tinkex.engine.lora.adapter import LoraBatch, Span
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model import delta
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.base_model import resolve
@@ -85,7 +85,7 @@ def test_a_training_pass_gives_the_plain_decoders_numbers(family_model, cuda_dec
     # interpreter's time row by row.
     lengths = [5, 3, 6] if family in HYBRIDS else [7, 5, 12]
     texts, cut, size = sequences_of(lengths), sum(lengths[:2]), sum(lengths)
-    lora = LoraBatch([Span(0, cut, adapters[0]), Span(cut, size, adapters[1])])
+    lora = LoraBatch([AdapterSpan(0, cut, adapters[0]), AdapterSpan(cut, size, adapters[1])])
     slope = torch.randn(size, plain.config.hidden_size, generator=torch.Generator().manual_seed(5))
     positions = torch.cat([torch.arange(len(t)) for t in texts])
     answers = []
@@ -115,7 +115,7 @@ def pass_of(decoder, adapter, given):
     attend = PackedCausal([0, 7, 19], decoder.config.windows)
     adapter.drop_grad()
     adapter.start_grad()
-    routing, lora = Routing(given), LoraBatch([Span(0, 19, adapter)])
+    routing, lora = Routing(given), LoraBatch([AdapterSpan(0, 19, adapter)])
     hidden = decoder.forward(torch.cat(texts), positions, attend, lora, routing=routing)
     hidden.backward(slope)
     return hidden.detach(), adapter.grad.clone(), routing.chosen
@@ -184,7 +184,7 @@ def test_tokens_on_the_card_follow_the_rule(family_model, family, lengths):
             raise AssertionError
 
     truth = decoder._delta(0, weights, fused, Plainly())
-    tokens = cuda_delta.Tokens.of(slots, lengths, fused.device)
+    tokens = cuda_delta.TokenBounds.of(slots, lengths, fused.device)
     ours = cuda_delta.advance(weights, weights.in_order(fused), conv, heads, tokens, eps)
     torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-5)
     for slot, after in expected.items():

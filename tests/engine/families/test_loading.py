@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_arithmetic import noisy_adapter, packed, sequences_of
 
-from tinkex.engine.lora.adapter import LoraBatch, Span
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.loading import weight_bytes
@@ -128,7 +128,7 @@ def test_mxfp4_experts_stay_in_4_bits_where_they_would_not_fit(mxfp4, monkeypatc
     texts, runs = sequences_of([9, 5]), []
     for decoder in (roomy, tight):
         adapter = noisy_adapter(decoder, 1)
-        lora = LoraBatch([Span(0, 14, adapter)])
+        lora = LoraBatch([AdapterSpan(0, 14, adapter)])
         for room in (1e9, 0):
             out = packed(decoder, texts, lora, room=room)
             leaves = list(adapter.parameters())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tinkex.engine.lora.adapter import Kind, LoraBatch, Span, fresh_adapter
+from tinkex.engine.lora.adapter import AdapterSpan, Kind, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.base_model import config_from_hf
 from tinkex.engine.model.decoder import Decoder
@@ -156,7 +156,7 @@ def test_what_a_doctor_says_of_training_is_what_a_pass_keeps(arch):
 
     tokens = torch.arange(length) % 512
     attend = PackedCausal([0, length], config.windows)
-    lora = LoraBatch([Span(0, length, adapter)])
+    lora = LoraBatch([AdapterSpan(0, length, adapter)])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         hidden = decoder.forward(tokens, torch.arange(length), attend, lora)
     assert hidden.requires_grad

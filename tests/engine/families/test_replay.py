@@ -9,7 +9,7 @@ from table import MIXTURES, VOCAB
 from test_sampling import PROMPT, run, sampler_of
 
 from tinkex.contract.optimizers import AdamParams
-from tinkex.contract.routing import Experts
+from tinkex.contract.routing import ExpertCounts
 from tinkex.engine import jobs, routed_experts
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.mixture import Routing
@@ -204,7 +204,7 @@ def test_recomputed_layers_replay_too(family_model):
 
 # ------------------------------------------------------------------------------------- refusals
 
-SHAPE = Experts(count=6, per_token=5, layers=2)
+SHAPE = ExpertCounts(count=6, per_token=5, layers=2)
 
 
 def rows(num_tokens: int = 3) -> np.ndarray:

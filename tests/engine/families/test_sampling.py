@@ -10,7 +10,7 @@ from table import FAMILIES, HYBRIDS, VOCAB
 from test_arithmetic import noisy_adapter, packed
 
 from tinkex.engine import jobs
-from tinkex.engine.lora.adapter import LoraBatch, Span
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 
 PROMPT = np.arange(3, 40) % VOCAB
@@ -37,7 +37,7 @@ def scored(decoder, adapter, tokens, start):
     """The trainer's logprobs of tokens from `start` on."""
     tokens = torch.as_tensor(tokens)
     with torch.no_grad():
-        lora = LoraBatch([Span(0, len(tokens), adapter)]) if adapter else None
+        lora = LoraBatch([AdapterSpan(0, len(tokens), adapter)]) if adapter else None
         logp = packed(decoder, [tokens], lora).log_softmax(-1)
     return logp[start - 1 : -1].gather(1, tokens[start:, None])[:, 0].numpy()
 

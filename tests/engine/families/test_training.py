@@ -23,7 +23,7 @@ from tinkex.engine.jobs import (
     TrainJob,
     TrainResult,
 )
-from tinkex.engine.lora.adapter import LoraBatch, Span
+from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.mixture import Routing
@@ -122,7 +122,7 @@ def test_peft_computes_what_we_saved_and_we_read_what_peft_saves(family_model, f
     with torch.no_grad():
         truth = adapted(text[None], use_cache=False).logits[0]
         ours = packed(
-            trainer.decoder, [text], LoraBatch([Span(0, 14, trainer.adapters["a"].adapter)])
+            trainer.decoder, [text], LoraBatch([AdapterSpan(0, 14, trainer.adapters["a"].adapter)])
         )
         plain = packed(trainer.decoder, [text])
     assert float((ours - truth).norm() / truth.norm()) < 1e-4
@@ -164,7 +164,7 @@ def test_an_adapter_goes_out_comes_back_and_merges(family_model, family, tmp_pat
     merge_adapter(tmp_path / "peft", tmp_path / "merged", base=model.folder)
     texts = sequences_of([9, 14])
     with torch.no_grad():
-        ours = packed(trainer.decoder, texts, LoraBatch([Span(0, 23, adapter)]))
+        ours = packed(trainer.decoder, texts, LoraBatch([AdapterSpan(0, 23, adapter)]))
         theirs = packed(load_decoder(str(tmp_path / "merged")), texts)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
 
@@ -220,7 +220,7 @@ def test_experts_stacked_with_a_shared_side_come_in_and_merge(family_model, fami
     merge_adapter(tmp_path / "ad", tmp_path / "merged", base=model.folder)
     texts = sequences_of([9, 14])
     with torch.no_grad():
-        ours = packed(decoder, texts, LoraBatch([Span(0, 23, adapter)]))
+        ours = packed(decoder, texts, LoraBatch([AdapterSpan(0, 23, adapter)]))
         theirs = packed(load_decoder(str(tmp_path / "merged")), texts)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
 

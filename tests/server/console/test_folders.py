@@ -12,7 +12,7 @@ import httpx
 import pytest
 from visits import HOSTILE
 
-from tinkex.server.console.local import create_app
+from tinkex.server.console.folder_pages import create_app
 
 
 def write(file: Path, *lines: dict) -> None:

@@ -46,7 +46,7 @@ def console(state: State, log_dir: Path | None, port: int, no_browser: bool) -> 
 
 
 def _show_folders(state: State, log_dir: Path, port: int, no_browser: bool) -> None:
-    from tinkex.server.console.local import LocalConsole
+    from tinkex.server.console.folder_pages import LocalConsole
 
     if not log_dir.is_dir():
         raise click.ClickException(f"There is no folder {log_dir}.")

@@ -135,7 +135,7 @@ def _one_run(folders: list[Path], wanted: str) -> tuple[Path, str]:
 
 def _cleared(state: State, folder: Path, older_than_s: float, run_id: str) -> Cleared:
     """Clear a folder; that of the private server once it has ended, seconds after its last use."""
-    from tinkex.client.session.local import IDLE_S
+    from tinkex.client.session.embedded_server import IDLE_S
     from tinkex.server.files.usage import clear
     from tinkex.store.claim import InUseError
 
@@ -163,7 +163,7 @@ def _spare(run: RunHoldings) -> int:
 
 def _data_folders(given: Path | None) -> Iterator[Path]:
     """Those that hold a database; the private server's come first."""
-    from tinkex.client.session.local import state_folder
+    from tinkex.client.session.embedded_server import state_folder
 
     if given is not None:
         yield given.expanduser()

@@ -45,7 +45,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
+class ScoreGap:
     """How far two scores of the same tokens lie apart, in nats."""
 
     mean: float
@@ -241,7 +241,7 @@ def _compare(service: ServiceClient, model: str, num_tokens: int) -> Finding:
     return Finding(check=f"logprobs {model}", verdict=gap.verdict, detail=str(gap))
 
 
-def logprob_gap(service: ServiceClient, model: str, num_tokens: int = 64) -> Gap:
+def logprob_gap(service: ServiceClient, model: str, num_tokens: int = 64) -> ScoreGap:
     """Sample from a fresh adapter, score the same tokens with the trainer, compare."""
     from tinkex import Datum, ModelInput, SamplingParams
 
@@ -261,10 +261,10 @@ def logprob_gap(service: ServiceClient, model: str, num_tokens: int = 64) -> Gap
     return compare(list(sequence.logprobs or []), trained)
 
 
-def compare(sampled: Sequence[float], trained: Sequence[float]) -> Gap:
+def compare(sampled: Sequence[float], trained: Sequence[float]) -> ScoreGap:
     """The gap between two lists of log-probabilities of the same tokens."""
     differences = [t - s for s, t in zip(sampled, trained, strict=True)]
-    return Gap(
+    return ScoreGap(
         mean=sum(map(abs, differences)) / len(differences),
         max=max(map(abs, differences)),
         kl=sum(math.exp(d) - d - 1 for d in differences) / len(differences),

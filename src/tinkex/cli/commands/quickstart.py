@@ -18,7 +18,7 @@ from tinkex.cli.progress import stderr_console, steps, waiting
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
-    from tinkex.recipes.quickstart import Outcome
+    from tinkex.recipes.quickstart import QuickstartResult
 
 
 @click.command(cls=Leaf)
@@ -91,7 +91,9 @@ def _say_how_to_resume(state: State, folder: Path) -> None:
         )
 
 
-def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: float) -> None:
+def _show(
+    state: State, outcome: QuickstartResult, folder: Path, adapter: Path, seconds: float
+) -> None:
     if state.format == "json":
         from tinkex.cli.output import print_json
 
@@ -125,7 +127,7 @@ def _show(state: State, outcome: Outcome, folder: Path, adapter: Path, seconds: 
     stderr_console().print(f"\nNext: {program()} chat {folder}", markup=False)
 
 
-def _when(outcome: Outcome, seconds: float) -> str:
+def _when(outcome: QuickstartResult, seconds: float) -> str:
     """Old figures do not look like new ones."""
     if outcome.num_trained == outcome.result.step:
         return f", {seconds:.0f} s"

@@ -17,7 +17,7 @@ from tinkex.client.http.headers import PROTOBUF
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
 from tinkex.client.session.flags import ServerFlags
-from tinkex.client.training.submission import Part
+from tinkex.client.training.submission import CallPart
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.tensor_data import from_list
 from tinkex.wire import chunking, requests, results
@@ -47,7 +47,7 @@ def pass_parts(
     loss_fn_config: Mapping[str, float | str] | None,
     *,
     forward_only: bool,
-) -> list[Part]:
+) -> list[CallPart]:
     """The requests of one pass: the batch, cut as the server wants it."""
     limits = chunking.LIMITS_V04
     if not flags.old_generation:
@@ -61,7 +61,7 @@ def pass_parts(
         config = () if loss_fn_config is None else (loss_fn_config,)
         asked = types.ForwardBackwardInput(chunk, loss_fn, *config)
         size_bytes = sum(map(chunking.datum_size, chunk))
-        parts.append(Part(_pass_encoder(flags, model_id, asked, forward_only), size_bytes))
+        parts.append(CallPart(_pass_encoder(flags, model_id, asked, forward_only), size_bytes))
     return parts
 
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from tinkex.client.session.loop import loop_time
+from tinkex.client.session.background_loop import loop_time
 
 __all__ = ["Budgets", "ByteSemaphore", "RateLimiter", "SampleGate"]
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from tinkex.client.session.loop import loop_time
+from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
 
 __all__ = [

@@ -37,8 +37,8 @@ from tinkex.client.http.retry import (
     RetryPolicy,
     parse_retry_after_s,
 )
+from tinkex.client.session.background_loop import loop_time
 from tinkex.client.session.credentials import TokenProvider
-from tinkex.client.session.loop import loop_time
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,

@@ -19,7 +19,7 @@ from tinkex import types
 from tinkex.client.futures import APIFuture
 from tinkex.client.recovery.policy import RecoveryPolicy
 
-__all__ = ["BLOCKS", "CallLog", "RecordedCall", "Saved"]
+__all__ = ["BLOCKS", "CallLog", "RecordedCall", "SavedPoint"]
 
 CHANGES_STATE = frozenset(
     """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
@@ -67,7 +67,7 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedPoint:
     """A checkpoint that exists, and where in the order of calls it stands."""
 
     path: str
@@ -80,12 +80,12 @@ class CallLog:
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
         self.calls: list[RecordedCall] = []
-        self.saved: list[Saved] = []
+        self.saved: list[SavedPoint] = []
         self.position = 0
         """Where the next call will stand."""
         self._step_began = 0
         self._forgotten = -1  # calls up to this position are no longer remembered
-        self._done: deque[Saved] = deque()
+        self._done: deque[SavedPoint] = deque()
 
     @property
     def is_exact(self) -> bool:
@@ -109,11 +109,13 @@ class CallLog:
 
         def saved(done: Any) -> None:
             if not done.cancelled() and done.exception() is None:
-                self._done.append(Saved(done.result().path, call.position, metric, call.is_ours))
+                self._done.append(
+                    SavedPoint(done.result().path, call.position, metric, call.is_ours)
+                )
 
         future.add_done_callback(saved)
 
-    def take_saves(self) -> list[Saved]:
+    def take_saves(self) -> list[SavedPoint]:
         """Count in what was finished meanwhile and forget what that makes needless.
 
         Returns the checkpoints of our own that nobody needs any more.
@@ -145,12 +147,12 @@ class CallLog:
         second = self.saved[-2].position if len(self.saved) > 1 else -1
         return min(second, max((s.position for s in self.saved if self._is_usable(s)), default=-1))
 
-    def _is_usable(self, saved: Saved) -> bool:
+    def _is_usable(self, saved: SavedPoint) -> bool:
         """A checkpoint past a call whose answer never came could not give that answer any more."""
         open_calls = (call.position for call in self.calls if call.is_open)
         return saved.position < min(open_calls, default=self.position)
 
-    def _best(self, saved: Sequence[Saved]) -> Saved | None:
+    def _best(self, saved: Sequence[SavedPoint]) -> SavedPoint | None:
         scored = [(one.metric, one) for one in saved if one.metric is not None]
         if self._policy.checkpoint != "best" or not scored:
             return None
@@ -159,7 +161,7 @@ class CallLog:
 
     # -- rebuilding
 
-    def candidates(self, known: Sequence[Saved]) -> list[Saved]:
+    def candidates(self, known: Sequence[SavedPoint]) -> list[SavedPoint]:
         """Checkpoints to try, the wanted one first. `known`: all there are, newest first."""
         known = [one for one in known if not self._was_saved_again(one)]
         first = [one for one in known if one is self._best(known)]
@@ -167,7 +169,7 @@ class CallLog:
             first = [one for one in known if self._is_usable(one)]
         return first + [one for one in known if one not in first]
 
-    def distrusted(self, known: Sequence[Saved]) -> list[str]:
+    def distrusted(self, known: Sequence[SavedPoint]) -> list[str]:
         """What is wrong with those that are no candidates."""
         return [
             f"{saved.path} was being saved again and may hold either state: give each save a name "
@@ -176,7 +178,7 @@ class CallLog:
             if self._was_saved_again(saved)
         ]
 
-    def _was_saved_again(self, saved: Saved) -> bool:
+    def _was_saved_again(self, saved: SavedPoint) -> bool:
         """Its name was used again later: nobody knows which of the two states it stands for."""
         return any(
             other.position > saved.position and other.path == saved.path for other in self.saved
@@ -187,7 +189,7 @@ class CallLog:
             for call in self.calls
         )
 
-    def place(self, listed: Sequence[types.Checkpoint]) -> list[Saved]:
+    def place(self, listed: Sequence[types.Checkpoint]) -> list[SavedPoint]:
         """Checkpoints that the server lists, newest first; saves of ours stand where we made them.
 
         One that was made before us stands before every call.
@@ -196,7 +198,7 @@ class CallLog:
         places = {call.save_name: call.position for call in reversed(saves)}
         training = [one for one in listed if one.checkpoint_type == "training"]
         return [
-            Saved(
+            SavedPoint(
                 path=one.tinker_path,
                 position=places.get(one.tinker_path.rpartition("/")[2], -1),
                 metric=_number((one.user_metadata or {}).get(self._policy.metric)),
@@ -204,7 +206,7 @@ class CallLog:
             for one in sorted(training, key=lambda one: one.time, reverse=True)
         ]
 
-    def to_repeat(self, saved: Saved) -> list[RecordedCall]:
+    def to_repeat(self, saved: SavedPoint) -> list[RecordedCall]:
         """What the checkpoint does not hold, and whatever can and must still be answered."""
         if self.is_exact:
             after = [call for call in self.calls if call.position > saved.position]
@@ -213,7 +215,7 @@ class CallLog:
         # A checkpoint of ours would name a state that is no longer the one it was made for.
         return [call for call in recent if not call.is_ours]
 
-    def num_forgotten(self, saved: Saved) -> int:
+    def num_forgotten(self, saved: SavedPoint) -> int:
         """How many calls after the checkpoint are no longer remembered."""
         return max(0, self._forgotten - saved.position) if self.is_exact else 0
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture
-from tinkex.client.recovery.call_log import CallLog, Saved
+from tinkex.client.recovery.call_log import CallLog, SavedPoint
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.errors import (
     BadRequestError,
@@ -57,7 +57,7 @@ class Rebuilder:
 
     def load_first(
         self, service: ServiceClient, run_ids: Sequence[str]
-    ) -> tuple[Saved, TrainingClient]:
+    ) -> tuple[SavedPoint, TrainingClient]:
         """A new run from the first checkpoint that can still be loaded."""
         create: Callable[..., APIFuture[TrainingClient]] = service.create_training_client_from_state
         if self._policy.restore_optimizer:
@@ -78,10 +78,10 @@ class Rebuilder:
             + ("; ".join(refusals) or "None was saved: set save_every_steps, or call save_state.")
         )
 
-    def _known(self, service: ServiceClient, run_ids: Sequence[str]) -> list[Saved]:
+    def _known(self, service: ServiceClient, run_ids: Sequence[str]) -> list[SavedPoint]:
         """The checkpoints there are, newest first."""
         if self._policy.checkpoint.startswith("tinker://"):
-            return [Saved(self._policy.checkpoint, self._log.position)]
+            return [SavedPoint(self._policy.checkpoint, self._log.position)]
         if self._log.saved:
             return self._log.saved[::-1]
         rest = service.create_rest_client()

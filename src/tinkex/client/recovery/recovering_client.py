@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from tinkex import events
 from tinkex.client.futures import APIFuture
 from tinkex.client.polling import QueueWatch
-from tinkex.client.recovery.call_log import BLOCKS, CallLog, RecordedCall, Saved
+from tinkex.client.recovery.call_log import BLOCKS, CallLog, RecordedCall, SavedPoint
 from tinkex.client.recovery.policy import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.recovery.rebuilder import HopelessError, Rebuilder
 from tinkex.client.recovery.replay import CustomLossClient, RunMovedError, make_on
@@ -421,7 +421,7 @@ class RecoveringTrainingClient(TrainingClient):
 
     def _move_to(
         self, service: ServiceClient
-    ) -> tuple[Saved, dict[RecordedCall, APIFuture[Any]], TrainingClient]:
+    ) -> tuple[SavedPoint, dict[RecordedCall, APIFuture[Any]], TrainingClient]:
         """A new run there, on which every call is made that the checkpoint does not hold.
 
         Returns that checkpoint, those calls, which nobody is told of yet, and the run that is lost.
@@ -470,7 +470,7 @@ class RecoveringTrainingClient(TrainingClient):
                 f"{call.method} had succeeded, and fails when it is made again: {exc}"
             ) from exc
 
-    def _abandon_run(self, lost: TrainingClient, saved: Saved) -> None:
+    def _abandon_run(self, lost: TrainingClient, saved: SavedPoint) -> None:
         """Nothing calls for it any more; who could not be answered from the checkpoint is told."""
         gone = f"Run {lost.model_id} was lost before it answered; it goes on from {saved.path}."
         lost._abandon(RetryableException(gone))

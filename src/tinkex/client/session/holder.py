@@ -144,7 +144,7 @@ class Holder:
 
     async def _connect(self) -> None:
         if self.config.base_url == LOCAL:
-            from tinkex.client.session.local import join_local_server
+            from tinkex.client.session.embedded_server import join_local_server
 
             joined = await asyncio.to_thread(join_local_server, model=self.config.model)
             self._revival = Revival(joined, self.session)

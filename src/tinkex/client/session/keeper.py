@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinkex.client.recovery.run_monitor import SLICE_S
-from tinkex.client.session.loop import background
+from tinkex.client.session.background_loop import background
 from tinkex.errors import ClientClosedError
 
 __all__ = ["Keeper"]

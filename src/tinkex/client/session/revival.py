@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinkex.client.session.local import LocalServer
+    from tinkex.client.session.embedded_server import LocalServer
     from tinkex.client.session.session import Session
 
 __all__ = ["Revival"]

@@ -11,7 +11,7 @@ from tinkex import events, types
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call, Transport
-from tinkex.client.session.loop import loop_time
+from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
 
 __all__ = ["Session"]

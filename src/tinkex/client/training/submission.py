@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from tinkex import types
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.transport import Call
+from tinkex.client.session.background_loop import background
 from tinkex.client.session.holder import Holder
-from tinkex.client.session.loop import background
 from tinkex.errors import ClientClosedError
 
-__all__ = ["Accepted", "Part", "Submission", "SubmitQueue"]
+__all__ = ["Accepted", "CallPart", "Submission", "SubmitQueue"]
 
 _ENCODE_ON_LOOP_BYTES = 65_536
 _CLOSED = "The client was closed before this call was sent. Make a new ServiceClient."
@@ -40,7 +40,7 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CallPart:
     """One request of a call. `encode` gets the sequence number and may run on another thread."""
 
     encode: Callable[[int], Call]
@@ -52,7 +52,7 @@ class Part:
 class Submission:
     """One call in its place: its requests, and what becomes of them."""
 
-    parts: Sequence[Part]
+    parts: Sequence[CallPart]
     accepted: asyncio.Future[list[Accepted]] | None = None
 
 
@@ -107,7 +107,7 @@ class SubmitQueue:
                 accepted = [result for result in results if isinstance(result, Accepted)]
                 submission.accepted.set_result(accepted)
 
-    async def _send_all(self, parts: Sequence[Part]) -> list[Accepted | BaseException]:
+    async def _send_all(self, parts: Sequence[CallPart]) -> list[Accepted | BaseException]:
         """Every chunk is sent even when one is refused: a missing number would stall the model."""
         numbered = list(enumerate(parts, self._next_seq_id))
         rest: list[Accepted | BaseException] = []
@@ -122,7 +122,7 @@ class SubmitQueue:
                 one_by_one.append(exc)
         return [*one_by_one, *rest]
 
-    async def _send(self, part: Part, seq_id: int) -> Accepted:
+    async def _send(self, part: CallPart, seq_id: int) -> Accepted:
         # A large body is built on another thread, so that heartbeats and polls go on meanwhile.
         is_small = part.size_bytes <= _ENCODE_ON_LOOP_BYTES
         call = part.encode(seq_id) if is_small else await asyncio.to_thread(part.encode, seq_id)

@@ -22,7 +22,7 @@ from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.sample_age import StepCount
-from tinkex.client.training.submission import Part, Submission, SubmitQueue
+from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
 from tinkex.wire import requests
 from tinkex.wire.chunking import combine
 
@@ -98,12 +98,12 @@ class TrainingCalls:
             numbered = request.model_copy(update={"seq_id": seq_id})
             return self._json_call(path, numbered, max_retries=max_retries)
 
-        return self._submit(path, [Part(encode)], expect)
+        return self._submit(path, [CallPart(encode)], expect)
 
     def _submit(
         self,
         method: str,
-        parts: Sequence[Part],
+        parts: Sequence[CallPart],
         expect: Expect[T],
         join: Callable[[Sequence[T]], T] | None = None,
     ) -> APIFuture[T]:

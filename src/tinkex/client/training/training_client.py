@@ -20,7 +20,7 @@ from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
 from tinkex.client.training.sample_age import Fresh, keep_fresh
-from tinkex.client.training.submission import Part
+from tinkex.client.training.submission import CallPart
 from tinkex.client.training.train_step import TrainStepResult
 from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.errors import InvalidInputError
@@ -392,7 +392,7 @@ class TrainingClient(TrainingCalls):
         expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponseInternal)
         with self._lock:
             num_steps = self._steps.num_asked
-            saved = self._submit("save_weights_for_sampler", [Part(encode)], expect)
+            saved = self._submit("save_weights_for_sampler", [CallPart(encode)], expect)
 
         async def make(waiting: Waiting) -> SamplingClient:
             answer = await saved

@@ -137,7 +137,7 @@ def _recur(
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenBounds:
     """Whose tokens a pass holds: those of sequence b lie from `bounds[b]` to `bounds[b + 1]`."""
 
     slots_B: Tensor
@@ -146,7 +146,7 @@ class Tokens:
     sequence_T: Tensor
 
     @classmethod
-    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tokens:
+    def of(cls, slots: Sequence[int], lengths: Sequence[int], device: torch.device) -> TokenBounds:
         bounds = np.cumsum([0, *lengths], dtype=np.int64)
         sequence = np.repeat(np.arange(len(lengths)), lengths)
         return cls(
@@ -154,7 +154,7 @@ class Tokens:
         )
 
     @classmethod
-    def singles(cls, slots_B: Tensor) -> Tokens:
+    def singles(cls, slots_B: Tensor) -> TokenBounds:
         """One token of each sequence."""
         bounds_b = torch.arange(len(slots_B) + 1, device=slots_B.device)
         return cls(slots_B, bounds_b, bounds_b[:-1])
@@ -164,7 +164,7 @@ class WholeSequences:
     """Sequences that begin and end in one pass; `paged.CudaPagedAttend` has those that go on."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self._tokens = Tokens.of(range(len(lengths)), lengths, device)
+        self._tokens = TokenBounds.of(range(len(lengths)), lengths, device)
 
     def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
         """What a delta layer hands on."""
@@ -177,7 +177,7 @@ def advance(
     fused_TX: Tensor,
     conv_SwC: Tensor,
     heads_SHkv: Tensor,
-    tokens: Tokens,
+    tokens: TokenBounds,
     eps: float,
 ) -> Tensor:
     """What the output linear gets. The states in the slots move on by their sequences' tokens."""

@@ -26,8 +26,8 @@ from tinkex.engine.cuda.delta_rule import can_chunk, mix_packed, tensor_cores
 from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.cuda.fused import (
     CudaDecoder,
+    FusedPass,
     Operands,
-    Pass,
     Stream,
     _bytes,
     _linear,
@@ -69,7 +69,7 @@ class _Saved:
     x2_TD: Tensor
     rstd2_T: Tensor
     gate_up_TX: Tensor | None
-    experts: mixture.Saved | None
+    experts: mixture.KeptBlock | None
     inner: dict[str, Any]
 
     def num_bytes(self) -> int:
@@ -126,7 +126,7 @@ class FamilyDecoder(CudaDecoder):
                 angles = self._angles(positions_T)
                 whole = self._whole(attend)
                 stream = FamilyStream(angles, rows_T, flash, attend, whole, routing)
-                one = Pass(self, stream, batch, room)
+                one = FusedPass(self, stream, batch, room)
                 out: Tensor = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
                 return out
             with torch.no_grad():
@@ -262,9 +262,9 @@ class FamilyDecoder(CudaDecoder):
         w: _Layer,
         y: Tensor,
         lora: Operands,
-        members: Sequence[mixture.Member],
+        members: Sequence[mixture.AdapterTokens],
         routing: Routing | None,
-    ) -> tuple[Tensor, Tensor | None, mixture.Saved | None, dict[str, Any]]:
+    ) -> tuple[Tensor, Tensor | None, mixture.KeptBlock | None, dict[str, Any]]:
         """(what the MLP adds, fused gate_up of its dense part, of its experts, inner products)."""
         inner: dict[str, Any] = {}
         if w.mixture is None:
@@ -473,18 +473,18 @@ class FamilyStream(Stream):
     routing: Routing | None
 
 
-def members_of(lora: Operands, *, with_grads: bool = False) -> list[mixture.Member]:
+def members_of(lora: Operands, *, with_grads: bool = False) -> list[mixture.AdapterTokens]:
     """Whose tokens are where, for the experts' adapters."""
     if isinstance(lora, BatchOperands):
         return [
-            mixture.Member(a, b, adapter, flat, grad)
+            mixture.AdapterTokens(a, b, adapter, flat, grad)
             for a, b, adapter, flat, grad in lora.members(with_grads=with_grads)
         ]
     found: Any = lora.get(EXPERTS)
     if found is None:
         return []
     adapter, flat_P, mask_T = found.of_row()
-    return [mixture.Member(0, len(mask_T), adapter, flat_P, None, mask_T)]
+    return [mixture.AdapterTokens(0, len(mask_T), adapter, flat_P, None, mask_T)]
 
 
 def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:

@@ -138,7 +138,7 @@ class CudaDecoder(Decoder):
             return out
         flash = PackedFlash(lengths, self.config, self.device, attend.pieces)
         stream = self.stream(positions_T, flash)
-        one = Pass(self, stream, BatchOperands(lora, len(tokens_T), self.dtype), room)
+        one = FusedPass(self, stream, BatchOperands(lora, len(tokens_T), self.dtype), room)
         out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
         return out
 
@@ -281,7 +281,7 @@ class CudaDecoder(Decoder):
 
 
 @dataclass(slots=True)
-class Pass:
+class FusedPass:
     """All layers of a training pass: tokens in, hidden states out, and back again."""
 
     decoder: CudaDecoder
@@ -359,7 +359,7 @@ class _TrainingPass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, one: Pass, tokens_T: Tensor, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, one: FusedPass, tokens_T: Tensor, leaf: Tensor) -> Tensor:
         ctx.one = one
         return one.forward(tokens_T)
 

@@ -130,7 +130,7 @@ _FEW = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class AdapterTokens:
     """One adapter's tokens in a batch: its buffer in low precision, and where gradients go."""
 
     start: int
@@ -171,7 +171,7 @@ class Sorted:
 
 
 @dataclass(slots=True)
-class Saved:
+class KeptBlock:
     """What a block keeps for its backward pass."""
 
     sorted: Sorted
@@ -218,9 +218,9 @@ def forward(
     w: MixtureWeights,
     layer_index: int,
     y_TD: Tensor,
-    members: Sequence[Member],
+    members: Sequence[AdapterTokens],
     routing: Routing | None = None,
-) -> tuple[Tensor, Saved]:
+) -> tuple[Tensor, KeptBlock]:
     """What the experts add to the residual (without a shared one)."""
     given = None if routing is None else routing.given.get(layer_index)
     routed = Routed.of(config, w, y_TD, given)
@@ -239,7 +239,7 @@ def forward(
     bias = None if w.down_bias_ED is None else (w.down_bias_ED, chosen_Tk, weights_Tk)
     out_TD = kernels.gather_sum(out_ND, s.back_Tk, bias)
     logits_TE, total_T = routed.logits_TE, routed.log_total_T
-    saved = Saved(s, chosen_Tk, weights_Tk, logits_TE, total_T, gate_up_NX, inner)
+    saved = KeptBlock(s, chosen_Tk, weights_Tk, logits_TE, total_T, gate_up_NX, inner)
     return out_TD, saved
 
 
@@ -249,7 +249,7 @@ def gate_up(
     layer_index: int,
     y_TD: Tensor,
     s: Sorted,
-    members: Sequence[Member],
+    members: Sequence[AdapterTokens],
 ) -> tuple[Tensor, list[Tensor]]:
     """The first product of all experts, and the adapters' inner products."""
     x_ND = y_TD[s.rows_N]
@@ -264,10 +264,10 @@ def backward(
     config: ExpertsConfig,
     w: MixtureWeights,
     layer_index: int,
-    s: Saved,
+    s: KeptBlock,
     y_TD: Tensor,
     dout_TD: Tensor,
-    members: Sequence[Member],
+    members: Sequence[AdapterTokens],
 ) -> Tensor:
     """The gradient of `y_TD`; the adapters' are added to their buffers. Consumes what was saved."""
     rows, stops_E = s.sorted.rows_N, s.sorted.stops_E
@@ -299,7 +299,7 @@ def backward(
     return dy_TD.add_(dlogits_TE.to(dy_TD.dtype) @ w.router_ED)
 
 
-def _router_backward(config: ExpertsConfig, s: Saved, dweights_Tk: Tensor) -> Tensor:
+def _router_backward(config: ExpertsConfig, s: KeptBlock, dweights_Tk: Tensor) -> Tensor:
     share_Tk = s.weights_Tk * dweights_Tk
     inside_T1 = share_Tk.sum(-1, keepdim=True)
     if config.normalised:  # a softmax over the chosen
@@ -320,7 +320,7 @@ class _Adapted:
     """One adapter on one linear of all experts, over its own sorted rows."""
 
     place: _Place
-    member: Member
+    member: AdapterTokens
     at_n: Tensor | None
     """Its rows among the sorted ones; None: all."""
     stops_E: Tensor
@@ -376,7 +376,7 @@ class _Adapted:
 
 
 def _each(
-    members: Sequence[Member], s: Sorted, config: ExpertsConfig, layer_index: int, name: str
+    members: Sequence[AdapterTokens], s: Sorted, config: ExpertsConfig, layer_index: int, name: str
 ) -> Iterator[_Adapted]:
     num_tokens = len(s.back_Tk)
     for member in members:
@@ -397,7 +397,7 @@ def _add_adapters(
     y_NO: Tensor,
     x_NI: Tensor,
     s: Sorted,
-    members: Sequence[Member],
+    members: Sequence[AdapterTokens],
     config: ExpertsConfig,
     layer_index: int,
     name: str,

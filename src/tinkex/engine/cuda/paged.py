@@ -60,7 +60,7 @@ class CudaPagedAttend:
         self._slots_T = torch.empty(0, dtype=torch.long)
         self._singles: _Singles | None = None
         self._longs: _Longs | None = None
-        self._tokens: delta.Tokens | None = None
+        self._tokens: delta.TokenBounds | None = None
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
@@ -79,7 +79,7 @@ class CudaPagedAttend:
         if self.states is not None:
             self.states.clear([chunk.seq.state for chunk in chunks if chunk.start == 0])
             slots, lengths = zip(*((c.seq.state, c.length) for c in chunks), strict=True)
-            self._tokens = delta.Tokens.of(slots, lengths, device)
+            self._tokens = delta.TokenBounds.of(slots, lengths, device)
 
     def prepare(
         self,
@@ -94,7 +94,7 @@ class CudaPagedAttend:
         """
         self._slots_T, self._singles, self._longs = slots_T, singles, longs
         if states_B is not None:
-            self._tokens = delta.Tokens.singles(states_B)
+            self._tokens = delta.TokenBounds.singles(states_B)
 
     def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
         at = self.cache.place[layer_index]

@@ -136,16 +136,16 @@ class Recording:
         self._adapter.grad.add_(self.grad_1P[0])
 
     def _record(self, pool: Any) -> None:
-        from tinkex.engine.cuda.fused import Pass
+        from tinkex.engine.cuda.fused import FusedPass
 
         decoder, config = self._decoder, self._decoder.config
         flash = PackedFlash.fixed(self._queries, self.size, config)
 
-        def forward() -> tuple[Pass, Tensor]:
-            one = Pass(decoder, decoder.stream(self.inputs_2T[1], flash), self._lora)
+        def forward() -> tuple[FusedPass, Tensor]:
+            one = FusedPass(decoder, decoder.stream(self.inputs_2T[1], flash), self._lora)
             return one, one.forward(self.inputs_2T[0])
 
-        def backward(one: Pass) -> None:
+        def backward(one: FusedPass) -> None:
             self.grad_1P.zero_()
             one.backward(self.dhidden_TD)
 

@@ -29,7 +29,7 @@ PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartialSum:
     """The sum of some shards, all those there are of a subtree, with one member."""
 
     rank: int
@@ -37,14 +37,14 @@ class Part:
     width: int
 
 
-def parts_of(holders: Mapping[int, tuple[int, ...]]) -> list[Part]:
+def parts_of(holders: Mapping[int, tuple[int, ...]]) -> list[PartialSum]:
     """What has to travel, given who has each shard; in the order of the tree, then of members."""
 
-    def below(first: int, width: int) -> list[Part]:
+    def below(first: int, width: int) -> list[PartialSum]:
         ranks = [holders.get(shard, ()) for shard in range(first, first + width)]
         every = sorted({rank for some in ranks for rank in some})
         if len(every) < 2 or width == 1:
-            return [Part(rank, first, width) for rank in every]
+            return [PartialSum(rank, first, width) for rank in every]
         half = width // 2
         return below(first, half) + below(first + half, half)
 
@@ -89,7 +89,7 @@ def _holders(
 
 
 def _reduce_piece(
-    meeting: Meeting, shards: Mapping[int, Tensor], parts: list[Part], total: Tensor
+    meeting: Meeting, shards: Mapping[int, Tensor], parts: list[PartialSum], total: Tensor
 ) -> None:
     size, rank = meeting.size, meeting.rank
     bounds = [len(total) * place // size for place in range(size + 1)]
@@ -117,7 +117,7 @@ def _reduce_piece(
     meeting.swap(sum_W.repeat(size), [widths[rank]] * size, total, widths)
 
 
-def _sum_of(part: Part, shards: Mapping[int, Tensor]) -> Tensor:
+def _sum_of(part: PartialSum, shards: Mapping[int, Tensor]) -> Tensor:
     below = range(part.first, part.first + part.width)
     value = tree_sum({s: grad for s, grad in shards.items() if s in below}, torch.add)
     assert value is not None

@@ -63,7 +63,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class GroupCall:
     number: int
     on: int
     method: str
@@ -89,7 +89,7 @@ class Trouble:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallEnded:
     """How a follower's call ended."""
 
     number: int

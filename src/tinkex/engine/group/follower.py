@@ -20,9 +20,9 @@ import torch
 
 from tinkex.engine.group.calls import (
     SELF,
-    Call,
-    Ended,
+    CallEnded,
     Go,
+    GroupCall,
     Member,
     Ref,
     Resume,
@@ -44,7 +44,7 @@ class Follower(Member):
         self._pipe = pipe
         group.on_trouble = lambda number: pipe.send(Trouble(number))
         self._objects: dict[int, Any] = {SELF: self}
-        self._inbox: queue.SimpleQueue[Call | Resume] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[GroupCall | Resume] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="calls", daemon=True).start()
 
     def _read(self) -> None:
@@ -68,7 +68,7 @@ class Follower(Member):
         while not isinstance(message := self._inbox.get(), Resume):
             self._run(message)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: GroupCall) -> None:
         for number in call.gone:
             self._objects.pop(number, None)
         if call.num_meetings != self.group.num_meetings:
@@ -87,7 +87,7 @@ class Follower(Member):
         except Exception as exc:
             log.exception("%s failed", call.method)
             end(f"member {self.group.rank} failed in {call.method}: {exc}")
-        self._pipe.send(Ended(call.number, error))
+        self._pipe.send(CallEnded(call.number, error))
 
 
 def main() -> None:

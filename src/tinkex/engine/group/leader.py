@@ -32,9 +32,9 @@ from tinkex.engine import checkpoint, jobs
 from tinkex.engine.fingerprint import Base, Witness
 from tinkex.engine.group.calls import (
     SELF,
-    Call,
-    Ended,
+    CallEnded,
     Go,
+    GroupCall,
     Member,
     Ref,
     Resume,
@@ -143,7 +143,7 @@ class Leader(Member):
     def _listen(self, rank: int, pipe: Connection) -> None:
         while True:
             try:
-                message: Ended | Trouble = pipe.recv()
+                message: CallEnded | Trouble = pipe.recv()
             except (EOFError, OSError):
                 if not self._is_closing:
                     self._lose(f"member {rank} is gone")
@@ -192,7 +192,7 @@ class Leader(Member):
         while self._gone:
             gone.append(self._gone.popleft())
         self._tell(
-            Call(
+            GroupCall(
                 number=number,
                 on=self._number(on),
                 method=method,

@@ -34,7 +34,7 @@ from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import Detokenize
 from tinkex.engine.train.optim import OptimizerState
 from tinkex.engine.train.packing import Pass
-from tinkex.engine.train.tasks import Task
+from tinkex.engine.train.tasks import TrainTask
 from tinkex.engine.train.trainer import (
     Gathered,
     Trainer,
@@ -138,7 +138,7 @@ class GroupTrainer(Trainer):
         assert isinstance(adapter, CutAdapter)
         return adapter
 
-    def _run(self, tasks: Sequence[Task]) -> Gathered:
+    def _run(self, tasks: Sequence[TrainTask]) -> Gathered:
         """All passes; when the memory of one member runs out, all try once more in small pieces."""
         trouble = ""
         for config in (self.config, self._frugal):
@@ -152,7 +152,7 @@ class GroupTrainer(Trainer):
         return self._group.any_trouble(trouble)
 
     def _run_pass(
-        self, one: Pass, tasks: Sequence[Task], owners: Sequence[str], config: TrainerConfig
+        self, one: Pass, tasks: Sequence[TrainTask], owners: Sequence[str], config: TrainerConfig
     ) -> None:
         super()._run_pass(one, tasks, owners, config)
         self._group.finish()

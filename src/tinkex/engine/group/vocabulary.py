@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinkex.engine.group.decoder import GroupDecoder
 
 
-class Piece(Protocol):
+class ScoredRows(Protocol):
     """Rows of a chunk that are scored alike; see `train.scoring`."""
 
     rows: slice
@@ -40,7 +40,9 @@ class VocabularyPart:
     def __init__(self, decoder: GroupDecoder, group: Group, first: int) -> None:
         self._decoder, self._group, self._first = decoder, group, first
 
-    def softmax(self, hidden_ND: Tensor, lora: LoraBatch, pieces: Sequence[Piece]) -> PartSoftmax:
+    def softmax(
+        self, hidden_ND: Tensor, lora: LoraBatch, pieces: Sequence[ScoredRows]
+    ) -> PartSoftmax:
         logits_Nv = self._decoder.head_part(hidden_ND, lora)
         return PartSoftmax(logits_Nv, pieces, self._group, self._first)
 
@@ -53,7 +55,7 @@ class PartSoftmax:
     """In the memory of the logits; see `train.scoring`."""
 
     def __init__(
-        self, logits_Nv: Tensor, pieces: Sequence[Piece], group: Group, first: int
+        self, logits_Nv: Tensor, pieces: Sequence[ScoredRows], group: Group, first: int
     ) -> None:
         self._first = first
         logits_Nv -= group.largest(logits_Nv.amax(1, keepdim=True))
@@ -74,13 +76,13 @@ class PartSoftmax:
             for piece, p, logit in zip(pieces, picked, logits, strict=True)
         ]
 
-    def _mine(self, piece: Piece, width: int) -> tuple[Tensor, Tensor]:
+    def _mine(self, piece: ScoredRows, width: int) -> tuple[Tensor, Tensor]:
         """(which targets are among the member's tokens, their columns; 0 for others)."""
         at_nK = piece.columns() - self._first
         here = (at_nK >= 0) & (at_nK < width)
         return here, at_nK.masked_fill(~here, 0)
 
-    def backward(self, pieces: Sequence[Piece]) -> Tensor:
+    def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
         """d loss / d logits of the member's tokens. The logits are gone afterwards."""
         scale_N1 = torch.zeros_like(self._total_N1)
         for piece in pieces:

@@ -315,7 +315,7 @@ def _module_seed(root: int, module: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AdapterSpan:
     """Rows `start:stop` of a packed stream belong to `adapter`."""
 
     start: int
@@ -338,7 +338,7 @@ class LoraBatch:
     With `apart`, a span's gradients are to be a function of its own rows alone, to the bit.
     """
 
-    def __init__(self, spans: Iterable[Span], *, apart: bool = False) -> None:
+    def __init__(self, spans: Iterable[AdapterSpan], *, apart: bool = False) -> None:
         self.apart = apart
         self.spans = tuple(span for span in spans if span.stop > span.start)
         for left, right in zip(self.spans, self.spans[1:], strict=False):
@@ -358,7 +358,7 @@ class LoraBatch:
         edges = [(span.start, span.stop) for span in self.spans]
         cuts = np.searchsorted(rows, np.asarray(edges, dtype=np.int64).reshape(-1, 2))
         spans = (
-            Span(int(start), int(stop), span.adapter)
+            AdapterSpan(int(start), int(stop), span.adapter)
             for span, (start, stop) in zip(self.spans, cuts, strict=True)
         )
         return LoraBatch(spans, apart=self.apart)

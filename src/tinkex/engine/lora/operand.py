@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tinkex.engine.cuda import lora_kernels
-from tinkex.engine.lora.adapter import Adapter, LoraBatch, LoraPart, Span
+from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch, LoraPart
 from tinkex.engine.lora.layout import LinearLayout, gradient_tiles, layouts
 from tinkex.engine.transfer import send
 
@@ -95,15 +95,15 @@ class AdapterStack:
     """Rows of the stack that are multiplied for themselves; the adapters are twins then."""
 
     @classmethod
-    def of_pieces(cls, spans: Sequence[Span], dtype: torch.dtype) -> AdapterStack:
+    def of_pieces(cls, spans: Sequence[AdapterSpan], dtype: torch.dtype) -> AdapterStack:
         """Spans of one adapter, or of its twins."""
         first = spans[0].start
-        whole = cls.of([Span(first, spans[-1].stop, spans[0].adapter)], dtype)
+        whole = cls.of([AdapterSpan(first, spans[-1].stop, spans[0].adapter)], dtype)
         pieces = tuple(slice(span.start - first, span.stop - first) for span in spans)
         return replace(whole, adapters=tuple(span.adapter for span in spans), pieces=pieces)
 
     @classmethod
-    def of(cls, spans: Sequence[Span], dtype: torch.dtype) -> AdapterStack:
+    def of(cls, spans: Sequence[AdapterSpan], dtype: torch.dtype) -> AdapterStack:
         adapters, first = tuple(span.adapter for span in spans), spans[0].start
         rows = slice(first, spans[-1].stop)
         ends = [(span.start - first, span.stop - first) for span in spans]
@@ -337,7 +337,7 @@ def _own(by_piece: Sequence[Mapping[str, Weights]]) -> Mapping[str, Gradients]:
     return {key: OwnGradients(tuple(one[key] for one in by_piece)) for key in by_piece[0]}
 
 
-def _tile(spans: Sequence[Span], num_rows: int) -> bool:
+def _tile(spans: Sequence[AdapterSpan], num_rows: int) -> bool:
     edges = [0, *(span.stop for span in spans)]
     starts = [span.start for span in spans]
     return starts == edges[:-1] and edges[-1] == num_rows

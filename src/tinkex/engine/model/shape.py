@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tinkex.contract.routing import Experts
+from tinkex.contract.routing import ExpertCounts
 from tinkex.errors import NotSupportedError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -193,11 +193,11 @@ class ModelConfig:
         return tuple(i for i in range(self.num_layers) if self.has_experts(i))
 
     @property
-    def routing(self) -> Experts | None:
+    def routing(self) -> ExpertCounts | None:
         """What `routed_experts` look like here; None: this is no mixture."""
         if self.experts is None or not self.expert_layers:
             return None
-        return Experts(self.experts.count, self.experts.per_token, len(self.expert_layers))
+        return ExpertCounts(self.experts.count, self.experts.per_token, len(self.expert_layers))
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

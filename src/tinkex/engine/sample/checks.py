@@ -9,13 +9,15 @@ from __future__ import annotations
 import numpy as np
 
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
-from tinkex.contract.routing import Experts
+from tinkex.contract.routing import ExpertCounts
 from tinkex.contract.sampling import check_sample, check_vocabulary
 from tinkex.engine import jobs, routed_experts
 from tinkex.errors import InvalidInputError
 
 
-def check_sample_job(job: jobs.SampleJob, vocab_size: int, experts: Experts | None = None) -> None:
+def check_sample_job(
+    job: jobs.SampleJob, vocab_size: int, experts: ExpertCounts | None = None
+) -> None:
     """Refuse a job that does not fit the model.
 
     Raises:

@@ -12,8 +12,8 @@ from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.prompt_scores import PromptScores
-from tinkex.engine.sample.requests import Request, Sample
 from tinkex.engine.sample.rng import fresh_seed, sample_key
+from tinkex.engine.sample.running_jobs import RunningJob, Sample
 from tinkex.engine.sample.stopping import Detokenize, StopWatch
 from tinkex.errors import InvalidInputError
 
@@ -33,7 +33,7 @@ class Intake:
 
     def request(
         self, job: jobs.SampleJob, adapter: Adapter | None, emit: jobs.Emit, version: str
-    ) -> Request:
+    ) -> RunningJob:
         """The samples of a job, ready to be queued.
 
         Raises:
@@ -47,7 +47,7 @@ class Intake:
             stop_ids = () if job.stop_strings else config.eos_token_ids
         seed = fresh_seed() if job.seed is None else job.seed
         scores = PromptScores(job, seed, config.vocab_size) if PromptScores.wanted(job) else None
-        request = Request(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
+        request = RunningJob(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
         prompt = [int(token) for token in job.prompt]
         for index in range(job.num_samples):
             scored = scores is not None and index == 0

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tinkex.engine.sample.requests import Request, sample_of
+from tinkex.engine.sample.running_jobs import RunningJob, sample_of
 from tinkex.engine.sample.scheduler import Chunk, SchedulerConfig
 
 SMALLER = 8
@@ -53,11 +53,11 @@ class Relief:
         )
         return config, was_small
 
-    def to_blame(self, requests: Iterable[Request]) -> Request:
+    def to_blame(self, requests: Iterable[RunningJob]) -> RunningJob:
         """Of the jobs that are still there, the one that had most of the pass."""
         return max(requests, key=lambda request: self._lengths[request.job.job_id])
 
-    def text(self, why: str, request: Request) -> str:
+    def text(self, why: str, request: RunningJob) -> str:
         total, mine = self._lengths.total(), self._lengths[request.job.job_id]
         return (
             f"the sampling pass failed: {why}. It held {total} tokens of {self._num_samples} "

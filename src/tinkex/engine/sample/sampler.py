@@ -37,15 +37,15 @@ from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
 from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.relief import Relief
-from tinkex.engine.sample.requests import (
-    Request,
+from tinkex.engine.sample.rng import uniform_table
+from tinkex.engine.sample.running_jobs import (
+    RunningJob,
     Sample,
     lora_of,
     owner_of,
     result_of,
     sample_of,
 )
-from tinkex.engine.sample.rng import uniform_table
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.engine.sample.state_pool import StatePool
@@ -139,7 +139,7 @@ class Sampler:
         )
         self._fewest_rows = packed_weights.FEWEST_ROWS if self._pack_weights() else 1
         self._intake = Intake(decoder.config, kv_tokens=num_blocks * size, detokenizer=detokenizer)
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RunningJob] = {}
         self._settings: tuple[list[Sample], Settings] | None = None
         self._unread: _Drawn | None = None
         self._pass_clock = PassClock()
@@ -204,7 +204,7 @@ class Sampler:
         for request in list(self._requests.values()):
             self._fail(request, message, "server")
 
-    def _fail(self, request: Request, message: str, category: Literal["user", "server"]) -> None:
+    def _fail(self, request: RunningJob, message: str, category: Literal["user", "server"]) -> None:
         del self._requests[request.job.job_id]
         pool = self.scheduler.pool
         for sample in request.samples:

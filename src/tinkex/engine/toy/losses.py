@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.losses import LOSSES, read_settings
-from tinkex.engine.jobs import CustomLoss
+from tinkex.engine.jobs import TracedLoss
 from tinkex.engine.train.formulas import FORMULAS, Arrays, F
 
 
@@ -28,7 +28,7 @@ def loss_and_slopes(
 
 
 def custom_loss_and_slopes(
-    custom: CustomLoss, logp: F, inputs: Mapping[str, NDArray[Any]]
+    custom: TracedLoss, logp: F, inputs: Mapping[str, NDArray[Any]]
 ) -> tuple[float, F, dict[str, float]]:
     """A traced loss, its slopes and its metrics. The one thing here that needs torch."""
     import torch

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinkex.engine.jobs import CustomLoss
+from tinkex.engine.jobs import TracedLoss
 from tinkex.engine.train import graph_ops as ops
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -84,7 +84,7 @@ class Program:
     metrics: Mapping[str, _Ref]
 
 
-def check_graph(custom: CustomLoss) -> Program:
+def check_graph(custom: TracedLoss) -> Program:
     """Parse a graph, or refuse it with the name of the node that is wrong. Needs no torch.
 
     Raises:
@@ -282,7 +282,7 @@ def _unsupported(node: str, what: str) -> NotSupportedError:
 # ---------------------------------------------------------------------------- from steps to torch
 
 
-def build_loss(custom: CustomLoss) -> LossFunction:
+def build_loss(custom: TracedLoss) -> LossFunction:
     """Return `fn(inputs of one datum) -> (scalar loss, metrics)` for a graph that passes.
 
     The inputs are dense tensors by name, all on one device; `logprobs` may require a gradient. Sum

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tinkex.contract.losses import Loss, check_inputs
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
-from tinkex.contract.routing import Experts
+from tinkex.contract.routing import ExpertCounts
 from tinkex.engine import routed_experts
 from tinkex.engine.arrays import dense, form_of
-from tinkex.engine.jobs import Array, CsrArray, CustomLoss, TrainDatum
+from tinkex.engine.jobs import Array, CsrArray, TracedLoss, TrainDatum
 from tinkex.engine.metrics import Gap
 from tinkex.engine.train.formulas import FORMULAS, Settings, sampled
 from tinkex.errors import InvalidInputError
@@ -73,7 +73,7 @@ class Limits:
 
     vocab_size: int
     max_length: int
-    experts: Experts | None = None
+    experts: ExpertCounts | None = None
 
 
 def prepare(datum: TrainDatum, loss: Loss | None, *, path: str, limits: Limits) -> Prepared:
@@ -107,7 +107,7 @@ def prepare(datum: TrainDatum, loss: Loss | None, *, path: str, limits: Limits) 
     return Prepared(tokens_T, targets, floats, _active_rows(loss, targets, floats), experts_TLk)
 
 
-def prepare_custom(datum: TrainDatum, custom: CustomLoss, *, path: str, limits: Limits) -> Prepared:
+def prepare_custom(datum: TrainDatum, custom: TracedLoss, *, path: str, limits: Limits) -> Prepared:
     """Like `prepare` for a traced loss, whose inputs have names and shapes of their own."""
     checked = prepare(datum, None, path=path, limits=limits)
     rank = dict(custom.inputs).get("logprobs", 1)
@@ -125,7 +125,7 @@ def prepare_custom(datum: TrainDatum, custom: CustomLoss, *, path: str, limits: 
     return replace(checked, inputs=inputs)
 
 
-def _check_experts(datum: TrainDatum, experts: Experts | None, path: str) -> Tensor | None:
+def _check_experts(datum: TrainDatum, experts: ExpertCounts | None, path: str) -> Tensor | None:
     if datum.routed_experts is None:
         return None
     known = routed_experts.require(experts, "this model", path)

@@ -32,7 +32,7 @@ Evaluate = Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor, Mapping[str, T
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class RowRun:
     """Consecutive rows scored alike: datums of one job, or one datum of a whole-datum loss."""
 
     start: int
@@ -63,7 +63,7 @@ class Run:
 def score(
     decoder: DecoderLike,
     hidden_TD: Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[RowRun],
     lora: LoraBatch,
     *,
     backward: bool,
@@ -83,7 +83,7 @@ def score(
     return head.dhidden_TD
 
 
-def _score_piece(head: _Head, runs: Sequence[Run], backward: bool, chunk_rows: int) -> None:
+def _score_piece(head: _Head, runs: Sequence[RowRun], backward: bool, chunk_rows: int) -> None:
     local = [run for run in runs if run.token_local]
     whole = [run for run in runs if not run.token_local]
     for rows in _chunks(_rows(local, active=True), chunk_rows):
@@ -99,7 +99,7 @@ def _score_piece(head: _Head, runs: Sequence[Run], backward: bool, chunk_rows: i
         head.visit(rows, sloped, evaluate=False, backward=True)
 
 
-def _rows(runs: Sequence[Run], active: bool | None = None) -> Rows:
+def _rows(runs: Sequence[RowRun], active: bool | None = None) -> Rows:
     pieces = [
         np.arange(run.start, run.stop)
         if active is None
@@ -114,7 +114,7 @@ def _chunks(rows: Rows, chunk_rows: int) -> Iterator[Rows]:
     yield from np.array_split(rows, num_chunks) if num_chunks else ()
 
 
-def _evaluate_whole(run: Run, backward: bool) -> None:
+def _evaluate_whole(run: RowRun, backward: bool) -> None:
     leaf = run.logprobs.clone().requires_grad_(backward)
     try:
         with torch.enable_grad():
@@ -136,7 +136,7 @@ class _Head:
         self.dhidden_TD = dhidden_TD
 
     @torch.no_grad()
-    def visit(self, rows: Rows, runs: Sequence[Run], *, evaluate: bool, backward: bool) -> None:
+    def visit(self, rows: Rows, runs: Sequence[RowRun], *, evaluate: bool, backward: bool) -> None:
         """Logprobs of `rows` into their runs; their losses and gradients when asked for."""
         device = self._hidden_TD.device
         place = _place(rows, device)
@@ -174,7 +174,7 @@ def _place(rows: Rows, device: torch.device) -> slice | Tensor:
 class _Piece:
     """The rows of one run inside one chunk."""
 
-    run: Run
+    run: RowRun
     rows: slice
     """Among the chunk's rows."""
     inside: slice | Tensor

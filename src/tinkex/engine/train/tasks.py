@@ -1,8 +1,8 @@
 """A training job on its way through the passes: checked, cut into runs, collected, answered.
 
-A `Task` is a job whose every input has been checked against its loss and the model. Passes cut its
-datums into runs, the scorer fills them, and `collect` brings logprobs, losses and metrics back. It
-holds numbers and knows neither the decoder nor how datums were packed together.
+A `TrainTask` is a job whose every input has been checked against its loss and the model. Passes cut
+its datums into runs, the scorer fills them, and `collect` brings logprobs, losses and metrics back.
+It holds numbers and knows neither the decoder nor how datums were packed together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkex.engine.train.losses import (
 )
 from tinkex.engine.train.packing import Item, Pass
 from tinkex.engine.train.router_load import RouterLoad
-from tinkex.engine.train.scoring import Evaluate, Run
+from tinkex.engine.train.scoring import Evaluate, RowRun
 from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, TinkerError
 
@@ -44,7 +44,7 @@ DIVERGED = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
+class TrainTask:
     """A checked job and what its passes have found so far."""
 
     job: TrainJob
@@ -105,7 +105,7 @@ class Task:
         )
 
 
-def check_job(job: TrainJob, limits: Limits) -> Task:
+def check_job(job: TrainJob, limits: Limits) -> TrainTask:
     """Everything that can be wrong with a job, found before anything runs.
 
     Raises:
@@ -117,7 +117,7 @@ def check_job(job: TrainJob, limits: Limits) -> Task:
     if job.loss_fn == CUSTOM:
         if (custom := job.custom_loss) is None:
             raise InvalidInputError("loss 'custom' came without its graph", path="loss_fn")
-        return Task(
+        return TrainTask(
             job=job,
             data=[prepare_custom(datum, custom, path=path, limits=limits) for path, datum in named],
             evaluate=partial(_evaluate_custom, build_loss(custom)),
@@ -126,7 +126,7 @@ def check_job(job: TrainJob, limits: Limits) -> Task:
         )
     loss = find_loss(job.loss_fn)
     settings = read_settings(loss, job.loss_fn_config)
-    return Task(
+    return TrainTask(
         job=job,
         data=[prepare(datum, loss, path=path, limits=limits) for path, datum in named],
         evaluate=partial(_evaluate_loss, loss, settings),
@@ -150,8 +150,8 @@ def _evaluate_custom(
 
 
 def runs_of(
-    one: Pass, tasks: Sequence[Task], device: torch.device
-) -> Iterator[tuple[Run, list[Item]]]:
+    one: Pass, tasks: Sequence[TrainTask], device: torch.device
+) -> Iterator[tuple[RowRun, list[Item]]]:
     """Cut a pass into runs: datums of one job side by side, or single datums of other losses."""
     placed = list(zip(one.items, pairwise(one.bounds), strict=True))
 
@@ -167,7 +167,7 @@ def runs_of(
         entries = list(group)
         task = tasks[entries[0][0].job]
         data = [task.data[item.datum] for item, _ in entries]
-        run = Run(
+        run = RowRun(
             start=entries[0][1][0],
             stop=entries[-1][1][1],
             targets=torch.cat([datum.targets for datum in data]).to(device),
@@ -185,7 +185,7 @@ def runs_of(
         yield run, [item for item, _ in entries]
 
 
-def collect(run: Run, items: Sequence[Item], tasks: Sequence[Task]) -> None:
+def collect(run: RowRun, items: Sequence[Item], tasks: Sequence[TrainTask]) -> None:
     """Hand a run's logprobs and loss back to the job it came from."""
     task = tasks[items[0].job]
     logprobs = run.logprobs.cpu()  # one copy for all datums of the run
@@ -203,7 +203,7 @@ def collect(run: Run, items: Sequence[Item], tasks: Sequence[Task]) -> None:
             task.gaps.append(gap)
 
 
-def divergence(task: Task) -> TinkerError | None:
+def divergence(task: TrainTask) -> TinkerError | None:
     """An error that names the first datum whose numbers are not finite."""
     for index, logprobs in enumerate(task.logprobs):
         if logprobs is None or not np.isfinite(logprobs).all():

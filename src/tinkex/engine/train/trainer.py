@@ -38,7 +38,7 @@ from tinkex.engine.jobs import (
     TrainJob,
     TrainResult,
 )
-from tinkex.engine.lora.adapter import Adapter, Kind, LoraBatch, Span, fresh_adapter
+from tinkex.engine.lora.adapter import Adapter, AdapterSpan, Kind, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
@@ -49,7 +49,7 @@ from tinkex.engine.train.optim import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
 from tinkex.engine.train.resident import ResidentAdapter, SharedGradients, shortage_for
 from tinkex.engine.train.scoring import score
-from tinkex.engine.train.tasks import DIVERGED, Task, check_job, collect, divergence, runs_of
+from tinkex.engine.train.tasks import DIVERGED, TrainTask, check_job, collect, divergence, runs_of
 from tinkex.errors import (
     ConfigError,
     EngineError,
@@ -234,7 +234,7 @@ class Trainer:
         Gradients of a job are added to its adapter only when the whole job has succeeded.
         """
         answers: dict[int, TrainResult | JobError] = {}
-        tasks: dict[int, Task] = {}
+        tasks: dict[int, TrainTask] = {}
         config = self.decoder.config
         limits = Limits(
             vocab_size=config.vocab_size,
@@ -320,7 +320,7 @@ class Trainer:
         for shard, array in gradient_file.read(file).items():
             yield int(shard), torch.from_numpy(array).to(self.decoder.device)
 
-    def _run(self, tasks: Sequence[Task]) -> Gathered:
+    def _run(self, tasks: Sequence[TrainTask]) -> Gathered:
         """All passes; when memory runs out, once more in pieces an eighth the size.
 
         Others may train between two passes (`after_pass`), so what is gathered here is nobody
@@ -350,7 +350,7 @@ class Trainer:
             activation_bytes=1,
         )
 
-    def _forget_passes(self, tasks: Sequence[Task]) -> None:
+    def _forget_passes(self, tasks: Sequence[TrainTask]) -> None:
         for task in tasks:
             task.restart()
             resident = self.adapters[task.job.adapter_id]
@@ -359,7 +359,7 @@ class Trainer:
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _run_passes(self, tasks: Sequence[Task], config: TrainerConfig) -> Gathered:
+    def _run_passes(self, tasks: Sequence[TrainTask], config: TrainerConfig) -> Gathered:
         gathered: Gathered = {}
         owners = list(dict.fromkeys(task.job.adapter_id for task in tasks))
         shards = [task.shards if config.deterministic else () for task in tasks]
@@ -414,7 +414,7 @@ class Trainer:
         return resident.twin(shard) if self.decoder.batch_invariant else resident.adapter
 
     def _run_pass(
-        self, one: Pass, tasks: Sequence[Task], owners: Sequence[str], config: TrainerConfig
+        self, one: Pass, tasks: Sequence[TrainTask], owners: Sequence[str], config: TrainerConfig
     ) -> None:
         decoder, device = self.decoder, self.decoder.device
         exact = config.deterministic and decoder.device.type == "cpu"
@@ -423,7 +423,7 @@ class Trainer:
         tokens_T = torch.cat([datum.tokens_T for datum in data]).to(device)
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
         spans = [
-            Span(start, stop, self._gatherer(owners[owner], shard))
+            AdapterSpan(start, stop, self._gatherer(owners[owner], shard))
             for start, stop, owner, shard in one.spans()
         ]
         lora = LoraBatch(spans, apart=bool(pieces))
@@ -459,7 +459,7 @@ class Trainer:
         for run, items in runs:
             collect(run, items, tasks)
 
-    def _settle(self, tasks: Mapping[int, Task], gathered: Gathered) -> list[int]:
+    def _settle(self, tasks: Mapping[int, TrainTask], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
         again: list[int] = []
         for task in tasks.values():
@@ -486,7 +486,7 @@ class Trainer:
         return again
 
 
-def given_up(tasks: Sequence[Task], why: str, *, for_memory: bool) -> Gathered:
+def given_up(tasks: Sequence[TrainTask], why: str, *, for_memory: bool) -> Gathered:
     """All tasks have failed, with numbers and advice."""
     num_tokens = sum(task.num_tokens for task in tasks)
     advice = f". The pass held {num_tokens} tokens; send fewer or shorter datums at a time"

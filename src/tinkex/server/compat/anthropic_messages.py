@@ -18,7 +18,7 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, refusals
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
-from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
+from tinkex.server.compat.dialogue import Asked, Dialogue, ModelAnswer
 from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.exchange import answer
@@ -32,7 +32,7 @@ CHOICE_FIELDS = "type name disable_parallel_tool_use"
 Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
 
 
-class _Turn(fields.Body):
+class _Turn(fields.ForeignBody):
     role: Annotated[str, Field(max_length=40)]
     content: fields.Text | Blocks
 
@@ -239,7 +239,7 @@ async def messages(request: Request, user: ForeignUser) -> Response:
 
 
 def _whole(
-    head: dict[str, Any], dialogue: Dialogue, made: Answer, response: SampleResponse
+    head: dict[str, Any], dialogue: Dialogue, made: ModelAnswer, response: SampleResponse
 ) -> dict[str, Any]:
     said = made.message
     blocks: list[dict[str, Any]] = []
@@ -256,7 +256,7 @@ def _whole(
     }
 
 
-def _ending(dialogue: Dialogue, made: Answer) -> dict[str, Any]:
+def _ending(dialogue: Dialogue, made: ModelAnswer) -> dict[str, Any]:
     if made.finish == "tool_calls":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if made.finish == "length":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinkex.chat.conversation import Conversation
+from tinkex.chat.renderer import ChatRenderer
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.engine.jobs import ModelInfo
 from tinkex.server.catalog import Catalog
@@ -25,7 +25,7 @@ LOAD_S = 300.0
 class ChatFormat:
     """Tokenizer and chat template of one base model, and which of its tokens are no words."""
 
-    def __init__(self, info: ModelInfo, conversation: Conversation) -> None:
+    def __init__(self, info: ModelInfo, conversation: ChatRenderer) -> None:
         self.info = info
         self.chat = conversation
         self.tokenizer: FastTokenizer = conversation.tokenizer
@@ -80,4 +80,4 @@ def _chat_format(info: ModelInfo) -> ChatFormat:
             "words. Use the Tinker API, which takes tokens.",
             code="no_tokenizer",
         )
-    return ChatFormat(info, Conversation(FastTokenizer.from_folder(folder)))
+    return ChatFormat(info, ChatRenderer(FastTokenizer.from_folder(folder)))

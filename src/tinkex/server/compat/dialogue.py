@@ -17,9 +17,9 @@ from tinkex.chat.messages import Message, Tool
 from tinkex.chat.reading import Piece, joined
 from tinkex.chat.template import TooLongError
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
-from tinkex.server.compat.generation import Generation, NewTokens, SampleSpec
-from tinkex.server.compat.names import Names
-from tinkex.server.compat.trajectories import Recording, Trajectories, fresh
+from tinkex.server.compat.model_names import ModelNames
+from tinkex.server.compat.running_sample import NewTokens, RunningSample, SampleSpec
+from tinkex.server.compat.trajectories import RecordedPrefix, TrajectoryRecorder, fresh
 from tinkex.server.compat.wording import AnswerText, num_thoughts
 from tinkex.server.exchange import service_of
 from tinkex.server.off_loop import LARGE_BYTES, off_loop
@@ -60,7 +60,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     message: Message
     finish: str
     """`stop`, `length` or `tool_calls`."""
@@ -71,7 +71,7 @@ class Answer:
 
 async def _fresh(
     asked: Asked, chat_format: ChatFormat, chat_formats: ChatFormats, user: User
-) -> Recording:
+) -> RecordedPrefix:
     """Here when it is a matter of a moment, which most are: a thread costs more than that."""
     size = asked.num_characters
     if size < LARGE_BYTES and not asked.tools:
@@ -84,9 +84,9 @@ async def _fresh(
 class Dialogue:
     asked: Asked
     chat_format: ChatFormat
-    recording: Recording
-    generation: Generation
-    trajectories: Trajectories
+    recording: RecordedPrefix
+    generation: RunningSample
+    trajectories: TrajectoryRecorder
 
     @classmethod
     async def open(cls, request: Request, user: User, asked: Asked) -> Dialogue:
@@ -97,8 +97,8 @@ class Dialogue:
         """
         service = service_of(request)
         chat_formats: ChatFormats = request.app.state.chat_formats
-        trajectories: Trajectories = request.app.state.trajectories
-        names: Names = request.app.state.names
+        trajectories: TrajectoryRecorder = request.app.state.trajectories
+        names: ModelNames = request.app.state.names
         target = await names.target(user, asked.model)
         chat_format = await chat_formats.of(target.base_model)
         if asked.trajectory is None:
@@ -113,7 +113,7 @@ class Dialogue:
             num_samples=asked.num_answers,
             topk_sample=asked.topk,
         )
-        generation = Generation(service, user, spec, request)
+        generation = RunningSample(service, user, spec, request)
         return cls(asked, chat_format, recording, generation, trajectories)
 
     def unread(self, names: Mapping[str, str]) -> set[str]:
@@ -133,7 +133,7 @@ class Dialogue:
         )
         return AnswerText(self.chat_format, reader, self.asked.stops, one_call=self.asked.one_call)
 
-    async def whole(self) -> tuple[SampleResponse, list[Answer]]:
+    async def whole(self) -> tuple[SampleResponse, list[ModelAnswer]]:
         response = await self.generation.whole()
         return response, await self._answers(response)
 
@@ -165,12 +165,12 @@ class Dialogue:
 
         return everything()
 
-    async def result(self) -> tuple[SampleResponse, list[Answer]]:
+    async def result(self) -> tuple[SampleResponse, list[ModelAnswer]]:
         response = self.generation.result
         assert response is not None
         return response, await self._answers(response)
 
-    async def _answers(self, response: SampleResponse) -> list[Answer]:
+    async def _answers(self, response: SampleResponse) -> list[ModelAnswer]:
         answers = await self.off_loop(response, self._read, response)
         if self.asked.trajectory is not None:
             await self.trajectories.record(
@@ -178,17 +178,19 @@ class Dialogue:
             )
         return answers
 
-    def _read(self, response: SampleResponse) -> list[Answer]:
+    def _read(self, response: SampleResponse) -> list[ModelAnswer]:
         return [self._answer(sequence) for sequence in response.sequences]
 
-    def _answer(self, sequence: SampledSequence) -> Answer:
+    def _answer(self, sequence: SampledSequence) -> ModelAnswer:
         answer_text = self.answer_text()
         message = joined([*answer_text.feed(sequence.tokens), *answer_text.end()])
         finish = "stop" if sequence.stop_reason == "stop" else "length"
         if answer_text.num_tokens < len(sequence.tokens):
             sequence = _cut(sequence, answer_text.num_tokens)
         thoughts = num_thoughts(self.answer_text(), sequence.tokens) if message.reasoning else 0
-        return Answer(message, "tool_calls" if message.tool_calls else finish, sequence, thoughts)
+        return ModelAnswer(
+            message, "tool_calls" if message.tool_calls else finish, sequence, thoughts
+        )
 
 
 def _cut(sequence: SampledSequence, num_tokens: int) -> SampledSequence:

@@ -42,7 +42,7 @@ Stops = Annotated[
 ]
 
 
-class Body(BaseModel):
+class ForeignBody(BaseModel):
     """A request body that knows which of its fields do nothing here, and which cannot be had."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -68,7 +68,7 @@ class Body(BaseModel):
         return set()
 
 
-class SamplingFields(Body):
+class SamplingFields(ForeignBody):
     """What every dialect has in common. None is what OpenAI's clients send for "not given"."""
 
     model: Name
@@ -94,7 +94,7 @@ class SamplingFields(Body):
         return {name: value for name, value in given.items() if value is not None}
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=ForeignBody)
 
 
 async def read(request: Request, kind: type[B]) -> B:

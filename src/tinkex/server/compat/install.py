@@ -15,9 +15,9 @@ from tinkex.server.compat import (
     records,
 )
 from tinkex.server.compat.chat_formats import ChatFormats
-from tinkex.server.compat.names import Names
+from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.refusals import PREFIXES
-from tinkex.server.compat.trajectories import Trajectories
+from tinkex.server.compat.trajectories import TrajectoryRecorder
 from tinkex.server.service import Service
 from tinkex.store import User
 
@@ -37,9 +37,9 @@ def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
 
 def install(app: FastAPI, service: Service) -> None:
     """Mount the routes; sets `names`, `chat_formats` and `trajectories` on `app.state`."""
-    app.state.names = Names(service)
+    app.state.names = ModelNames(service)
     app.state.chat_formats = ChatFormats(service.catalog)
-    app.state.trajectories = Trajectories(service.store, service.shelf)
+    app.state.trajectories = TrajectoryRecorder(service.store, service.shelf)
     for prefix in PREFIXES:
         for module in _MODULES:
             app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")

@@ -17,11 +17,11 @@ from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
-from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
+from tinkex.server.compat.dialogue import Asked, Dialogue, ModelAnswer
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.generation import check_told
-from tinkex.server.compat.names import Names
+from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.openai_shapes import chat_logprobs, line, usage
+from tinkex.server.compat.running_sample import check_told
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.exchange import Answer as Encoded
 from tinkex.server.exchange import answer
@@ -209,7 +209,7 @@ def _words(content: str | list[_Part] | None) -> str:
 @router.get("/models")
 async def list_models(request: Request, user: ForeignUser) -> Response:
     """Base models, aliases, the caller's named checkpoints and checkpoints."""
-    names: Names = request.app.state.names
+    names: ModelNames = request.app.state.names
     found = await names.listed(user)
     if "anthropic-version" in request.headers:
         return answer(
@@ -228,7 +228,7 @@ async def list_models(request: Request, user: ForeignUser) -> Response:
 
 @router.get("/models/{name:path}")
 async def get_model(request: Request, user: ForeignUser, name: str) -> Response:
-    names: Names = request.app.state.names
+    names: ModelNames = request.app.state.names
     target = await names.target(user, name)
     return answer({**_model(name), "base_model": target.base_model, "path": target.model_path})
 
@@ -257,7 +257,7 @@ async def chat_completions(request: Request, user: ForeignUser) -> Response:
         spec, longest = dialogue.generation.spec, dialogue.chat_format.info.max_context_length
         length = min(spec.params.get("max_tokens", longest), longest)
         check_told(spec.num_samples * length, spec.topk_sample)
-    turn = Turn(body, dialogue)
+    turn = ChatAnswer(body, dialogue)
     if body.stream:
         return await openai_shapes.streamed(turn.lines(), headers)
     response = await turn.whole()
@@ -265,7 +265,7 @@ async def chat_completions(request: Request, user: ForeignUser) -> Response:
     return response
 
 
-class Turn:
+class ChatAnswer:
     """One answered request: the whole object, or its chunks."""
 
     def __init__(self, body: ChatRequest, dialogue: Dialogue) -> None:
@@ -282,7 +282,7 @@ class Turn:
         made = await self._dialogue.off_loop(response, self._whole, response, answers)
         return Encoded(made)
 
-    def _whole(self, response: SampleResponse, answers: Sequence[Answer]) -> bytes:
+    def _whole(self, response: SampleResponse, answers: Sequence[ModelAnswer]) -> bytes:
         # One by one, so that many answers never stand in memory as objects.
         told = (orjson.dumps(self._choice(index, one)) for index, one in enumerate(answers))
         body: dict[str, Any] = {
@@ -295,7 +295,7 @@ class Turn:
             body["prompt_token_ids"] = list(self._dialogue.prompt)
         return orjson.dumps(body)
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, answer: ModelAnswer) -> dict[str, Any]:
         said = answer.message
         message: dict[str, Any] = {
             "role": "assistant",
@@ -316,7 +316,7 @@ class Turn:
             choice["token_ids"] = [int(token) for token in answer.sequence.tokens]
         return choice
 
-    def _usage(self, response: SampleResponse, answers: Sequence[Answer]) -> dict[str, Any]:
+    def _usage(self, response: SampleResponse, answers: Sequence[ModelAnswer]) -> dict[str, Any]:
         num_thoughts = sum(one.num_thoughts for one in answers)
         return usage(len(self._dialogue.prompt), response, num_thoughts)
 

@@ -22,9 +22,9 @@ from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.generation import Generation, SampleSpec, check_told, prompt_scores
-from tinkex.server.compat.names import Names, Target
+from tinkex.server.compat.model_names import ModelNames, SampleTarget
 from tinkex.server.compat.openai_shapes import likeliest, line, usage
+from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check_told, prompt_scores
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.wording import AnswerText, token_text
 from tinkex.server.exchange import Answer, service_of
@@ -87,7 +87,7 @@ class _Call:
     body: CompletionRequest
     request: Request
     user: User
-    target: Target
+    target: SampleTarget
     chat_format: ChatFormat
     number: str
     made_at: int
@@ -100,7 +100,7 @@ class _Call:
             "model": self.body.model,
         }
 
-    def generation(self, prompt: Sequence[int]) -> Generation:
+    def generation(self, prompt: Sequence[int]) -> RunningSample:
         body = self.body
         stop = None if body.stop is None else [*self.chat_format.info.eos_token_ids, *body.stop]
         params = body.params(max(body.max_tokens if body.max_tokens is not None else 16, 1))
@@ -116,7 +116,7 @@ class _Call:
             topk_prompt=topk if scored else 0,
             topk_sample=topk,
         )
-        return Generation(service_of(self.request), self.user, spec, self.request)
+        return RunningSample(service_of(self.request), self.user, spec, self.request)
 
     def answer_text(self) -> AnswerText:
         return AnswerText(self.chat_format, None, self.body.stop or ())
@@ -130,7 +130,7 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     why = "there are no turns here to go on from; use /chat/completions."
     fields.refuse(trajectory_of(None, request), "trajectory", why)
     chat_formats: ChatFormats = request.app.state.chat_formats
-    names: Names = request.app.state.names
+    names: ModelNames = request.app.state.names
     target = await names.target(user, body.model)
     chat_format = await chat_formats.of(target.base_model)
     number = f"cmpl-{secrets.token_hex(12)}"

@@ -21,7 +21,7 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, openai_shapes
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
-from tinkex.server.compat.dialogue import Answer, Asked, Dialogue
+from tinkex.server.compat.dialogue import Asked, Dialogue, ModelAnswer
 from tinkex.server.compat.fields import SamplingFields
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.exchange import answer
@@ -205,7 +205,7 @@ class _Response:
             "previous_response_id": None,
         }
 
-    def whole(self, made: Answer, response: SampleResponse) -> dict[str, Any]:
+    def whole(self, made: ModelAnswer, response: SampleResponse) -> dict[str, Any]:
         items: list[dict[str, Any]] = []
         said = made.message
         if said.reasoning:
@@ -216,7 +216,7 @@ class _Response:
         return self._finished(items, made, response)
 
     def _finished(
-        self, items: list[dict[str, Any]], made: Answer, response: SampleResponse
+        self, items: list[dict[str, Any]], made: ModelAnswer, response: SampleResponse
     ) -> dict[str, Any]:
         counted = openai_shapes.usage(len(self._dialogue.prompt), response, made.num_thoughts)
         cut = made.finish == "length"

@@ -14,8 +14,8 @@ from pydantic import Field
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.compat import fields
-from tinkex.server.compat.names import Names
-from tinkex.server.compat.trajectories import Trajectories, check_id
+from tinkex.server.compat.model_names import ModelNames
+from tinkex.server.compat.trajectories import TrajectoryRecorder, check_id
 from tinkex.server.exchange import Answer, answer, service_of
 from tinkex.server.files.checkpoints import check_name
 from tinkex.server.problems import ApiError
@@ -27,7 +27,7 @@ router = APIRouter(prefix="/api/v1", tags=["records"])
 @router.get("/trajectories/{trajectory_id}")
 async def get_trajectory(request: Request, user: CurrentUser, trajectory_id: str) -> Response:
     """Every answer of a recorded conversation: tokens, logprobs, and which answer it follows."""
-    trajectories: Trajectories = request.app.state.trajectories
+    trajectories: TrajectoryRecorder = request.app.state.trajectories
     found = await trajectories.answers(user, trajectory_id)
     if not found:
         raise ApiError(404, f"No trajectory {trajectory_id[:200]!r} of yours.")
@@ -64,7 +64,7 @@ def _view(one: TrajectoryAnswer) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ names
 
 
-class NameRequest(fields.Body):
+class NameRequest(fields.ForeignBody):
     """A short name for a checkpoint."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
@@ -91,7 +91,7 @@ async def give_name(request: Request, user: CurrentUser) -> Response:
         )
     found = await service.shelf.readable(body.path, user)
     await service.store.call(service.store.names.put, user.user_id, body.name, found.path)
-    names: Names = request.app.state.names
+    names: ModelNames = request.app.state.names
     names.forget(user, body.name)
     return answer({"name": body.name, "path": found.path})
 
@@ -101,6 +101,6 @@ async def remove_name(request: Request, user: CurrentUser, name: str) -> Respons
     store = service_of(request).store
     if not await store.call(store.names.remove, user.user_id, name):
         raise ApiError(404, f"No checkpoint of yours is named {name[:200]!r}.")
-    names: Names = request.app.state.names
+    names: ModelNames = request.app.state.names
     names.forget(user, name)
     return answer({"name": name})

@@ -21,20 +21,20 @@ from fastapi import Request
 from tinkex.chat.messages import Message
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
-from tinkex.server.compat.generation import SampleSpec
+from tinkex.server.compat.running_sample import SampleSpec
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.store import Store, TrajectoryAnswer, User
 from tinkex.store.trajectories import MAX_ANSWERS, MAX_BYTES, MAX_BYTES_PER_USER
 
 if TYPE_CHECKING:
-    from tinkex.server.compat.dialogue import Answer, Asked
+    from tinkex.server.compat.dialogue import Asked, ModelAnswer
 
 MAX_ID = 200
 HEADER = "x-tinkex-trajectory"
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedPrefix:
     """A prompt, and the recorded answer that it goes on from."""
 
     text: str
@@ -44,7 +44,7 @@ class Recording:
     """How many tokens of the prompt are recorded already."""
 
 
-class Trajectories:
+class TrajectoryRecorder:
     def __init__(self, store: Store, shelf: Shelf) -> None:
         self._store = store
         self._shelf = shelf
@@ -56,7 +56,7 @@ class Trajectories:
 
     async def open(
         self, user: User, asked: Asked, chat_format: ChatFormat, chat_formats: ChatFormats
-    ) -> Recording:
+    ) -> RecordedPrefix:
         """The tokens of a prompt: recorded ones as far as they go, then those of what is new.
 
         Raises:
@@ -87,8 +87,8 @@ class Trajectories:
         user: User,
         asked: Asked,
         spec: SampleSpec,
-        recording: Recording,
-        answers: Sequence[Answer],
+        recording: RecordedPrefix,
+        answers: Sequence[ModelAnswer],
     ) -> list[int]:
         """Keep the answers of a call, as followers of the answer that its prompt was built on."""
         assert asked.trajectory is not None
@@ -144,16 +144,16 @@ def tokens_of(answer: TrajectoryAnswer, known: Sequence[TrajectoryAnswer]) -> li
     return [int(token) for token in np.frombuffer(b"".join(reversed(parts)), "<i4")]
 
 
-def fresh(asked: Asked, chat_format: ChatFormat, **limits: float) -> Recording:
+def fresh(asked: Asked, chat_format: ChatFormat, **limits: float) -> RecordedPrefix:
     """A prompt that goes on from nothing."""
     options = {**asked.options, **limits}
     text = chat_format.chat.text(asked.messages, asked.tools, generate=True, **options)
-    return Recording(text, chat_format.chat.encode(text))
+    return RecordedPrefix(text, chat_format.chat.encode(text))
 
 
 def _recording(
     asked: Asked, chat_format: ChatFormat, known: Sequence[TrajectoryAnswer]
-) -> Recording:
+) -> RecordedPrefix:
     answer, length = _parent(asked, known)
     if answer is None:
         return fresh(asked, chat_format)
@@ -166,7 +166,7 @@ def _recording(
         is_ended=before[-1] in chat.end_ids,
         **asked.options,
     )
-    return Recording(text, [*before, *chat.encode(text)], answer.answer_id, len(before))
+    return RecordedPrefix(text, [*before, *chat.encode(text)], answer.answer_id, len(before))
 
 
 def _parent(asked: Asked, known: Sequence[TrajectoryAnswer]) -> tuple[TrajectoryAnswer | None, int]:

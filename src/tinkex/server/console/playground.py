@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from tinkex.server.compat import fields
 from tinkex.server.compat.dialogue import Dialogue
-from tinkex.server.compat.names import Names
+from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
 from tinkex.server.console.shell import PageRoute, page
@@ -49,7 +49,7 @@ async def count(
         dialogue = await Dialogue.open(request, user, chat_body.asked(None))
         return answer({"num_tokens": len(dialogue.prompt)})
     body = await fields.read(request, CompletionRequest)
-    names: Names = request.app.state.names
+    names: ModelNames = request.app.state.names
     target = await names.target(user, body.model)
     chat_format = await request.app.state.chat_formats.of(target.base_model)
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]

@@ -21,7 +21,7 @@ from tinkex.server.console.source import age
 from tinkex.server.console.visitors import AdminVisitor, Changing
 from tinkex.server.exchange import answer, service_of
 from tinkex.server.guard.quotas import QUOTAS
-from tinkex.server.metrics import Metrics, process_memory
+from tinkex.server.metrics import ServerMetrics, process_memory
 from tinkex.server.problems import ApiError
 from tinkex.server.work.oversight import Oversight
 from tinkex.server.workers.worker import Worker
@@ -133,7 +133,7 @@ async def _shown(request: Request, find: str = "", users_page: int = 0) -> dict[
 async def _moving(request: Request) -> dict[str, Any]:
     """What changes while one looks."""
     service = service_of(request)
-    metrics: Metrics = request.app.state.metrics
+    metrics: ServerMetrics = request.app.state.metrics
     at, tokens = await _oversight(request).tokens()
     place = service.place
     rollouts, kept = service.rollouts, service.samples.kept

@@ -20,11 +20,11 @@ from tinkex.engine.jobs import (
 from tinkex.errors import InvalidInputError
 from tinkex.server import validation
 from tinkex.server.operations.operation import (
-    Address,
     Conclusion,
     Operation,
+    OperationAddress,
+    OperationRun,
     Tools,
-    Turn,
     canonical,
     json_outcome,
 )
@@ -50,8 +50,8 @@ class CreateModel(Operation[Shape]):
 
     name = "create_model"
 
-    def peek(self, opened: Opened) -> Address:
-        return Address(None, CREATION)
+    def peek(self, opened: Opened) -> OperationAddress:
+        return OperationAddress(None, CREATION)
 
     def identity(self, opened: Opened) -> bytes:
         return canonical(opened.fields)
@@ -70,7 +70,7 @@ class CreateModel(Operation[Shape]):
     def unpack(self, body: bytes, model: Model) -> Shape:
         return Shape(**orjson.loads(body))
 
-    async def job(self, asked: Shape, turn: Turn) -> CreateAdapterJob:
+    async def job(self, asked: Shape, turn: OperationRun) -> CreateAdapterJob:
         return CreateAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
@@ -80,7 +80,9 @@ class CreateModel(Operation[Shape]):
             base_fingerprint=turn.model.base_fingerprint or "",
         )
 
-    async def conclude(self, asked: Shape, turn: Turn, job: Job, result: Result) -> Conclusion:
+    async def conclude(
+        self, asked: Shape, turn: OperationRun, job: Job, result: Result
+    ) -> Conclusion:
         model = replace(turn.model, lora=asked.lora, optimizer_config=asked.optimizer_config)
         if model != turn.model:  # a crash came between the rows of an earlier request like this
             await _set_shape(self.tools, model)
@@ -111,9 +113,9 @@ class LoadWeights(Operation[Loading]):
     name = "load_weights"
     is_snapshot_forced = True  # its owner may delete the checkpoint as soon as the result is out
 
-    def peek(self, opened: Opened) -> Address:
+    def peek(self, opened: Opened) -> OperationAddress:
         if opened.fields.get("model_id") is None:
-            return Address(None, CREATION)
+            return OperationAddress(None, CREATION)
         return super().peek(opened)
 
     def identity(self, opened: Opened) -> bytes:
@@ -168,7 +170,7 @@ class LoadWeights(Operation[Loading]):
     def unpack(self, body: bytes, model: Model) -> Loading:
         return Loading(**orjson.loads(body))
 
-    async def job(self, asked: Loading, turn: Turn) -> LoadAdapterJob:
+    async def job(self, asked: Loading, turn: OperationRun) -> LoadAdapterJob:
         store, shelf = self.tools.store, self.tools.shelf
         asked.found = await store.call(store.checkpoints.get, asked.path)
         if asked.found is None:
@@ -196,7 +198,9 @@ class LoadWeights(Operation[Loading]):
                 f"{asked.path} was replaced before it was loaded; load it again", path="path"
             )
 
-    async def conclude(self, asked: Loading, turn: Turn, job: Job, result: Result) -> Conclusion:
+    async def conclude(
+        self, asked: Loading, turn: OperationRun, job: Job, result: Result
+    ) -> Conclusion:
         """The run now has the shape of the checkpoint, whatever it was created with."""
         assert asked.found is not None
         model = replace(turn.model, lora=asked.found.lora)

@@ -30,7 +30,7 @@ from tinkex.wire.requests import Opened
 if TYPE_CHECKING:
     from tinkex.server.catalog import Catalog
     from tinkex.server.files.checkpoints import Shelf
-    from tinkex.server.work.curves import Curves
+    from tinkex.server.work.curves import LiveCurves
     from tinkex.server.work.rollouts import Rollouts
     from tinkex.store import Store
 
@@ -44,7 +44,7 @@ class Tools:
     store: Store
     shelf: Shelf
     catalog: Catalog
-    curves: Curves
+    curves: LiveCurves
     rollouts: Rollouts
     drop_superseded: Callable[[str], Awaitable[None]]
     """Unnamed weights of a run that newer ones have taken the place of."""
@@ -53,7 +53,7 @@ class Tools:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class OperationAddress:
     model_id: str | None
     """None: the request makes a model."""
     seq_id: int | None
@@ -61,7 +61,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class OperationRun:
     """One run of a request: the model as it is then, and the names to run under."""
 
     model: Model
@@ -106,10 +106,10 @@ class Operation(ABC, Generic[Asked]):
         """The operation that a request really is, for routes that serve two."""
         return self.name
 
-    def peek(self, opened: Opened) -> Address:
+    def peek(self, opened: Opened) -> OperationAddress:
         """The model and the number of a request, whatever else is wrong with it."""
         address = opened.address()
-        return Address(address.model_id, address.seq_id)
+        return OperationAddress(address.model_id, address.seq_id)
 
     @abstractmethod
     def identity(self, opened: Opened) -> bytes:
@@ -138,11 +138,13 @@ class Operation(ABC, Generic[Asked]):
     # ------------------------------------------------------------------------ when its turn comes
 
     @abstractmethod
-    async def job(self, asked: Asked, turn: Turn) -> Job | Outcome:
+    async def job(self, asked: Asked, turn: OperationRun) -> Job | Outcome:
         """What the engine runs; the outcome when there is nothing left to compute."""
 
     @abstractmethod
-    async def conclude(self, asked: Asked, turn: Turn, job: Job, result: Result) -> Conclusion: ...
+    async def conclude(
+        self, asked: Asked, turn: OperationRun, job: Job, result: Result
+    ) -> Conclusion: ...
 
     def cleanup(self, job: Job, *, ok: bool) -> None:
         """The request has ended; what its job made is listed by now, or goes."""

@@ -7,7 +7,7 @@ import orjson
 from tinkex.contract.optimizers import OptimizerParams
 from tinkex.engine.jobs import Job, OptimJob, OptimResult, Result
 from tinkex.server import encode, validation
-from tinkex.server.operations.operation import Conclusion, Operation, Turn, canonical
+from tinkex.server.operations.operation import Conclusion, Operation, OperationRun, canonical
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, User
 from tinkex.types import OptimStepRequest
@@ -36,11 +36,11 @@ class OptimStep(Operation[OptimizerParams]):
         fields = orjson.loads(body) | {"model_id": model.model_id}
         return validation.optimizer_params(json_codec.read(OptimStepRequest, fields), _kind(model))
 
-    async def job(self, asked: OptimizerParams, turn: Turn) -> OptimJob:
+    async def job(self, asked: OptimizerParams, turn: OperationRun) -> OptimJob:
         return OptimJob(job_id=turn.job_id, adapter_id=turn.model.model_id, params=asked)
 
     async def conclude(
-        self, asked: OptimizerParams, turn: Turn, job: Job, result: Result
+        self, asked: OptimizerParams, turn: OperationRun, job: Job, result: Result
     ) -> Conclusion:
         assert isinstance(result, OptimResult)
         rate = float(getattr(asked, "learning_rate", 0.0))

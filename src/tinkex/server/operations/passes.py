@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tinkex.engine.jobs import CustomLoss, Job, ModelInfo, Result, TrainJob, TrainResult
+from tinkex.engine.jobs import Job, ModelInfo, Result, TracedLoss, TrainJob, TrainResult
 from tinkex.errors import InvalidInputError
 from tinkex.server import encode, validation
 from tinkex.server.decode import TrainRequest, train_request
 from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Conclusion, Operation, Turn
+from tinkex.server.operations.operation import Conclusion, Operation, OperationRun
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, UsageCount, UsageKind, User
 from tinkex.wire.generation import JSON, PROTOBUF
@@ -45,7 +45,7 @@ class Forward(Operation[TrainRequest]):
         kind = PROTOBUF if body[:1] == PROTO_BODY else JSON
         return train_request(self.open(body[1:], kind).read())
 
-    async def job(self, asked: TrainRequest, turn: Turn) -> TrainJob:
+    async def job(self, asked: TrainRequest, turn: OperationRun) -> TrainJob:
         return TrainJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
@@ -56,7 +56,7 @@ class Forward(Operation[TrainRequest]):
             custom_loss=await self._custom_loss(asked, turn.model.user_id),
         )
 
-    async def _custom_loss(self, asked: TrainRequest, user_id: str) -> CustomLoss | None:
+    async def _custom_loss(self, asked: TrainRequest, user_id: str) -> TracedLoss | None:
         if asked.loss_fn != "custom":
             return None
         loss_id = str(asked.loss_fn_config["loss_id"])
@@ -68,10 +68,10 @@ class Forward(Operation[TrainRequest]):
                 path="loss_fn_config.loss_id",
             )
         inputs = tuple((str(item["name"]), int(item["rank"])) for item in loss.inputs)
-        return CustomLoss(inputs=inputs, graph=loss.graph)
+        return TracedLoss(inputs=inputs, graph=loss.graph)
 
     async def conclude(
-        self, asked: TrainRequest, turn: Turn, job: Job, result: Result
+        self, asked: TrainRequest, turn: OperationRun, job: Job, result: Result
     ) -> Conclusion:
         assert isinstance(result, TrainResult)
         model = turn.model

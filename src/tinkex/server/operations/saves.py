@@ -17,7 +17,7 @@ from tinkex.server.files.encryption import check_recipients, encrypt_folder
 from tinkex.server.operations.operation import (
     Conclusion,
     Operation,
-    Turn,
+    OperationRun,
     canonical,
     json_outcome,
 )
@@ -83,7 +83,7 @@ class SaveWeights(Operation[Save]):
     def unpack(self, body: bytes, model: Model) -> Save:
         return Save(**orjson.loads(body))
 
-    async def job(self, asked: Save, turn: Turn) -> SaveAdapterJob | Outcome:
+    async def job(self, asked: Save, turn: OperationRun) -> SaveAdapterJob | Outcome:
         assert asked.path is not None
         path, shelf = parse_path(asked.path), self.tools.shelf
         done = await shelf.admit(path, overwrite=asked.overwrite, request_id=turn.request_id)
@@ -91,7 +91,7 @@ class SaveWeights(Operation[Save]):
             return self._saved(asked.path, done.size_bytes)
         return self._job(shelf.new_folder(path), turn)
 
-    def _job(self, folder: Path, turn: Turn, *, ephemeral: bool = False) -> SaveAdapterJob:
+    def _job(self, folder: Path, turn: OperationRun, *, ephemeral: bool = False) -> SaveAdapterJob:
         return SaveAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
@@ -101,7 +101,9 @@ class SaveWeights(Operation[Save]):
             ephemeral=ephemeral,
         )
 
-    async def conclude(self, asked: Save, turn: Turn, job: Job, result: Result) -> Conclusion:
+    async def conclude(
+        self, asked: Save, turn: OperationRun, job: Job, result: Result
+    ) -> Conclusion:
         assert isinstance(job, SaveAdapterJob)
         assert isinstance(result, AdapterResult)
         assert asked.path is not None
@@ -114,7 +116,7 @@ class SaveWeights(Operation[Save]):
         return size_bytes
 
     def _checkpoint(
-        self, asked: Save, turn: Turn, job: SaveAdapterJob, size_bytes: int
+        self, asked: Save, turn: OperationRun, job: SaveAdapterJob, size_bytes: int
     ) -> Checkpoint:
         assert asked.path is not None
         path, model = parse_path(asked.path), turn.model
@@ -170,13 +172,15 @@ class SaveWeightsForSampler(SaveWeights):
             user_metadata=asked.user_metadata,
         )
 
-    async def job(self, asked: Save, turn: Turn) -> SaveAdapterJob | Outcome:
+    async def job(self, asked: Save, turn: OperationRun) -> SaveAdapterJob | Outcome:
         if asked.path is not None:
             return await super().job(asked, turn)
         folder = self.tools.shelf.new_ephemeral_folder(_session_id(asked, turn))
         return self._job(folder, turn, ephemeral=True)
 
-    async def conclude(self, asked: Save, turn: Turn, job: Job, result: Result) -> Conclusion:
+    async def conclude(
+        self, asked: Save, turn: OperationRun, job: Job, result: Result
+    ) -> Conclusion:
         if asked.path is not None:
             return await super().conclude(asked, turn, job, result)
         assert isinstance(job, SaveAdapterJob)
@@ -221,5 +225,5 @@ class SaveWeightsExternal(SaveWeights):
         return json_outcome({"path": path, "type": self.name, "size_bytes": size_bytes})
 
 
-def _session_id(asked: Save, turn: Turn) -> str:
+def _session_id(asked: Save, turn: OperationRun) -> str:
     return f"{turn.model.session_id}:sample:{asked.sampling_session_seq_id}"

@@ -14,8 +14,8 @@ from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
 from tinkex.server.rest import (
     accounts,
-    admin,
     administration,
+    audit,
     checkpoints,
     files,
     imports,
@@ -24,7 +24,7 @@ from tinkex.server.rest import (
 )
 from tinkex.store import Store
 
-MODULES = (accounts, runs, checkpoints, imports, sessions, admin, administration, files)
+MODULES = (accounts, runs, checkpoints, imports, sessions, audit, administration, files)
 
 
 def install(

@@ -20,7 +20,7 @@ from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import Outcome, Promise
-from tinkex.server.work.samples import Accepted
+from tinkex.server.work.samples import AcceptedSample
 from tinkex.store import User
 from tinkex.types.service.extensions import SampleBatchRequest
 from tinkex.wire import json_codec
@@ -60,7 +60,7 @@ async def asample(request: Request, user: CurrentUser) -> Response:
     return answer(_promise(await service.samples.submit(user, asked, opened.fields)))
 
 
-def _promise(accepted: Accepted) -> dict[str, Any]:
+def _promise(accepted: AcceptedSample) -> dict[str, Any]:
     return {
         "request_id": accepted.promise.request_id,
         "sample_sequence_ids": list(accepted.sequence_ids),

@@ -130,7 +130,7 @@ def _course(stored: StoredCurve) -> Course:
     return Course(float(last["step"]), float(last["value"]), total, values[::every].tolist())
 
 
-class Curves:
+class LiveCurves:
     """All curves of one server. On the event loop only; the store is asked off it."""
 
     def __init__(self, store: Store) -> None:

@@ -24,7 +24,7 @@ from tinkex.engine.jobs import Job, Result
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.files import disk
 from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Conclusion, Operation, Turn
+from tinkex.server.operations.operation import Conclusion, Operation, OperationRun
 from tinkex.server.work import replay
 from tinkex.server.work.flights import Flight, Flights
 from tinkex.server.work.futures import Outcome, Promise
@@ -376,8 +376,8 @@ class Lane:
             request.asked = await off_loop(size, operation.unpack, request.body, self.model)
         return await operation.job(request.asked, self._turn(request))
 
-    def _turn(self, request: QueuedRequest) -> Turn:
-        return Turn(
+    def _turn(self, request: QueuedRequest) -> OperationRun:
+        return OperationRun(
             model=self.model,
             project_id=self._project_id,
             key_id=request.key_id,

@@ -47,7 +47,7 @@ ACCESS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedSample:
     promise: Promise
     sequence_ids: tuple[str, ...]
     snapshot: dict[str, Any]
@@ -224,7 +224,9 @@ class Samples:
 
     # ------------------------------------------------------------------------ submitting
 
-    async def submit(self, user: User, asked: SampleRequest, fields: dict[str, Any]) -> Accepted:
+    async def submit(
+        self, user: User, asked: SampleRequest, fields: dict[str, Any]
+    ) -> AcceptedSample:
         """Promise a sample, or refuse it. `fields` is the request as it was sent.
 
         Raises:
@@ -244,12 +246,12 @@ class Samples:
                     "every sample needs a new number.",
                     path="seq_id",
                 )
-            return Accepted(known, _sequence_ids(request_id, asked.num_samples), snapshot)
+            return AcceptedSample(known, _sequence_ids(request_id, asked.num_samples), snapshot)
         job = await self._job(session, asked, request_id)
         self._check_room(user.user_id)
         self._quotas.check(user.user_id, "result_bytes", self.kept.bytes_of(user.user_id))
         promise = self._start(user, session, request_id, job, digest)
-        return Accepted(promise, _sequence_ids(request_id, job.num_samples), snapshot)
+        return AcceptedSample(promise, _sequence_ids(request_id, job.num_samples), snapshot)
 
     def _check_room(self, user_id: str) -> None:
         """Refuse a sample when too many wait, in all or of this user.

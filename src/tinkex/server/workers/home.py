@@ -40,9 +40,9 @@ from tinkex.engine.jobs import (
 from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.workers.backlog import Backlog
-from tinkex.server.workers.exchange import Brought, Exchange, raise_worst
+from tinkex.server.workers.gradient_exchange import Brought, Exchange, raise_worst
 from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
-from tinkex.server.workers.splitting import Part, joined, part_of, renumbered, split
+from tinkex.server.workers.splitting import JobPart, joined, part_of, renumbered, split
 from tinkex.server.workers.step_times import StepTimes
 from tinkex.server.workers.worker import OnEvent, Worker
 
@@ -200,7 +200,7 @@ class Home:
 
     def _parts(
         self, job: TrainJob, costs: Sequence[int], helpers: Sequence[Worker]
-    ) -> Sequence[Part]:
+    ) -> Sequence[JobPart]:
         exact, backlog = self._shared.deterministic and job.backward, self._shared.backlog
         pins = {shard: self.seats.index(seat) for shard, seat in self._pins.items()}
         alone = split(costs, [0.0], dict.fromkeys(pins, 0) if exact else None)
@@ -225,7 +225,7 @@ class Home:
         return self._shared.token_s.get((self.base_model, backward))
 
     async def _joined(
-        self, job: TrainJob, parts: Sequence[Part], answers: Sequence[Answer], began: float
+        self, job: TrainJob, parts: Sequence[JobPart], answers: Sequence[Answer], began: float
     ) -> Result:
         ends = await asyncio.gather(*answers, return_exceptions=True)
         ends = [
@@ -451,7 +451,7 @@ class Home:
                 seat.post(job).add_done_callback(ignore)
 
 
-def _sooner(costs: Sequence[int], loads: Sequence[float], parts: Sequence[Part]) -> float:
+def _sooner(costs: Sequence[int], loads: Sequence[float], parts: Sequence[JobPart]) -> float:
     """How many tokens earlier a pass would end in these parts than on the leader alone."""
     return loads[0] + sum(costs) - max(loads[part.place] + part.num_tokens for part in parts)
 

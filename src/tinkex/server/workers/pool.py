@@ -29,9 +29,9 @@ from tinkex.engine.jobs import (
     TrainJob,
 )
 from tinkex.errors import EngineError, WorkerLostError
-from tinkex.server.workers.exchange import Exchange
+from tinkex.server.workers.gradient_exchange import Exchange
 from tinkex.server.workers.home import Home, SharedByHomes
-from tinkex.server.workers.routing import Router
+from tinkex.server.workers.sample_routing import Router
 from tinkex.server.workers.worker import OnEvent, Worker
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 
 from tinkex.cluster import job_paths
 from tinkex.cluster.connection import Cluster, Node
-from tinkex.cluster.engine_host import Forget, Written
+from tinkex.cluster.engine_host import Forget, WrittenOnNode
 from tinkex.cluster.remote_engine import RemoteEngine
 from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Event, Failed, Job, Result
@@ -155,8 +155,8 @@ class RemoteWorker(SupervisedWorker):
         if self._last_of.get(adapter_id) is task:
             del self._last_of[adapter_id]
 
-    def _hear(self, event: Event | Written) -> None:
-        if isinstance(event, Written):
+    def _hear(self, event: Event | WrittenOnNode) -> None:
+        if isinstance(event, WrittenOnNode):
             self._run(self._fetch(event))
         else:
             self._take(event)
@@ -205,7 +205,7 @@ class RemoteWorker(SupervisedWorker):
         self._brought.pop(path, None)
         self._tell(Forget(path))
 
-    async def _fetch(self, written: Written) -> None:
+    async def _fetch(self, written: WrittenOnNode) -> None:
         """Bring what it wrote here, then say that the job is done."""
         engine = self._engine
         if engine is None:

@@ -20,7 +20,7 @@ _DATUM = re.compile(r"\bdata\[(\d+)\]")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JobPart:
     """Some datums of a job, for the member at one place."""
 
     place: int
@@ -32,7 +32,7 @@ class Part:
 
 def split(
     costs: Sequence[int], loads: Sequence[float], pins: Mapping[int, int] | None
-) -> list[Part]:
+) -> list[JobPart]:
     """Deal datums to places, whose `loads` are what they have to do already.
 
     Args:
@@ -50,7 +50,7 @@ def split(
     for place in sorted(set(places)):
         indices = tuple(i for i, chosen in enumerate(places) if chosen == place)
         of_shards = tuple(shards[i] for i in indices) if shards else ()
-        parts.append(Part(place, indices, of_shards, sum(costs[i] for i in indices)))
+        parts.append(JobPart(place, indices, of_shards, sum(costs[i] for i in indices)))
     return parts
 
 
@@ -68,7 +68,7 @@ def _places_of_shards(
     return {**pins, **dict(zip(free, dealt, strict=True))}
 
 
-def part_of(job: TrainJob, part: Part) -> TrainJob:
+def part_of(job: TrainJob, part: JobPart) -> TrainJob:
     return replace(
         job,
         job_id=f"{job.job_id}/{part.place}",
@@ -77,7 +77,7 @@ def part_of(job: TrainJob, part: Part) -> TrainJob:
     )
 
 
-def joined(parts: Sequence[Part], results: Sequence[TrainResult]) -> TrainResult:
+def joined(parts: Sequence[JobPart], results: Sequence[TrainResult]) -> TrainResult:
     """The answer to the whole job, in the order of its datums."""
     outputs: dict[int, Mapping[str, Array]] = {}
     for part, result in zip(parts, results, strict=True):
@@ -91,7 +91,7 @@ def joined(parts: Sequence[Part], results: Sequence[TrainResult]) -> TrainResult
     )
 
 
-def renumbered(error: InvalidInputError, part: Part) -> InvalidInputError:
+def renumbered(error: InvalidInputError, part: JobPart) -> InvalidInputError:
     """A refusal of a part, its datums counted as in the whole job."""
 
     def whole(found: re.Match[str]) -> str:

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
-from tinkex.engine.lora.adapter import Adapter, LoraBatch, Span
+from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch
 from tinkex.engine.sample.prompt_scores import PromptScores
 from tinkex.engine.sample.scheduler import Chunk, Seq
 from tinkex.engine.sample.stopping import StopWatch
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class RunningJob:
     job: jobs.SampleJob
     adapter: Adapter | None
     emit: jobs.Emit
@@ -68,7 +68,7 @@ class Request:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sample(Seq):
-    request: Request
+    request: RunningJob
     index: int
     key: int
     watch: StopWatch | None = None
@@ -135,12 +135,12 @@ def lora_of(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
         sample = owner_of(members[0][0])
         stop = row + sum(length for _, length in members)
         if sample.request.adapter is not None:
-            spans.append(Span(row, stop, sample.request.adapter))
+            spans.append(AdapterSpan(row, stop, sample.request.adapter))
         row = stop
     return LoraBatch(spans) if spans else None
 
 
-def result_of(request: Request) -> jobs.SampleResult:
+def result_of(request: RunningJob) -> jobs.SampleResult:
     sequences = tuple(_sequence(sample) for sample in request.samples)
     leader = request.samples[0]
     return jobs.SampleResult(

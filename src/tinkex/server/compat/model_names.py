@@ -20,7 +20,7 @@ KNOWN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SampleTarget:
     """What to sample from."""
 
     name: str
@@ -29,7 +29,7 @@ class Target:
     model_path: str | None = None
 
 
-class Names:
+class ModelNames:
     """Which weights the names of each user mean.
 
     What was found is taken for granted for a second: the sample itself asks again whether its
@@ -38,9 +38,9 @@ class Names:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._known: dict[tuple[str, str], tuple[float, Target]] = {}
+        self._known: dict[tuple[str, str], tuple[float, SampleTarget]] = {}
 
-    async def target(self, user: User, name: str) -> Target:
+    async def target(self, user: User, name: str) -> SampleTarget:
         """The weights behind a name.
 
         Raises:
@@ -59,25 +59,25 @@ class Names:
         """The name means something else from now on."""
         self._known.pop((user.user_id, name), None)
 
-    async def _find(self, user: User, name: str) -> Target:
+    async def _find(self, user: User, name: str) -> SampleTarget:
         service, path = self._service, name
         if not name.startswith("tinker://"):
             named = await service.store.call(service.store.names.get, user.user_id, name)
             if named is None:
-                return Target(name, _base(service, name))
+                return SampleTarget(name, _base(service, name))
             path = named.path
         found = await service.shelf.readable(path, user)
-        return Target(name, found.base_model, path)
+        return SampleTarget(name, found.base_model, path)
 
-    async def listed(self, user: User) -> list[Target]:
+    async def listed(self, user: User) -> list[SampleTarget]:
         """Every model of the caller: base models, names, sampler checkpoints; newest last."""
         store = self._service.store
-        found = [Target(name, name) for name in self._service.catalog.names]
+        found = [SampleTarget(name, name) for name in self._service.catalog.names]
         for named in await store.call(store.names.of_user, user.user_id):
-            found.append(Target(named.name, "", named.path))
+            found.append(SampleTarget(named.name, "", named.path))
         rows, _ = await store.call(store.checkpoints.page, user.user_id, MAX_LISTED, 0)
         sampled = [row for row in rows if row.kind != "external_weights"]
-        return found + [Target(row.path, row.base_model, row.path) for row in sampled]
+        return found + [SampleTarget(row.path, row.base_model, row.path) for row in sampled]
 
 
 def _base(service: Service, name: str) -> str:

@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from tinkex.chat.families import GENERIC, Family, Listening, family_of
+from tinkex.chat.families import GENERIC, ChatFamily, Listening, family_of
 from tinkex.chat.messages import ROLES, Message, Tool
 from tinkex.chat.reading import PlainReader, Reader, whole
 from tinkex.chat.template import render
 from tinkex.errors import InvalidInputError
 
-__all__ = ["Conversation"]
+__all__ = ["ChatRenderer"]
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role + '\\n' + m.content }}<|im_end|>\\n{% endfor %}"
@@ -41,7 +41,7 @@ _TOOLS = (
 )
 
 
-class Conversation:
+class ChatRenderer:
     """Renders and reads for one tokenizer: of `tokenizers` (ours) or of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +50,7 @@ class Conversation:
         own = getattr(tokenizer, "chat_template", None)
         self._is_plain = own is None and "<|im_end|>" not in self._control
         self._template: str = own or (_PLAIN if self._is_plain else _CHATML)
-        self.family: Family = GENERIC if self._is_plain else family_of(self._template)
+        self.family: ChatFamily = GENERIC if self._is_plain else family_of(self._template)
         self._special = {
             name: token
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -16,7 +16,7 @@ from fastapi import Request
 
 from tinkex.engine.jobs import Event, ModelInfo, Tokens
 from tinkex.errors import InvalidInputError
-from tinkex.server.compat.names import Target
+from tinkex.server.compat.model_names import SampleTarget
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
@@ -36,7 +36,7 @@ MAX_TOLD = 1_000_000
 class SampleSpec:
     """What to sample, in the sampler's own terms."""
 
-    target: Target
+    target: SampleTarget
     info: ModelInfo
     prompt: Sequence[int]
     params: Mapping[str, Any]
@@ -83,7 +83,7 @@ class NewTokens:
 
 
 @dataclass(slots=True)
-class Generation:
+class RunningSample:
     """A sample under way. Iterate for its tokens; `result` is there when the iteration ends."""
 
     service: Service
