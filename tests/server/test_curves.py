@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from app_world import open_app
+from wire_client import loss_of
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.console.source import Growth
@@ -98,3 +100,17 @@ async def test_too_many_names_are_refused(tmp_path: Path):
     with pytest.raises(InvalidInputError, match="at most 200 curves"):
         await curves.log("m", {"one more": 1.0}, 1)
     store.close()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 8.0])
+async def test_the_loss_of_a_token_is_the_same_whatever_scale_its_weights_have(
+    tmp_path: Path, scale: float
+):
+    """Who weighs n tokens by 1/n has divided by n already."""
+    async with open_app(tmp_path) as world:
+        model = await world.model()
+        sent = await world.train(model, 1, [1, 2, 3, 4], weights=[scale] * 3 + [0.0])
+        total = loss_of(await world.result(sent.json()))
+        await world.result((await world.step(model, 2)).json())
+        curves = await world.service.curves.of_run(model)
+    assert curves["loss_per_token"].values == [pytest.approx(total / (3 * scale))]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tinkex.engine.jobs import Job, ModelInfo, Result, TracedLoss, TrainJob, TrainResult
+import numpy as np
+
+from tinkex.contract.losses import LOSSES, WEIGHTS
+from tinkex.engine.jobs import CsrArray, Job, ModelInfo, Result, TracedLoss, TrainJob, TrainResult
 from tinkex.errors import InvalidInputError
 from tinkex.server import encode, validation
 from tinkex.server.decode import TrainRequest, train_request
@@ -14,6 +17,20 @@ from tinkex.wire.generation import JSON, PROTOBUF
 from tinkex.wire.requests import Opened
 
 PROTO_BODY, JSON_BODY = b"P", b"J"
+
+
+def _weight_of(asked: TrainRequest) -> float | None:
+    """What the loss is divided by to be one of a token, where weights may have any scale.
+
+    Users who weigh each of n tokens by 1/n have divided the loss by n already; to divide by the
+    number of tokens once more would show a loss n times too small.
+    """
+    loss = LOSSES.get(asked.loss_fn)
+    if loss is None or not loss.weighs_itself:
+        return None
+    given = [datum.inputs[WEIGHTS.name] for datum in asked.data]
+    stored = [one.values if isinstance(one, CsrArray) else one for one in given]
+    return float(sum(np.abs(one).sum(dtype=np.float64) for one in stored))
 
 
 class Forward(Operation[TrainRequest]):
@@ -86,7 +103,7 @@ class Forward(Operation[TrainRequest]):
             key_id=turn.key_id,
         )
         if self.changes_state:
-            await self.tools.curves.passed(model.model_id, result.metrics)
+            await self.tools.curves.passed(model.model_id, result.metrics, _weight_of(asked))
             await self.tools.rollouts.trained(model.user_id, model.model_id, asked.data)
         outcome = Outcome(kind="train", payload=encode.train_payload(result))
         return Conclusion(outcome=outcome, usage=(used,))

@@ -113,6 +113,8 @@ class _Run:
     num_steps: int = 0
     loss: float = 0.0
     tokens: float = 0.0
+    weight: float = 0.0
+    """What `loss` is divided by; tokens, where they have no weights of their own."""
     gap: list[tuple[str, float]] = field(default_factory=list)
     stepped_at: float = 0.0
     busy_until: float = 0.0
@@ -159,11 +161,18 @@ class LiveCurves:
             key_id=key_id,
         )
 
-    async def passed(self, model_id: str, metrics: Mapping[str, float]) -> None:
-        """A forward_backward ran; its numbers belong to the step that follows."""
+    async def passed(
+        self, model_id: str, metrics: Mapping[str, float], weight: float | None = None
+    ) -> None:
+        """A forward_backward ran; its numbers belong to the step that follows.
+
+        `weight` is the sum of the weights of its tokens; None: each of them counts as one.
+        """
         run = await self._open(model_id)
+        tokens = metrics.get("num_active_tokens:sum", metrics.get("num_tokens:sum", 0.0))
         run.loss += metrics.get("loss:sum", 0.0)
-        run.tokens += metrics.get("num_active_tokens:sum", metrics.get("num_tokens:sum", 0.0))
+        run.tokens += tokens
+        run.weight += tokens if weight is None else weight
         run.gap = [
             (name.partition(":")[0], value)
             for name, value in metrics.items()
@@ -179,8 +188,9 @@ class LiveCurves:
         told = {"learning_rate": learning_rate, **dict(run.gap)}
         if "grad_norm:mean" in metrics:
             told["grad_norm"] = metrics["grad_norm:mean"]
+        if run.weight:
+            told["loss_per_token"] = run.loss / run.weight
         if run.tokens:
-            told["loss_per_token"] = run.loss / run.tokens
             told["tokens"] = run.tokens
             if run.stepped_at and now > run.stepped_at:
                 told["tokens_per_s"] = run.tokens / (now - run.stepped_at)
@@ -190,7 +200,7 @@ class LiveCurves:
             told["other_time_s"] = max(0.0, now - run.stepped_at - sum(run.spent.values()))
         run.spent = {}
         run.stepped_at = now
-        run.loss = run.tokens = 0.0
+        run.loss = run.tokens = run.weight = 0.0
         run.gap = []
         run.num_steps += 1
         self._add(run, told, run.num_steps, now)
