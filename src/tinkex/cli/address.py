@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from tinkex.cli.state import State
+
+if TYPE_CHECKING:
+    import httpx
 
 
 @contextlib.contextmanager
@@ -27,3 +33,28 @@ def resolve_address(state: State) -> Iterator[tuple[str, str]]:
         yield server.base_url, server.api_key
     finally:
         asyncio.run(server.leave())
+
+
+def send(
+    verb: str, base_url: str, path: str, key: str, *, timeout: float = 30, **options: Any
+) -> httpx.Response:
+    """One request, whatever the answer; a server that cannot be reached is the user's to hear."""
+    import httpx
+
+    headers = {"X-API-Key": key, **options.pop("headers", {})}
+    try:
+        return httpx.request(verb, base_url + path, headers=headers, timeout=timeout, **options)
+    except httpx.HTTPError as exc:
+        raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
+
+
+def detail_of(answer: httpx.Response) -> str:
+    """Why a server refused, in its own words where it has some."""
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    detail = body.get("detail") if isinstance(body, dict) else None
+    if isinstance(detail, str):
+        return detail
+    return f"HTTP {answer.status_code}: {answer.text[:200]}".removesuffix(": ")

@@ -27,12 +27,17 @@ class State:
     format: str = "table"
     base_url: str | None = None
 
-    def show(self, table: Table | Callable[[], Table], data: Any) -> None:
-        """Print a result on stdout: `table` for people, `data` for programs."""
+    def show(self, shown: Table | str | Callable[[], Table | None], data: Any) -> None:
+        """Print a result on stdout: `shown` for people, `data` for programs.
+
+        A function makes what people see only where they do, or prints it by itself.
+        """
         if self.format == "json":
             print_json(data)
-        else:
-            print_table(table() if callable(table) else table)
+        elif isinstance(shown, str):
+            click.echo(shown)
+        elif (table := shown() if callable(shown) else shown) is not None:
+            print_table(table)
 
     def note(self, text: str) -> None:
         """Say something that is not the result."""

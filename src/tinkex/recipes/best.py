@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import ConfigError
+from tinkex.recipes import lines
 from tinkex.recipes.loop import save
 from tinkex.recipes.run_log import RunLog
 
@@ -72,8 +73,7 @@ class Watch:
                 saved = save(training, self._log, step, for_sampler=True)
                 paths = {"state_path": saved.state_path, "sampler_path": saved.sampler_path or ""}
             self.best = Best(step=step, value=value, **paths)
-            with self._file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({"step": step, "value": value, **paths}) + "\n")
+            lines.append(self._file, {"step": step, "value": value, **paths})
         elif self.best is None or step > self.best.step:
             self._waited += 1
         return self._should_stop(step, value)
@@ -103,12 +103,9 @@ class Watch:
 
     def _read(self, last_step: int) -> Best | None:
         """The best so far. Lines of steps that will be trained again are dropped."""
-        if not self._file.exists():
-            return None
-        lines = self._file.read_text(encoding="utf-8").split("\n")[:-1]
-        kept = [line for line in lines if line and json.loads(line)["step"] <= last_step]
-        self._file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        return Best(**json.loads(kept[-1])) if kept else None
+        lines.keep(self._file, lambda line: line["step"] <= last_step)
+        kept = list(lines.read(self._file))
+        return Best(**kept[-1]) if kept else None
 
 
 def stopped_at(folder: str | Path, step: int) -> bool:

@@ -34,6 +34,7 @@ from tinkex.recipes.loop import (
     open_log,
     open_training,
     print_step,
+    sampler_of,
     save,
     stop_between_steps,
     usable,
@@ -97,7 +98,7 @@ def train(
     log = open_log(config, may_change=["steps"] if config.schedule == "constant" else [])
     if (ended := finished(service, log, on_note)) is not None:
         return ended
-    teacher = open_teacher(service, config.teacher)
+    teacher = sampler_of(service, config.teacher)
     training, start = open_training(service, log, config)
     renderer = Renderer(training.get_tokenizer())
     check_tokens(renderer, teacher)
@@ -164,12 +165,6 @@ def train(
     result = finish(training, log, config.steps, interrupted=False, metrics=metrics)
     plot(log, PANELS, "Distillation", "kl.png")
     return result
-
-
-def open_teacher(service: ServiceClient, name: str) -> SamplingClient:
-    if name.startswith("tinker://"):
-        return service.create_sampling_client(model_path=name)
-    return service.create_sampling_client(base_model=name)
 
 
 def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:

@@ -140,7 +140,7 @@ def finished(service: ServiceClient, log: RunLog, on_note: OnNote) -> Result | N
 
 
 def sampler_of(service: ServiceClient, model: str) -> SamplingClient:
-    """What a run on `model` starts from: a base model or a checkpoint."""
+    """A sampler of a base model, or of the checkpoint whose path `model` is."""
     if model.startswith("tinker://"):
         return service.create_sampling_client(model_path=model)
     return service.create_sampling_client(base_model=model)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinkex.recipes import lines
 from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.render import Renderer
@@ -76,24 +77,22 @@ def run(
     on_note(f"Training on {len(rows())} questions and answers ...")
     start = saved.step if (saved := find(str(folder))) is not None else 0
     result = train(config, service, on_step, on_note)
-    losses, num_trained = _held_out_losses(folder), result.step - start
+    losses = _held_out_losses(folder)
+    outcome = QuickstartResult(
+        result=result,
+        loss_before=losses[0],
+        loss_after=losses[-1],
+        num_trained=result.step - start,
+    )
     if result.interrupted:
-        return QuickstartResult(
-            result=result, loss_before=losses[0], loss_after=losses[-1], num_trained=num_trained
-        )
+        return outcome
     on_note("Asking the trained model ...")
     after = ask(service.create_sampling_client(model_path=result.sampler_path), QUESTIONS_TO_SHOW)
     exchanges = tuple(
         Dialog(question=question, before=one, after=two)
         for question, one, two in zip(QUESTIONS_TO_SHOW, before, after, strict=True)
     )
-    return QuickstartResult(
-        result=result,
-        loss_before=losses[0],
-        loss_after=losses[-1],
-        num_trained=num_trained,
-        exchanges=exchanges,
-    )
+    return replace(outcome, exchanges=exchanges)
 
 
 def ask(sampler: SamplingClient, questions: Sequence[str], max_tokens: int = 40) -> list[str]:
@@ -114,5 +113,5 @@ def ask(sampler: SamplingClient, questions: Sequence[str], max_tokens: int = 40)
 
 
 def _held_out_losses(folder: Path) -> list[float]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    records = lines.read(folder / "metrics.jsonl")
     return [record["held_out_loss"] for record in records if "held_out_loss" in record]

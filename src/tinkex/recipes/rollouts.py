@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tinkex.recipes import lines
 
 __all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog"]
 
@@ -55,13 +56,13 @@ class RolloutLog:
         self.file = Path(folder) / FILE_NAME
         self._max_bytes = max_bytes
         self._is_full = False
-        self._drop_from(start_step)
+        lines.keep(self.file, lambda line: line.get("step", 0) < start_step)
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
         """Append answers, all of them or, when the file would grow too large, none."""
-        lines = "".join(json.dumps(_plain(one)) + "\n" for one in rollouts)
+        text = "".join(json.dumps(_plain(one)) + "\n" for one in rollouts)
         size = self.file.stat().st_size if self.file.exists() else 0
-        if size + len(lines) > self._max_bytes:
+        if size + len(text) > self._max_bytes:
             if not self._is_full:
                 logger.warning(
                     "%s is full (%d MB): later answers are not written", self.file, size >> 20
@@ -69,23 +70,7 @@ class RolloutLog:
             self._is_full = True
             return
         with self.file.open("a", encoding="utf-8") as out:
-            out.write(lines)
-
-    def _drop_from(self, step: int) -> None:
-        if not self.file.exists():
-            return
-        aside = self.file.with_name(f".{FILE_NAME}.{os.getpid()}")
-        with aside.open("w", encoding="utf-8") as out:
-            for line in _whole_lines(self.file):
-                if json.loads(line).get("step", 0) < step:
-                    out.write(line)
-        aside.replace(self.file)
-
-
-def _whole_lines(file: Path) -> Iterator[str]:
-    """A last line cut short by a crash is left out."""
-    with file.open(encoding="utf-8") as lines:
-        yield from (line for line in lines if line.endswith("\n"))
+            out.write(text)
 
 
 def _plain(one: Rollout) -> dict[str, Any]:

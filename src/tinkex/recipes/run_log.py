@@ -10,14 +10,14 @@ naming the difference. Knows files; nothing of models.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tinkex.errors import ConfigError
+from tinkex.recipes import lines
 
 __all__ = ["RunLog", "SavedStep", "Tracker", "make_trackers"]
 
@@ -59,7 +59,8 @@ class RunLog:
         self.end = self._read_end()
         """How the run ended, when it did so with these very settings; None: there is more to do."""
         if self.end is None:
-            self._drop_metrics_from(self.last.step if self.last else 0)
+            start = self.last.step if self.last else 0
+            lines.keep(self.metrics_file, lambda line: line["step"] < start)
 
     @property
     def metrics_file(self) -> Path:
@@ -70,8 +71,7 @@ class RunLog:
         return self.folder / "checkpoints.jsonl"
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Append one line. Written at once: a crash loses nothing that was reported."""
-        _append(self.metrics_file, {"step": step, "time": round(time.time(), 3), **values})
+        lines.append(self.metrics_file, {"step": step, "time": round(time.time(), 3), **values})
         for tracker in self._trackers:
             tracker.log(step, values)
 
@@ -80,23 +80,16 @@ class RunLog:
         self._trackers = (*self._trackers, tracker)
 
     def saved(self, saved: SavedStep) -> None:
-        _append(
-            self.checkpoints_file,
-            {
-                "step": saved.step,
-                "state_path": saved.state_path,
-                "sampler_path": saved.sampler_path,
-            },
-        )
+        lines.append(self.checkpoints_file, asdict(saved))
         self.last = saved
 
     def ended(self, end: Mapping[str, Any]) -> None:
         """Note that nothing is left to do, so that the same call again does nothing."""
         record = {"config": self._config, "end": dict(end)}
-        _write_whole(self.folder / "finished.json", json.dumps(record, indent=2) + "\n")
+        lines.write_whole(self.folder / "finished.json", [json.dumps(record, indent=2), "\n"])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return _read_lines(self.metrics_file)
+        return list(lines.read(self.metrics_file))
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -120,13 +113,13 @@ class RunLog:
                     f"{self.folder} holds a run with {name}={before.get(name)!r}, now it is "
                     f"{wanted.get(name)!r}. Use the same settings to resume, or another log folder."
                 )
-        _write_whole(file, json.dumps(config, indent=2) + "\n")
+        lines.write_whole(file, [json.dumps(config, indent=2), "\n"])
 
     def _read_last(self) -> SavedStep | None:
-        lines = _read_lines(self.checkpoints_file)
-        if not lines:
+        found = list(lines.read(self.checkpoints_file))
+        if not found:
             return None
-        fields = {name: lines[-1].get(name) for name in ("step", "state_path", "sampler_path")}
+        fields = {name: found[-1].get(name) for name in ("step", "state_path", "sampler_path")}
         return SavedStep(**fields)  # type: ignore[arg-type]
 
     def _read_end(self) -> dict[str, Any] | None:
@@ -138,31 +131,6 @@ class RunLog:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return end if is_same and is_last else None
-
-    def _drop_metrics_from(self, step: int) -> None:
-        kept = [line for line in _read_lines(self.metrics_file) if line["step"] < step]
-        if self.metrics_file.exists():
-            _write_whole(self.metrics_file, "".join(json.dumps(line) + "\n" for line in kept))
-
-
-def _append(file: Path, record: Mapping[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(record) + "\n")
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """Write aside, then rename: a crash leaves the old file or the new one, never half of one."""
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last line cut short by a crash is left out."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
 
 
 # ------------------------------------------------------------------------------ trackers

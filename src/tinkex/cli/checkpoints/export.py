@@ -59,34 +59,26 @@ def export(
 
     _check_usage(output, form, number_type, base or ("--any-base" if any_base else None))
     check_room(output, force=force)
-    if form == "peft":
+    facts: dict[str, Any] = {"format": form}
+    if form == "peft":  # in place, so that a broken download goes on when this is called again
         fetch_folder(state, path, output, force=force)
-        _show(state, path, output, keep_adapter_only(output), {"format": form})
-        return
-    if form == "stacked":
-        from tinkex.cli.checkpoints.fetch import put
-        from tinkex.recipes.stack import stack_experts
-
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as scratch:
-            adapter = Path(scratch) / "adapter"
-            fetch_folder(state, path, adapter)
-            extra = {"num_stacks": stack_experts(adapter)}
-            num_bytes = keep_adapter_only(adapter)
-            put(adapter, output)
-        _show(state, path, output, num_bytes, {"format": form, **extra})
-        return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as scratch:
-        adapter = Path(scratch) / "adapter"
-        fetch_folder(state, path, adapter)
-        if form == "merged":
-            extra = _merged(adapter, output, base, any_base)
-        else:
-            extra = _gguf(adapter, output, base, any_base, number_type or "f16")
+        keep_adapter_only(output)
+    else:
+        facts |= _converted(state, path, output, form, base, any_base, number_type or "f16")
     files = list(output.iterdir()) if output.is_dir() else [output]
     num_bytes = sum(file.stat().st_size for file in files)
-    _show(state, path, output, num_bytes, {"format": form, **extra})
+    shown = {name.replace("_", " ").capitalize(): value for name, value in facts.items()}
+    state.show(
+        properties(
+            None, {"Checkpoint": path, "Destination": output, "Size": size(num_bytes), **shown}
+        ),
+        {
+            "checkpoint_path": path,
+            "destination": str(output),
+            "file_size_bytes": num_bytes,
+            **facts,
+        },
+    )
 
 
 def _check_usage(output: Path, form: str, number_type: str | None, base: str | None) -> None:
@@ -98,43 +90,39 @@ def _check_usage(output: Path, form: str, number_type: str | None, base: str | N
         raise click.UsageError("--to gguf writes a file that ends in .gguf, and nothing else does.")
 
 
-def _merged(adapter: Path, output: Path, base: str | None, any_base: bool) -> dict[str, Any]:
-    from tinkex.cli.checkpoints.fetch import put
-    from tinkex.recipes.merge import merge_adapter
-
-    done = merge_adapter(adapter, adapter.with_name("model"), base, any_base=any_base)
-    put(done.folder, output)
-    return {"num_merged": done.num_merged, "untied_head": done.untied}
-
-
-def _gguf(
-    adapter: Path, output: Path, base: str | None, any_base: bool, number_type: NumberType
+def _converted(
+    state: State,
+    path: str,
+    output: Path,
+    form: str,
+    base: str | None,
+    any_base: bool,
+    number_type: NumberType,
 ) -> dict[str, Any]:
-    import gguf  # noqa: F401  # Missing it should be known before the merge, not after.
+    """Make what was asked for beside `output`, then move it there: whole or not at all."""
+    from tinkex.cli.checkpoints.fetch import fetch_folder, keep_adapter_only, put
 
-    from tinkex.cli.checkpoints.fetch import put
-    from tinkex.recipes.gguf import write_gguf
-    from tinkex.recipes.merge import merge_adapter
+    if form == "gguf":
+        import gguf  # noqa: F401  # Missing it should be known before the merge, not after.
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".exporting-") as scratch:
+        adapter = Path(scratch) / "adapter"
+        fetch_folder(state, path, adapter)
+        if form == "stacked":
+            from tinkex.recipes.stack import stack_experts
 
-    merged = merge_adapter(adapter, adapter.with_name("model"), base, any_base=any_base)
-    name = output.stem
-    done = write_gguf(
-        merged.folder, adapter.with_name("model.gguf"), number_type=number_type, name=name
-    )
-    put(done.file, output)
-    return {"number_type": number_type, "untied_head": merged.untied}
+            num_stacks = stack_experts(adapter)
+            keep_adapter_only(adapter)
+            put(adapter, output)
+            return {"num_stacks": num_stacks}
+        from tinkex.recipes.merge import merge_adapter
 
+        merged = merge_adapter(adapter, adapter.with_name("model"), base, any_base=any_base)
+        if form == "merged":
+            put(merged.folder, output)
+            return {"num_merged": merged.num_merged, "untied_head": merged.untied}
+        from tinkex.recipes.gguf import write_gguf
 
-def _show(state: State, path: str, output: Path, num_bytes: int, extra: dict[str, Any]) -> None:
-    pairs = {name.replace("_", " ").capitalize(): value for name, value in extra.items()}
-    state.show(
-        properties(
-            None, {"Checkpoint": path, "Destination": output, "Size": size(num_bytes), **pairs}
-        ),
-        {
-            "checkpoint_path": path,
-            "destination": str(output),
-            "file_size_bytes": num_bytes,
-            **extra,
-        },
-    )
+        file = adapter.with_name("model.gguf")
+        put(write_gguf(merged.folder, file, number_type=number_type, name=output.stem).file, output)
+        return {"number_type": number_type, "untied_head": merged.untied}

@@ -25,11 +25,10 @@ def fetch_folder(state: State, path: str, folder: Path, *, force: bool = False) 
         return download_checkpoint(service, path, folder, force=force, on_progress=report)
 
 
-def keep_adapter_only(folder: Path) -> int:
-    """Drop optimizer state from a downloaded folder; gives the size of what is left."""
+def keep_adapter_only(folder: Path) -> None:
+    """Drop optimizer state from a downloaded folder."""
     for name in _STATE_FILES:
         (folder / name).unlink(missing_ok=True)
-    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def check_room(target: Path, *, force: bool) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import click
 
+from tinkex.cli.address import detail_of, resolve_address, send
 from tinkex.cli.output import properties, size
 from tinkex.cli.state import Leaf, State, pass_state
 
-_NEEDED = ("adapter_config.json",)
+_NEEDED = "adapter_config.json"
 _SKIPPED = (".md", ".gitattributes")
 
 
@@ -23,9 +24,8 @@ _SKIPPED = (".md", ".gitattributes")
 @pass_state
 def import_(state: State, folder: Path, name: str, base_model: str | None) -> None:
     """Upload the PEFT adapter in FOLDER. Tinkex servers only: it is an extension."""
-    for needed in _NEEDED:
-        if not (folder / needed).is_file():
-            raise click.ClickException(f"{folder} holds no {needed}; is it a PEFT adapter?")
+    if not (folder / _NEEDED).is_file():
+        raise click.ClickException(f"{folder} holds no {_NEEDED}; is it a PEFT adapter?")
     answer = _upload(state, _tar(folder), {"name": name, "base_model": base_model})
     path = answer["tinker_path"]
     state.show(
@@ -52,30 +52,19 @@ def _tar(folder: Path) -> bytes:
 
 
 def _upload(state: State, body: bytes, query: dict[str, str | None]) -> dict[str, Any]:
-    import httpx
-
-    from tinkex.cli.address import resolve_address
-
     with resolve_address(state) as (base_url, api_key):
-        try:
-            answer = httpx.post(
-                f"{base_url}/api/v1/checkpoints/import",
-                params={key: value for key, value in query.items() if value},
-                content=body,
-                headers={"X-API-Key": api_key, "Content-Type": "application/x-tar"},
-                timeout=600,
-            )
-        except httpx.HTTPError as exc:
-            raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
+        answer = send(
+            "POST",
+            base_url,
+            "/api/v1/checkpoints/import",
+            api_key,
+            params={key: value for key, value in query.items() if value},
+            content=body,
+            headers={"Content-Type": "application/x-tar"},
+            timeout=600,
+        )
     if answer.status_code in (404, 405):
         raise click.ClickException(f"{base_url} cannot import adapters; a Tinkex server can.")
     if answer.is_error:
-        raise click.ClickException(_detail(answer))
+        raise click.ClickException(detail_of(answer))
     return dict(answer.json())
-
-
-def _detail(answer: Any) -> str:
-    try:
-        return str(answer.json()["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {answer.status_code}: {answer.text[:200]}"

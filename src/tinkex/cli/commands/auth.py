@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from tinkex.cli.address import detail_of, resolve_address, send
 from tinkex.cli.messages import words
 from tinkex.cli.output import print_json, properties
 from tinkex.cli.state import Noun, State, pass_state
@@ -132,22 +133,14 @@ def whoami(state: State) -> None:
 
 def _claims(state: State) -> dict[str, Any]:
     """What the server says about our key: the claims of a token exchanged for it."""
-    import httpx
-
-    from tinkex.cli.address import resolve_address
     from tinkex.client.session.credentials import jwt_claims
 
     with resolve_address(state) as (base_url, key):
         if key.startswith("eyJ"):
             return jwt_claims(key)
-        try:
-            answer = httpx.post(
-                f"{base_url}/api/v1/auth/token", json={}, headers={"X-API-Key": key}, timeout=30
-            )
-        except httpx.HTTPError as exc:
-            raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
+        answer = send("POST", base_url, "/api/v1/auth/token", key, json={})
     if answer.is_error:
-        raise click.ClickException(f"The server does not say who you are: {_detail(answer)}")
+        raise click.ClickException(f"The server does not say who you are: {detail_of(answer)}")
     return jwt_claims(str(answer.json().get("jwt", "")))
 
 
@@ -170,23 +163,7 @@ def _link(url: str) -> str:
 
 def _me(verb: str, base_url: str, key: str) -> dict[str, Any]:
     """Ask the server about a key. Its own words (`detail`) are the error when it refuses."""
-    import httpx
-
-    try:
-        answer = httpx.request(
-            verb, f"{base_url}/api/v1/auth/apikey/me", headers={"X-API-Key": key}, timeout=30
-        )
-    except httpx.HTTPError as exc:
-        raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
+    answer = send(verb, base_url, "/api/v1/auth/apikey/me", key)
     if answer.is_error:
-        raise click.ClickException(f"The server refused the key: {_detail(answer)}")
+        raise click.ClickException(f"The server refused the key: {detail_of(answer)}")
     return dict(answer.json()) if verb == "GET" else {}
-
-
-def _detail(answer: Any) -> str:
-    try:
-        body = answer.json()
-    except ValueError:
-        body = None
-    detail = body.get("detail") if isinstance(body, dict) else None
-    return detail if isinstance(detail, str) else f"HTTP {answer.status_code}"

@@ -109,16 +109,14 @@ class Talk:
 
     def open(self, model: str | None, label: str | None = None) -> Partner:
         from tinkex.client.tokenizers import load_tokenizer
+        from tinkex.recipes.loop import sampler_of
         from tinkex.recipes.render import Renderer
 
         chosen = model or default_model(self.service)
-        is_path = chosen.startswith("tinker://")
-        sampler = self.service.create_sampling_client(
-            model_path=chosen if is_path else None, base_model=None if is_path else chosen
-        )
+        sampler = sampler_of(self.service, chosen)
         base = sampler.get_base_model()
-        renderer = Renderer(load_tokenizer(base))
-        return Partner(label or chosen, base, chosen if is_path else "", sampler, renderer)
+        path = chosen if chosen.startswith("tinker://") else ""
+        return Partner(label or chosen, base, path, sampler, Renderer(load_tokenizer(base)))
 
     def find(self, name: str) -> Partner:
         """Who is called that: a base model, a run or a checkpoint."""
@@ -262,8 +260,7 @@ def _command(talk: Talk, name: str, rest: str) -> None:
             talk.set_system(rest or None)
             click.echo(f"System message {'set' if rest else 'taken away'}; a new conversation.")
         case "clear":
-            kept = [m for m in talk.messages if m["role"] == "system"]
-            talk.messages = kept
+            talk.messages = [m for m in talk.messages if m["role"] == "system"]
             click.echo("A new conversation.")
         case "model" if rest:
             talk.partner = talk.find(rest)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from tinkex.cli.address import resolve_address
+from tinkex.cli.address import resolve_address, send
 from tinkex.cli.state import Leaf, State, pass_state
 
 
@@ -65,11 +65,9 @@ def _show_folders(state: State, log_dir: Path, port: int, no_browser: bool) -> N
 
 def _link(base_url: str, key: str) -> str:
     """The console's address, with a token of an hour where a key is needed."""
-    import httpx
-
     if not key:
         return f"{base_url}/console"
-    answer = httpx.post(f"{base_url}/api/v1/auth/token", headers={"X-API-Key": key}, timeout=30)
+    answer = send("POST", base_url, "/api/v1/auth/token", key)
     if answer.status_code != 200:
         raise click.ClickException(f"{base_url} does not take the key: {answer.text[:200]}")
     return f"{base_url}/console/enter?token={quote(answer.json()['jwt'])}"

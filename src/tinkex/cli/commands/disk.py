@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.output import Table, ago, size
+from tinkex.cli.output import Table, ago, print_table, size
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
@@ -42,15 +42,18 @@ def disk(state: State, data_dir: Path | None, show_all: bool) -> None:
 
     found = {folder: holdings(folder) for folder in _data_folders(data_dir)}
     models = {} if data_dir else dict(_fetched_models())
-    if state.format == "json":
-        state.show(Table(columns=(), rows=()), _as_data(found, models))
-        return
+    state.show(lambda: _print(state, found, models, show_all), _as_data(found, models))
+
+
+def _print(
+    state: State, found: dict[Path, Holdings], models: dict[Path, int], show_all: bool
+) -> None:
     for folder, held in found.items():
-        state.show(_runs_table(folder, held, show_all), None)
+        print_table(_runs_table(folder, held, show_all))
     if models:
         rows = [(path.name, size(num_bytes)) for path, num_bytes in models.items()]
         title = f"Models in {next(iter(models)).parent}"
-        state.show(Table(title=title, columns=("Model", "Size"), rows=rows), None)
+        print_table(Table(title=title, columns=("Model", "Size"), rows=rows))
     total = sum(held.total for held in found.values()) + sum(models.values())
     click.echo(f"Total {size(total)}.")
     for command, older_than_s in (("gc", 3600.0), ("gc --older-than 0m", 0.0)):

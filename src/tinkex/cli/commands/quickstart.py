@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
 @pass_state
 def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: str | None) -> None:
     """Fine-tune SmolLM2-135M to answer as a pirate, here and now, on the CPU if need be."""
+    from tinkex.cli.checkpoints.fetch import fetch_folder
     from tinkex.recipes.loop import DEFAULT_MODEL
     from tinkex.recipes.quickstart import run
 
     if fresh and folder.exists():
         _remove(folder)
-    model = model or DEFAULT_MODEL
+    model, adapter = model or DEFAULT_MODEL, folder / "adapter"
     began = time.monotonic()
     try:
         if state.base_url is None and model == DEFAULT_MODEL:
@@ -50,11 +52,26 @@ def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: st
             outcome = run(folder, service, on_step, on_step.note, model=model, epochs=epochs)
         if outcome.result.interrupted:
             raise KeyboardInterrupt
-        adapter = _export(state, outcome.result.sampler_path, folder / "adapter")
+        fetch_folder(state, outcome.result.sampler_path, adapter, force=True)
     except KeyboardInterrupt:
         _say_how_to_resume(state, folder)
         raise click.exceptions.Exit(130) from None
-    _show(state, outcome, folder, adapter, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    state.show(
+        lambda: _print(outcome, folder, adapter, seconds),
+        {
+            "held_out_loss_before": outcome.loss_before,
+            "held_out_loss_after": outcome.loss_after,
+            "steps": outcome.result.step,
+            "steps_now": outcome.num_trained,
+            "seconds": round(seconds, 1),
+            "sampler_path": outcome.result.sampler_path,
+            "state_path": outcome.result.state_path,
+            "adapter": str(adapter),
+            "plot": str(folder / "loss.png"),
+            "answers": [asdict(exchange) for exchange in outcome.exchanges],
+        },
+    )
 
 
 def _fetch_model() -> None:
@@ -63,13 +80,6 @@ def _fetch_model() -> None:
 
     with waiting("Looking for the default model (93 MB, fetched once)"):
         default_model.folder()
-
-
-def _export(state: State, path: str, target: Path) -> Path:
-    from tinkex.cli.checkpoints.fetch import fetch_folder
-
-    fetch_folder(state, path, target, force=True)
-    return target
 
 
 def _remove(folder: Path) -> None:
@@ -81,40 +91,15 @@ def _remove(folder: Path) -> None:
 
 def _say_how_to_resume(state: State, folder: Path) -> None:
     option = "" if folder == Path("quickstart") else f" --folder {folder}"
-    if (folder / "checkpoints.jsonl").is_file():
-        state.note(
-            f"\nStopped; the training so far is saved. Resume: {program()} quickstart{option}"
-        )
-    else:
-        state.note(
-            f"\nStopped before the first checkpoint. Start again: {program()} quickstart{option}"
-        )
+    stopped = (
+        "Stopped; the training so far is saved. Resume"
+        if (folder / "checkpoints.jsonl").is_file()
+        else "Stopped before the first checkpoint. Start again"
+    )
+    state.note(f"\n{stopped}: {program()} quickstart{option}")
 
 
-def _show(
-    state: State, outcome: QuickstartResult, folder: Path, adapter: Path, seconds: float
-) -> None:
-    if state.format == "json":
-        from tinkex.cli.output import print_json
-
-        print_json(
-            {
-                "held_out_loss_before": outcome.loss_before,
-                "held_out_loss_after": outcome.loss_after,
-                "steps": outcome.result.step,
-                "steps_now": outcome.num_trained,
-                "seconds": round(seconds, 1),
-                "sampler_path": outcome.result.sampler_path,
-                "state_path": outcome.result.state_path,
-                "adapter": str(adapter),
-                "plot": str(folder / "loss.png"),
-                "answers": [
-                    {"question": e.question, "before": e.before, "after": e.after}
-                    for e in outcome.exchanges
-                ],
-            }
-        )
-        return
+def _print(outcome: QuickstartResult, folder: Path, adapter: Path, seconds: float) -> None:
     for exchange in outcome.exchanges:
         click.echo(f"\n  {click.style(exchange.question, bold=True)}")
         click.echo(f"    before  {_one_line(exchange.before, 90)}")

@@ -6,7 +6,6 @@ Reads `rollouts.jsonl` of a run's folder; no server is asked.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import click
 
 from tinkex.cli.completions import complete_run
-from tinkex.cli.output import print_json
 from tinkex.cli.state import Leaf, State, pass_state
 
 
@@ -38,6 +36,7 @@ def rollouts(
     limit: int,
 ) -> None:
     """Show the answers that were sampled in training. RUN is the run's name or its log folder."""
+    from tinkex.recipes import lines
     from tinkex.recipes.rollouts import FILE_NAME
     from tinkex.recipes.runs import find
 
@@ -53,35 +52,24 @@ def rollouts(
             "none, SFT none with --samples 0."
         )
     if step is not None and step < 0:
-        step = _last_step(file) + 1 + step
+        step += 1 + max((int(one["step"]) for one in lines.read(file)), default=0)
     found: Iterator[dict[str, Any]] = (
         one
-        for one in _read(file)
+        for one in lines.read(file)
         if (step is None or one["step"] == step) and contains in one["text"]
     )
     if best or worst:
         rewarded = [one for one in found if one.get("reward") is not None]
         found = iter(sorted(rewarded, key=lambda one: float(one["reward"]), reverse=best))
     shown = list(itertools.islice(found, limit))
-    if state.format == "json":
-        print_json(shown)
-        return
-    for one in shown:
-        _show(one)
-    if not shown:
-        state.note("No such answers.")
 
+    def print_answers() -> None:
+        for one in shown:
+            _show(one)
+        if not shown:
+            state.note("No such answers.")
 
-def _read(file: Path) -> Iterator[dict[str, Any]]:
-    """Line by line: such a file may be large. A last line cut short by a crash is left out."""
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
-
-
-def _last_step(file: Path) -> int:
-    return max((int(one["step"]) for one in _read(file)), default=0)
+    state.show(print_answers, shown)
 
 
 def _show(one: dict[str, Any]) -> None:

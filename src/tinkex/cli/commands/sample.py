@@ -14,7 +14,7 @@ from tinkex.cli.output import Table
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
-    from tinkex import SamplingClient, ServiceClient
+    from tinkex import ServiceClient
 
 
 @click.command(cls=Leaf)
@@ -50,6 +50,7 @@ def sample(
     """Answer PROMPT; `-` reads it from stdin."""
     from tinkex import ModelInput, SamplingParams
     from tinkex.client.tokenizers import load_tokenizer
+    from tinkex.recipes.loop import sampler_of
     from tinkex.recipes.render import Renderer
 
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -60,7 +61,7 @@ def sample(
         prepare(state, chosen)
     with state.service(model=chosen, name="sample") as service:
         model = chosen or default_model(service)
-        sampler = open_sampler(service, model)
+        sampler = sampler_of(service, model)
         tokenizer = load_tokenizer(sampler.get_base_model())
         renderer = Renderer(tokenizer)
         params = SamplingParams(
@@ -95,28 +96,17 @@ def sample(
 
 
 def _show(state: State, sequences: list[dict[str, Any]], model: str | None) -> None:
-    if state.format == "json":
-        state.show(Table(columns=(), rows=()), {"model": model, "sequences": sequences})
-    elif len(sequences) == 1:
-        click.echo(sequences[0]["text"])
-    else:
-        state.show(
-            Table(
-                columns=("#", "Text", "Tokens", "Stop"),
-                rows=[
-                    (index, s["text"], s["num_tokens"], s["stop_reason"])
-                    for index, s in enumerate(sequences)
-                ],
-            ),
-            None,
-        )
-
-
-def open_sampler(service: ServiceClient, model: str | None) -> SamplingClient:
-    """A sampler of a base model or a checkpoint; the server's first model when none is named."""
-    if model and model.startswith("tinker://"):
-        return service.create_sampling_client(model_path=model)
-    return service.create_sampling_client(base_model=model or default_model(service))
+    table = Table(
+        columns=("#", "Text", "Tokens", "Stop"),
+        rows=[
+            (index, s["text"], s["num_tokens"], s["stop_reason"])
+            for index, s in enumerate(sequences)
+        ],
+    )
+    state.show(
+        sequences[0]["text"] if len(sequences) == 1 else table,
+        {"model": model, "sequences": sequences},
+    )
 
 
 def default_model(service: ServiceClient) -> str:

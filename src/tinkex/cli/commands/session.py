@@ -106,10 +106,7 @@ def export_trace(state: State, session_id: str, output: Path | None, url_only: b
     with state.rest() as rest:
         url = rest.export_session_trace(session_id).result()
     if url_only:
-        if state.format == "json":
-            state.show(properties(None, {}), {"session_id": session_id, "url": url})
-        else:
-            click.echo(url)
+        state.show(url, {"session_id": session_id, "url": url})
         return
     target = output or Path(f"{session_id.replace(':', '_').replace('/', '_')}.pftrace")
     num_bytes = _fetch(url, target)

@@ -19,7 +19,7 @@ from tinkex.cli.arguments import named
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
 from tinkex.cli.output import properties
-from tinkex.cli.progress import RESULTS, label, steps
+from tinkex.cli.progress import RESULTS, Steps, label, steps
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
 
@@ -129,14 +129,12 @@ _STOP: tuple[tuple[str, Any, str], ...] = (
 def sft(state: State, /, data: str, **options: Any) -> None:
     """Learn the answers in DATA: chat `messages` or prompt/completion rows, as JSONL, JSON, CSV
     or a Hugging Face dataset id."""
-    from tinkex.recipes.data import check_source
     from tinkex.recipes.sft import SftConfig
     from tinkex.recipes.sft import train as run
 
     show_plot = options.pop("show_plot")
     config = SftConfig(data=data, **_given("sft", data, options))
-    check_source(data)  # before a model is fetched
-    with _service(state, config) as service, steps("sft") as on_step:
+    with _recipe(state, "sft", config, data) as (service, on_step):
         result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -152,14 +150,12 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 @pass_state
 def dpo(state: State, /, data: str, **options: Any) -> None:
     """Prefer `chosen` over `rejected` in the rows of DATA."""
-    from tinkex.recipes.data import check_source
     from tinkex.recipes.dpo import DpoConfig
     from tinkex.recipes.dpo import train as run
 
     show_plot = options.pop("show_plot")
     config = DpoConfig(data=data, **_given("dpo", data, options))
-    check_source(data)
-    with _service(state, config) as service, steps("dpo") as on_step:
+    with _recipe(state, "dpo", config, data) as (service, on_step):
         result = run(config, service, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -198,7 +194,6 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
     An environment is a class with start() and step(answer), for several turns: see
     tinkex/recipes/episodes.py.
     """
-    from tinkex.recipes.data import check_source
     from tinkex.recipes.rl import RlConfig
     from tinkex.recipes.rl import train as run
 
@@ -209,10 +204,8 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
         )
     show_plot = options.pop("show_plot")
     config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
-    if prompts is not None:
-        check_source(prompts)
     rows = prompts if prompts is not None else module.prompts()
-    with _service(state, config) as service, steps("rl") as on_step:
+    with _recipe(state, "rl", config, prompts) as (service, on_step):
         result = run(config, service, function, rows, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -237,14 +230,12 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
 @pass_state
 def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None:
     """Learn to speak like a teacher: answer PROMPTS, and learn from the teacher's scores."""
-    from tinkex.recipes.data import check_source
     from tinkex.recipes.distill import DistillConfig
     from tinkex.recipes.distill import train as run
 
     show_plot = options.pop("show_plot")
     config = DistillConfig(teacher=named(teacher) or teacher, **_given("distill", prompts, options))
-    check_source(prompts)
-    with _service(state, config) as service, steps("distill") as on_step:
+    with _recipe(state, "distill", config, prompts) as (service, on_step):
         result = run(config, service, prompts, on_step, on_step.note)
     _show(state, config.log_dir, result, show_plot)
 
@@ -272,13 +263,19 @@ def load_function(name: str) -> tuple[Any, Callable[..., float]]:
 
 
 @contextlib.contextmanager
-def _service(state: State, config: Any) -> Iterator[ServiceClient]:
+def _recipe(
+    state: State, name: str, config: Any, source: str | None
+) -> Iterator[tuple[ServiceClient, Steps]]:
     """The server, once the model is here; in its listings the run has the name of its folder."""
     from tinkex.cli.commands.pull import prepare
+    from tinkex.recipes.data import check_source
 
+    if source is not None:
+        check_source(source)  # before a model is fetched
     prepare(state, config.model)
-    with state.service(model=config.model, name=Path(config.log_dir).name) as service:
-        yield service
+    run_name = Path(config.log_dir).name
+    with state.service(model=config.model, name=run_name) as service, steps(name) as on_step:
+        yield service, on_step
 
 
 def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -319,7 +316,12 @@ def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
             None,
             {
                 "Steps": result.step,
-                **{label(name): f"{result.metrics[name]:.4g}" for name in _shown(result)},
+                # What a person asks first; the rest is in metrics.jsonl and in the JSON.
+                **{
+                    label(name): f"{result.metrics[name]:.4g}"
+                    for name in RESULTS
+                    if name in result.metrics
+                },
                 "State": result.state_path,
                 "Sampler": result.sampler_path,
                 **({"Best": f"step {result.best_step}"} if result.best_step is not None else {}),
@@ -347,12 +349,10 @@ def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
 
 def _draw(state: State, folder: Path) -> None:
     """The curve that matters most, in characters, on stderr."""
-    import json
-
+    from tinkex.recipes import lines
     from tinkex.recipes.plots import terminal_plot
 
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = list(lines.read(folder / "metrics.jsonl"))
     for name in ("reward", "kl", "loss"):
         if drawn := terminal_plot(records, name, label(name)):
             state.note(f"\n{drawn}\n")
@@ -366,8 +366,3 @@ def _called(log_dir: str) -> str:
 
     place = Path(log_dir).resolve()
     return next((run.name for run in known() if run.folder == place), log_dir)
-
-
-def _shown(result: Result) -> list[str]:
-    """What a person asks first; the rest is in metrics.jsonl and in the JSON."""
-    return [name for name in RESULTS if name in result.metrics]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from tinkex import __version__
-from tinkex.cli.output import print_json
 from tinkex.cli.state import Leaf, State, pass_state
 
 
@@ -13,7 +12,4 @@ from tinkex.cli.state import Leaf, State, pass_state
 @pass_state
 def version(state: State) -> None:
     """Print the version."""
-    if state.format == "json":
-        print_json({"version": __version__})
-    else:
-        click.echo(f"tinkex {__version__}")
+    state.show(f"tinkex {__version__}", {"version": __version__})
