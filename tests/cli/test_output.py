@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from tinkex.cli.output import Table, ago, plain, print_table, size, stacked
-from tinkex.cli.paging import collect
+from tinkex.cli.paging import collect, counted
 
 NOW = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
 
@@ -71,11 +72,17 @@ def test_pages_are_collected_until_the_limit_or_the_end():
 
     def fetch(limit, offset):
         calls.append((limit, offset))
-        return list(range(25))[offset : offset + limit], None
+        answer = SimpleNamespace(rows=list(range(25))[offset : offset + limit])
+        return SimpleNamespace(result=lambda: answer)
 
-    assert collect(fetch, limit=12, offset=3, page=10)[0] == list(range(3, 15))
+    assert collect(fetch, "rows", limit=12, offset=3, page=10)[0] == list(range(3, 15))
     assert calls == [(10, 3), (2, 13)]
-    assert collect(fetch, limit=0, offset=0, page=10)[0] == list(range(25))
+    assert collect(fetch, "rows", limit=0, offset=0, page=10)[0] == list(range(25))
+
+
+def test_a_listing_says_how_many_there_are_when_it_shows_fewer():
+    assert counted("Runs", [1, 2], 35) == "Runs (2 of 35)"
+    assert counted("Runs", [1, 2], 2) == counted("Runs", [1, 2], None) == "Runs (2)"
 
 
 def test_an_empty_table_is_its_title_and_columns(capsys):

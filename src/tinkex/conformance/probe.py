@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import zstandard
 
 from tinkex.conformance.suite import Mismatch, Unsupported, expect
 from tinkex.wire import tinker_public_pb2 as pb
@@ -42,7 +43,7 @@ class Probe:
         self.timeout_s = timeout_s
         self._model = model
         self._model_seq = itertools.count()
-        self._sampler_seq = itertools.count()
+        self.sampler_seq = itertools.count()
         self._sample_seq = itertools.count()
 
     def close(self) -> None:
@@ -115,22 +116,31 @@ class Probe:
             return value
         raise Mismatch(f"a result within {self.timeout_s:.0f} s", f"{request_id} still pending")
 
-    def failure(self, request_id: str) -> dict[str, Any]:
-        """Wait for a future that must fail; gives its error and category."""
+    def expect_refusal(self, answer: httpx.Response, what: str = "", *, category: str = "") -> None:
+        """Refused at once with 4xx, or by a failed future, of that category where one is named."""
+        if not answer.is_success:
+            expect(400 <= answer.status_code < 500, f"4xx{what}", shown(answer))
+            return
+        request_id = answer.json()["request_id"]
         try:
             value = self.wait(request_id)
         except Mismatch as exc:
-            if exc.got.startswith("failed future: "):
-                answer = self.call(
-                    "POST",
-                    "retrieve_future",
-                    {"request_id": request_id, "allow_metadata_only": False},
-                )
-                return dict(answer.json())
-            raise
+            if not exc.got.startswith("failed future: "):
+                raise
+            body = {"request_id": request_id, "allow_metadata_only": False}
+            failure = self.call("POST", "retrieve_future", body).json()
+            expect("error" in failure, "an error", failure)
+            if category:
+                expect(failure.get("category") == category, f"category {category}", failure)
+            return
         raise Mismatch("a failed future", value)
 
     # ------------------------------------------------------------------------------ what exists
+
+    def require(self, flag: str) -> None:
+        """Go on only where the server says in its client config that it does this."""
+        if not self.ask("POST", "client/config", {"sdk_version": SDK_VERSION}).get(flag):
+            raise Unsupported(f"{flag} is off")
 
     @functools.cached_property
     def model(self) -> str:
@@ -195,16 +205,13 @@ class Probe:
     def new_sampler(self, model_path: str | None = None) -> str:
         body = {
             "session_id": self.session_id,
-            "sampling_session_seq_id": self.next_sampler_seq(),
+            "sampling_session_seq_id": next(self.sampler_seq),
             "type": "create_sampling_session",
             **({"model_path": model_path} if model_path else {"base_model": self.model}),
         }
         answer = self.ask("POST", "create_sampling_session", body)
         expect(isinstance(answer.get("sampling_session_id"), str), "sampling_session_id", answer)
         return str(answer["sampling_session_id"])
-
-    def next_sampler_seq(self) -> int:
-        return next(self._sampler_seq)
 
     @functools.cached_property
     def sampler(self) -> str:
@@ -256,7 +263,8 @@ class ProbeRun:
         *,
         seq: int | None = None,
         forward_only: bool = False,
-        config: Mapping[str, float] | None = None,
+        loss_id: str = "",
+        compress: bool = False,
     ) -> httpx.Response:
         """Send one forward_backward, whatever the answer."""
         request = pb.ForwardBackwardRequest(
@@ -266,14 +274,12 @@ class ProbeRun:
             loss_fn=loss_fn,
             forward_only=forward_only,
         )
-        for name, value in (config or {}).items():
-            request.loss_fn_config[name] = value
-            request.loss_fn_config_v2[name].number = value
-        return self.probe.http.post(
-            "forward_backward",
-            content=request.SerializeToString(),
-            headers={"Content-Type": "application/x-protobuf"},
-        )
+        if loss_id:
+            request.loss_fn_config_v2["loss_id"].text = loss_id
+        content, headers = request.SerializeToString(), {"Content-Type": "application/x-protobuf"}
+        if compress:
+            content, headers["Content-Encoding"] = zstandard.compress(content), "zstd"
+        return self.probe.http.post("forward_backward", content=content, headers=headers)
 
     def forward_backward(
         self, data: Sequence[pb.Datum], loss_fn: str = "cross_entropy", **options: Any
@@ -301,8 +307,10 @@ class ProbeRun:
 
     def submit(self, kind: str, **fields: Any) -> dict[str, Any]:
         """A training request other than forward_backward, sent and waited for."""
-        body = {"model_id": self.model_id, "seq_id": self.next_seq(), "type": kind, **fields}
-        return self.probe.result(kind, body)
+        return self.probe.result(kind, self.body(kind, **fields))
+
+    def body(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return {"model_id": self.model_id, "seq_id": self.next_seq(), "type": kind, **fields}
 
     def save(self, name: str) -> str:
         path = self.submit("save_weights", path=name, overwrite=False).get("path")

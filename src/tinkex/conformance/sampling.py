@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinkex.conformance.probe import TOKENS, Probe, datum, logprobs_of, shown
+from tinkex.conformance.probe import TOKENS, Probe, datum, logprobs_of
 from tinkex.conformance.suite import Unsupported, check, expect
 from tinkex.wire import tinker_public_pb2 as pb
 
@@ -139,9 +139,7 @@ def _score(probe: Probe, path: str) -> Any:
 @check("2.3", "an unnamed save gives a sampling session at once")
 def unnamed(probe: Probe) -> None:
     run = probe.new_run()
-    answer = run.submit(
-        "save_weights_for_sampler", sampling_session_seq_id=probe.next_sampler_seq()
-    )
+    answer = run.submit("save_weights_for_sampler", sampling_session_seq_id=next(probe.sampler_seq))
     sampler = answer.get("sampling_session_id")
     expect(isinstance(sampler, str), "sampling_session_id", answer)
     probe.sample(str(sampler))
@@ -155,9 +153,7 @@ def sample_training_weights(probe: Probe) -> None:
 
 @check("4.5", "the batched poller reports what is finished")
 def batched(probe: Probe) -> None:
-    flags = probe.ask("POST", "client/config", {"sdk_version": "0.36.0"})
-    if not flags.get("sample_use_retrieve_futures"):
-        raise Unsupported("sample_use_retrieve_futures is off")
+    probe.require("sample_use_retrieve_futures")
     sampler = probe.new_sampler()
     request_id = probe.promise("asample", probe.sample_body(sampler))["request_id"]
     cursor, found = 0, False
@@ -197,8 +193,4 @@ def cancel(probe: Probe) -> None:
 def refused(probe: Probe) -> None:
     body = probe.sample_body(sampling_params={"temperature": -1.0})
     answer = probe.call("POST", "asample", body)
-    if answer.is_success:
-        failure = probe.failure(answer.json()["request_id"])
-        expect(failure.get("category") == "user", "category user", failure)
-    else:
-        expect(400 <= answer.status_code < 500, "4xx for temperature -1", shown(answer))
+    probe.expect_refusal(answer, " for temperature -1", category="user")

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-import zstandard
 
 from tinkex.conformance.probe import TOKENS, Probe, datum, logprobs_of, shown
-from tinkex.conformance.suite import Unsupported, check, expect
+from tinkex.conformance.suite import check, expect
 from tinkex.wire import tinker_public_pb2 as pb
 
 NUM_TARGETS = len(TOKENS) - 1
@@ -77,13 +76,9 @@ def bad_token(probe: Probe) -> None:
 def _expect_refusal(
     probe: Probe, loss_fn: str = "cross_entropy", tokens: list[int] | None = None
 ) -> None:
-    """Refused at once with 4xx, or by a failed future of category user; and the run goes on."""
+    """Refused, and the run goes on."""
     answer = probe.run.post_training([datum(tokens or TOKENS)], loss_fn)
-    if answer.is_success:
-        failure = probe.failure(answer.json()["request_id"])
-        expect(failure.get("category") == "user", "category user", failure)
-    else:
-        expect(400 <= answer.status_code < 500, "4xx", shown(answer))
+    probe.expect_refusal(answer, category="user")
     probe.run.loss([datum()])
 
 
@@ -156,24 +151,8 @@ def accumulation(probe: Probe) -> None:
 
 @check("1.2", "forward_backward takes a zstd body when the server says so")
 def compressed(probe: Probe) -> None:
-    flags = probe.ask("POST", "client/config", {"sdk_version": "0.36.0"})
-    if not flags.get("proto_compress_fwdbwd"):
-        raise Unsupported("proto_compress_fwdbwd is off")
-    run = probe.run
-    request = pb.ForwardBackwardRequest(
-        model_id=run.model_id,
-        seq_id=run.next_seq(),
-        data=[datum()],
-        loss_fn="cross_entropy",
-        forward_only=True,
-    )
-    answer = probe.http.post(
-        "forward_backward",
-        content=zstandard.compress(request.SerializeToString()),
-        headers={"Content-Type": "application/x-protobuf", "Content-Encoding": "zstd"},
-    )
-    expect(answer.is_success, "2xx for a zstd body", shown(answer))
-    probe.wait(answer.json()["request_id"], pb.ForwardBackwardOutput)
+    probe.require("proto_compress_fwdbwd")
+    probe.run.forward_backward([datum()], forward_only=True, compress=True)
 
 
 @check("2.3", "save_weights and load_weights bring back weights and optimizer")
@@ -197,9 +176,7 @@ def save_and_load(probe: Probe) -> None:
 
 @check("5.8", "a run is created from a checkpoint in one call when the server says so")
 def create_via_load(probe: Probe) -> None:
-    flags = probe.ask("POST", "client/config", {"sdk_version": "0.36.0"})
-    if not flags.get("create_model_via_load_weights"):
-        raise Unsupported("create_model_via_load_weights is off")
+    probe.require("create_model_via_load_weights")
     path = probe.new_run().save("conformance-origin")
     session_id = probe.new_session()
     answer = probe.result(
@@ -223,19 +200,8 @@ def create_via_load(probe: Probe) -> None:
 def name_in_use(probe: Probe) -> None:
     run = probe.new_run()
     run.save("conformance-once")
-    body = {
-        "model_id": run.model_id,
-        "seq_id": run.next_seq(),
-        "path": "conformance-once",
-        "overwrite": False,
-        "type": "save_weights",
-    }
-    answer = probe.call("POST", "save_weights", body)
-    if answer.is_success:
-        failure = probe.failure(answer.json()["request_id"])
-        expect("error" in failure, "an error", failure)
-    else:
-        expect(400 <= answer.status_code < 500, "4xx", shown(answer))
+    body = run.body("save_weights", path="conformance-once", overwrite=False)
+    probe.expect_refusal(probe.call("POST", "save_weights", body))
 
 
 @check("4.2", "an unknown request id is refused")
@@ -248,37 +214,18 @@ def unknown_future(probe: Probe) -> None:
 
 @check("5.7", "a traced custom loss runs on the server when it says so")
 def custom_loss(probe: Probe) -> None:
-    flags = probe.ask("POST", "client/config", {"sdk_version": "0.36.0"})
-    if not flags.get("custom_loss_server_side"):
-        raise Unsupported("custom_loss_server_side is off")
-    node: dict[str, Any] = {"kwargs": {}}
-    graph = {
-        "format": 1,
-        "nodes": [
-            {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], **node},
-            {
-                "op": "call_method",
-                "name": "total",
-                "target": "sum",
-                "args": [{"ref": "logprobs"}],
-                **node,
-            },
-            {
-                "op": "call_function",
-                "name": "loss",
-                "target": "operator.neg",
-                "args": [{"ref": "total"}],
-                **node,
-            },
-            {
-                "op": "output",
-                "name": "output",
-                "target": "output",
-                "args": [{"tuple": [{"ref": "loss"}, {"dict": {}}]}],
-                **node,
-            },
-        ],
-    }
+    probe.require("custom_loss_server_side")
+    result = {"tuple": [{"ref": "loss"}, {"dict": {}}]}
+    steps: list[tuple[str, str, str, list[Any]]] = [
+        ("placeholder", "logprobs", "logprobs", []),
+        ("call_method", "total", "sum", [{"ref": "logprobs"}]),
+        ("call_function", "loss", "operator.neg", [{"ref": "total"}]),
+        ("output", "output", "output", [result]),
+    ]
+    nodes = [
+        {"op": op, "name": name, "target": target, "args": args, "kwargs": {}}
+        for op, name, target, args in steps
+    ]
     answer = probe.result(
         "create_custom_loss",
         {
@@ -286,23 +233,13 @@ def custom_loss(probe: Probe) -> None:
             "custom_loss_seq_id": 0,
             "name": "conformance",
             "inputs": [{"name": "logprobs", "rank": 1}],
-            "graph": graph,
+            "graph": {"format": 1, "nodes": nodes},
             "type": "create_custom_loss",
         },
     )
     loss_id = answer.get("loss_id")
     expect(isinstance(loss_id, str), "loss_id, a string", answer)
     run = probe.new_run()
-    request = pb.ForwardBackwardRequest(
-        model_id=run.model_id, seq_id=run.next_seq(), data=[datum()], loss_fn="custom"
-    )
-    request.loss_fn_config_v2["loss_id"].text = str(loss_id)
-    sent = probe.http.post(
-        "forward_backward",
-        content=request.SerializeToString(),
-        headers={"Content-Type": "application/x-protobuf"},
-    )
-    expect(sent.is_success, "2xx for loss_fn custom", shown(sent))
-    output = probe.wait(sent.json()["request_id"], pb.ForwardBackwardOutput)
+    output = run.forward_backward([datum()], "custom", loss_id=str(loss_id))
     wanted = run.loss([datum()])
     expect(_close(output.metrics["loss:sum"], wanted), f"loss {wanted:.4f}", output.metrics)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex import AdamParams, Datum, SamplingClient, ServiceClient
-from tinkex.chat.detokenizer import pieces_of
 from tinkex.errors import ConfigError
 from tinkex.recipes.data import load_prompts, split_off
 from tinkex.recipes.episodes import Episode, Player, Question, Turn
@@ -41,7 +40,7 @@ from tinkex.recipes.loop import (
 )
 from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.rl import Gaps, datum_of, of_sampled, reference_gaps
+from tinkex.recipes.rl import Gaps, datum_of, of_sampled, reference_gaps, rollout_of
 from tinkex.recipes.rollouts import Rollout, RolloutLog
 
 PANELS = (
@@ -214,22 +213,8 @@ def to_look_at(
     """The answers of a step; their reward is minus the KL of the answer, per token."""
     for number, (group, of_group) in enumerate(zip(groups, gaps, strict=True)):
         scores = [
-            -statistics.fmean(
-                [gap for gap, said in zip(of_one, one.is_sampled, strict=True) if said] or [0.0]
-            )
-            for one, of_one in zip(group, of_group, strict=True)
+            -mean_gap([[one]], [[of_one]]) for one, of_one in zip(group, of_group, strict=True)
         ]
         mean = statistics.fmean(scores)
         for one, score in zip(group, scores, strict=True):
-            yield Rollout(
-                step=step,
-                group=number,
-                prompt=str(renderer.tokenizer.decode(one.question.tokens)),
-                text=renderer.text(one.said),
-                tokens=one.said,
-                pieces=pieces_of(renderer.tokenizer, one.said),
-                logprobs=one.logprobs[len(one.question.tokens) :],
-                reward=score,
-                advantage=score - mean,
-                snapshot=f"step-{step:06d}",
-            )
+            yield rollout_of(one, renderer, step, number, score, score - mean)

@@ -26,8 +26,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -271,21 +271,11 @@ async def _awaited(waiting: Awaitable[T]) -> T:
 
 def _finished(waiting: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
     """Run to the end in a loop of its own: the caller may be inside a running one (a notebook)."""
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(asyncio.run(_awaited(waiting)))
-        except BaseException as exc:
-            failure.append(exc)
-
-    thread = threading.Thread(target=run, name="tinkex-rewards")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]
+    thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-rewards")
+    try:
+        return thread.submit(asyncio.run, _awaited(waiting)).result()
+    finally:
+        thread.shutdown(wait=False)  # A second Ctrl-C does not wait for a slow reward.
 
 
 def _finite(value: Any, one: Episode, answer: str) -> float:
@@ -374,7 +364,6 @@ class Player:
         """Add one answer to each episode, and what its environment says to it."""
         answers = []
         pairs = [(response, sequence) for response in responses for sequence in response.sequences]
-        heard = [sequence for _, sequence in pairs]
         for one, (response, sequence) in zip(episodes, pairs, strict=True):
             prompt, said = response.prompt_routed_experts, sequence.routed_experts
             if self.router_replay and prompt is not None and said is not None:
@@ -383,7 +372,7 @@ class Player:
             answers.append(self.renderer.text(sequence.tokens))
             one.answers.append(answers[-1])
         turns = self.task.judge(episodes, answers)
-        for one, sequence, answer, turn in zip(episodes, heard, answers, turns, strict=True):
+        for one, (_, sequence), answer, turn in zip(episodes, pairs, answers, turns, strict=True):
             one.reward += turn.reward
             if turn.reply is None:
                 one.is_over = True

@@ -25,7 +25,6 @@ from tinkex import (
     ServiceClient,
     TrainingClient,
 )
-from tinkex.chat.detokenizer import pieces_of
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError
@@ -427,16 +426,19 @@ def to_look_at(
     for number, group in enumerate(groups):
         mean = statistics.fmean(one.reward for one in group)
         for one in group:
-            start = len(one.question.tokens)
-            yield Rollout(
-                step=step,
-                group=number,
-                prompt=str(renderer.tokenizer.decode(one.question.tokens)),
-                text=renderer.text(one.said),
-                tokens=one.said,
-                pieces=pieces_of(renderer.tokenizer, one.said),
-                logprobs=one.logprobs[start:],
-                reward=one.reward,
-                advantage=one.reward - mean,
-                snapshot=f"step-{step:06d}",
-            )
+            yield rollout_of(one, renderer, step, number, one.reward, one.reward - mean)
+
+
+def rollout_of(
+    one: Episode, renderer: Renderer, step: int, group: int, reward: float, advantage: float
+) -> Rollout:
+    return Rollout.of(
+        renderer,
+        one.question.tokens,
+        one.said,
+        step,
+        group=group,
+        logprobs=one.logprobs[len(one.question.tokens) :],
+        reward=reward,
+        advantage=advantage,
+    )

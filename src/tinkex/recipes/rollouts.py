@@ -7,7 +7,7 @@ One JSON object a line, one answer each:
 
 Answers of one prompt share `step` and `group`. `pieces` is the text of each token: joined it is the
 text, and a token in the middle of a character has none. The console draws them (`tinkex console
---log-dir`). Knows files; nothing of models or loops.
+--log-dir`). Knows files and tokens; nothing of loops.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tinkex.chat.detokenizer import pieces_of
 from tinkex.recipes import lines
+from tinkex.recipes.render import Renderer
 
 __all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog"]
 
@@ -45,6 +47,26 @@ class Rollout:
     snapshot: str = ""
     """The weights that said it."""
     pieces: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls,
+        renderer: Renderer,
+        prompt: Sequence[int],
+        said: Sequence[int],
+        step: int,
+        **fields: Any,
+    ) -> Rollout:
+        """An answer from its tokens, sampled by the weights of a step."""
+        return cls(
+            step=step,
+            prompt=str(renderer.tokenizer.decode(list(prompt))),
+            text=renderer.text(said),
+            tokens=said,
+            pieces=pieces_of(renderer.tokenizer, said),
+            snapshot=f"step-{step:06d}",
+            **fields,
+        )
 
 
 class RolloutLog:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient, TrainingClient
-from tinkex.chat.detokenizer import pieces_of
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes.best import Watch, stopped_at
 from tinkex.recipes.data import Conversation, load_conversations, split_off
@@ -182,16 +181,8 @@ def answers(
     for number, (prompt, future) in enumerate(zip(prompts, futures, strict=True)):
         sequence = future.result().sequences[0]
         tokens = list(sequence.tokens)
-        yield Rollout(
-            step=step,
-            group=number,
-            prompt=str(renderer.tokenizer.decode(prompt)),
-            text=renderer.text(tokens),
-            tokens=tokens,
-            pieces=pieces_of(renderer.tokenizer, tokens),
-            logprobs=list(sequence.logprobs or []),
-            snapshot=f"step-{step:06d}",
-        )
+        logprobs = list(sequence.logprobs or [])
+        yield Rollout.of(renderer, prompt, tokens, step, group=number, logprobs=logprobs)
 
 
 def render(row: Conversation, renderer: Renderer, config: SftConfig) -> Rendered:

@@ -82,6 +82,11 @@ class Value:
         raise NotImplementedError
 
     @classmethod
+    def _object_schema(cls, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+        shape = {"type": "object", "properties": properties, "required": required}
+        return {"title": cls.__name__, **shape}
+
+    @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
         return cls._schema()
 

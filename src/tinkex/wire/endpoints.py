@@ -79,6 +79,14 @@ def _post(name: str, request: Any, result: Any, path: str = "", **rest: Any) -> 
     return Endpoint(name=name, method="POST", path=where, request=request, result=result, **rest)
 
 
+def _put(name: str, path: str, request: Any, result: Any = None, **rest: Any) -> Endpoint:
+    return Endpoint(name=name, method="PUT", path=path, request=request, result=result, **rest)
+
+
+def _delete(name: str, path: str) -> Endpoint:
+    return Endpoint(name=name, method="DELETE", path=path)
+
+
 def _lane(name: str, request: Any, promised: Any, **rest: Any) -> Endpoint:
     """A call that ends in a promise."""
     return _post(name, request, types.UntypedAPIFuture, promised=promised, **rest)
@@ -210,25 +218,19 @@ _ROWS = [
     _post(
         "finish_session", types.FinishSessionRequest, None, f"{_SESSION}/finish", keeps_null=True
     ),
-    Endpoint(
-        name="assign_session_project",
-        method="PUT",
-        path=f"{_SESSION}/project",
-        request=types.AssignSessionProjectRequest,
-    ),
+    _put("assign_session_project", f"{_SESSION}/project", types.AssignSessionProjectRequest),
     # ---------------------------------------------------------------------------- runs
     _get("list_training_runs", f"{API}/training_runs", types.TrainingRunsResponse),
     _get("get_training_run", _RUN, types.TrainingRun),
     _get("list_checkpoints", f"{_RUN}/checkpoints", types.CheckpointsListResponse),
     _get("list_user_checkpoints", f"{API}/checkpoints", types.CheckpointsListResponse),
-    Endpoint(name="delete_checkpoint", method="DELETE", path=_CHECKPOINT),
-    Endpoint(name="publish_checkpoint", method="POST", path=f"{_CHECKPOINT}/publish"),
-    Endpoint(name="unpublish_checkpoint", method="DELETE", path=f"{_CHECKPOINT}/publish"),
-    Endpoint(
-        name="set_checkpoint_ttl",
-        method="PUT",
-        path=f"{_CHECKPOINT}/ttl",
-        request=types.SetCheckpointTtlRequest,
+    _delete("delete_checkpoint", _CHECKPOINT),
+    _post("publish_checkpoint", None, None, f"{_CHECKPOINT}/publish"),
+    _delete("unpublish_checkpoint", f"{_CHECKPOINT}/publish"),
+    _put(
+        "set_checkpoint_ttl",
+        f"{_CHECKPOINT}/ttl",
+        types.SetCheckpointTtlRequest,
         keeps_null=True,
     ),
     _get("checkpoint_archive", f"{_CHECKPOINT}/archive", types.CheckpointArchiveUrlResponse),
@@ -239,20 +241,13 @@ _ROWS = [
     ),
     _post("weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse),
     _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse),
-    Endpoint(
-        name="import_checkpoint", method="POST", path=f"{API}/checkpoints/import", size="file"
-    ),
+    _post("import_checkpoint", None, None, f"{API}/checkpoints/import", size="file"),
     _get("download", f"{API}/signed/{{token}}/{{file_name:path}}"),
     # ---------------------------------------------------------------------------- account
     _get("health", f"{API}/healthz", types.HealthResponse),
-    Endpoint(
-        name="exchange_token",
-        method="POST",
-        path=f"{API}/auth/token",
-        result=types.AuthTokenResponse,
-    ),
+    _post("exchange_token", None, types.AuthTokenResponse, f"{API}/auth/token"),
     _get("describe_key", f"{API}/auth/apikey/me", types.ApiKeyResponse),
-    Endpoint(name="revoke_key", method="DELETE", path=f"{API}/auth/apikey/me"),
+    _delete("revoke_key", f"{API}/auth/apikey/me"),
     _get("audit_log", f"{API}/audit", types.AuditLogResponse),
     _get("billing_usage", f"{API}/billing/usage/events", types.BillingUsageResponse),
     _get(
@@ -264,16 +259,9 @@ _ROWS = [
     _get("admin_list_users", f"{_ADMIN}/users", AdminUsersResponse),
     _get("admin_get_user", _USER, AdminUser),
     _post("admin_disable_user", StopWorkRequest, StopWorkResponse, f"{_USER}/disable"),
-    Endpoint(name="admin_enable_user", method="POST", path=f"{_USER}/enable"),
+    _post("admin_enable_user", None, None, f"{_USER}/enable"),
     _post("admin_stop_user", StopWorkRequest, StopWorkResponse, f"{_USER}/stop"),
-    Endpoint(
-        name="admin_set_quotas",
-        method="PUT",
-        path=f"{_USER}/quotas",
-        request=SetQuotasRequest,
-        result=AdminUser,
-        keeps_null=True,
-    ),
+    _put("admin_set_quotas", f"{_USER}/quotas", SetQuotasRequest, AdminUser, keeps_null=True),
     _get("admin_list_sessions", f"{_ADMIN}/sessions", AdminSessionsResponse),
     _post(
         "admin_stop_session",
@@ -285,7 +273,7 @@ _ROWS = [
     _post("admin_stop_run", StopWorkRequest, StopWorkResponse, f"{_ADMIN}/runs/{{run_id}}/stop"),
     _get("admin_list_keys", f"{_ADMIN}/keys", AdminKeysResponse),
     _post("admin_add_key", AddKeyRequest, AddKeyResponse, f"{_ADMIN}/keys"),
-    Endpoint(name="admin_revoke_key", method="DELETE", path=f"{_ADMIN}/keys/{{key_id}}"),
+    _delete("admin_revoke_key", f"{_ADMIN}/keys/{{key_id}}"),
     _get("admin_usage", f"{_ADMIN}/usage", AdminUsageResponse),
     _get("admin_audit_log", f"{_ADMIN}/audit", AdminAuditResponse),
 ]

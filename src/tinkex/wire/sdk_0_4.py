@@ -24,42 +24,22 @@ from tinkex.wire.json_codec import dumps, writing
 from tinkex.wire.json_requests import INPUT_FIELD, Pass
 
 # Fields SDK 0.4.1 knows, in its order, for the requests that have changed since.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "AdamParams": ("learning_rate", "beta1", "beta2", "eps"),
-    "CreateModelRequest": (
-        "session_id",
-        "model_seq_id",
-        "base_model",
-        "user_metadata",
-        "lora_config",
-        "type",
-    ),
-    "CreateSessionRequest": ("tags", "user_metadata", "sdk_version", "type"),
-    "FutureRetrieveRequest": ("request_id",),
-    "LoadWeightsRequest": ("model_id", "path", "seq_id", "type"),
-    "OptimStepRequest": ("optim_params", "model_id", "seq_id", "type"),
+_KNOWN = {
+    "AdamParams": "learning_rate beta1 beta2 eps",
+    "CreateModelRequest": "session_id model_seq_id base_model user_metadata lora_config type",
+    "CreateSessionRequest": "tags user_metadata sdk_version type",
+    "FutureRetrieveRequest": "request_id",
+    "LoadWeightsRequest": "model_id path seq_id type",
+    "OptimStepRequest": "optim_params model_id seq_id type",
     "SampleRequest": (
-        "num_samples",
-        "prompt",
-        "sampling_params",
-        "base_model",
-        "model_path",
-        "sampling_session_id",
-        "seq_id",
-        "prompt_logprobs",
-        "topk_prompt_logprobs",
-        "type",
+        "num_samples prompt sampling_params base_model model_path sampling_session_id seq_id "
+        "prompt_logprobs topk_prompt_logprobs type"
     ),
-    "SaveWeightsForSamplerRequest": (
-        "model_id",
-        "path",
-        "sampling_session_seq_id",
-        "seq_id",
-        "type",
-    ),
-    "SaveWeightsRequest": ("model_id", "path", "seq_id", "type"),
-    "TelemetrySendRequest": ("events", "platform", "sdk_version", "session_id"),
+    "SaveWeightsForSamplerRequest": "model_id path sampling_session_seq_id seq_id type",
+    "SaveWeightsRequest": "model_id path seq_id type",
+    "TelemetrySendRequest": "events platform sdk_version session_id",
 }
+FIELDS = {name: tuple(fields.split()) for name, fields in _KNOWN.items()}
 # Newer fields an older server can do without: leaving them out changes nothing it computes.
 _OPTIONAL = frozenset({"allow_metadata_only", "display_name", "process_uuid", "project_id"})
 
@@ -73,9 +53,7 @@ def encode(request: Any) -> bytes:
 def encode_pass(name: str, request: Pass) -> bytes:
     """Training data as SDK 0.4.1 writes it."""
     given = request.input
-    inner: dict[str, Any] = {"data": [], "loss_fn": str(given.loss_fn)}
-    for datum in given.data:
-        inner["data"].append(_plain(datum))
+    inner: dict[str, Any] = {"data": given.data, "loss_fn": str(given.loss_fn)}
     if given._given:
         inner["loss_fn_config"] = given.loss_fn_config and dict(given.loss_fn_config)
     outer: dict[str, Any] = {INPUT_FIELD[name]: inner, "model_id": request.model_id}

@@ -14,7 +14,7 @@ from tinkex.cli.arguments import limit_option, offset_option, path_argument
 from tinkex.cli.checkpoints.delete import delete
 from tinkex.cli.checkpoints.save import save
 from tinkex.cli.output import Table, print_json, properties, size, span
-from tinkex.cli.paging import collect
+from tinkex.cli.paging import collect, counted
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
@@ -39,22 +39,18 @@ checkpoint.add_command(save)
 @pass_state
 def list_(state: State, run_id: str | None, limit: int, offset: int) -> None:
     """List checkpoints, newest first."""
+    total: int | None
     with state.rest() as rest:
         if run_id:
-            found = list(rest.list_checkpoints(run_id).result().checkpoints)[offset:]
-            rows, total = (found[:limit] if limit else found), offset + len(found)
+            found = rest.list_checkpoints(run_id).result().checkpoints
+            rows, total = found[offset:][: limit or None], max(offset, len(found))
         else:
-
-            def fetch(count: int, start: int) -> tuple[list[Checkpoint], Any]:
-                answer = rest.list_user_checkpoints(limit=count, offset=start).result()
-                return list(answer.checkpoints), answer.cursor
-
-            rows, known = collect(fetch, limit=limit, offset=offset, page=_PAGE)
-            total = len(rows) if known is None else known
-    count = f"{len(rows)} of {total}" if total != len(rows) else str(total)
+            rows, total = collect(
+                rest.list_user_checkpoints, "checkpoints", limit=limit, offset=offset, page=_PAGE
+            )
     state.show(
         Table(
-            title=f"Checkpoints ({count})",
+            title=counted("Checkpoints", rows, total),
             columns=("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path"),
             rows=[list(_pairs(item).values()) for item in rows],
         ),

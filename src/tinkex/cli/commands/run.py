@@ -9,7 +9,7 @@ import click
 from tinkex.cli.arguments import limit_option, offset_option
 from tinkex.cli.commands.rollouts import rollouts
 from tinkex.cli.output import MISSING, Table, ago, properties, size
-from tinkex.cli.paging import collect
+from tinkex.cli.paging import collect, counted
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
@@ -69,18 +69,12 @@ def _columns(ctx: click.Context, param: click.Parameter, value: str) -> list[str
 def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
     """List training runs, newest first."""
     with state.rest() as rest:
-
-        def fetch(count: int, start: int) -> tuple[list[TrainingRun], Any]:
-            answer = rest.list_training_runs(limit=count, offset=start).result()
-            return list(answer.training_runs), answer.cursor
-
-        runs, total = collect(fetch, limit=limit, offset=offset, page=_PAGE)
-    count = (
-        f"{len(runs)} of {total}" if total is not None and total != len(runs) else str(len(runs))
-    )
+        runs, total = collect(
+            rest.list_training_runs, "training_runs", limit=limit, offset=offset, page=_PAGE
+        )
     state.show(
         Table(
-            title=f"Training runs ({count})",
+            title=counted("Training runs", runs, total),
             columns=[_TITLES[name] for name in columns],
             rows=[[_field(run, name) for name in columns] for run in runs],
             styles=_STYLES,

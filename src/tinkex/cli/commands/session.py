@@ -29,11 +29,7 @@ def session() -> None:
 def list_(state: State, limit: int, offset: int) -> None:
     """List sessions, newest first."""
     with state.rest() as rest:
-
-        def fetch(count: int, start: int) -> tuple[list[str], Any]:
-            return list(rest.list_sessions(limit=count, offset=start).result().sessions), None
-
-        ids, _ = collect(fetch, limit=limit, offset=offset, page=100)
+        ids, _ = collect(rest.list_sessions, "sessions", limit=limit, offset=offset, page=100)
         known = _summaries(rest, ids) if state.format != "json" else {}
     state.show(
         Table(

@@ -127,12 +127,7 @@ class Datum(Value):
             "maxProperties": MAX_INPUTS,
         }
         properties = {"model_input": ModelInput._schema(), "loss_fn_inputs": inputs}
-        return {
-            "title": cls.__name__,
-            "type": "object",
-            "properties": properties,
-            "required": ["model_input"],
-        }
+        return cls._object_schema(properties, ["model_input"])
 
     def to_dict(self) -> dict[str, Any]:
         inputs = {name: tensor.to_dict() for name, tensor in self.loss_fn_inputs.items()}

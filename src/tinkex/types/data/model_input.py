@@ -114,13 +114,7 @@ class ModelInput(Value):
     @classmethod
     def _schema(cls) -> dict[str, Any]:
         chunks = {"type": "array", "items": CHUNK_SCHEMA, "maxItems": MAX_CHUNKS}
-        properties = {"chunks": chunks}
-        return {
-            "title": cls.__name__,
-            "type": "object",
-            "properties": properties,
-            "required": ["chunks"],
-        }
+        return cls._object_schema({"chunks": chunks}, ["chunks"])
 
     def to_dict(self) -> dict[str, Any]:
         return {"chunks": [chunk.to_dict() for chunk in self.chunks]}

@@ -249,12 +249,7 @@ class TensorData(_Fields, Value):
             "sparse_crow_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
             "sparse_col_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
         }
-        return {
-            "title": cls.__name__,
-            "type": "object",
-            "properties": properties,
-            "required": ["data", "dtype"],
-        }
+        return cls._object_schema(properties, ["data", "dtype"])
 
     def to_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = {"data": self.data, "dtype": str(self.dtype)}

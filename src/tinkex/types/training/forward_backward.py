@@ -83,12 +83,7 @@ class ForwardBackwardInput(Value):
             "loss_fn": {"type": "string", "maxLength": MAX_NAME},
             "loss_fn_config": {"anyOf": [config, {"type": "null"}]},
         }
-        return {
-            "title": cls.__name__,
-            "type": "object",
-            "properties": properties,
-            "required": ["data", "loss_fn"],
-        }
+        return cls._object_schema(properties, ["data", "loss_fn"])
 
     def __repr__(self) -> str:
         text = f"ForwardBackwardInput({len(self.data)} datums, loss_fn={self.loss_fn!r}"
@@ -132,13 +127,7 @@ class _Pass(Value):
             "seq_id": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**63 - 1},
             cls._INPUT: ForwardBackwardInput._schema(),
         }
-        required = ["model_id", cls._INPUT]
-        return {
-            "title": cls.__name__,
-            "type": "object",
-            "properties": properties,
-            "required": required,
-        }
+        return cls._object_schema(properties, ["model_id", cls._INPUT])
 
     def __repr__(self) -> str:
         name = type(self).__name__
