@@ -21,11 +21,10 @@ from tinkex.contract.sampling import DrawSettings, SampleOptions
 from tinkex.contract.settings import Setting, settings_of
 from tinkex.engine.jobs import LoraSpec, ModelInfo, SampleJob, TrainDatum, TrainJob
 from tinkex.engine.sample.checks import check_sample_job
-from tinkex.engine.toy.data import prepare
 from tinkex.engine.toy.engine import ToyConfig, ToyEngine
 from tinkex.engine.toy.losses import loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter
-from tinkex.engine.train.losses import Limits
+from tinkex.engine.train.data import Limits, check_datum, loss_of
 from tinkex.engine.train.optim import OptimizerState, apply_step
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
@@ -39,6 +38,7 @@ EDGES = st.sampled_from(
     [-1, -1e-9, 0, 0.0, 5e-324, 0.5, 1, 1.0, 1 + 1e-9, 2, 1e3, 1e6, 1e7, 10**400]
 )
 ODD = st.sampled_from([float("nan"), float("inf"), -float("inf"), True, "1", "", [], {}, 2**70])
+LIMITS = Limits(vocab_size=50, max_length=64)
 VALUES = EDGES | ODD | st.floats() | st.integers(-3, 5)
 
 
@@ -77,12 +77,12 @@ def test_settings_of_a_loss(loss_fn: str, data: st.DataObject):
     )
 
     def toy() -> None:
-        _, inputs = prepare(job, 0, 50, 64)
+        inputs = check_datum(batch[0], loss_of(job), path="", limits=LIMITS).inputs
         with np.errstate(all="ignore"):
             loss_and_slopes(loss_fn, np.full(3, -0.7), inputs, config)
 
     door = refuses(lambda: validation.check_train(asked, None))
-    assert refuses(lambda: check_job(job, Limits(vocab_size=50, max_length=64))) == door
+    assert refuses(lambda: check_job(job, LIMITS)) == door
     assert refuses(toy) == door
 
 
@@ -105,8 +105,8 @@ def test_inputs_of_a_loss(loss_fn: str, data: st.DataObject):
     asked = TrainRequest(data=batch, loss_fn=loss_fn, loss_fn_config={})
     job = TrainJob(job_id="", adapter_id="", data=batch, loss_fn=loss_fn)
     door = refuses(lambda: validation.check_train(asked, None))
-    assert refuses(lambda: check_job(job, Limits(vocab_size=50, max_length=64))) == door
-    assert refuses(lambda: prepare(job, 0, 50, 64)) == door
+    assert refuses(lambda: check_job(job, LIMITS)) == door
+    assert refuses(lambda: check_datum(batch[0], loss_of(job), path="", limits=LIMITS)) == door
 
 
 # -------------------------------------------------------------------------------- optimizers

@@ -10,7 +10,8 @@ import torch
 
 from tinkex.contract.losses import LOSSES, WEIGHTS, find_loss, read_settings
 from tinkex.engine.jobs import CsrArray, TrainDatum
-from tinkex.engine.train.losses import Limits, gap_metrics, loss_values, prepare
+from tinkex.engine.train.data import Limits
+from tinkex.engine.train.losses import gap_metrics, loss_values, prepare
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 N = 12

@@ -13,31 +13,30 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
 from tinkex.engine.exchange import gradient_file
-from tinkex.engine.metrics import Gap, Tally
+from tinkex.engine.metrics import Tally
 from tinkex.engine.pulse import Pulse
-from tinkex.engine.reports import cancelled, tell
+from tinkex.engine.reports import cancelled, failure, tell
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
 from tinkex.engine.toy import checkpoint
 from tinkex.engine.toy.agenda import Agenda, Due
 from tinkex.engine.toy.cache import PrefixCache, Recent
 from tinkex.engine.toy.config import ToyConfig
-from tinkex.engine.toy.data import prepare
-from tinkex.engine.toy.losses import custom_loss_and_slopes, loss_and_slopes
+from tinkex.engine.toy.losses import evaluate
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
 from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
+from tinkex.engine.train.data import Limits, check_datum, loss_of
 from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
@@ -135,12 +134,8 @@ class ToyEngine:
         """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
         try:
             result = action()
-        except (ValueError, LookupError, FileExistsError, FileNotFoundError) as exc:
-            self._finish(due.emit, _failed(due.job.job_id, str(exc), "user"))
         except Exception as exc:
-            log.exception("toy engine: job %s failed", due.job.job_id)
-            message = f"{type(exc).__name__}: {exc}"
-            self._finish(due.emit, _failed(due.job.job_id, message, "server"))
+            self._finish(due.emit, failure(due.job.job_id, exc))
         else:
             if result is not None:
                 self._deliver(due, result)
@@ -324,37 +319,33 @@ class ToyEngine:
         return jobs.GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def _train(self, job: jobs.TrainJob) -> jobs.TrainResult:
-        adapter, config = self._adapter(job.adapter_id), self.config
-        if not job.data:
-            raise InvalidInputError("must hold at least one datum", path="data")
-        while job.data[0].tokens[0] == config.hang_token:
+        adapter, config, loss = self._adapter(job.adapter_id), self.config, loss_of(job)
+        limits = Limits(vocab_size=config.vocab_size, max_length=config.max_context_length)
+        data = [
+            check_datum(datum, loss, path=f"data[{i}]", limits=limits)
+            for i, datum in enumerate(job.data)
+        ]
+        while data[0].tokens_T[0] == config.hang_token:
             time.sleep(1)
-        checked = [
-            prepare(job, i, config.vocab_size, config.max_context_length)
-            for i in range(len(job.data))
-        ]
         work = [
-            _evaluate(job, adapter, datum.tokens, targets, inputs)
-            for datum, (targets, inputs) in zip(job.data, checked, strict=True)
+            evaluate(loss, job.loss_fn_config, adapter.logprobs(x.tokens_T, x.targets), x.inputs)
+            for x in data
         ]
+        lengths = [len(datum.tokens_T) for datum in data]
         if job.backward:
-            shards = job.shards or deal([len(datum.tokens) for datum in job.data])
-            for i, ((targets, _), done) in enumerate(zip(checked, work, strict=True)):
-                adapter.backward(job.data[i].tokens, targets, done.slopes, shards[i])
-        num_tokens = sum(len(datum.tokens) for datum in job.data)
-        pass_s = self._pass_s(job)
+            shards = job.shards or deal(lengths)
+            for datum, done, shard in zip(data, work, shards, strict=True):
+                adapter.backward(datum.tokens_T, datum.targets, done.slopes, shard)
+        sums, pass_s = {"num_tokens:sum": float(sum(lengths))}, self._pass_s(job)
         tally = Tally(
             losses=tuple(done.loss for done in work),
-            sums={
-                "num_tokens:sum": float(num_tokens),
-                **({"train_time_s:sum": pass_s} if pass_s else {}),
-            },
-            gaps=_gaps([done.logp for done in work], [inputs for _, inputs in checked]),
+            sums=sums | ({"train_time_s:sum": pass_s} if pass_s else {}),
+            gaps=tuple(gap for done in work for gap in done.gaps),
             custom=tuple(done.metrics for done in work),
         )
         outputs = tuple({"logprobs": done.logp.astype(np.float32)} for done in work)
         return jobs.TrainResult(
-            outputs=outputs, metrics=tally.metrics(), num_tokens=num_tokens, tally=tally
+            outputs=outputs, metrics=tally.metrics(), num_tokens=sum(lengths), tally=tally
         )
 
     # ------------------------------------------------------------------------------- sampling
@@ -423,56 +414,6 @@ class ToyEngine:
 
 
 # ----------------------------------------------------------------------------------- functions
-
-
-def _failed(job_id: str, message: str, category: Literal["user", "server"]) -> jobs.Failed:
-    return jobs.Failed(job_id=job_id, message=message, category=category)
-
-
-@dataclass(frozen=True, slots=True)
-class _Evaluated:
-    """One datum's logprobs, loss, slopes of the loss by logprob, and custom metrics."""
-
-    logp: NDArray[np.float64]
-    loss: float
-    slopes: NDArray[np.float64]
-    metrics: dict[str, float]
-
-
-def _evaluate(
-    job: jobs.TrainJob,
-    adapter: ToyAdapter,
-    tokens: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    inputs: dict[str, NDArray[Any]],
-) -> _Evaluated:
-    logp = adapter.logprobs(tokens, targets)
-    metrics: dict[str, float] = {}
-    if job.custom_loss is not None and job.loss_fn == "custom":
-        loss, slopes, metrics = custom_loss_and_slopes(job.custom_loss, logp, inputs)
-    else:
-        floats = {name: value.astype(np.float64) for name, value in inputs.items()}
-        loss, slopes = loss_and_slopes(job.loss_fn, logp, floats, job.loss_fn_config)
-    if not np.isfinite(loss):
-        raise InvalidInputError(f"loss {job.loss_fn} is {loss}; look at logprobs and weights")
-    return _Evaluated(logp, loss, slopes, metrics)
-
-
-def _gaps(
-    logps: Sequence[NDArray[np.float64]], inputs: Sequence[dict[str, NDArray[Any]]]
-) -> tuple[Gap, ...]:
-    """How far the sampler's logprobs are from these, over the tokens that a sampler produced."""
-    gaps = [
-        (logp - x["logprobs"])[(x["logprobs"] != 0) | (x.get("advantages", 0) != 0)]
-        for logp, x in zip(logps, inputs, strict=True)
-        if logp.ndim == 1 and "logprobs" in x
-    ]
-    return tuple(_gap(gap) for gap in gaps if gap.size)
-
-
-def _gap(gap: NDArray[np.float64]) -> Gap:
-    k3 = np.exp(gap) - gap - 1
-    return Gap(float(np.abs(gap).sum()), float(np.abs(gap).max()), float(k3.sum()), gap.size)
 
 
 def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:

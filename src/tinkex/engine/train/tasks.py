@@ -18,19 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.contract.losses import CUSTOM, Loss, find_loss, read_settings
-from tinkex.engine.jobs import Array, TrainJob, TrainResult
+from tinkex.contract.losses import Loss, read_settings
+from tinkex.engine.jobs import Array, TracedLoss, TrainJob, TrainResult
 from tinkex.engine.metrics import Gap, Tally, fsum
+from tinkex.engine.train.data import Limits, loss_of
 from tinkex.engine.train.graph import build_loss
-from tinkex.engine.train.losses import (
-    GAP_INPUTS,
-    Limits,
-    Prepared,
-    gap_metrics,
-    loss_values,
-    prepare,
-    prepare_custom,
-)
+from tinkex.engine.train.losses import GAP_INPUTS, Prepared, gap_metrics, loss_values, prepare
 from tinkex.engine.train.packing import Item, Pass
 from tinkex.engine.train.router_load import RouterLoad
 from tinkex.engine.train.scoring import Evaluate, RowRun
@@ -111,27 +104,21 @@ def check_job(job: TrainJob, limits: Limits) -> TrainTask:
     Raises:
         InvalidInputError: Names the field, the value and what is allowed.
     """
-    if not job.data:
-        raise InvalidInputError("must hold at least one datum", path="data")
-    named = [(f"data[{index}]", datum) for index, datum in enumerate(job.data)]
-    if job.loss_fn == CUSTOM:
-        if (custom := job.custom_loss) is None:
-            raise InvalidInputError("loss 'custom' came without its graph", path="loss_fn")
-        return TrainTask(
-            job=job,
-            data=[prepare_custom(datum, custom, path=path, limits=limits) for path, datum in named],
-            evaluate=partial(_evaluate_custom, build_loss(custom)),
-            token_local=False,
-            is_custom=True,
-        )
-    loss = find_loss(job.loss_fn)
-    settings = read_settings(loss, job.loss_fn_config)
+    loss = loss_of(job)
+    evaluate: Evaluate
+    if isinstance(loss, TracedLoss):
+        evaluate = partial(_evaluate_custom, build_loss(loss))
+    else:
+        evaluate = partial(_evaluate_loss, loss, read_settings(loss, job.loss_fn_config))
     return TrainTask(
         job=job,
-        data=[prepare(datum, loss, path=path, limits=limits) for path, datum in named],
-        evaluate=partial(_evaluate_loss, loss, settings),
-        token_local=loss.token_local,
-        is_custom=False,
+        data=[
+            prepare(datum, loss, path=f"data[{index}]", limits=limits)
+            for index, datum in enumerate(job.data)
+        ],
+        evaluate=evaluate,
+        token_local=isinstance(loss, Loss) and loss.token_local,
+        is_custom=isinstance(loss, TracedLoss),
     )
 
 

@@ -44,7 +44,8 @@ from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
-from tinkex.engine.train.losses import Limits, Prepared
+from tinkex.engine.train.data import Limits
+from tinkex.engine.train.losses import Prepared
 from tinkex.engine.train.optim import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
 from tinkex.engine.train.resident import ResidentAdapter, SharedGradients, shortage_for

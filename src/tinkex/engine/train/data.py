@@ -1,0 +1,143 @@
+"""What an engine accepts as training data, checked before anything changes.
+
+Names, types and shapes are those that `contract.losses` declares; what depends on the model is in
+`Limits`. Numpy only: the toy, which has no torch, refuses what the real engine refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss
+from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.contract.routing import ExpertCounts
+from tinkex.engine import routed_experts
+from tinkex.engine.arrays import dense, form_of
+from tinkex.engine.jobs import Array, CsrArray, TracedLoss, TrainDatum, TrainJob
+from tinkex.errors import InvalidInputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What of a model decides whether a datum fits it."""
+
+    vocab_size: int
+    max_length: int
+    experts: ExpertCounts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedDatum:
+    """Copies that are the engine's own, dense."""
+
+    tokens_T: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    """[T], or [T, K] for several candidates per position."""
+    inputs: Mapping[str, Array]
+    """float32 in the shape of the targets; of a custom loss, int64 too, in shapes of their own."""
+    experts_TLk: NDArray[np.int16] | None
+    """The experts of each token in the layers that have any; -1: the router chooses."""
+
+
+def loss_of(job: TrainJob) -> Loss | TracedLoss:
+    """What a job's data are checked against and its loss is computed by."""
+    if not job.data:
+        raise InvalidInputError("must hold at least one datum", path="data")
+    if job.loss_fn != CUSTOM:
+        return find_loss(job.loss_fn)
+    if job.custom_loss is None:
+        raise InvalidInputError("loss 'custom' came without its graph", path="loss_fn")
+    return job.custom_loss
+
+
+def check_datum(
+    datum: TrainDatum, loss: Loss | TracedLoss, *, path: str, limits: Limits
+) -> CheckedDatum:
+    """Check one datum against its loss and the model.
+
+    Raises:
+        InvalidInputError: Names the field, the value and what is allowed.
+    """
+    tokens_T = _check_tokens(datum.tokens, f"{path}.model_input", limits.vocab_size)
+    if not 1 <= len(tokens_T) <= limits.max_length:
+        raise InvalidInputError(
+            f"has {len(tokens_T)} tokens; the model takes 1 to {limits.max_length}",
+            path=f"{path}.model_input",
+        )
+    fields = f"{path}.loss_fn_inputs"
+    experts_TLk = _check_experts(datum, limits.experts, f"{fields}.{ROUTED_EXPERTS}")
+    forms = {name: form_of(value) for name, value in datum.inputs.items()}
+    declared = loss if isinstance(loss, Loss) else None
+    check_inputs(declared, forms, num_tokens=len(tokens_T), path=fields)
+    where = f"{fields}.target_tokens"
+    targets = _check_tokens(dense(datum.inputs["target_tokens"], where), where, limits.vocab_size)
+    if isinstance(loss, TracedLoss):
+        inputs = _check_custom(datum, loss, targets, fields)
+    else:
+        inputs = {
+            name: _check_floats(value, targets.ndim, f"{fields}.{name}", name == "logprobs")
+            for name, value in datum.inputs.items()
+            if name != "target_tokens"
+        }
+    return CheckedDatum(tokens_T, targets, inputs, experts_TLk)
+
+
+def _check_tokens(tokens: Array, path: str, vocab_size: int) -> NDArray[np.int64]:
+    if not np.issubdtype(np.asarray(tokens).dtype, np.integer):
+        raise InvalidInputError(f"must be integers, got {np.asarray(tokens).dtype}", path=path)
+    ids = np.array(tokens, dtype=np.int64)
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        bad = int(ids.max() if ids.min() >= 0 else ids.min())
+        raise InvalidInputError(
+            f"token {bad} is outside the vocabulary 0..{vocab_size - 1}", path=path
+        )
+    return ids
+
+
+def _check_experts(
+    datum: TrainDatum, experts: ExpertCounts | None, path: str
+) -> NDArray[np.int16] | None:
+    if datum.routed_experts is None:
+        return None
+    known = routed_experts.require(experts, "this model", path)
+    return routed_experts.unpack(datum.routed_experts, known, len(datum.tokens), path).copy()
+
+
+def _check_custom(
+    datum: TrainDatum, custom: TracedLoss, targets: NDArray[np.int64], path: str
+) -> dict[str, Array]:
+    rank = dict(custom.inputs).get("logprobs", 1)
+    if targets.ndim > max(rank, 1):
+        raise InvalidInputError(
+            f"must be {rank}-D, got shape {list(targets.shape)}", path=f"{path}.target_tokens"
+        )
+    inputs: dict[str, Array] = {}
+    for name in (name for name, _ in custom.inputs if name != "logprobs"):
+        where = f"{path}.{name}"
+        if name not in datum.inputs:
+            raise InvalidInputError("is an input of the custom loss and is missing", path=where)
+        value = dense(datum.inputs[name], where)
+        if not np.isfinite(value).all():
+            raise InvalidInputError("holds a value that is not finite", path=where)
+        is_whole = np.issubdtype(value.dtype, np.integer)
+        inputs[name] = np.array(value, dtype=np.int64 if is_whole else np.float32)
+    return inputs
+
+
+def _check_floats(
+    value: Array | CsrArray, num_dims: int, path: str, is_logprob: bool
+) -> NDArray[np.float32]:
+    # An absent cell of sparse logprobs is a candidate of probability zero.
+    may_be_empty = is_logprob and num_dims == 2
+    floats = np.array(dense(value, path, pad=-np.inf if may_be_empty else 0.0), dtype=np.float32)
+    allowed = np.isfinite(floats) | (may_be_empty & (floats == -np.inf))
+    if not allowed.all():
+        where = int(np.flatnonzero(~allowed)[0])
+        raise InvalidInputError(
+            f"value {float(floats.flat[where])} at position {where} is not finite", path=path
+        )
+    return floats
