@@ -45,22 +45,12 @@ MEASURE_EVERY_S, RESTING_S = 10.0, 60.0
 """How often memory is looked at: while there is work, and while there is none."""
 _LATER_S = 0.5
 """How long unnamed weights wait for the disk: first the server's journal hears of them."""
-LaneJob = (
-    jobs.CreateAdapterJob
-    | jobs.LoadAdapterJob
-    | jobs.SaveAdapterJob
-    | jobs.DropAdapterJob
-    | jobs.TrainJob
-    | jobs.OptimJob
-    | jobs.ShareGradientJob
-    | jobs.AddGradientJob
-)
 
 
 @dataclass(slots=True)
 class _Waiting:
     order: int
-    job: LaneJob
+    job: jobs.AdapterJob
     emit: jobs.Emit
 
 
@@ -194,11 +184,13 @@ class TorchEngine:
         return [*kinds, "sample"] if self._bases.sampling() else kinds
 
     def _turn(self, kind: str) -> None:
+        """Sample, or run the oldest job that waits in a lane."""
         if kind == "sample":
             self._sample_turn(training=any(self._lanes.values()))
             return
         self._train_began = time.perf_counter()
-        self._train_turn()
+        fronts = (lane[0] for lane in self._lanes.values() if lane)
+        self._run_first(min(fronts, key=lambda waiting: waiting.order))
         self._charge_training()
 
     def _charge_training(self) -> None:
@@ -275,7 +267,7 @@ class TorchEngine:
             elif isinstance(job, jobs.DescribeModelJob):
                 with self.pulse.work(job.job_id, is_loading=True):  # it may have to be fetched
                     self._attempt(job, emit, partial(describe, job.base_model))
-            elif isinstance(job, LaneJob):
+            elif isinstance(job, jobs.AdapterJob):
                 lane = self._lanes.setdefault(job.adapter_id, deque())
                 lane.append(_Waiting(next(self._order), job, emit))
 
@@ -317,13 +309,8 @@ class TorchEngine:
 
     # ------------------------------------------------------------------------------- training
 
-    def _train_turn(self) -> None:
-        """Run the oldest waiting job, with the training jobs that can share its passes."""
-        self._run_first(
-            min((lane[0] for lane in self._lanes.values() if lane), key=lambda w: w.order)
-        )
-
     def _run_first(self, first: _Waiting) -> None:
+        """Run a job from the head of its lane, with those that can share its passes."""
         if isinstance(first.job, jobs.TrainJob):
             self._train(self._companions(first))
         else:
@@ -374,7 +361,7 @@ class TorchEngine:
             else:
                 tell(emit, failure(job.job_id, result))
 
-    def _run(self, job: LaneJob, emit: jobs.Emit) -> jobs.Result | None:
+    def _run(self, job: jobs.AdapterJob, emit: jobs.Emit) -> jobs.Result | None:
         match job:
             case jobs.CreateAdapterJob():
                 return self._create(job, emit)
@@ -391,8 +378,8 @@ class TorchEngine:
                 return self._bases.trainer_of(job.adapter_id).share_gradient(job)
             case jobs.AddGradientJob():
                 return self._bases.trainer_of(job.adapter_id).add_gradient(job)
-            case jobs.TrainJob():
-                raise AssertionError("training jobs are run by _train")
+            case _:
+                raise AssertionError(f"a {type(job).__name__} is not run here")
         return jobs.AdapterResult()
 
     def _create(self, job: jobs.CreateAdapterJob, emit: jobs.Emit) -> jobs.AdapterResult:

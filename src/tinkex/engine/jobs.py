@@ -41,7 +41,21 @@ class CsrArray:
     shape: tuple[int, int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Something an engine is to do, under an id that its events carry."""
+
+    job_id: str
+
+
 # ------------------------------------------------------------------------------------ adapters
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterJob(Job):
+    """A job that runs in its turn among those of one adapter."""
+
+    adapter_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +69,9 @@ class LoraSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CreateAdapterJob:
+class CreateAdapterJob(AdapterJob):
     """Make a fresh adapter. Loads the base model first when it is not resident."""
 
-    job_id: str
-    adapter_id: str
     base_model: str
     lora: LoraSpec
     optimizer: str = "adamw"
@@ -69,22 +81,20 @@ class CreateAdapterJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadAdapterJob:
+class LoadAdapterJob(AdapterJob):
     """Put a checkpoint folder's weights into `adapter_id`, creating the adapter when it is absent.
 
     Without `with_optimizer` the optimizer starts afresh; gradients gathered so far are dropped
     either way, unless the folder is a recovery snapshot that holds gradients.
     """
 
-    job_id: str
-    adapter_id: str
     base_model: str
     folder: str
     with_optimizer: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveAdapterJob:
+class SaveAdapterJob(AdapterJob):
     """Write a checkpoint folder: aside, fsync, rename. The folder must not exist yet.
 
     It holds the state as of the job's turn; later jobs of the adapter may run before it is `Done`,
@@ -99,8 +109,6 @@ class SaveAdapterJob:
     rounded weights may keep them so.
     """
 
-    job_id: str
-    adapter_id: str
     folder: str
     with_optimizer: bool = False
     with_gradients: bool = False
@@ -109,11 +117,8 @@ class SaveAdapterJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropAdapterJob:
+class DropAdapterJob(AdapterJob):
     """Free an adapter's memory. Dropping an absent adapter is not an error."""
-
-    job_id: str
-    adapter_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +152,7 @@ class TracedLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    job_id: str
-    adapter_id: str
+class TrainJob(AdapterJob):
     data: tuple[TrainDatum, ...]
     loss_fn: str
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
@@ -173,9 +176,7 @@ class TrainResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimJob:
-    job_id: str
-    adapter_id: str
+class OptimJob(AdapterJob):
     params: OptimizerParams
 
 
@@ -185,25 +186,21 @@ class OptimResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShareGradientJob:
+class ShareGradientJob(AdapterJob):
     """Put the gradients gathered here aside for all who share the adapter; none are left.
 
     An engine never waits for another one in its own thread. When all have put theirs aside, they
     come together as files or in a meeting (`ReduceGradientJob`), and everyone takes the same step.
     """
 
-    job_id: str
-    adapter_id: str
     file: str | None
     """Where to; without any gradients there is a file too. None: they stay in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AddGradientJob:
+class AddGradientJob(AdapterJob):
     """Add what came together to what was gathered here."""
 
-    job_id: str
-    adapter_id: str
     files: tuple[str, ...] = ()
     """All who gathered something wrote one; they are added in the order given."""
     reduced: bool = False
@@ -220,21 +217,24 @@ class GradientResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenMeetingJob:
+class MeetingJob(Job):
+    """A job of a meeting with other engines, beside the engine's own thread."""
+
+    meeting_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenMeetingJob(MeetingJob):
     """Hold a store open at which members on several machines find each other."""
 
-    job_id: str
-    meeting_id: str
     host: str
     """This machine's name for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinMeetingJob:
+class JoinMeetingJob(MeetingJob):
     """Come to a meeting with other engines; see `engine.exchange.meeting`."""
 
-    job_id: str
-    meeting_id: str
     rank: int
     size: int
     place: str
@@ -243,21 +243,18 @@ class JoinMeetingJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaveMeetingJob:
-    job_id: str
-    meeting_id: str
+class LeaveMeetingJob(MeetingJob):
+    """Leave a meeting, and let go of its store."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceGradientJob:
+class ReduceGradientJob(MeetingJob):
     """Add up what all in a meeting have put aside. Changes nothing: `AddGradientJob` does.
 
     Runs beside the engine's own thread. Those of one meeting have one order for all in it.
     """
 
-    job_id: str
     adapter_id: str
-    meeting_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,17 +263,13 @@ class MeetingResult:
     """Of a store that was opened."""
 
 
-MeetingJob = OpenMeetingJob | JoinMeetingJob | LeaveMeetingJob | ReduceGradientJob
-
-
 # ------------------------------------------------------------------------------------ sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleJob(SampleOptions, DrawSettings):
+class SampleJob(Job, SampleOptions, DrawSettings):
     """Sample from a prompt; how, the declarations say that it inherits."""
 
-    job_id: str
     base_model: str
     adapter_folder: str | None
     """An immutable checkpoint folder, or None for the base model itself."""
@@ -334,18 +327,16 @@ class SampleResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DescribeModelJob:
+class DescribeModelJob(Job):
     """Say what a base model is, from its config alone; loads no weights."""
 
-    job_id: str
     base_model: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadModelJob:
+class LoadModelJob(Job):
     """Have a base model in memory before anybody waits for it. The answer is an `AdapterResult`."""
 
-    job_id: str
     base_model: str
 
 
@@ -366,20 +357,6 @@ class ModelInfo:
     """They are other weights than those the name means."""
 
 
-Job = (
-    CreateAdapterJob
-    | LoadAdapterJob
-    | SaveAdapterJob
-    | DropAdapterJob
-    | TrainJob
-    | OptimJob
-    | ShareGradientJob
-    | AddGradientJob
-    | MeetingJob
-    | SampleJob
-    | DescribeModelJob
-    | LoadModelJob
-)
 Result = (
     AdapterResult
     | TrainResult

@@ -202,18 +202,14 @@ class ToyEngine:
                 return self._share(job)
             case jobs.AddGradientJob():
                 return self._add(job)
-            case (
-                jobs.OpenMeetingJob()
-                | jobs.JoinMeetingJob()
-                | jobs.LeaveMeetingJob()
-                | jobs.ReduceGradientJob()
-            ):
+            case jobs.MeetingJob():
                 raise NotSupportedError("a toy meets nobody; its gradients go through files")
             case jobs.LoadModelJob():
                 self._base(job.base_model)
                 return jobs.AdapterResult()
             case jobs.DescribeModelJob():
                 return self._describe(job.base_model)
+        raise AssertionError(f"no engine runs a {type(job).__name__}")
 
     # --------------------------------------------------------------------------------- models
 

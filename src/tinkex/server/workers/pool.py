@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from tinkex.engine.jobs import (
+    AdapterJob,
     DescribeModelJob,
     Job,
     LoadModelJob,
-    MeetingJob,
     Result,
     SampleJob,
     TrainJob,
@@ -190,7 +190,7 @@ class Pool:
             return self._router.post(job, self._with_model(job.base_model) or ready, on_event)
         if isinstance(job, DescribeModelJob | LoadModelJob):
             return ready[0].post(job, on_event)
-        assert not isinstance(job, MeetingJob), "members meet each other, not the pool"
+        assert isinstance(job, AdapterJob), "members meet each other, not the pool"
         home = self._home(job.adapter_id)
         if home is None or generation not in (None, home.generation):
             return self._lost(f"{job.adapter_id} was lost with its worker")
