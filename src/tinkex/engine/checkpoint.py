@@ -44,6 +44,7 @@ from tinkex.engine.lora.adapter import (
 from tinkex.engine.lora.foreign_names import our_modules
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.train.optim import OptimizerState
+from tinkex.engine.train.resident import ResidentAdapter
 from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.engine.train.updates import UPDATES
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
@@ -95,22 +96,19 @@ class Image:
 
 
 def capture(
-    adapter: Adapter,
+    resident: ResidentAdapter,
     *,
     targets: Mapping[str, Target],
-    spec: LoraSpec,
-    base_model: str,
-    optimizer: OptimizerState,
+    base: Base | None,
     with_optimizer: bool,
-    base: Base | None = None,
-    grads: Mapping[int, Tensor] | None = None,
-    with_gradients: bool = False,
+    with_gradients: bool,
     dtype: torch.dtype | None = None,
 ) -> Image:
     """Copy what `write` needs, on its device where that has room: the host's turn comes later.
 
     With `dtype` the weights are rounded to it, for a folder that only a sampler of it reads.
     """
+    adapter, optimizer, grads = resident.adapter, resident.optimizer, resident.grads
     buffers = {_WEIGHTS: {".weight": _copied(adapter.flat, dtype)}}
     if with_optimizer:
         moments = optimizer.moments.items()
@@ -119,17 +117,17 @@ def capture(
         buffers[_GRADIENTS] = {_shard_ending(shard): _copied(grad) for shard, grad in grads.items()}
     manifest = {
         "format": 1,
-        "base_model": base_model,
+        "base_model": resident.base_model,
         "optimizer": optimizer.kind,
         "step": optimizer.step,
-        "seed": spec.seed,
+        "seed": resident.spec.seed,
         "has_optimizer": with_optimizer,
         "has_gradients": with_gradients,
         "zeros_left_out": True,
     }
     if base is not None:
         manifest |= {"base_fingerprint": base.fingerprint}
-    texts = {_CONFIG: _peft_config(adapter, targets, base_model), _MANIFEST: manifest}
+    texts = {_CONFIG: _peft_config(adapter, targets, resident.base_model), _MANIFEST: manifest}
     copied = None
     if adapter.flat.device.type == "cuda":
         copied = torch.cuda.Event()

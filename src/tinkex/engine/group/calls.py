@@ -20,17 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tinkex.engine.fingerprint import Base
-from tinkex.engine.group.decoder import GroupDecoder, load_part
-from tinkex.engine.group.group import Group
-from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
-from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.sample.sampler import SamplerConfig
-from tinkex.engine.sample.stopping import load_detokenizer
-from tinkex.engine.train.trainer import TrainerConfig
-
 SELF = 0
 """The number of the member itself, which makes all other objects."""
 
@@ -95,42 +84,3 @@ class CallEnded:
     number: int
     error: str = ""
     """The kind of an error that was raised, and its text behind a colon."""
-
-
-class Member:
-    """What every member of a group can make, the leader too."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def decoder(self, source: ModelSource, dtype: torch.dtype | None = None) -> GroupDecoder:
-        return load_part(source, self.group, dtype=dtype)
-
-    def trainer(
-        self, decoder: GroupDecoder, base_model: str, config: TrainerConfig | None, base: Base
-    ) -> GroupTrainer:
-        return GroupTrainer(
-            decoder, base_model=base_model, config=config, base=base, after_pass=self.window
-        )
-
-    def sampler(
-        self, decoder: GroupDecoder, config: SamplerConfig | None, source: ModelSource
-    ) -> GroupSampler:
-        return GroupSampler(decoder, config, lambda: load_detokenizer(source.path))
-
-    def window(self) -> None:
-        """Called between two passes of a training job."""
-
-
-def prepare_device(name: str, *, exact: bool) -> torch.device:
-    """A follower's device, set up as the leader's engine sets up its own.
-
-    Raises:
-        ConfigError: There is no such device.
-    """
-    from tinkex.engine.config import EngineConfig, make_cuda_deterministic
-
-    device = EngineConfig(device=name).torch_device()
-    if exact and device.type == "cuda":
-        make_cuda_deterministic()
-    return device

@@ -18,30 +18,26 @@ from typing import Any
 
 import torch
 
-from tinkex.engine.group.calls import (
-    SELF,
-    CallEnded,
-    Go,
-    GroupCall,
-    Member,
-    Ref,
-    Resume,
-    Start,
-    Trouble,
-    prepare_device,
-)
+from tinkex.engine.config import EngineConfig, make_cuda_deterministic
+from tinkex.engine.fingerprint import Base
+from tinkex.engine.group.calls import SELF, CallEnded, Go, GroupCall, Ref, Resume, Start, Trouble
+from tinkex.engine.group.decoder import GroupDecoder, load_part
 from tinkex.engine.group.group import Group, end, form
+from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
 from tinkex.engine.hosting import Ready, Refused
+from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.sample.stopping import load_detokenizer
+from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import ConfigError, TinkerError
 
 log = logging.getLogger(__name__)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-class Follower(Member):
+class Follower:
     def __init__(self, group: Group, pipe: Connection) -> None:
-        super().__init__(group)
-        self._pipe = pipe
+        self.group, self._pipe = group, pipe
         group.on_trouble = lambda number: pipe.send(Trouble(number))
         self._objects: dict[int, Any] = {SELF: self}
         self._inbox: queue.SimpleQueue[GroupCall | Resume] = queue.SimpleQueue()
@@ -89,6 +85,23 @@ class Follower(Member):
             end(f"member {self.group.rank} failed in {call.method}: {exc}")
         self._pipe.send(CallEnded(call.number, error))
 
+    # What the leader has made here, each as it makes its own.
+
+    def decoder(self, source: ModelSource, dtype: torch.dtype | None) -> GroupDecoder:
+        return load_part(source, self.group, dtype=dtype)
+
+    def trainer(
+        self, decoder: GroupDecoder, base_model: str, config: TrainerConfig | None, base: Base
+    ) -> GroupTrainer:
+        return GroupTrainer(
+            decoder, base_model=base_model, config=config, base=base, after_pass=self.window
+        )
+
+    def sampler(
+        self, decoder: GroupDecoder, config: SamplerConfig | None, source: ModelSource
+    ) -> GroupSampler:
+        return GroupSampler(decoder, config, lambda: load_detokenizer(source.path))
+
 
 def main() -> None:
     for sig in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole process group
@@ -106,10 +119,12 @@ def main() -> None:
         if start.threads is not None:
             torch.set_num_threads(start.threads)
         try:
-            device = prepare_device(start.device, exact=start.exact)
+            device = EngineConfig(device=start.device).torch_device()
         except ConfigError as exc:
             pipe.send(Refused(str(exc)))
             return
+        if start.exact and device.type == "cuda":
+            make_cuda_deterministic()
         pipe.send(Ready(os.getpid()))
         go: Go = pipe.recv()
     except (EOFError, OSError):

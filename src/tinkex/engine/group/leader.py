@@ -21,10 +21,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -35,7 +36,6 @@ from tinkex.engine.group.calls import (
     CallEnded,
     Go,
     GroupCall,
-    Member,
     Ref,
     Resume,
     Start,
@@ -51,7 +51,7 @@ from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
-from tinkex.engine.train.trainer import JobError, TrainerConfig
+from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import (
     ConfigError,
     EngineError,
@@ -61,10 +61,12 @@ from tinkex.errors import (
 )
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 _FOLDER = "tinkex-group-"
 
 
-class Leader(Member):
+class Leader:
     """Not thread-safe but for `close`: the engine's thread makes all calls."""
 
     def __init__(
@@ -102,7 +104,7 @@ class Leader(Member):
             raise
         group.on_loss = self._lose
         group.on_trouble = lambda number: self._tell(Trouble(number))
-        super().__init__(group)
+        self.group = group
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._gone: deque[int] = deque()
         self._new_numbers = itertools.count(SELF + 1)
@@ -263,13 +265,25 @@ class Leader(Member):
     def _number(self, thing: Any) -> int:
         return SELF if thing is self else self._numbers[thing]
 
-    def new_number(self) -> int:
-        return next(self._new_numbers)
-
-    def keep(self, thing: Any, number: int) -> None:
-        """From now on the followers' object of this number is theirs of `thing`."""
+    def made(
+        self,
+        on: Any,
+        method: str,
+        *args: Any,
+        make: Callable[[], T],
+        patient: bool = False,
+    ) -> T:
+        """What a call makes; the followers hold theirs as long as this lives."""
+        number = next(self._new_numbers)
+        try:
+            with self.call(on, method, *args, makes=number, patient=patient):
+                thing = make()
+        except BaseException:
+            self._gone.append(number)  # some may have it
+            raise
         self._numbers[thing] = number
         weakref.finalize(thing, self._gone.append, number)
+        return thing
 
     def ref(self, thing: Any) -> Ref:
         return Ref(self._number(thing))
@@ -281,15 +295,8 @@ class Leader(Member):
         *,
         dtype: torch.dtype | None = None,
     ) -> GroupDecoder:
-        number = self.new_number()
-        try:
-            with self.call(self, "decoder", source, dtype, makes=number, patient=True):
-                decoder = load_part(source, self.group, dtype=dtype, weights=witness)
-        except BaseException:
-            self._gone.append(number)  # some may have it
-            raise
-        self.keep(decoder, number)
-        return decoder
+        load = partial(load_part, source, self.group, dtype=dtype, weights=witness)
+        return self.made(self, "decoder", source, dtype, make=load, patient=True)
 
     def led_trainer(
         self,
@@ -301,29 +308,26 @@ class Leader(Member):
         after_pass: Callable[[], None],
     ) -> LedTrainer:
         assert isinstance(decoder, GroupDecoder)
-        number = self.new_number()
+        make = partial(
+            LedTrainer,
+            decoder,
+            base_model=base_model,
+            config=config,
+            base=base,
+            after_pass=lambda: self.between(after_pass),
+        )
         args = (self.ref(decoder), base_model, config, base)
-        with self.call(self, "trainer", *args, makes=number):
-            trainer = LedTrainer(
-                decoder,
-                base_model=base_model,
-                config=config,
-                base=base,
-                after_pass=lambda: self.between(after_pass),
-            )
+        trainer = self.made(self, "trainer", *args, make=make)
         trainer.leader = self
-        self.keep(trainer, number)
         return trainer
 
     def led_sampler(
         self, decoder: DecoderLike, config: SamplerConfig | None, source: ModelSource
     ) -> LedSampler:
         assert isinstance(decoder, GroupDecoder)
-        number = self.new_number()
-        with self.call(self, "sampler", self.ref(decoder), config, source, makes=number):
-            sampler = LedSampler(decoder, config, lambda: load_detokenizer(source.path))
+        make = partial(LedSampler, decoder, config, lambda: load_detokenizer(source.path))
+        sampler = self.made(self, "sampler", self.ref(decoder), config, source, make=make)
         sampler.leader = self
-        self.keep(sampler, number)
         return sampler
 
 
@@ -367,10 +371,27 @@ def _spawn(start: Start) -> tuple[subprocess.Popen[bytes], Connection]:
     return process, ours
 
 
+def _led(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method that all members call. Keywords are the leader's own: followers have defaults."""
+
+    def led(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.leader.call(self, method.__name__, *args):
+            return method(self, *args, **kwargs)
+
+    return led
+
+
 class LedTrainer(GroupTrainer):
     """The leader's trainer: what is asked of it, all members do."""
 
     leader: Leader
+
+    load = _led(GroupTrainer.load)
+    drop = _led(GroupTrainer.drop)
+    train = _led(GroupTrainer.train)
+    optim = _led(GroupTrainer.optim)
+    share_gradient = _led(GroupTrainer.share_gradient)
+    add_gradient = _led(GroupTrainer.add_gradient)
 
     def create(self, job: jobs.CreateAdapterJob) -> None:
         if job.lora.seed is None:
@@ -378,53 +399,27 @@ class LedTrainer(GroupTrainer):
         with self.leader.call(self, "create", job):
             super().create(job)
 
-    def load(self, job: jobs.LoadAdapterJob) -> None:
-        with self.leader.call(self, "load", job):
-            super().load(job)
-
-    def drop(self, adapter_id: str) -> None:
-        with self.leader.call(self, "drop", adapter_id):
-            super().drop(adapter_id)
-
     def capture(self, job: jobs.SaveAdapterJob) -> checkpoint.Image:
         with self.leader.call(self, "join", job):
             return super().capture(job)
 
     def snapshot(self, adapter_id: str) -> Adapter:
-        number = self.leader.new_number()
-        with self.leader.call(self, "snapshot", adapter_id, makes=number):
-            adapter = super().snapshot(adapter_id)
-        self.leader.keep(adapter, number)
-        return adapter
+        make = partial(super().snapshot, adapter_id)
+        return self.leader.made(self, "snapshot", adapter_id, make=make)
 
     def read_snapshot(self, folder: str) -> Adapter:
-        number = self.leader.new_number()
-        with self.leader.call(self, "read_snapshot", folder, makes=number):
-            adapter = super().read_snapshot(folder)
-        self.leader.keep(adapter, number)
-        return adapter
-
-    def train(self, jobs: Sequence[jobs.TrainJob]) -> list[jobs.TrainResult | JobError]:
-        with self.leader.call(self, "train", list(jobs)):
-            return super().train(jobs)
-
-    def optim(self, job: jobs.OptimJob) -> jobs.OptimResult:
-        with self.leader.call(self, "optim", job):
-            return super().optim(job)
-
-    def share_gradient(self, job: jobs.ShareGradientJob) -> jobs.GradientResult:
-        with self.leader.call(self, "share_gradient", job):
-            return super().share_gradient(job)
-
-    def add_gradient(self, job: jobs.AddGradientJob) -> jobs.GradientResult:
-        with self.leader.call(self, "add_gradient", job):
-            return super().add_gradient(job)
+        make = partial(super().read_snapshot, folder)
+        return self.leader.made(self, "read_snapshot", folder, make=make)
 
 
 class LedSampler(GroupSampler):
     """The leader's sampler, the only one whose jobs are told anything."""
 
     leader: Leader
+
+    cancel = _led(GroupSampler.cancel)
+    fail_all = _led(GroupSampler.fail_all)
+    step = _led(GroupSampler.step)
 
     def add(
         self,
@@ -438,15 +433,3 @@ class LedSampler(GroupSampler):
         ref = None if adapter is None else self.leader.ref(adapter)
         with self.leader.call(self, "follow", job, ref, version):
             super().add(job, adapter, emit, version)
-
-    def cancel(self, job_id: str) -> bool:
-        with self.leader.call(self, "cancel", job_id):
-            return super().cancel(job_id)
-
-    def fail_all(self, message: str) -> None:
-        with self.leader.call(self, "fail_all", message):
-            super().fail_all(message)
-
-    def step(self, *, look_ahead: bool = True) -> int:
-        with self.leader.call(self, "step"):
-            return super().step(look_ahead=look_ahead)

@@ -7,8 +7,7 @@ whole and cut, and joined when the leader writes it. Files are those of a single
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,26 +20,14 @@ from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.adapters import AdapterCut, CutAdapter
 from tinkex.engine.group.decoder import GroupDecoder
 from tinkex.engine.group.group import Group
-from tinkex.engine.jobs import (
-    AddGradientJob,
-    GradientResult,
-    LoraSpec,
-    SampleJob,
-    SaveAdapterJob,
-    ShareGradientJob,
-)
-from tinkex.engine.lora.adapter import Adapter, Kind, fresh_adapter
+from tinkex.engine.jobs import LoraSpec, SampleJob, SaveAdapterJob
+from tinkex.engine.lora.adapter import Adapter, Kind
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import Detokenize
-from tinkex.engine.train.optim import OptimizerState
 from tinkex.engine.train.packing import Pass
+from tinkex.engine.train.resident import ResidentAdapter
 from tinkex.engine.train.tasks import TrainTask
-from tinkex.engine.train.trainer import (
-    Gathered,
-    Trainer,
-    TrainerConfig,
-    given_up,
-)
+from tinkex.engine.train.trainer import Gathered, Trainer, TrainerConfig, given_up
 from tinkex.errors import EngineError
 
 
@@ -69,6 +56,7 @@ class GroupTrainer(Trainer):
             decoder, base_model=base_model, config=config, after_pass=strictly, base=base
         )
         self._group = group
+        self._made_on = torch.device("cpu")  # whole, and then cut
 
     # --------------------------------------------------------------------------- whole and cut
 
@@ -77,41 +65,31 @@ class GroupTrainer(Trainer):
 
     def _fresh(self, spec: LoraSpec, kinds: Sequence[Kind]) -> Adapter:
         assert spec.seed is not None, "members would draw different adapters"
-        whole = fresh_adapter(
-            self.decoder.targets,
-            rank=spec.rank,
-            alpha=spec.alpha,
-            kinds=kinds,
-            seed=spec.seed,
-            device="cpu",
-        )
-        return self._cut(whole)
+        return self._cut(super()._fresh(spec, kinds))
 
     def _read(self, folder: str, *, with_optimizer: bool) -> checkpoint.Stored:
-        stored = checkpoint.read(
-            folder, self.decoder.targets, "cpu", with_optimizer=with_optimizer, base=self.base
-        )
+        stored = super()._read(folder, with_optimizer=with_optimizer)
         whole, adapter = stored.adapter, self._cut(stored.adapter)
 
         def cut(flat: Tensor) -> Tensor:
             return adapter.fold_whole(whole.views(flat))
 
-        optimizer = stored.optimizer
-        if optimizer is not None:
+        if (optimizer := stored.optimizer) is not None:
             moments = {name: cut(flat) for name, flat in optimizer.moments.items()}
-            optimizer = OptimizerState(optimizer.kind, optimizer.step, moments)
+            optimizer = replace(optimizer, moments=moments)
         grads = {shard: cut(flat) for shard, flat in stored.grads.items()}
-        return checkpoint.Stored(adapter, stored.spec, stored.optimizer_kind, optimizer, grads)
+        return replace(stored, adapter=adapter, optimizer=optimizer, grads=grads)
 
     def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
-        image = self.join(job)
-        assert image is not None, "only the leader writes"
-        return image
+        whole = self.join(job)
+        assert whole is not None, "only the leader writes"
+        return self._image(whole, job)
 
-    def join(self, job: SaveAdapterJob) -> checkpoint.Image | None:
-        """The whole state, as it is now, for the leader."""
+    def join(self, job: SaveAdapterJob) -> ResidentAdapter | None:
+        """What a save needs of the whole state, as it is now, for the leader."""
         resident = self.find(job.adapter_id)
-        adapter, optimizer = self._of(job.adapter_id), resident.optimizer
+        adapter, optimizer = resident.adapter, resident.optimizer
+        assert isinstance(adapter, CutAdapter)
         with_optimizer = job.with_optimizer or job.with_gradients
         tensors = adapter.join(adapter.flat)
         moments = {n: adapter.join(m) for n, m in optimizer.moments.items() if with_optimizer}
@@ -119,24 +97,13 @@ class GroupTrainer(Trainer):
         if not self._group.leads:
             return None
         whole = adapter.cut.rebuilt(tensors)
-        return checkpoint.capture(
+        return ResidentAdapter(
             whole,
-            targets=self.decoder.targets,
-            spec=resident.spec,
-            base_model=resident.base_model,
-            base=self.base,
-            optimizer=OptimizerState(
-                optimizer.kind, optimizer.step, {n: whole.fold(m) for n, m in moments.items()}
-            ),
-            with_optimizer=with_optimizer,
-            grads={shard: whole.fold(grad) for shard, grad in grads.items()},
-            with_gradients=job.with_gradients,
+            resident.spec,
+            resident.base_model,
+            replace(optimizer, moments={n: whole.fold(m) for n, m in moments.items()}),
+            {shard: whole.fold(grad) for shard, grad in grads.items()},
         )
-
-    def _of(self, adapter_id: str) -> CutAdapter:
-        adapter = self.find(adapter_id).adapter
-        assert isinstance(adapter, CutAdapter)
-        return adapter
 
     def _run(self, tasks: Sequence[TrainTask]) -> Gathered:
         """All passes; when the memory of one member runs out, all try once more in small pieces."""
@@ -158,40 +125,33 @@ class GroupTrainer(Trainer):
         self._group.finish()
 
     # ------------------------------------------------------------------------ gradients as files
+    # Several groups may share an adapter: their files hold whole gradients.
 
-    def share_gradient(self, job: ShareGradientJob) -> GradientResult:
-        """Several groups may share an adapter: their files hold whole gradients."""
-        assert job.file is not None, "a group meets nobody"
-        began = time.perf_counter()
-        resident, adapter = self.find(job.adapter_id), self._of(job.adapter_id)
-        joined = {shard: adapter.join(grad) for shard, grad in resident.grads.items()}
-        resident.grads.clear()
-        size_bytes = 0
-        if self._group.leads:
-            arrays = {
-                f"{shard}.{at}": tensor.numpy()
-                for shard, tensors in joined.items()
-                for at, tensor in enumerate(tensors)
-            }
-            size_bytes = gradient_file.write(job.file, arrays)
-        return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
+    def _write_gradients(self, file: str, adapter: Adapter, grads: Mapping[int, Tensor]) -> int:
+        assert isinstance(adapter, CutAdapter)
+        joined = {shard: adapter.join(grad) for shard, grad in grads.items()}
+        if not self._group.leads:
+            return 0
+        arrays = {
+            f"{shard}.{at}": tensor.numpy()
+            for shard, tensors in joined.items()
+            for at, tensor in enumerate(tensors)
+        }
+        return gradient_file.write(file, arrays)
 
-    def add_gradient(self, job: AddGradientJob) -> GradientResult:
-        began = time.perf_counter()
-        resident, adapter = self.find(job.adapter_id), self._of(job.adapter_id)
-        size_bytes = 0
-        for file in job.files:
-            shards: dict[int, dict[int, Tensor]] = {}
-            for name, array in gradient_file.read(file).items():
-                shard, at = map(int, name.split("."))
-                shards.setdefault(shard, {})[at] = torch.from_numpy(array)
-                size_bytes += array.nbytes
-            for shard, tensors in shards.items():
-                whole = [tensors[at] for at in range(len(tensors))]
-                if [tuple(t.shape) for t in whole] != adapter.cut.shapes:
-                    raise EngineError("gradients of another adapter do not fit this one")
-                resident.gather(shard, adapter.fold_whole(whole))
-        return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
+    def _read_gradients(self, file: str, adapter: Adapter) -> dict[int, Tensor]:
+        assert isinstance(adapter, CutAdapter)
+        shards: dict[int, dict[int, Tensor]] = {}
+        for name, array in gradient_file.read(file).items():
+            shard, at = map(int, name.split("."))
+            shards.setdefault(shard, {})[at] = torch.from_numpy(array)
+        grads: dict[int, Tensor] = {}
+        for shard, tensors in shards.items():
+            whole = [tensors[at] for at in range(len(tensors))]
+            if [tuple(t.shape) for t in whole] != adapter.cut.shapes:
+                raise EngineError("gradients of another adapter do not fit this one")
+            grads[shard] = adapter.fold_whole(whole)
+        return grads
 
 
 class GroupSampler(Sampler):

@@ -121,6 +121,7 @@ class Trainer:
         self.config = config or TrainerConfig.for_device(decoder.device)
         self.adapters: dict[str, ResidentAdapter] = {}
         self._after_pass = after_pass
+        self._made_on = decoder.device
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -167,7 +168,7 @@ class Trainer:
             alpha=spec.alpha,
             kinds=kinds,
             seed=spec.seed,
-            device=self.decoder.device,
+            device=self._made_on,
         )
 
     def load(self, job: LoadAdapterJob) -> None:
@@ -188,9 +189,9 @@ class Trainer:
         )
 
     def _read(self, folder: str, *, with_optimizer: bool) -> checkpoint.Stored:
-        targets, device = self.decoder.targets, self.decoder.device
+        targets = self.decoder.targets
         return checkpoint.read(
-            folder, targets, device, with_optimizer=with_optimizer, base=self.base
+            folder, targets, self._made_on, with_optimizer=with_optimizer, base=self.base
         )
 
     def snapshot(self, adapter_id: str) -> Adapter:
@@ -203,17 +204,15 @@ class Trainer:
 
     def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
         """The state to save, as it is now. Any thread may write it."""
-        resident = self.find(job.adapter_id)
+        return self._image(self.find(job.adapter_id), job)
+
+    def _image(self, resident: ResidentAdapter, job: SaveAdapterJob) -> checkpoint.Image:
         rounds = self.decoder.batch_invariant and self.decoder.dtype == torch.bfloat16
         return checkpoint.capture(
-            resident.adapter,
+            resident,
             targets=self.decoder.targets,
-            spec=resident.spec,
-            base_model=resident.base_model,
             base=self.base,
-            optimizer=resident.optimizer,
             with_optimizer=job.with_optimizer or job.with_gradients,
-            grads=resident.grads,
             with_gradients=job.with_gradients,
             dtype=torch.bfloat16 if job.ephemeral and job.for_sampling and rounds else None,
         )
@@ -292,8 +291,7 @@ class Trainer:
             resident.shared, resident.grads = SharedGradients(resident.grads), {}
         shared, size_bytes = resident.shared, 0
         if job.file is not None:
-            arrays = {str(shard): grad.cpu().numpy() for shard, grad in shared.shards.items()}
-            size_bytes = gradient_file.write(job.file, arrays)
+            size_bytes = self._write_gradients(job.file, resident.adapter, shared.shards)
             shared.file = job.file
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
@@ -305,21 +303,31 @@ class Trainer:
         if job.reduced and resident.shared.total is not None:
             resident.gather(0, resident.shared.total)
         for file in job.files:
-            for shard, grad in self._shared_in(file, resident.shared):
-                if grad.shape != resident.adapter.flat.shape:
-                    raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
+            # Those that were written here are here still.
+            is_mine = file == resident.shared.file
+            read = (
+                resident.shared.shards if is_mine else self._read_gradients(file, resident.adapter)
+            )
+            for shard, grad in read.items():
                 resident.gather(shard, grad)
                 size_bytes += grad.nbytes
         resident.shared = SharedGradients()
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
-    def _shared_in(self, file: str, shared: SharedGradients) -> Iterator[tuple[int, Tensor]]:
-        """The gradients of a file by shard; those that were written here are here still."""
-        if file == shared.file:
-            yield from shared.shards.items()
-            return
-        for shard, array in gradient_file.read(file).items():
-            yield int(shard), torch.from_numpy(array).to(self.decoder.device)
+    def _write_gradients(self, file: str, adapter: Adapter, grads: Mapping[int, Tensor]) -> int:
+        arrays = {str(shard): grad.cpu().numpy() for shard, grad in grads.items()}
+        return gradient_file.write(file, arrays)
+
+    def _read_gradients(self, file: str, adapter: Adapter) -> dict[int, Tensor]:
+        """By shard, in the adapter's layout."""
+        grads = {
+            int(shard): torch.from_numpy(array).to(self.decoder.device)
+            for shard, array in gradient_file.read(file).items()
+        }
+        for grad in grads.values():
+            if grad.shape != adapter.flat.shape:
+                raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
+        return grads
 
     def _run(self, tasks: Sequence[TrainTask]) -> Gathered:
         """All passes; when memory runs out, once more in pieces an eighth the size.
