@@ -24,7 +24,7 @@ from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.toy.engine import ToyConfig, ToyEngine
 from tinkex.engine.toy.losses import loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter
-from tinkex.engine.train.data import Limits, check_datum, loss_of
+from tinkex.engine.train.data import Limits, loss_of, read_datum
 from tinkex.engine.train.optim import OptimizerState, apply_step
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
@@ -77,7 +77,7 @@ def test_settings_of_a_loss(loss_fn: str, data: st.DataObject):
     )
 
     def toy() -> None:
-        inputs = check_datum(batch[0], loss_of(job), path="", limits=LIMITS).inputs
+        inputs = read_datum(batch[0], loss_of(job), path="", limits=LIMITS).inputs
         with np.errstate(all="ignore"):
             loss_and_slopes(loss_fn, np.full(3, -0.7), inputs, config)
 
@@ -106,7 +106,7 @@ def test_inputs_of_a_loss(loss_fn: str, data: st.DataObject):
     job = TrainJob(job_id="", adapter_id="", data=batch, loss_fn=loss_fn)
     door = refuses(lambda: validation.check_train(asked, None))
     assert refuses(lambda: check_job(job, LIMITS)) == door
-    assert refuses(lambda: check_datum(batch[0], loss_of(job), path="", limits=LIMITS)) == door
+    assert refuses(lambda: read_datum(batch[0], loss_of(job), path="", limits=LIMITS)) == door
 
 
 # -------------------------------------------------------------------------------- optimizers

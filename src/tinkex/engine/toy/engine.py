@@ -36,7 +36,7 @@ from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.losses import evaluate
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
 from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
-from tinkex.engine.train.data import Limits, check_datum, loss_of
+from tinkex.engine.train.data import Limits, loss_of, read_datum
 from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
@@ -318,7 +318,7 @@ class ToyEngine:
         adapter, config, loss = self._adapter(job.adapter_id), self.config, loss_of(job)
         limits = Limits(vocab_size=config.vocab_size, max_length=config.max_context_length)
         data = [
-            check_datum(datum, loss, path=f"data[{i}]", limits=limits)
+            read_datum(datum, loss, path=f"data[{i}]", limits=limits)
             for i, datum in enumerate(job.data)
         ]
         while data[0].tokens_T[0] == config.hang_token:

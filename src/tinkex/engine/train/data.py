@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedDatum:
+class DatumArrays:
     """Copies that are the engine's own, dense."""
 
     tokens_T: NDArray[np.int64]
@@ -54,39 +54,39 @@ def loss_of(job: TrainJob) -> Loss | TracedLoss:
     return job.custom_loss
 
 
-def check_datum(
+def read_datum(
     datum: TrainDatum, loss: Loss | TracedLoss, *, path: str, limits: Limits
-) -> CheckedDatum:
-    """Check one datum against its loss and the model.
+) -> DatumArrays:
+    """One datum as arrays, checked against its loss and the model.
 
     Raises:
         InvalidInputError: Names the field, the value and what is allowed.
     """
-    tokens_T = _check_tokens(datum.tokens, f"{path}.model_input", limits.vocab_size)
+    tokens_T = _read_tokens(datum.tokens, f"{path}.model_input", limits.vocab_size)
     if not 1 <= len(tokens_T) <= limits.max_length:
         raise InvalidInputError(
             f"has {len(tokens_T)} tokens; the model takes 1 to {limits.max_length}",
             path=f"{path}.model_input",
         )
     fields = f"{path}.loss_fn_inputs"
-    experts_TLk = _check_experts(datum, limits.experts, f"{fields}.{ROUTED_EXPERTS}")
+    experts_TLk = _read_experts(datum, limits.experts, f"{fields}.{ROUTED_EXPERTS}")
     forms = {name: form_of(value) for name, value in datum.inputs.items()}
     declared = loss if isinstance(loss, Loss) else None
     check_inputs(declared, forms, num_tokens=len(tokens_T), path=fields)
     where = f"{fields}.target_tokens"
-    targets = _check_tokens(dense(datum.inputs["target_tokens"], where), where, limits.vocab_size)
+    targets = _read_tokens(dense(datum.inputs["target_tokens"], where), where, limits.vocab_size)
     if isinstance(loss, TracedLoss):
-        inputs = _check_custom(datum, loss, targets, fields)
+        inputs = _read_custom(datum, loss, targets, fields)
     else:
         inputs = {
-            name: _check_floats(value, targets.ndim, f"{fields}.{name}", name == "logprobs")
+            name: _read_floats(value, targets.ndim, f"{fields}.{name}", name == "logprobs")
             for name, value in datum.inputs.items()
             if name != "target_tokens"
         }
-    return CheckedDatum(tokens_T, targets, inputs, experts_TLk)
+    return DatumArrays(tokens_T, targets, inputs, experts_TLk)
 
 
-def _check_tokens(tokens: Array, path: str, vocab_size: int) -> NDArray[np.int64]:
+def _read_tokens(tokens: Array, path: str, vocab_size: int) -> NDArray[np.int64]:
     if not np.issubdtype(np.asarray(tokens).dtype, np.integer):
         raise InvalidInputError(f"must be integers, got {np.asarray(tokens).dtype}", path=path)
     ids = np.array(tokens, dtype=np.int64)
@@ -98,7 +98,7 @@ def _check_tokens(tokens: Array, path: str, vocab_size: int) -> NDArray[np.int64
     return ids
 
 
-def _check_experts(
+def _read_experts(
     datum: TrainDatum, experts: ExpertCounts | None, path: str
 ) -> NDArray[np.int16] | None:
     if datum.routed_experts is None:
@@ -107,7 +107,7 @@ def _check_experts(
     return routed_experts.unpack(datum.routed_experts, known, len(datum.tokens), path).copy()
 
 
-def _check_custom(
+def _read_custom(
     datum: TrainDatum, custom: TracedLoss, targets: NDArray[np.int64], path: str
 ) -> dict[str, Array]:
     rank = dict(custom.inputs).get("logprobs", 1)
@@ -128,7 +128,7 @@ def _check_custom(
     return inputs
 
 
-def _check_floats(
+def _read_floats(
     value: Array | CsrArray, num_dims: int, path: str, is_logprob: bool
 ) -> NDArray[np.float32]:
     # An absent cell of sparse logprobs is a candidate of probability zero.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tinkex.contract.losses import Loss
 from tinkex.engine.jobs import TracedLoss, TrainDatum
 from tinkex.engine.metrics import Gap
-from tinkex.engine.train.data import Limits, check_datum
+from tinkex.engine.train.data import Limits, read_datum
 from tinkex.engine.train.formulas import FORMULAS, Settings, sampled
 
 Inputs = Mapping[str, Tensor]
@@ -49,7 +49,7 @@ def gap_metrics(logp: Tensor, inputs: Inputs) -> Gap | None:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked datum as tensors; see `CheckedDatum`."""
+    """A checked datum as tensors; see `DatumArrays`."""
 
     tokens_T: Tensor
     targets: Tensor
@@ -65,7 +65,7 @@ def prepare(datum: TrainDatum, loss: Loss | TracedLoss, *, path: str, limits: Li
     Raises:
         InvalidInputError: Names the field, the value and what is allowed.
     """
-    checked = check_datum(datum, loss, path=path, limits=limits)
+    checked = read_datum(datum, loss, path=path, limits=limits)
     inputs = {name: torch.from_numpy(array) for name, array in checked.inputs.items()}
     active = torch.ones(checked.targets.shape, dtype=torch.bool)
     for gate in loss.gates if isinstance(loss, Loss) else ():
