@@ -264,8 +264,8 @@ def adapter(ranks: tuple[int, ...], seed: int) -> Adapter:
         row += rank
     group = LoraGroup(
         random(row, 40),
-        [random(stop - start, r) for r, (start, stop) in zip(ranks, columns, strict=True)],
-        parts,
+        tuple(random(stop - start, r) for r, (start, stop) in zip(ranks, columns, strict=True)),
+        tuple(parts),
     )
     return Adapter({"x": group}, trainable=False)
 

@@ -57,9 +57,9 @@ def cuda_decoder(monkeypatch):
     monkeypatch.setattr(delta_rule, "CHUNK", 16)
     forward = PackedFlash.forward
 
-    def remember(self, layer_index, q, k, v, sinks_H=None):
+    def remember(self, layer_index, q, k, v, sinks_H=None, **options):
         self.sinks[layer_index] = sinks_H
-        return forward(self, layer_index, q, k, v, sinks_H)
+        return forward(self, layer_index, q, k, v, sinks_H, **options)
 
     monkeypatch.setattr(PackedFlash, "sinks", {}, raising=False)
     monkeypatch.setattr(PackedFlash, "forward", remember)

@@ -31,6 +31,9 @@ from tinkex.engine.cuda import early
 from tinkex.engine.cuda.product import shared_memory
 from tinkex.engine.transfer import send
 
+# Chunks are part of the definition: another size gives other bits. Those of 512 are a tenth faster
+# in long sequences, but a short one that decodes alone has fewer to spread over the card, and takes
+# half as long again (H200, `dev/LOG.md`).
 CHUNK = 256
 BLOCK = 64
 NO_WINDOW = 1 << 30
@@ -45,13 +48,16 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _step(q, k, v, m, z, acc, seen, scale, MASKED: tl.constexpr):
     """One block of keys. z has `_ONES` equal columns."""
+    # `scale` holds log2(e) as well: powers of two are what the card computes in one instruction.
     s = tl.dot(q, tl.trans(k)) * scale
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
+    # For a query that has seen no key yet: -inf less -inf is no number, and would stay in its sums.
     top = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - top[:, None]).to(v.dtype)
     old = tl.exp2(m - top)
+    # Not `tl.sum`, whose order follows the number of rows of the tile, which callers differ in.
     ones = tl.full((v.shape[0], _ONES), 1.0, v.dtype)
     return new, tl.dot(p, ones, z * old[:, None]), tl.dot(p, v, acc * old[:, None])
 
@@ -78,6 +84,7 @@ def _tile(
     WITH_LSE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One program per head and tile of queries: (sequence, first query)."""
+    # Heads come first in the grid: those that share a key head read its keys at about one time.
     h = tl.program_id(0)
     seq = tl.load(tiles + tl.program_id(1) * 2)
     first = tl.load(tiles + tl.program_id(1) * 2 + 1)
@@ -95,7 +102,7 @@ def _tile(
     M = tl.full((BM,), float("-inf"), tl.float32)
     Z = tl.zeros((BM, _ONES), tl.float32)
     ACC = tl.zeros((BM, d), tl.float32)
-    if SINKS:
+    if SINKS:  # the sink's weight relative to itself is 1, and its value is nothing
         M = tl.zeros((BM,), tl.float32) + tl.load(sinks + h).to(tl.float32) * _LOG2_E
         Z += 1.0
     lowest = num_k - num_q + first
@@ -103,8 +110,11 @@ def _tile(
     begin = 0
     plain = lowest // CHUNK * CHUNK  # keys that all of the tile's queries see, in whole chunks
     if WINDOWED:
+        # From the border of a chunk, though the window may begin inside it: chunks are cut at the
+        # same places for everybody, and keys before the window have weight 0.
         begin = tl.maximum(lowest - window + 1, 0) // CHUNK * CHUNK
         plain = begin
+    # Two loops of one body: most keys of a long sequence need neither masks nor bounds.
     for chunk in range(begin, plain, CHUNK):
         m = tl.full((BM,), float("-inf"), tl.float32)
         z = tl.zeros((BM, _ONES), tl.float32)
@@ -129,7 +139,7 @@ def _tile(
             m, z, acc = _step(qv, kv, vv, m, z, acc, seen, scale, True)
         M, Z, ACC = _merge(M, Z, ACC, m, z, acc)
     total = tl.max(Z, 1)  # its columns are equal
-    total = tl.where(row < num_q, total, 1.0)
+    total = tl.where(row < num_q, total, 1.0)  # rows past the last query may have seen no key
     tl.store(out + at, ACC / total[:, None], (row < num_q)[:, None])
     if WITH_LSE:
         to = lse + h * num_rows.to(tl.int64) + start_q + row
@@ -157,6 +167,7 @@ class Queries:
         seqs = np.repeat(np.arange(len(queries)), counts)
         firsts = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * rows
         before = np.asarray(num_keys, np.int64) - queries
+        # The longest tiles start first, or the card would stand still while the last one runs.
         order = np.argsort(-(before[seqs] + firsts), kind="stable")
         return cls(
             send(np.cumsum([0, *num_queries]).astype(np.int32), device),
@@ -211,6 +222,8 @@ def _paged_chunks(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A sequence and key head: all chunks, merged, or every so many-th for `_paged_join`."""
+    # The query heads of a key head are the rows of the tile, filled up to the 16 that a tensor core
+    # takes: each key is then read once for all of them.
     b = tl.program_id(0).to(tl.int64)
     kh = tl.program_id(1)
     group: tl.constexpr = H // K
@@ -237,6 +250,7 @@ def _paged_chunks(
         for block in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), BN):
             key = block + n
             real = key < length
+            # int64 from here on: a cache has more than 2^31 numbers.
             page = tl.load(tables + b * table_stride + key // P, real, other=0).to(tl.int64)
             rows = ((page * P + key % P) * K + kh)[:, None] * d + i[None, :]
             kv = tl.load(k_cache + rows, real[:, None], other=0.0)
@@ -245,14 +259,14 @@ def _paged_chunks(
             m, z, acc = _step(qv, kv, vv, m, z, acc, seen, scale, True)
         if WHOLE:
             M, Z, ACC = _merge(M, Z, ACC, m, z, acc)
-        else:
+        else:  # in fp32, as they would be in registers: rounding here would show in the result
             part = (b * most_chunks + chunk) * H + head
             tl.store(part_m + part, m, g < group)
             tl.store(part_z + part, tl.max(z, 1), g < group)
             tl.store(part_acc + part[:, None] * d + i[None, :], acc, (g < group)[:, None])
     if WHOLE:
         total = tl.max(Z, 1)
-        total = tl.where(length > 0, total, 1.0)
+        total = tl.where(length > 0, total, 1.0)  # an empty place of a recorded step
         tl.store(out + at, ACC / total[:, None], (g < group)[:, None])
 
 
@@ -262,7 +276,9 @@ def _paged_join(
     H: tl.constexpr, d: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A sequence and query head: what its chunks gave, merged as one program would have done it."""
     b = tl.program_id(0).to(tl.int64)
+    # A range of one, because `_merge` takes rows.
     h = tl.program_id(1) + tl.arange(0, 1)
     i = tl.arange(0, d)[None, :]
     early.wait(EARLY)
@@ -313,6 +329,7 @@ def paged_decode(
     _paged_chunks[(B, K, splits)](
         q_BHd, k_cache, v_cache, tables_BX, lengths_B, out_BHd, part_m, part_z, part_acc,
         scale * _LOG2_E.value, tables_BX.stride(0), sinks_H, window, most_chunks,
+        # Two warps are faster for heads of 128 alone (H200, `dev/LOG.md`).
         H=H, K=K, d=d, P=P, G=max(16, triton.next_power_of_2(H // K)), BN=BLOCK, CHUNK=CHUNK,
         WHOLE=splits == 1, SINKS=sinks_H is not None, num_warps=2 if d == 128 else 4,
         num_stages=3, enable_fp_fusion=False, **early.launch(B, q_BHd.device),

@@ -17,17 +17,21 @@ from torch import Tensor
 WIDTH = 64
 """Cells of a line, and lines of a group."""
 _MOST_GROUPS = 1024
+"""Of a row, which one program holds at once: four million cells."""
 
 
 @triton.jit
 def _weights(x, ONE: tl.constexpr):
     """exp, as whole numbers; 0 for what is no number."""
+    # Cut to whole numbers before anything is added: from here on every sum is exact, and the
+    # device and the order of adding cannot move a draw.
     weight = tl.exp(x) * ONE
     return tl.where(weight == weight, weight, 0.0).to(tl.int64)
 
 
 @triton.jit
 def _lines(scaled, lines, num_cells, num_groups, ONE: tl.constexpr, W: tl.constexpr):
+    """One group of a row: the sums of its W lines of W cells."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = tl.arange(0, W)
     cell = (group * W + line)[:, None] * W + tl.arange(0, W)[None, :]
@@ -49,6 +53,7 @@ def _pick(
     scaled, lines, uniform, picked, totals, num_cells, num_groups,
     ONE: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """One row: its group by the first number, a line of that by the second, a cell by the third."""
     row = tl.program_id(0).to(tl.int64)
     mine = lines + row * num_groups * W
     group, line = tl.arange(0, GROUPS), tl.arange(0, W)
@@ -79,6 +84,7 @@ def pick(scaled_NX: Tensor, uniform_N3: Tensor, one: float) -> tuple[Tensor, Ten
         return None
     device = scaled_NX.device
     scaled_NX = scaled_NX.contiguous()
+    # A level equal to the whole sum would lie past the last cell; see `sampling_math._choose`.
     numbers_N3 = uniform_N3.double().clamp(max=1 - 2**-24).contiguous()
     lines_NL = torch.empty(num_rows, num_groups * WIDTH, dtype=torch.int64, device=device)
     picked_N = torch.empty(num_rows, dtype=torch.int64, device=device)

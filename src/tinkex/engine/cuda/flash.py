@@ -78,7 +78,7 @@ class PackedFlash:
         v_TKd: Tensor,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        return self._attend(layer_index, q_THd, k_TKd, v_TKd, sinks_H, with_lse=False)[0]
+        return self.forward(layer_index, q_THd, k_TKd, v_TKd, sinks_H, with_lse=False)[0]
 
     def forward(
         self,
@@ -87,33 +87,18 @@ class PackedFlash:
         k_TKd: Tensor,
         v_TKd: Tensor,
         sinks_H: Tensor | None = None,
+        *,
+        with_lse: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The output, and the log-sums [H, T] that `backward` needs beside it.
 
         With a sink both contain it, which is all that the backward has to know of it.
         """
-        return self._attend(layer_index, q_THd, k_TKd, v_TKd, sinks_H, with_lse=True)
-
-    def _attend(
-        self,
-        layer_index: int,
-        q_THd: Tensor,
-        k_TKd: Tensor,
-        v_TKd: Tensor,
-        sinks_H: Tensor | None,
-        *,
-        with_lse: bool,
-    ) -> tuple[Tensor, Tensor]:
+        scale, window = self._config.head_size**-0.5, self._config.window(layer_index)
         return attention.tiles(
-            q_THd,
-            k_TKd,
-            v_TKd,
-            self._queries,
-            scale=self._config.head_size**-0.5,
-            window=self._config.window(layer_index),
-            with_lse=with_lse,
-            sinks_H=sinks_H,
-        )
+            q_THd, k_TKd, v_TKd, self._queries,
+            scale=scale, window=window, with_lse=with_lse, sinks_H=sinks_H,
+        )  # fmt: skip
 
     def backward(
         self,

@@ -16,7 +16,7 @@ fused width.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,19 +25,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.cuda import kernels
-from tinkex.engine.cuda.flash import PackedFlash
+from tinkex.engine.cuda import kernels, mixture
+from tinkex.engine.cuda.delta import WholeSequences
+from tinkex.engine.cuda.flash import PackedFlash, Three
 from tinkex.engine.cuda.product import product
-from tinkex.engine.cuda.small_passes import RecordedPass, SmallPasses
+from tinkex.engine.cuda.small_passes import RecordedPass, Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.operand import BatchOperands, LoraAddend, LoraOperand
+from tinkex.engine.lora.operand import EXPERTS, AdapterTokens, BatchOperands, LoraAddend
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.base_model import ModelConfig
 from tinkex.engine.model.decoder import Decoder, _Layer
 from tinkex.engine.model.mixture import Routing
 
 Operands = BatchOperands | Mapping[str, LoraAddend]
-LINEARS = ("qkv", "o", "gate_up", "down")
 
 
 def can_fuse(config: ModelConfig) -> bool:
@@ -50,44 +50,71 @@ def can_fuse(config: ModelConfig) -> bool:
 
 
 @dataclass(slots=True)
-class _Saved:
+class KeptLayer:
     """What one layer keeps between forward and backward."""
 
     x_TD: Tensor
     rstd1_T: Tensor
-    qkv_TX: Tensor | None
-    attn_THd: Tensor
-    lse_HT: Tensor
+    fused_TX: Tensor | None
+    mixed_TX: Tensor
+    """What the output linear reads."""
+    attn_THd: Tensor | None
+    """The attention's output, where `mixed_TX` is something else than its rows."""
+    lse_HT: Tensor | None
+    """Of attention layers."""
     x2_TD: Tensor
     rstd2_T: Tensor
     gate_up_TX: Tensor | None
+    experts: mixture.KeptBlock | None
     inner: dict[str, Any]
+    """The adapters' inner products, by linear."""
 
     def num_bytes(self) -> int:
-        rest = _bytes(self.x_TD, self.attn_THd, self.lse_HT, self.x2_TD)
-        return rest + self.wide_bytes()
+        rest = (self.x_TD, self.mixed_TX, self.attn_THd, self.lse_HT, self.x2_TD)
+        return _bytes(*rest) + self.wide_bytes()
 
     def wide_bytes(self) -> int:
-        """What the two widest products take, which can be made from the rest."""
-        return _bytes(self.qkv_TX, self.gate_up_TX)
+        """What the widest products take, which can be made from the rest."""
+        experts = None if self.experts is None else self.experts.gate_up_NX
+        return _bytes(self.fused_TX, self.gate_up_TX, experts)
 
     def slim(self) -> None:
-        self.qkv_TX = self.gate_up_TX = None
+        self.fused_TX = self.gate_up_TX = None
+        if self.experts is not None:
+            self.experts.gate_up_NX = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One packed batch: where each token stands, and how it attends to those before it."""
+    """One batch: where each token stands, and what it may see of those before it."""
 
     angles: tuple[Tensor, Tensor]
     """Cosines and sines, [T, h]."""
-    rows_T: Tensor
-    """0, 1, 2, ...: where each row's key and value go."""
-    attention: PackedFlash
+    attention: Any
+    """A `PackedFlash`, or, without gradients, the sampler's `CachedAttend`."""
+    rows_T: Tensor | None
+    """0, 1, 2, ...: where each row's key and value go; None: where the cache says."""
+    trains: bool
+    packed: PackedCausal | None
+    routing: Routing | None
+    whole: WholeSequences | None
+    """Of a packed batch of a model with delta layers."""
+    members: Sequence[AdapterTokens]
+    """Whose tokens are where, for the adapters of experts."""
+
+    def target(self, index: int) -> tuple[Any, Any, Any]:
+        """Where a layer's keys and values go; see `kernels.rope`."""
+        if self.rows_T is None:
+            target: tuple[Any, Any, Any] = self.attention.target(index)
+            return target
+        return None, None, self.rows_T
 
 
 class CudaDecoder(Decoder):
-    """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions."""
+    """A frozen base model on a GPU, in bf16, with fp32 adapters and reductions.
+
+    The layers here are dense, with plain attention; `families` has other mixers and MLPs.
+    """
 
     batch_invariant = True
     keeps_pieces_apart = True
@@ -109,38 +136,29 @@ class CudaDecoder(Decoder):
         room: float = math.inf,
         routing: Routing | None = None,
     ) -> Tensor:
-        trains = torch.is_grad_enabled() and lora is not None and bool(lora.spans)
-        if trains and isinstance(attend, PackedCausal):
-            assert lora is not None
-            return self._train(tokens_T, positions_T, attend, lora, room)
-        with torch.no_grad():
-            if isinstance(attend, PackedCausal):
-                attend = PackedFlash(attend.lengths, self.config, self.device)
-            batch = BatchOperands(lora, len(tokens_T), self.dtype)
-            return self.infer(tokens_T, positions_T, attend, batch)
-
-    def _train(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attend: PackedCausal,
-        lora: LoraBatch,
-        room: float,
-    ) -> Tensor:
+        packed = attend if isinstance(attend, PackedCausal) else None
+        if packed is None or lora is None or not lora.spans or not torch.is_grad_enabled():
+            with torch.no_grad():
+                batch = BatchOperands(lora, len(tokens_T), self.dtype)
+                return self.infer(tokens_T, positions_T, attend, batch, routing)
         leaf = next(lora.spans[0].adapter.parameters())
-        lengths = attend.lengths
-        fits = self.config.kept_bytes(lengths, self.dtype.itemsize) <= room
-        # A recording fills its rows up, so the sums over them are in another order.
-        fits &= not lora.apart
-        if fits and (small := self._small.find(len(tokens_T), lengths, lora)) is not None:
-            small.fill(tokens_T, positions_T, lengths)
+        if (small := self._recorded(packed.lengths, lora, room)) is not None:
+            small.fill(tokens_T, positions_T, packed.lengths)
             out: Tensor = RecordedPass.apply(small, leaf)  # type: ignore[no-untyped-call]
             return out
-        flash = PackedFlash(lengths, self.config, self.device, attend.pieces)
-        stream = self.stream(positions_T, flash)
-        one = FusedPass(self, stream, BatchOperands(lora, len(tokens_T), self.dtype), room)
+        batch = BatchOperands(lora, len(tokens_T), self.dtype)
+        one = FusedPass(
+            self, self.stream(positions_T, packed, batch, routing, trains=True), batch, room
+        )
         out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
         return out
+
+    def _recorded(self, lengths: Sequence[int], lora: LoraBatch, room: float) -> Recording | None:
+        """A recording that this training pass fits; None: run it plainly."""
+        # A recording keeps all, and fills its rows up, so that sums over them are in another order.
+        if lora.apart or self.config.kept_bytes(lengths, self.dtype.itemsize) > room:
+            return None
+        return self._small.find(sum(lengths), lengths, lora)
 
     def groups_experts(self, lora: LoraBatch) -> bool:
         """Whether recorded steps may hold the adapters of experts: there are none here."""
@@ -155,8 +173,6 @@ class CudaDecoder(Decoder):
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
         return _linear(hidden_ND, self.head_VD, None, lora, torch.float32)[0]
 
-    # ------------------------------------------------------------------------------ inference
-
     def infer(
         self,
         tokens_T: Tensor,
@@ -166,118 +182,147 @@ class CudaDecoder(Decoder):
         routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states without autograd, for adapters that are already in place."""
-        eps = self.config.norm_eps
-        angles = self._angles(positions_T)
-        cache = attend if isinstance(attend, CachedAttend) else None
-        rows_T = None if cache is not None else torch.arange(len(tokens_T), device=self.device)
+        stream = self.stream(positions_T, attend, lora, routing)
+        x: Tensor = F.embedding(tokens_T, self.embed_VD)
+        delta: Tensor | None = None
+        for index in range(self.config.num_layers):
+            x, delta = self.layer(index, x, delta, stream, lora)[:2]
+        return kernels.add_rms_norm(x, delta, self.final_norm_D, self.config.norm_eps)[1]
 
-        def linear(x_TX: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
-            return _linear(x_TX, weight, bias, lora.get(key))[0]
-
-        x, delta = F.embedding(tokens_T, self.embed_VD), None
-        for index, w in enumerate(self.layers):
-            x, y, _ = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
-            qkv = linear(y, w.qkv, w.qkv_bias, f"{index}.qkv")
-            target = cache.target(index) if cache is not None else (None, None, rows_T)
-            q, k, v = self._split(qkv, w, angles, target)
-            mixed = attend(index, q, k, v).flatten(1)
-            out = linear(mixed, w.out, None, f"{index}.o")
-            x, y, _ = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
-            act = kernels.swiglu(linear(y, w.gate_up, None, f"{index}.gate_up"))
-            delta = linear(act, w.down, None, f"{index}.down")
-        return kernels.add_rms_norm(x, delta, self.final_norm_D, eps)[1]
-
-    def _angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def stream(
+        self,
+        positions_T: Tensor,
+        attend: Attend,
+        lora: Operands,
+        routing: Routing | None = None,
+        *,
+        trains: bool = False,
+    ) -> Stream:
+        """What all layers of a pass have in common."""
+        packed = attend if isinstance(attend, PackedCausal) else None
+        if packed is not None:
+            attend = PackedFlash(packed.lengths, self.config, self.device, packed.pieces)
+        cached = isinstance(attend, CachedAttend)
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
         factor = self.config.rope.attention_factor
-        return angles_Th.cos() * factor, angles_Th.sin() * factor
+        return Stream(
+            angles=(angles_Th.cos() * factor, angles_Th.sin() * factor),
+            attention=attend,
+            rows_T=None if cached else torch.arange(len(positions_T), device=self.device),
+            trains=trains,
+            packed=packed,
+            routing=routing,
+            whole=WholeSequences(packed.lengths, self.device)
+            if packed is not None and self.config.delta is not None
+            else None,
+            members=members_of(lora, len(positions_T)) if self.config.experts is not None else (),
+        )
+
+    # ------------------------------------------------------------------------------ one layer
+
+    def layer(
+        self, index: int, x: Tensor, delta: Tensor | None, stream: Stream, lora: Operands
+    ) -> tuple[Tensor, Tensor, KeptLayer]:
+        """One layer on (residual, what the layer below adds to it), and what its backward needs."""
+        w, eps, linears = self.layers[index], self.config.norm_eps, Linears(index, lora, {})
+        x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
+        fused = linears.forward("qkv", y, w.qkv, w.qkv_bias)
+        mixed, attn, lse = self._mix(index, w, fused, stream)
+        out = linears.forward("o", mixed, w.out, w.out_bias)
+        x2, y, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
+        added, gate_up, experts = self._mlp(w, y, stream, linears)
+        saved = KeptLayer(
+            x, rstd1, fused, mixed, attn, lse, x2, rstd2, gate_up, experts, linears.inner
+        )
+        return x2, added, saved
+
+    def _mix(
+        self, index: int, w: _Layer, fused: Tensor, stream: Stream
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the output linear gets; the rest as `KeptLayer` has it."""
+        q, k, v = self._split(fused, _norms(w), stream.angles, stream.target(index))
+        attn, lse = attended(index, w, q, k, v, stream)
+        return attn.flatten(1), None, lse
 
     def _split(
         self,
         qkv: Tensor,
-        w: _Layer,
+        norms: tuple[Tensor, Tensor] | None,
         angles: tuple[Tensor, Tensor],
         target: tuple[Any, Any, Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
         return kernels.rope(
-            qkv,
-            *angles,
-            _norms(w),
-            config.norm_eps,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            cache=target,
+            qkv, *angles, norms, config.norm_eps, heads=heads, kv_heads=kv_heads, cache=target
         )
 
-    # ------------------------------------------------------------------------------- training
+    def _mlp(
+        self, w: _Layer, y: Tensor, stream: Stream, linears: Linears
+    ) -> tuple[Tensor, Tensor | None, mixture.KeptBlock | None]:
+        """(what the MLP adds, fused gate_up of its dense part, what its experts keep)."""
+        return *swiglu(y, w.gate_up, w.down, linears), None
 
-    def stream(self, positions_T: Tensor, attention: PackedFlash) -> Stream:
-        rows_T = torch.arange(len(positions_T), device=self.device)
-        return Stream(self._angles(positions_T), rows_T, attention)
+    # ---------------------------------------------------------------------------- its backward
 
-    def train_layer(
-        self, index: int, x: Tensor, delta: Tensor | None, stream: Stream, lora: Operands
-    ) -> tuple[Tensor, Tensor, _Saved]:
-        """One layer on (residual, what the layer below adds to it), and what its backward needs."""
-        w, eps, inner = self.layers[index], self.config.norm_eps, {}
-        x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
-        qkv, inner["qkv"] = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))
-        q, k, v = self._split(qkv, w, stream.angles, (None, None, stream.rows_T))
-        attn, lse = stream.attention.forward(index, q, k, v)
-        out, inner["o"] = _linear(attn.flatten(1), w.out, None, lora.get(f"{index}.o"))
-        x2, y2, rstd2 = kernels.add_rms_norm(x, out, w.mlp_norm, eps)
-        gate_up, inner["gate_up"] = _linear(y2, w.gate_up, None, lora.get(f"{index}.gate_up"))
-        act = kernels.swiglu(gate_up)
-        delta, inner["down"] = _linear(act, w.down, None, lora.get(f"{index}.down"))
-        return x2, delta, _Saved(x, rstd1, qkv, attn, lse, x2, rstd2, gate_up, inner)
-
-    def train_layer_again(self, index: int, s: _Saved, lora: Operands) -> None:
+    def layer_again(self, index: int, s: KeptLayer, stream: Stream, lora: Operands) -> None:
         """Make what `slim` dropped, bit for bit."""
-        w = self.layers[index]
+        w, linears = self.layers[index], Linears(index, lora, {})
         y = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
-        s.qkv_TX = _linear(y, w.qkv, w.qkv_bias, lora.get(f"{index}.qkv"))[0]
+        s.fused_TX = linears.forward("qkv", y, w.qkv, w.qkv_bias)
         y = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
-        s.gate_up_TX = _linear(y, w.gate_up, None, lora.get(f"{index}.gate_up"))[0]
+        self._mlp_again(w, y, s, stream, linears)
 
-    def train_layer_backward(
-        self, index: int, s: _Saved, dx: Tensor, stream: Stream, lora: BatchOperands
+    def _mlp_again(
+        self, w: _Layer, y: Tensor, s: KeptLayer, stream: Stream, linears: Linears
+    ) -> None:
+        s.gate_up_TX = linears.forward("gate_up", y, w.gate_up)
+
+    def layer_backward(
+        self, index: int, s: KeptLayer, dx: Tensor, stream: Stream, lora: BatchOperands
     ) -> None:
         """Turn dx, the gradient of the layer's output, into that of its input, in place.
 
         The adapters' gradients are gathered on the way. Consumes what the layer saved.
         """
-        w, eps = self.layers[index], self.config.norm_eps
-        assert s.qkv_TX is not None
-        assert s.gate_up_TX is not None
-        ops = {name: lora.get(f"{index}.{name}") for name in LINEARS}
-        apart = lora.batch.apart
-
-        def gather(name: str, x: Tensor, dy: Tensor, dh: Any) -> None:
-            if (op := ops[name]) is not None:
-                op.gather(x, s.inner[name], dy, dh, lora.grads(f"{index}.{name}"))
-
-        dact, dh = _linear_backward(dx, w.down, ops["down"], apart=apart)
-        act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
-        gather("down", act, dx, dh)
-        del act, dact
-        dy, dh = _linear_backward(s.gate_up_TX, w.gate_up, ops["gate_up"], apart=apart)
-        if dh is not None:
-            y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
-            gather("gate_up", y2, s.gate_up_TX, dh)
+        w, linears = self.layers[index], Linears(index, lora, s.inner)
+        dy = self._mlp_backward(w, s, dx, stream, linears)
         kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
-        dattn, dh = _linear_backward(dx, w.out, ops["o"], apart=apart)
-        gather("o", s.attn_THd.flatten(1), dx, dh)
-        q, k, v = self._split(s.qkv_TX, w, stream.angles, (None, None, stream.rows_T))
-        grads_qkv = stream.attention.backward(
-            index, dattn.view_as(s.attn_THd), q, k, v, s.attn_THd, s.lse_HT
-        )
-        dqkv = kernels.rope_backward(*grads_qkv, s.qkv_TX, *stream.angles, _norms(w), eps)
-        dy, dh = _linear_backward(dqkv, w.qkv, ops["qkv"], apart=apart)
+        dmixed, dh = linears.backward("o", dx, w.out)
+        linears.gather("o", s.mixed_TX, dx, dh)
+        dfused = self._mix_backward(index, w, s, dmixed, stream)
+        dy, dh = linears.backward("qkv", dfused, w.qkv)
         if dh is not None:
             y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
-            gather("qkv", y1, dqkv, dh)
+            linears.gather("qkv", y1, dfused, dh)
         kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
+
+    def _mlp_backward(
+        self, w: _Layer, s: KeptLayer, dx: Tensor, stream: Stream, linears: Linears
+    ) -> Tensor:
+        """The gradient of the MLP's normed input."""
+        assert s.gate_up_TX is not None
+        dact, dh = linears.backward("down", dx, w.down)
+        act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
+        linears.gather("down", act, dx, dh)
+        del act, dact
+        dy, dh = linears.backward("gate_up", s.gate_up_TX, w.gate_up)
+        if dh is not None:
+            y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
+            linears.gather("gate_up", y2, s.gate_up_TX, dh)
+        return dy
+
+    def _mix_backward(
+        self, index: int, w: _Layer, s: KeptLayer, dmixed: Tensor, stream: Stream
+    ) -> Tensor:
+        """The gradient of the fused linear in front of the mixer."""
+        assert s.fused_TX is not None
+        assert s.lse_HT is not None
+        q, k, v = self._split(s.fused_TX, _norms(w), stream.angles, stream.target(index))
+        attn, dattn = s.mixed_TX.view_as(q), dmixed.view_as(q)
+        grads: Three = stream.attention.backward(index, dattn, q, k, v, attn, s.lse_HT)
+        eps = self.config.norm_eps
+        return kernels.rope_backward(*grads, s.fused_TX, *stream.angles, _norms(w), eps)
 
 
 @dataclass(slots=True)
@@ -300,7 +345,7 @@ class FusedPass:
         delta: Tensor | None = None
         for index in range(decoder.config.num_layers):
             below = (x, delta)
-            x, delta, layer = decoder.train_layer(index, x, delta, self.stream, self.lora)
+            x, delta, layer = decoder.layer(index, x, delta, self.stream, self.lora)
             self.saved.append(self._kept(index, below, layer))
             del below, layer
         x, hidden_TD, rstd_T = kernels.add_rms_norm(
@@ -321,10 +366,10 @@ class FusedPass:
             layer, index = self.saved.pop(), len(self.saved)
             if isinstance(layer, tuple):
                 x, delta = layer
-                layer = decoder.train_layer(index, x, delta, self.stream, self.lora)[2]
+                layer = decoder.layer(index, x, delta, self.stream, self.lora)[2]
             elif not layer.wide_bytes():
-                decoder.train_layer_again(index, layer, self.lora)
-            decoder.train_layer_backward(index, layer, dx_TD, self.stream, self.lora)
+                decoder.layer_again(index, layer, self.stream, self.lora)
+            decoder.layer_backward(index, layer, dx_TD, self.stream, self.lora)
             del layer
         self.final = None
 
@@ -388,9 +433,58 @@ def _linear(
     return y_TX, inner
 
 
-def _linear_backward(
-    dy_TX: Tensor, weight: Tensor, lora: LoraOperand | None, *, apart: bool = False
-) -> tuple[Tensor, Any]:
-    """The gradient of a linear's input, in an order of sums that no other row changes (`apart`)."""
-    dx_TX = product(dy_TX, weight.t()) if apart else dy_TX @ weight
-    return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """The linears of one layer by name, there and back, with their adapters."""
+
+    index: int
+    lora: Any
+    """`Operands`; on the way back `BatchOperands`."""
+    inner: dict[str, Any]
+    """The adapters' inner products: the way back needs them."""
+
+    def forward(
+        self, name: str, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        lora = self.lora.get(f"{self.index}.{name}")
+        y_TX, self.inner[name] = _linear(x_TX, weight, bias, lora)
+        return y_TX
+
+    def backward(self, name: str, dy_TX: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
+        """(the gradient of the input, that of the adapters' inner product; None: it has none)."""
+        # cuBLAS may add in another order for another number of rows; `product` never does.
+        dx_TX = product(dy_TX, weight.t()) if self.lora.batch.apart else dy_TX @ weight
+        lora = self.lora.get(f"{self.index}.{name}")
+        return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)
+
+    def gather(self, name: str, x_TX: Tensor, dy_TX: Tensor, dh: Any) -> None:
+        """Add the gradients of the adapters to their buffers."""
+        key = f"{self.index}.{name}"
+        if (lora := self.lora.get(key)) is not None:
+            lora.gather(x_TX, self.inner[name], dy_TX, dh, self.lora.grads(key))
+
+
+def swiglu(
+    y: Tensor, up: Tensor, down: Tensor, linears: Linears, prefix: str = ""
+) -> tuple[Tensor, Tensor]:
+    """(what a dense MLP adds, its fused gate_up); `prefix` starts the names of its linears."""
+    gate_up = linears.forward(f"{prefix}gate_up", y, up)
+    return linears.forward(f"{prefix}down", kernels.swiglu(gate_up), down), gate_up
+
+
+def attended(
+    index: int, w: _Layer, q: Tensor, k: Tensor, v: Tensor, stream: Stream
+) -> tuple[Tensor, Tensor | None]:
+    """Attention's output [T, H, d], and in training the log-sums that its backward needs."""
+    if stream.trains:
+        made: tuple[Tensor, Tensor] = stream.attention.forward(index, q, k, v, w.sinks)
+        return made
+    return stream.attention(index, q, k, v, w.sinks), None
+
+
+def members_of(lora: Operands, num_rows: int) -> list[AdapterTokens]:
+    """Whose tokens are where, for the experts' adapters."""
+    if isinstance(lora, BatchOperands):
+        return lora.members()
+    slots: Any = lora.get(EXPERTS)
+    return [] if slots is None else [slots.expert_member(num_rows)]

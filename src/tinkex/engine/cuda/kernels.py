@@ -35,9 +35,11 @@ def _add_rms_norm(
     x, delta, w, out_x, out_y, rstd, D, eps,
     HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One row. BLOCK covers all of it, so its sum is one `tl.sum` of one layout in every batch."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
+    # Before the wait: no kernel writes weights.
     weight = tl.load(w + cols, keep, other=0.0).to(tl.float32)
     early.wait(EARLY)
     v = tl.load(x + row * D + cols, keep, other=0.0).to(tl.float32)
@@ -48,6 +50,7 @@ def _add_rms_norm(
         v = v.to(out_x.dtype.element_ty).to(tl.float32)
     r = 1.0 / tl.sqrt(tl.sum(v * v, 0) / D + eps)
     tl.store(rstd + row, r)
+    # Rounded before the weight, as the plain version and transformers do.
     y = (v * r).to(out_y.dtype.element_ty).to(tl.float32) * weight
     tl.store(out_y + row * D + cols, y, keep)
 
@@ -71,6 +74,7 @@ def add_rms_norm(
 
 @triton.jit
 def _rms_norm_apply(x, w, rstd, out, D, BLOCK: tl.constexpr):
+    """One row. Nothing is summed: the saved reciprocal is what makes the bits those of before."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
@@ -93,6 +97,7 @@ def rms_norm_again(x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor) -> Tensor:
 
 @triton.jit
 def _rms_norm_backward(dy, x, w, rstd, dx, D, BLOCK: tl.constexpr):
+    """One row: (g - xhat * mean(g * xhat)) / rms, where g = dy * w and xhat = x / rms."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
@@ -125,7 +130,10 @@ def _rope(
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and group of HEADS heads of q, k and v."""
+    """One program per token and group of HEADS heads of q, k and v.
+
+    A head's halves are two tiles, because the rotation pairs element i with element i + d/2.
+    """
     t = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = d // 2
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -138,7 +146,7 @@ def _rope(
     c = tl.load(cos + t * half + i)
     s = tl.load(sin + t * half + i)
     row = tl.load(slots + t).to(tl.int64)
-    turned = h < H + K
+    turned = h < H + K  # values are neither normed nor rotated
     if HAS_NORM:
         dt = q_out.dtype.element_ty
         w_lo = tl.where(h < H, tl.load(qw + i), tl.load(kw + i)).to(tl.float32)
@@ -155,6 +163,7 @@ def _rope(
     q_at = q_out + (t * H + h) * d + i
     tl.store(q_at, lo, h < H)
     tl.store(q_at + half, hi, h < H)
+    # A row of -1 is an empty place of a recorded step: it must not write over anybody's cache.
     is_k = (h >= H) & turned & (row >= 0)
     k_at = k_out + (row * K + h - H) * d + i
     tl.store(k_at, lo, is_k)
@@ -204,6 +213,7 @@ def _rope_backward(
     dq, dk, dv, qkv, cos, sin, qw, kw, out, eps,
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
+    """The same programs as `_rope`'s; the norm is made again from the fused product."""
     t = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = d // 2
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -265,12 +275,14 @@ def rope_backward(
 
 @triton.jit
 def _swiglu(gate_up, out, M, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """BLOCK columns of a row."""
     early.wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < M
     g = tl.load(gate_up + row * 2 * M + cols, keep, other=0.0).to(tl.float32)
     u = tl.load(gate_up + row * 2 * M + M + cols, keep, other=0.0).to(tl.float32)
+    # silu is rounded, as the plain version's is, which stores it before it multiplies.
     silu = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * M + cols, silu * u, keep)
 
@@ -287,6 +299,7 @@ def swiglu(gate_up_TX: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu_backward(dact, gate_up, act, M, BLOCK: tl.constexpr):
+    """BLOCK columns of a row. In place is safe: a program writes the cells that it alone read."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < M
@@ -296,6 +309,7 @@ def _swiglu_backward(dact, gate_up, act, M, BLOCK: tl.constexpr):
     dy = tl.load(dact + row * M + cols, keep, other=0.0).to(tl.float32)
     s = tl.sigmoid(g)
     silu = g * s
+    # The activation to the bit as the forward had it; the gradients take silu as it is.
     tl.store(act + row * M + cols, silu.to(act.dtype.element_ty).to(tl.float32) * u, keep)
     tl.store(gp, dy * u * (s + silu * (1.0 - s)), keep)
     tl.store(gp + M, dy * silu, keep)
@@ -320,6 +334,11 @@ def swiglu_backward_(dact_TI: Tensor, gate_up_TX: Tensor) -> Tensor:
 
 @triton.jit
 def _log_total(logits, top, log_total, V, BLOCK: tl.constexpr):
+    """One row, in two walks: its maximum, then the sum, BLOCK partial sums added up at the end.
+
+    One walk with a running maximum would read half as much, but its sums would be scaled whenever
+    the maximum rises, and a row less its maximum would not give the same bits.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     m = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -346,6 +365,7 @@ def log_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
         logits_NV = logits_NV.clone()
     top_N, log_total_N = torch.empty(2, N, device=logits_NV.device, dtype=torch.float32)
     if N:
+        # A row is one program's, and the largest blocks are the fastest (H200, `dev/LOG.md`).
         _log_total[(N,)](
             logits_NV, top_N, log_total_N, V, BLOCK=16384, num_warps=16, enable_fp_fusion=False
         )
@@ -354,6 +374,7 @@ def log_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _logit_gradient(logits, lse, targets, slopes, out, V, BLOCK: tl.constexpr):
+    """BLOCK columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < V
@@ -377,7 +398,9 @@ def logit_gradient(
 
 
 _HEADS = 16
+"""Of one token in one program of `_rope`."""
 
 
 def _warps(block: int) -> int:
+    """By the width alone: the order of a row's sum follows the number of warps."""
     return 4 if block <= 2048 else 8

@@ -43,18 +43,25 @@ _PROGRAMS = 128
 
 
 @triton.jit
+def _block(blocks, m):
+    """A block's slot, its first row, and where its slot's rows end."""
+    # int64: a slot's number times the size of an adapter can pass 2^31.
+    slot = tl.load(blocks + m * 3).to(tl.int64)
+    return slot, tl.load(blocks + m * 3 + 1), tl.load(blocks + m * 3 + 2)
+
+
+@triton.jit
 def _shrink(
     x, flat, blocks, part, arrived, out, slot_stride, at, num_rows, num_in, R,
     BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A block of rows, BR ranks and one stretch of the inputs."""
     m = tl.program_id(0)
     split = tl.program_id(2)
-    slot = tl.load(blocks + m * 3).to(tl.int64)
-    first = tl.load(blocks + m * 3 + 1)
-    last = tl.load(blocks + m * 3 + 2)
+    slot, first, last = _block(blocks, m)
     early.wait(EARLY)
-    if first < last:
+    if first < last:  # a recorded step has room for more blocks than it uses
         rows = (first + tl.arange(0, BM)).to(tl.int64)
         real = rows < last
         r = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -120,16 +127,18 @@ def _shrink_many(
     BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     UNIT: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """A block of rows and BR ranks, over all inputs."""
     m = tl.program_id(1)
-    slot = tl.load(blocks + m * 3).to(tl.int64)
-    first = tl.load(blocks + m * 3 + 1)
-    last = tl.load(blocks + m * 3 + 2)
+    slot, first, last = _block(blocks, m)
     if first < last:
         rows = (first + tl.arange(0, BM)).to(tl.int64)
         r = tl.program_id(0) * BR + tl.arange(0, BR)
+        # Past the end a real row is read again and thrown away: no mask over the inputs' loop.
         X = x + tl.minimum(rows, last - 1)[:, None] * num_in
         A = flat + slot * slot_stride + at + tl.minimum(r, R - 1)[:, None] * num_in
         total = tl.zeros((BM, BR), tl.float32)
+        # The stretches of `_shrink`, each summed from zero and then added: one sum over all inputs
+        # would round otherwise.
         span = tl.cdiv(num_in, SPLITS * UNIT) * UNIT
         for start in range(0, num_in, span):
             acc = tl.zeros((BM, BR), tl.float32)
@@ -191,10 +200,9 @@ def _expand(
     BM: tl.constexpr, BO: tl.constexpr, BR: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """A block of rows and one tile of columns of y, over all ranks of their module."""
     m = tl.program_id(1)
-    slot = tl.load(blocks + m * 3).to(tl.int64)
-    first = tl.load(blocks + m * 3 + 1)
-    last = tl.load(blocks + m * 3 + 2)
+    slot, first, last = _block(blocks, m)
     if first < last:
         tile = tiles + tl.program_id(0) * 4
         at = tl.load(tile)
@@ -212,7 +220,7 @@ def _expand(
         to = y + rows * y_stride + column + o[None, :]
         real = (o < width)[None, :] | WHOLE
         mask = (rows < last) & real
-        early.wait(EARLY)
+        early.wait(EARLY)  # all that was read above is older than the kernel ahead
         before = tl.load(to, mask, other=0.0)
         added = tl.zeros((BM, BO), tl.float32)
         for start in range(0, rank, BR):
@@ -223,6 +231,8 @@ def _expand(
             )
             bv = tl.load(B + r[:, None] * step_r, real & inside[:, None], other=0.0)
             added = tl.dot(hv, bv, added)
+        # The base's product was rounded before, the sum is once more: with and without this kernel
+        # a row of no adapter is the same.
         tl.store(to, before.to(tl.float32) + added * scale, mask)
 
 
@@ -264,6 +274,10 @@ def _gather(
     dh, x, dy, h, tiles, scales, grads, stops, dh_stride, x_stride, dy_stride, h_stride,
     SIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """A tile of one matrix's gradient for one adapter: the product of two operands over its rows.
+
+    No two programs write one cell, so nothing is added atomically and the order of sums is fixed.
+    """
     g = tl.program_id(1)
     first = tl.load(stops + g - 1, g > 0, other=0)
     last = tl.load(stops + g)
@@ -285,6 +299,7 @@ def _gather(
         av = tl.load(a + rows * a_stride, (rows < last) & (i < num_a)[None, :], other=0.0)
         bv = tl.load(b + rows * b_stride, (rows < last) & (j < num_b)[None, :], other=0.0)
         total = tl.dot(tl.trans(av), bv, total)
+    # Adapters' buffers are tensors of their own, anywhere in memory: only addresses reach them all.
     to = tl.load(grads + g).to(tl.pointer_type(tl.float32)) + tl.load(tile + 1)
     to += i[:, None] * num_b + j[None, :]
     mask = (i < num_a)[:, None] & (j < num_b)[None, :]

@@ -34,7 +34,7 @@ from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.sample.expert_pages import ExpertPages
-from tinkex.engine.sample.paged import PagedCache
+from tinkex.engine.sample.paged import PagedCache, cells, slots_of
 from tinkex.engine.sample.scheduler import Chunk
 from tinkex.engine.sample.states import StateCache
 from tinkex.engine.transfer import send
@@ -66,7 +66,7 @@ class CudaPagedAttend:
         """Prepare one pass whose rows are the tokens of `chunks`, in order."""
         device = self.cache.k.device
         size = self.cache.block_size
-        slots_T = send(_slots(chunks, size), device)
+        slots_T = send(slots_of(chunks, size), device)
         starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
         rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
         singles = [(row, chunk) for row, chunk in rows if chunk.length == 1]
@@ -189,21 +189,15 @@ class _Longs:
         queries = [chunk.length for _, chunk in members]
         keys = [chunk.start + chunk.length for _, chunk in members]
         rows = [np.arange(row, row + chunk.length) for row, chunk in members]
-        slots = [_rows(chunk, 0, end, size) for (_, chunk), end in zip(members, keys, strict=True)]
+        slots = [
+            cells(chunk.seq.blocks, 0, end, size)
+            for (_, chunk), end in zip(members, keys, strict=True)
+        ]
         return cls(
             send(np.concatenate(rows), device),
             send(np.concatenate(slots), device),
             attention.Queries.of(queries, keys, device),
         )
-
-
-def _rows(chunk: Chunk, start: int, stop: int, size: int) -> Array:
-    at = np.arange(start, stop)
-    return np.asarray(chunk.seq.blocks, np.int64)[at // size] * size + at % size
-
-
-def _slots(chunks: Sequence[Chunk], size: int) -> Array:
-    return np.concatenate([_rows(c, c.start, c.start + c.length, size) for c in chunks])
 
 
 def _tables(chunks: Sequence[Chunk], size: int) -> Array:
@@ -338,9 +332,7 @@ class DecodeGraphs:
 
     def _record(self, static: _Static, slots: AdapterSlots | None) -> None:
         attend, size = CudaPagedAttend(self._cache, self._states), self._cache.block_size
-        lora: dict[str, Any] = (
-            {**slots.operands, EXPERTS: slots.experts(static.batch)} if slots else {}
-        )
+        lora: dict[str, Any] = {**slots.operands, EXPERTS: slots} if slots else {}
         states_B = None if self._states is None else static.states_B
 
         def step() -> Tensor:

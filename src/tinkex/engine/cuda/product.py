@@ -114,7 +114,9 @@ def _product(
     BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, FEW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Neighbouring programs share inputs and weights: blocks of rows take turns in groups.
+    """BM rows times BO outputs, over all inputs in order."""
+    # Programs that run at one time should share inputs and weights in the card's cache: GROUP
+    # blocks of rows take turns for each block of outputs.
     program, num_o = tl.program_id(0), tl.cdiv(num_out, BO)
     num_m = tl.num_programs(0) // num_o
     first_m = program // (GROUP * num_o) * GROUP
@@ -124,7 +126,8 @@ def _product(
     early.wait(EARLY)
     rows = (m * BM + tl.arange(0, BM)).to(tl.int64)
     columns = (n * BO + tl.arange(0, BO)).to(tl.int64)
-    # Rows and columns past the end are computed from real ones and thrown away.
+    # Rows and columns past the end are computed from real ones and thrown away: loads without masks
+    # are faster, and a tile's rows do not mix.
     at_x = x + tl.minimum(rows, T - 1)[:, None] * num_in
     at_w = w + tl.minimum(columns, num_out - 1)[None, :] * num_in
     acc = tl.zeros((BM, BO), tl.float32)
@@ -141,8 +144,10 @@ def _product(
             wv = tl.load(at_w + i[:, None])
         else:
             wv = tl.load(at_w + i[:, None], real[:, None], other=0.0)
+        # Into the accumulator itself: sums of BK inputs that are added afterwards would be rounded
+        # otherwise, and bits would follow BK.
         acc = tl.dot(xv, wv, acc)
-    if HAS_BIAS:
+    if HAS_BIAS:  # in fp32, before the one rounding
         acc += tl.load(bias + columns, columns < num_out, other=0.0).to(tl.float32)[None, :]
     to = y + rows[:, None] * num_out + columns[None, :]
     tl.store(to, acc, (rows < T)[:, None] & (columns < num_out)[None, :])
@@ -160,6 +165,8 @@ def _by_copies(
     times 4,096 outputs take 27, 29 and 33 us for 32, 64 and 128 rows instead of 37, 36 and 38
     (H200, `dev/LOG.md`).
     """
+    # Descriptors give zeros past the end and drop what is stored there: no masks. Programs that
+    # share a block of weights are neighbours.
     row, column = tl.program_id(0) % num_m * BM, tl.program_id(0) // num_m * BO
     acc = tl.zeros((BO, BM), tl.float32)
     early.wait(EARLY)
@@ -180,32 +187,30 @@ def sequential(
     (T, num_in), num_out = x_TI.shape, len(weight_OI)
     y_TO = torch.empty(T, num_out, device=x_TI.device, dtype=dtype or x_TI.dtype)
     x_TI, weight_OI = x_TI.contiguous(), weight_OI.contiguous()
+    # The copy engine wants rows that start at multiples of 16 bytes.
     aligned = bias_O is None and num_in % 8 == 0 and num_out % 8 == 0
     aligned &= x_TI.data_ptr() % 16 == 0 and weight_OI.data_ptr() % 16 == 0
     tile = tile or tile_for(T, num_out, x_TI.device, copied=aligned)
-    _launch(x_TI, weight_OI, bias_O, y_TO, tile)
-    return y_TO
-
-
-def _launch(x_TI: Tensor, weight: Tensor, bias_O: Tensor | None, y_TO: Tensor, tile: Tile) -> None:
-    (num_out, num_in), num_blocks = weight.shape, triton.cdiv(len(x_TI), tile.rows)
+    num_blocks = triton.cdiv(T, tile.rows)
+    grid = (num_blocks * triton.cdiv(num_out, tile.outputs),)
     if tile.copied and num_blocks:
-        _by_copies[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
+        _by_copies[grid](
             _descriptor(x_TI, tile.rows, tile.inputs),
-            _descriptor(weight, tile.outputs, tile.inputs),
+            _descriptor(weight_OI, tile.outputs, tile.inputs),
             _descriptor(y_TO, tile.rows, tile.outputs),
             num_blocks, num_in, BM=tile.rows, BO=tile.outputs, BK=tile.inputs,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-            **early.launch(len(x_TI), x_TI.device),
+            **early.launch(T, x_TI.device),
         )  # fmt: skip
     elif num_blocks:
-        _product[(num_blocks * triton.cdiv(num_out, tile.outputs),)](
-            x_TI, weight, bias_O, y_TO, len(x_TI), num_out, num_in,
+        _product[grid](
+            x_TI, weight_OI, bias_O, y_TO, T, num_out, num_in,
             BM=tile.rows, BO=tile.outputs, BK=tile.inputs, GROUP=8, HAS_BIAS=bias_O is not None,
-            EVEN=num_in % tile.inputs == 0, FEW=len(x_TI) < tile.rows,
+            EVEN=num_in % tile.inputs == 0, FEW=T < tile.rows,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-            **early.launch(len(x_TI), x_TI.device),
+            **early.launch(T, x_TI.device),
         )  # fmt: skip
+    return y_TO
 
 
 # ---------------------------------------------------------------------- the faster of the two
@@ -226,9 +231,8 @@ def product(
     key = (num_out, num_in, straight, len(x_TI), bias_O is not None, dtype, x_TI.device)
     equal = _EQUAL.get(key)
     if equal is None:
-        if (
-            x_TI.is_cuda and torch.cuda.is_current_stream_capturing()
-        ):  # no time to look; this is always right
+        if x_TI.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A recording cannot look at numbers; ours is always right.
             return sequential(x_TI, weight_OI, bias_O, dtype)
         equal = _EQUAL[key] = agrees(x_TI, weight_OI, bias_O, dtype)
     if equal:
@@ -252,7 +256,8 @@ def agrees(
     """Whether cuBLAS gives the sequential bits for so many rows; waits for the device."""
     if not (num_rows := len(x_TI)):
         return True
-    if num_rows < _MANY:  # such rows may be empty places of a recorded step: all zeros
+    if num_rows < _MANY:
+        # Such rows may be empty places of a recorded step, all zeros, which any order sums alike.
         generator = torch.Generator(x_TI.device).manual_seed(num_rows)
         x_TI = torch.randn(
             x_TI.shape, generator=generator, device=x_TI.device, dtype=torch.float32
@@ -263,4 +268,5 @@ def agrees(
         return False
     step = max(1, num_rows // _CHECKED) if num_rows >= _MANY else 1
     ours = sequential(x_TI[::step].contiguous(), weight_OI, bias_O, dtype)
+    # All zeros would agree whatever the order: that proves nothing, so it is not noted as equal.
     return bool(torch.equal(theirs[::step], ours)) and bool(ours.count_nonzero())

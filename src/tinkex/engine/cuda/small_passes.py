@@ -142,7 +142,8 @@ class Recording:
         flash = PackedFlash.fixed(self._queries, self.size, config)
 
         def forward() -> tuple[FusedPass, Tensor]:
-            one = FusedPass(decoder, decoder.stream(self.inputs_2T[1], flash), self._lora)
+            stream = decoder.stream(self.inputs_2T[1], flash, self._lora, trains=True)
+            one = FusedPass(decoder, stream, self._lora)
             return one, one.forward(self.inputs_2T[0])
 
         def backward(one: FusedPass) -> None:

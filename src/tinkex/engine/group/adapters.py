@@ -104,7 +104,7 @@ class AdapterCut:
             here = {part.module: part for part in targets[key].parts}
             parts = [LoraPart(here[p.target.module], p.row, p.rank, p.scale) for p in one.parts]
             tensors = [next(local).detach().to(group.device) for _ in one.tensors()]
-            groups[key] = LoraGroup(tensors[0], tensors[1:], parts)
+            groups[key] = LoraGroup(tensors[0], tuple(tensors[1:]), tuple(parts))
         return CutAdapter(groups, self, group)
 
     def joined(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -128,7 +128,7 @@ class AdapterCut:
         groups: dict[str, LoraGroup] = {}
         for key, parts in self.signature:
             a_RI, *b_Or = (next(left) for _ in range(1 + len(parts)))
-            groups[key] = LoraGroup(a_RI, b_Or, parts)
+            groups[key] = LoraGroup(a_RI, tuple(b_Or), parts)
         return Adapter(groups, trainable=False)
 
 

@@ -60,21 +60,16 @@ class LoraPart:
     scale: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LoraGroup:
     """One adapter's weights on one fused linear: a stacked A, and a B per part."""
 
-    __slots__ = ("a_RI", "b_Or", "parts")
-
-    def __init__(self, a_RI: Tensor, b_Or: Sequence[Tensor], parts: Sequence[LoraPart]) -> None:
-        self.a_RI = a_RI
-        self.b_Or = tuple(b_Or)
-        self.parts = tuple(parts)
+    a_RI: Tensor
+    b_Or: tuple[Tensor, ...]
+    parts: tuple[LoraPart, ...]
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.a_RI, *self.b_Or)
-
-    def map(self, tensors: Sequence[Tensor]) -> LoraGroup:
-        return LoraGroup(tensors[0], tensors[1:], self.parts)
 
 
 class Adapter:
@@ -95,13 +90,19 @@ class Adapter:
         """Gradients of the passes that run now; None between jobs."""
         self.signature = tuple((key, group.parts) for key, group in groups.items())
         """Equal for adapters whose buffers have equal layouts and scales."""
-        views = self.views(self.flat)
-        for view, tensor in zip(views, given, strict=True):
+        for view, tensor in zip(self.views(self.flat), given, strict=True):
             view.copy_(tensor.detach())
-        leaves = iter([view.detach().requires_grad_(trainable) for view in views])
-        self.groups = {
-            key: group.map([next(leaves) for _ in group.tensors()]) for key, group in groups.items()
-        }
+        self.groups = self._groups(trainable=trainable)
+
+    def _groups(self, *, trainable: bool) -> dict[str, LoraGroup]:
+        """The buffer by linear."""
+        views = self.views(self.flat)
+        leaves = iter([view.detach().requires_grad_() for view in views] if trainable else views)
+        groups = {}
+        for key, parts in self.signature:
+            a_RI, *b_Or = (next(leaves) for _ in range(1 + len(parts)))
+            groups[key] = LoraGroup(a_RI, tuple(b_Or), parts)
+        return groups
 
     @property
     def num_whole(self) -> int:
@@ -177,27 +178,20 @@ class Adapter:
 
     def twin(self) -> Adapter:
         """The same weights, not a copy, with gradients of its own."""
-        twin = object.__new__(Adapter)
-        twin.layout, twin.signature, twin.grad = self.layout, self.signature, None
-        twin.flat = self.flat
-        leaves = iter([view.detach().requires_grad_() for view in self.views(self.flat)])
-        twin.groups = {
-            key: group.map([next(leaves) for _ in group.tensors()])
-            for key, group in self.groups.items()
-        }
-        return twin
+        return self._over(self.flat, trainable=True)
 
     def frozen_copy(self) -> Adapter:
         """An immutable snapshot, for sampling while training goes on."""
-        copy = object.__new__(Adapter)
-        copy.layout, copy.signature, copy.grad = self.layout, self.signature, None
-        copy.flat = self.flat.detach().clone()  # one copy, not one for each of some hundred tensors
-        views = iter(copy.views(copy.flat))
-        copy.groups = {
-            key: group.map([next(views) for _ in group.tensors()])
-            for key, group in self.groups.items()
-        }
-        return copy
+        # One copy, not one for each of some hundred tensors.
+        return self._over(self.flat.detach().clone(), trainable=False)
+
+    def _over(self, flat: Tensor, *, trainable: bool) -> Adapter:
+        """An adapter of this layout whose weights are those in `flat`."""
+        other = object.__new__(Adapter)
+        other.layout, other.signature = self.layout, self.signature
+        other.flat, other.grad = flat, None
+        other.groups = other._groups(trainable=trainable)
+        return other
 
 
 _ALIGNED = 8
@@ -254,7 +248,7 @@ def build_adapter(
             row += init.rank
         a_RI = torch.cat([init.a_rI for _, init in chosen])
         b_Or = [init.b_Or.to(device, torch.float32) for _, init in chosen]
-        groups[key] = LoraGroup(a_RI.to(device, torch.float32), b_Or, parts)
+        groups[key] = LoraGroup(a_RI.to(device, torch.float32), tuple(b_Or), tuple(parts))
     return Adapter(groups)
 
 

@@ -30,8 +30,19 @@ from tinkex.engine.transfer import send
 
 EXPERTS = ".experts."
 """In the keys of an expert's linears."""
-Member = tuple[int, int, Adapter, Tensor, Tensor | None]
-"""First row, last row, adapter, its weights in low precision, where its gradients go."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """One adapter's rows of a batch, for who makes operands of its own (`cuda.mixture`)."""
+
+    start: int
+    stop: int
+    adapter: Adapter
+    flat_P: Tensor
+    """Its weights in low precision."""
+    mask_T: Tensor | None = None
+    """1 where a row is the adapter's, where that changes between replays of one graph."""
 
 
 class LoraAddend(Protocol):
@@ -311,23 +322,23 @@ class BatchOperands:
             self._grads = [_gradients_of(stack) for stack in self._stacks]
         return [stack[key] for stack in self._grads if key in stack]
 
-    def members(self, *, with_grads: bool) -> Iterator[Member]:
-        """Every adapter by itself, for who makes operands of its own."""
-        for span in self.batch.spans:
-            grad = _grad_of(span.adapter) if with_grads else None
-            flat = low_precision_flat(span.adapter, self._dtype)
-            yield span.start, span.stop, span.adapter, flat, grad
+    def members(self) -> list[AdapterTokens]:
+        """Every adapter by itself."""
+        return [
+            AdapterTokens(s.start, s.stop, s.adapter, low_precision_flat(s.adapter, self._dtype))
+            for s in self.batch.spans
+        ]
 
 
 def _gradients_of(stack: AdapterStack) -> Mapping[str, Gradients]:
     first = stack.adapters[0]
     if stack.stops_G is not None:
-        addresses = [_grad_of(adapter).data_ptr() for adapter in stack.adapters]
+        addresses = [grad_of(adapter).data_ptr() for adapter in stack.adapters]
         addresses_G = send(addresses, first.flat.device, torch.int64)
         by_key = gradient_tiles(first)
         return {key: StackGradients(addresses_G, by_key[key]) for key in stack.weights}
     own = {
-        adapter: weights_by_key(first, _grad_of(adapter)[None])
+        adapter: weights_by_key(first, grad_of(adapter)[None])
         for adapter in dict.fromkeys(stack.adapters)
     }
     return _own([own[adapter] for adapter in stack.adapters])
@@ -343,7 +354,8 @@ def _tile(spans: Sequence[AdapterSpan], num_rows: int) -> bool:
     return starts == edges[:-1] and edges[-1] == num_rows
 
 
-def _grad_of(adapter: Adapter) -> Tensor:
+def grad_of(adapter: Adapter) -> Tensor:
+    """Where an adapter's gradients go."""
     adapter.start_grad()
     assert adapter.grad is not None
     return adapter.grad

@@ -16,7 +16,7 @@ from torch import Tensor
 from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.lora.adapter import Adapter, LoraBatch
 from tinkex.engine.lora.layout import LinearLayout, layouts
-from tinkex.engine.lora.operand import low_precision_flat
+from tinkex.engine.lora.operand import AdapterTokens, low_precision_flat
 from tinkex.engine.transfer import send
 
 
@@ -74,9 +74,12 @@ class AdapterSlots:
         )
         return [int(row) for row in np.argsort(slot_by_row, kind="stable")]
 
-    def experts(self, num_rows: int) -> SlotExperts:
-        """The adapters of experts, which are no operands of single linears."""
-        return SlotExperts(self, num_rows)
+    def expert_member(self, num_rows: int) -> AdapterTokens:
+        """The one adapter of a recorded step on experts, which are no operands of single linears.
+
+        Called while a step is recorded, so that replays make the mask anew.
+        """
+        return AdapterTokens(0, num_rows, self._like, self.flat_SP[1], self.slot_B[:num_rows] == 1)
 
     def _assign(self, adapters: Sequence[Adapter]) -> dict[Adapter, int]:
         """A slot for each adapter: the one it is in, or one that nobody of this batch needs."""
@@ -90,19 +93,6 @@ class AdapterSlots:
                 self.flat_SP[at].copy_(low_precision_flat(adapter, self.flat_SP.dtype))
                 self._held[at] = (adapter, adapter.flat._version)
         return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class SlotExperts:
-    """The one adapter of a recorded step, as `cuda.mixture` takes it: rows come and go by mask."""
-
-    slots: AdapterSlots
-    num_rows: int
-
-    def of_row(self) -> tuple[Adapter, Tensor, Tensor]:
-        """The adapter's layout, its weights, and 1 for each of its rows."""
-        slots = self.slots
-        return slots._like, slots.flat_SP[1], slots.slot_B[: self.num_rows] == 1
 
 
 @dataclass(frozen=True, slots=True)

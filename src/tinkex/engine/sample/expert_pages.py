@@ -19,6 +19,8 @@ from torch import Tensor
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.sample import slabs
+from tinkex.engine.sample.paged import cells
 
 
 class ExpertPages:
@@ -32,11 +34,7 @@ class ExpertPages:
         self._layers, self._size = config.expert_layers, block_size
         # One row more: rows of a recorded pass that belong to no sequence are written there.
         shape = (num_blocks * block_size + 1, experts.layers, experts.per_token)
-        on_cpu = device.type == "cpu"  # there numpy's zeros cost nothing until they are touched
-        zeros = torch.from_numpy(np.zeros(shape, np.int16)) if on_cpu else None
-        self._pages = (
-            torch.zeros(shape, dtype=torch.int16, device=device) if zeros is None else zeros
-        )
+        self._pages = slabs.zeros(shape, device, torch.int16)
 
     def write(self, slots_T: Tensor, routing: Routing) -> None:
         """Note a pass whose first rows belong to `slots_T`; a slot of -1 belongs to nobody.
@@ -56,11 +54,8 @@ class ExpertPages:
 
     def read(self, blocks: Sequence[int], start: int, stop: int) -> NDArray[np.int16]:
         """[T, L, k] of the tokens `start` to `stop` of a sequence."""
-        at = np.arange(start, stop)
-        slots = np.asarray(blocks, np.int64)[at // self._size] * self._size + at % self._size
-        found: NDArray[np.int16] = (
-            self._pages[torch.from_numpy(slots).to(self._pages.device)].cpu().numpy()
-        )
+        slots_T = torch.from_numpy(cells(blocks, start, stop, self._size))
+        found: NDArray[np.int16] = self._pages[slots_T.to(self._pages.device)].cpu().numpy()
         return found
 
 

@@ -25,7 +25,9 @@ from tinkex.engine.model.attention import attend_with_sinks
 from tinkex.engine.model.delta import DeltaWeights, mix
 from tinkex.engine.model.exact_attention import exact_attention
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.sample import slabs
 from tinkex.engine.sample.scheduler import Chunk
+from tinkex.engine.sample.state_pool import Copy
 from tinkex.engine.sample.states import StateCache
 
 _SPREAD = 0.6
@@ -37,17 +39,21 @@ def kv_bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * num_layers * config.num_kv_heads * config.head_size * dtype.itemsize
 
 
-def slots_of(chunks: Sequence[Chunk], block_size: int) -> NDArray[np.int64]:
+def cells(blocks: Sequence[int], start: int, stop: int, size: int) -> NDArray[np.int64]:
+    """Where the tokens `start` to `stop` of a sequence are in flat pages."""
+    at = np.arange(start, stop)
+    return np.asarray(blocks, np.int64)[at // size] * size + at % size
+
+
+def slots_of(chunks: Sequence[Chunk], size: int) -> NDArray[np.int64]:
     """The place of each row of a pass, whose rows are the tokens of `chunks`, in flat pages."""
     parts: list[NDArray[np.int64] | list[int]] = []
     for chunk in chunks:
-        if chunk.length == 1:
-            block = chunk.seq.blocks[chunk.start // block_size]
-            parts.append([block * block_size + chunk.start % block_size])
+        if chunk.length == 1:  # most chunks; an array of a long sequence's blocks takes longer
+            block = chunk.seq.blocks[chunk.start // size]
+            parts.append([block * size + chunk.start % size])
         else:
-            at = np.arange(chunk.start, chunk.start + chunk.length)
-            blocks = np.asarray(chunk.seq.blocks, np.int64)[at // block_size]
-            parts.append(blocks * block_size + at % block_size)
+            parts.append(cells(chunk.seq.blocks, chunk.start, chunk.start + chunk.length, size))
     return np.concatenate(parts).astype(np.int64, copy=False)
 
 
@@ -67,30 +73,15 @@ class PagedCache:
         self.place = {layer: at for at, layer in enumerate(layers)}
         """Where in `k` and `v` a layer's are."""
         shape = (len(layers), num_blocks, block_size, config.num_kv_heads, config.head_size)
-        self.k = _zeros(shape, device, dtype)
-        self.v = _zeros(shape, device, dtype)
+        self.k = slabs.zeros(shape, device, dtype)
+        self.v = slabs.zeros(shape, device, dtype)
 
     def scrub(self, blocks: Sequence[int]) -> None:
         """Zero blocks that hold numbers that are not finite: masked cells must stay harmless."""
-        if blocks:
-            at = torch.tensor(blocks, device=self.k.device)
-            self.k.index_fill_(1, at, 0)
-            self.v.index_fill_(1, at, 0)
+        slabs.clear((self.k, self.v), blocks)
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to) each, in all layers."""
-        if pairs:
-            source = torch.tensor([a for a, _ in pairs], device=self.k.device)
-            target = torch.tensor([b for _, b in pairs], device=self.k.device)
-            for cache in (self.k, self.v):
-                cache.index_copy_(1, target, cache.index_select(1, source))
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. On a CPU they come from numpy, where pages that no sequence reaches cost nothing."""
-    if device.type == "cpu" and dtype == torch.float32:
-        return torch.from_numpy(np.zeros(shape, np.float32))
-    return torch.zeros(shape, device=device, dtype=dtype)
+    def copy_blocks(self, pairs: Sequence[Copy]) -> None:
+        slabs.copy((self.k, self.v), pairs)
 
 
 @dataclass(slots=True)

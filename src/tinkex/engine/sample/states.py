@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tinkex.engine.model.delta import DeltaState
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.sample import slabs
 from tinkex.engine.sample.state_pool import Copy
 
 
@@ -41,10 +41,10 @@ class StateCache:
         self.spare = num_slots
         """One more slot, for rows of a pass that belong to no sequence."""
         num_slots += 1
-        self.conv_LSwC = _zeros(
+        self.conv_LSwC = slabs.zeros(
             (len(layers), num_slots, delta.conv_width - 1, delta.channels), device, dtype
         )
-        self.heads_LSHkv = _zeros((len(layers), num_slots, *heads), device, wide)
+        self.heads_LSHkv = slabs.zeros((len(layers), num_slots, *heads), device, wide)
         self.size_bytes = self.conv_LSwC.nbytes + self.heads_LSHkv.nbytes
 
     def layer(self, layer_index: int) -> tuple[Tensor, Tensor]:
@@ -63,21 +63,7 @@ class StateCache:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Where a sequence begins; also ends numbers that are not finite."""
-        if slots:
-            at = torch.tensor(slots, device=self.conv_LSwC.device)
-            self.conv_LSwC.index_fill_(1, at, 0)
-            self.heads_LSHkv.index_fill_(1, at, 0)
+        slabs.clear((self.conv_LSwC, self.heads_LSHkv), slots)
 
     def copy(self, pairs: Sequence[Copy]) -> None:
-        if pairs:
-            source = torch.tensor([a for a, _ in pairs], device=self.conv_LSwC.device)
-            target = torch.tensor([b for _, b in pairs], device=self.conv_LSwC.device)
-            for cache in (self.conv_LSwC, self.heads_LSHkv):
-                cache.index_copy_(1, target, cache.index_select(1, source))
-
-
-def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Zeros. On a CPU they come from numpy, where slots that no sequence reaches cost nothing."""
-    if device.type == "cpu" and dtype == torch.float32:
-        return torch.from_numpy(np.zeros(shape, np.float32))
-    return torch.zeros(shape, device=device, dtype=dtype)
+        slabs.copy((self.conv_LSwC, self.heads_LSHkv), pairs)
