@@ -202,11 +202,17 @@ def test_more_promised_sequences_than_sent_are_an_error() -> None:
 def test_a_server_that_ignores_an_option_is_found_out() -> None:
     answer = types.SampleResponse([], np.zeros(5, np.float32))
     asked = SampleFields(
-        prompt=PROMPT, num_samples=1, params=PARAMS, prompt_logprobs=True, last_n=2
+        prompt=PROMPT,
+        num_samples=1,
+        sampling_params=PARAMS,
+        prompt_logprobs=True,
+        prompt_logprobs_last_n=2,
     )
     with pytest.raises(tinkex.APIResponseValidationError, match="last_n was ignored"):
         asked.check_answer(answer)
-    asked = SampleFields(prompt=PROMPT, num_samples=1, params=PARAMS, alt_k=2)
+    asked = SampleFields(
+        prompt=PROMPT, num_samples=1, sampling_params=PARAMS, prompt_alt_tokens_k=2
+    )
     with pytest.raises(tinkex.APIResponseValidationError, match="prompt_alt_tokens_k"):
         asked.check_answer(answer)
 
@@ -225,7 +231,12 @@ def test_the_fast_body_means_the_same_as_the_golden_one(params: types.SamplingPa
     """R33: the bytes of `requests.encode` are the promise; only 1e-5 may be spelt otherwise."""
     target = types.TensorData([[1, -1], [2, 3]], "int64")
     fields = SampleFields(
-        prompt=PROMPT, num_samples=2, params=params, prompt_logprobs=True, target=target, last_n=1
+        prompt=PROMPT,
+        num_samples=2,
+        sampling_params=params,
+        prompt_logprobs=True,
+        target_prompt_logprobs=target,
+        prompt_logprobs_last_n=1,
     )
     request = types.SampleRequest(
         num_samples=2,

@@ -20,7 +20,9 @@ ON_THE_WIRE: dict[str, Any] = {"min_p": 0.1, "logit_bias": {"7": -100.0, "3": 1.
 
 def fields(**params: Any) -> SampleFields:
     prompt = tinkex.ModelInput.from_ints([1, 2])
-    made = SampleFields(prompt=prompt, num_samples=1, params=tinkex.SamplingParams(**params))
+    made = SampleFields(
+        prompt=prompt, num_samples=1, sampling_params=tinkex.SamplingParams(**params)
+    )
     made.check()
     return made
 

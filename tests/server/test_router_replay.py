@@ -134,7 +134,7 @@ def test_a_server_that_announces_nothing_is_not_asked() -> None:
 
     prompt = types.ModelInput.from_ints([1, 2])
     fields = SampleFields(
-        prompt=prompt, num_samples=1, params=types.SamplingParams(), routed_experts=True
+        prompt=prompt, num_samples=1, sampling_params=types.SamplingParams(), routed_experts=True
     )
     fields.check()
     with pytest.raises(NotSupportedError, match="routed_experts"):

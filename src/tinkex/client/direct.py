@@ -3,7 +3,7 @@
 Up to SDK 0.37 some calls (`create_lora_training_client`, `get_info` ...) waited and gave the plain
 value, with an `_async` twin beside them; from 0.38 on every call gives a future. Programs of both
 ages run here. `DirectFuture` is that future, and passes whatever a future does not have on to its
-result; `awaited` and `submitted` make the twins.
+result; `awaited`, `submitted` and `threaded` make the twins.
 
 Outside an event loop such a call waits before it returns, so that an error is raised at the line
 that caused it, where programs catch it. Inside one it returns at once and is awaited.
@@ -11,6 +11,7 @@ that caused it, where programs catch it. Inside one it returns at once and is aw
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import functools
 import logging
@@ -19,12 +20,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tinkex.client.futures import APIFuture, is_in_loop
 
-__all__ = ["BaseModelName", "DirectFuture", "awaited", "submitted"]
+__all__ = ["BaseModelName", "DirectFuture", "awaited", "submitted", "threaded"]
 
 logger = logging.getLogger("tinkex.futures")
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class DirectFuture(APIFuture[T]):
@@ -142,32 +144,40 @@ def awaited(
     method: Callable[Concatenate[S, P], APIFuture[T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
     """The `_async` twin that gives the value."""
-    name = method.__name__
 
-    @functools.wraps(method)
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        future: APIFuture[T] = getattr(self, name)(*args, **kwargs)  # a subclass may override it
+        future: APIFuture[T] = getattr(self, method.__name__)(*args, **kwargs)
         return await future
 
-    _name(twin, name, f"Like `{name}`, and gives the value once it is there.")
-    return twin
+    return _named(twin, method, "Like `{}`, and gives the value once it is there.")
 
 
 def submitted(
     method: Callable[Concatenate[S, P], APIFuture[T]],
 ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, APIFuture[T]]]:
     """The `_async` twin that gives the future: awaited twice, as up to SDK 0.37."""
-    name = method.__name__
 
-    @functools.wraps(method)
     async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> APIFuture[T]:
-        future: APIFuture[T] = getattr(self, name)(*args, **kwargs)
+        future: APIFuture[T] = getattr(self, method.__name__)(*args, **kwargs)
         return future
 
-    _name(twin, name, f"Submit like `{name}`; await the returned future for the result.")
-    return twin
+    return _named(twin, method, "Submit like `{}`; await the returned future for the result.")
 
 
-def _name(twin: Any, name: str, doc: str) -> None:
-    twin.__name__, twin.__doc__ = f"{name}_async", doc
+def threaded(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+    """The `_async` twin of a call that waits before it returns: it does so in another thread."""
+
+    async def twin(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(getattr(self, method.__name__), *args, **kwargs)
+
+    return _named(twin, method, "Like `{}`, without blocking the event loop.")
+
+
+def _named(twin: C, method: Callable[..., Any], doc: str) -> C:
+    # The twins look their method up by name at each call, because a subclass may override it.
+    functools.update_wrapper(twin, method)
+    twin.__name__, twin.__doc__ = f"{method.__name__}_async", doc.format(method.__name__)
     twin.__qualname__ += "_async"
+    return twin

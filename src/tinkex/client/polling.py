@@ -63,6 +63,11 @@ class Expect(Generic[T]):
     in_protobuf: bool = False
     """The result travels as protobuf where the server can."""
 
+    @classmethod
+    def of(cls, endpoint: str, kind: type[T]) -> Expect[T]:
+        """What a call to `create_model` and its like promises: a `CreateModel`, in JSON."""
+        return cls(endpoint.title().replace("_", ""), kind)
+
     def decode(self, reply: Reply) -> T:
         content_type = PROTOBUF if PROTOBUF in reply.content_type else JSON
         try:

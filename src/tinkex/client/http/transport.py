@@ -97,7 +97,6 @@ class Call:
     """Go on with rounds of quick tries for the config's `retry_window_s`."""
     waits_itself: bool = False
     """402 and 429 are raised at once: the caller waits on its own terms."""
-    idempotency_key: str | None = None
 
 
 class _Pool:
@@ -186,7 +185,7 @@ class Transport:
             window=call.window,
             waits_itself=call.waits_itself,
         )
-        key = call.idempotency_key or (idempotency_key() if call.method != "GET" else None)
+        key = idempotency_key() if call.method != "GET" else None
         was_refused = False
         while True:
             error: APIStatusError | APIConnectionError

@@ -20,7 +20,6 @@ from tinkex.types.account.administration import (
 
 __all__ = ["AdminClient"]
 
-_ADMIN = "/tinkex/v1/admin"
 _EVENT_TYPES = ("all", "checkpoints", "projects", "teams", "organizations")
 
 
@@ -36,7 +35,7 @@ class AdminClient(Caller):
                 f"must be one of {', '.join(_EVENT_TYPES)}, got {event_type!r}", path="event_type"
             )
         query = {"event_type": event_type, "day": day.isoformat() if isinstance(day, date) else day}
-        return self._get("get_audit_log", "audit", types.AuditLogResponse, query, "redirect")
+        return self._ask("get_audit_log", "audit_log", query=query, pool="redirect")
 
     get_audit_log_async = awaited(get_audit_log)
 
@@ -48,9 +47,7 @@ class AdminClient(Caller):
             "starting_on": _moment(starting_on, "starting_on"),
             "ending_before": _moment(ending_before, "ending_before"),
         }
-        return self._get(
-            "get_billing_usage", "billing/usage/events", types.BillingUsageResponse, query
-        )
+        return self._ask("get_billing_usage", "billing_usage", query=query)
 
     get_billing_usage_async = awaited(get_billing_usage)
 
@@ -58,12 +55,8 @@ class AdminClient(Caller):
         self, project_id: str | None = None
     ) -> APIFuture[types.CurrentCheckpointStorageUsageResponse]:
         """What the checkpoints stored now take and cost."""
-        return self._get(
-            "get_current_checkpoint_storage_usage",
-            "billing/usage/checkpoints/current",
-            types.CurrentCheckpointStorageUsageResponse,
-            {"project_id": project_id},
-        )
+        method, query = "get_current_checkpoint_storage_usage", {"project_id": project_id}
+        return self._ask(method, "checkpoint_storage_usage", query=query)
 
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
@@ -72,7 +65,7 @@ class AdminClient(Caller):
     def list_users(self, limit: int = 50, offset: int = 0) -> APIFuture[AdminUsersResponse]:
         """A page of all users, what each of them holds and may hold."""
         query = {"limit": limit, "offset": offset}
-        return self._get("list_users", f"{_ADMIN}/users", AdminUsersResponse, query)
+        return self._ask("list_users", "admin_list_users", query=query)
 
     list_users_async = awaited(list_users)
 
@@ -84,47 +77,44 @@ class AdminClient(Caller):
         Most time of the device first. What a key used is told by its number, never by itself.
         """
         query = {"by": by, "hours": hours, "limit": limit}
-        return self._get("get_usage", f"{_ADMIN}/usage", AdminUsageResponse, query)
+        return self._ask("get_usage", "admin_usage", query=query)
 
     get_usage_async = awaited(get_usage)
 
     def disable_user(self, user_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
         """Refuse a user from now on and end their work; what they stored is kept."""
-        return self._stop("disable_user", f"users/{_part(user_id, 'user_id')}/disable", reason)
+        return self._stop("disable_user", reason, user_id=user_id)
 
     disable_user_async = awaited(disable_user)
 
     def enable_user(self, user_id: str) -> APIFuture[None]:
         """Let a user in again that was disabled."""
-        path = f"{_ADMIN}/users/{_part(user_id, 'user_id')}/enable"
-        return self._send("enable_user", "POST", path)
+        return self._ask("enable_user", "admin_enable_user", user_id=_part(user_id, "user_id"))
 
     enable_user_async = awaited(enable_user)
 
     def stop_user(self, user_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
         """End what a user has queued and running; they may go on. `reason` is told to them."""
-        return self._stop("stop_user", f"users/{_part(user_id, 'user_id')}/stop", reason)
+        return self._stop("stop_user", reason, user_id=user_id)
 
     stop_user_async = awaited(stop_user)
 
     def stop_session(self, session_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
         """End a session of any user and its work; its runs and checkpoints stay."""
-        path = f"sessions/{_part(session_id, 'session_id')}/stop"
-        return self._stop("stop_session", path, reason)
+        return self._stop("stop_session", reason, session_id=session_id)
 
     stop_session_async = awaited(stop_session)
 
     def stop_run(self, run_id: str, reason: str = "") -> APIFuture[StopWorkResponse]:
         """End what a run of any user has queued and running; its client goes on."""
-        return self._stop("stop_run", f"runs/{_part(run_id, 'run_id')}/stop", reason)
+        return self._stop("stop_run", reason, run_id=run_id)
 
     stop_run_async = awaited(stop_run)
 
-    def _stop(self, method: str, path: str, reason: str) -> APIFuture[StopWorkResponse]:
+    def _stop(self, method: str, reason: str, **ids: str) -> APIFuture[StopWorkResponse]:
         asked = StopWorkRequest(reason=reason)
-        return self._post(
-            method, f"{_ADMIN}/{path}", asked, StopWorkResponse, method_body=f"admin_{method}"
-        )
+        parts = {name: _part(value, name) for name, value in ids.items()}
+        return self._ask(method, f"admin_{method}", asked, **parts)
 
 
 def _part(value: str, name: str) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -27,6 +27,7 @@ from tinkex.client.http.transport import Call
 from tinkex.client.session.holder import Holder, parse, shared_holder
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
 from tinkex.wire import requests
+from tinkex.wire.endpoints import API, ENDPOINTS
 
 if TYPE_CHECKING:
     from tinkex.client.rest.admin_client import AdminClient
@@ -36,6 +37,7 @@ __all__ = ["RestClient", "RestClientFuture"]
 M = TypeVar("M", bound=BaseModel)
 AccessScope = Literal["owned", "accessible"]
 _TRACE_POLL_S = 5.0
+_NAMES = "checkpoint_names"
 
 
 class Caller:
@@ -52,51 +54,44 @@ class Caller:
             _holder = shared_holder(ClientConfig.from_env(base_url=base_url, api_key=api_key))
         self.holder = _holder
 
-    def _get(
+    def _ask(
+        self, method: str, row: str | None = None, request: BaseModel | None = None, **given: Any
+    ) -> APIFuture[Any]:
+        """Make the call of an endpoint's row; gives what the row says, None where that is nothing.
+
+        `given` is that of `_call`.
+        """
+        call = self._call(method, row, request, **given)
+        return self._send(call, ENDPOINTS[row or method].result)
+
+    def _call(
         self,
         method: str,
-        path: str,
-        answer: type[M],
-        query: dict[str, Any] | None = None,
+        row: str | None = None,
+        request: BaseModel | None = None,
+        *,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         pool: str = "train",
-    ) -> APIFuture[M]:
-        call = Call(
-            method="GET", path=path, query=query, pool=pool, headers=self._sdk_headers(method)
+        **ids: str,
+    ) -> Call:
+        """A row's call, by default of the row with the method's name; `ids` fill its path."""
+        endpoint = ENDPOINTS[row or method]
+        return Call(
+            method=endpoint.method,
+            path=endpoint.path.removeprefix(f"{API}/").format(**ids),
+            pool=pool,
+            body=None if request is None else requests.encode(endpoint.name, request).content,
+            query=query,
+            headers={**_sdk_headers(method), **(headers or {})},
         )
-        return self.holder.spawn(lambda waiting: self.holder.ask(call, answer, waiting))
 
-    def _send(
-        self, method: str, verb: str, path: str, body: bytes | None = None
-    ) -> APIFuture[None]:
-        call = Call(method=verb, path=path, body=body, headers=self._sdk_headers(method))
-
-        async def send(waiting: Waiting) -> None:
-            await self.holder.transport.call(call, waiting)
+    def _send(self, call: Call, answer: Any = None) -> APIFuture[Any]:
+        async def send(waiting: Waiting) -> Any:
+            reply = await self.holder.transport.call(call, waiting)
+            return None if answer is None else parse(reply, answer)
 
         return self.holder.spawn(send)
-
-    def _post(
-        self,
-        method: str,
-        path: str,
-        request: BaseModel,
-        answer: type[M],
-        headers: dict[str, str] | None = None,
-        idempotency_key: str | None = None,
-        method_body: str | None = None,
-    ) -> APIFuture[M]:
-        call = Call(
-            method="POST",
-            path=path,
-            body=requests.encode(method_body or path, request).content,
-            headers={**self._sdk_headers(method), **(headers or {})},
-            idempotency_key=idempotency_key,
-        )
-        return self.holder.spawn(lambda waiting: self.holder.ask(call, answer, waiting))
-
-    @staticmethod
-    def _sdk_headers(method: str) -> dict[str, str]:
-        return {"x-sdk-version": CONTRACT_VERSION, "x-sdk-method": method}
 
     def get_telemetry(self) -> Any:
         return self.holder.reporter
@@ -115,8 +110,8 @@ class RestClient(Caller):
     ) -> APIFuture[types.TrainingRun]:
         """One training run."""
         scope = validation.check_access_scope(access_scope)
-        path = f"training_runs/{_segment(training_run_id, 'training_run_id')}"
-        return self._get("get_training_run", path, types.TrainingRun, {"access_scope": scope})
+        run = _segment(training_run_id, "training_run_id")
+        return self._ask("get_training_run", query={"access_scope": scope}, run_id=run)
 
     get_training_run_async = awaited(get_training_run)
 
@@ -126,12 +121,8 @@ class RestClient(Caller):
         """The training run that made a checkpoint."""
         run, _ = validation.check_tinker_path(tinker_path)
         scope = validation.check_access_scope(access_scope)
-        return self._get(
-            "get_training_run_by_tinker_path",
-            f"training_runs/{run}",
-            types.TrainingRun,
-            {"access_scope": scope},
-        )
+        method, query = "get_training_run_by_tinker_path", {"access_scope": scope}
+        return self._ask(method, "get_training_run", query=query, run_id=run)
 
     get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
@@ -148,7 +139,7 @@ class RestClient(Caller):
             "access_scope": validation.check_access_scope(access_scope),
             "project_id": project_id,
         }
-        return self._get("list_training_runs", "training_runs", types.TrainingRunsResponse, query)
+        return self._ask("list_training_runs", query=query)
 
     list_training_runs_async = awaited(list_training_runs)
 
@@ -156,20 +147,17 @@ class RestClient(Caller):
         self, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> Iterator[types.TrainingRun]:
         """All training runs, page by page as they are read. Waits between pages."""
-        offset = 0
-        while True:
-            page = self.list_training_runs(100, offset, access_scope, project_id).result()
-            yield from page.training_runs
-            offset += len(page.training_runs)
-            if not page.training_runs or offset >= page.cursor.total_count:
-                return
+        return _all(
+            lambda offset: self.list_training_runs(100, offset, access_scope, project_id),
+            "training_runs",
+        )
 
     # -- checkpoints
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[types.CheckpointsListResponse]:
         """All checkpoints of one run."""
-        path = f"training_runs/{_segment(training_run_id, 'training_run_id')}/checkpoints"
-        return self._get("list_checkpoints", path, types.CheckpointsListResponse)
+        run = _segment(training_run_id, "training_run_id")
+        return self._ask("list_checkpoints", run_id=run)
 
     list_checkpoints_async = awaited(list_checkpoints)
 
@@ -177,37 +165,21 @@ class RestClient(Caller):
         self, limit: int = 100, offset: int = 0
     ) -> APIFuture[types.CheckpointsListResponse]:
         """One page of all checkpoints of the account, newest first."""
-        return self._get(
-            "list_user_checkpoints",
-            "checkpoints",
-            types.CheckpointsListResponse,
-            _page(limit, offset),
-        )
+        return self._ask("list_user_checkpoints", query=_page(limit, offset))
 
     list_user_checkpoints_async = awaited(list_user_checkpoints)
 
     def iter_user_checkpoints(self) -> Iterator[types.Checkpoint]:
         """All checkpoints of the account, page by page as they are read. Waits between pages."""
-        offset = 0
-        while True:
-            page = self.list_user_checkpoints(100, offset).result()
-            yield from page.checkpoints
-            offset += len(page.checkpoints)
-            total = page.cursor.total_count if page.cursor else offset
-            if not page.checkpoints or offset >= total:
-                return
+        return _all(lambda offset: self.list_user_checkpoints(100, offset), "checkpoints")
 
     def get_weights_info_by_tinker_path(
         self, tinker_path: str
     ) -> APIFuture[types.WeightsInfoResponse]:
         """What a checkpoint was trained from: base model, rank, layers."""
         validation.check_tinker_path(tinker_path)
-        return self._post(
-            "get_weights_info_by_tinker_path",
-            "weights_info",
-            types.WeightsInfoRequest(tinker_path=tinker_path),
-            types.WeightsInfoResponse,
-        )
+        request = types.WeightsInfoRequest(tinker_path=tinker_path)
+        return self._ask("get_weights_info_by_tinker_path", "weights_info", request)
 
     get_weights_info_by_tinker_path_async = awaited(get_weights_info_by_tinker_path)
 
@@ -215,12 +187,8 @@ class RestClient(Caller):
         self, tinker_path: str
     ) -> APIFuture[types.ExternalWeightsUrlsResponse]:
         """Signed addresses of the files of an exported checkpoint."""
-        run, checkpoint = validation.check_tinker_path(tinker_path, kinds=("external_weights",))
-        return self._get(
-            "get_external_weights_urls",
-            f"training_runs/{run}/checkpoints/{checkpoint}/external_weights_urls",
-            types.ExternalWeightsUrlsResponse,
-        )
+        parts = _parts(tinker_path, kinds=("external_weights",))
+        return self._ask("get_external_weights_urls", "external_weights_urls", **parts)
 
     get_external_weights_urls_async = awaited(get_external_weights_urls)
 
@@ -228,10 +196,8 @@ class RestClient(Caller):
         self, training_run_id: str, checkpoint_id: str
     ) -> APIFuture[types.CheckpointArchiveUrlResponse]:
         """A signed address of a checkpoint as one archive. Tinkex and old servers only."""
-        run = _segment(training_run_id, "training_run_id")
-        path = f"training_runs/{run}/checkpoints/{_checkpoint(checkpoint_id)}/archive"
-        headers = self._sdk_headers("get_checkpoint_archive_url")
-        call = Call(method="GET", path=path, headers=headers)
+        parts = _checkpoint(training_run_id, checkpoint_id)
+        call = self._call("get_checkpoint_archive_url", "checkpoint_archive", **parts)
 
         async def fetch(waiting: Waiting) -> types.CheckpointArchiveUrlResponse:
             reply = await self.holder.transport.archive(call)
@@ -253,44 +219,39 @@ class RestClient(Caller):
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
         """Delete a checkpoint for good."""
-        run = _segment(training_run_id, "training_run_id")
-        path = f"training_runs/{run}/checkpoints/{_checkpoint(checkpoint_id)}"
-        return self._send("delete_checkpoint", "DELETE", path)
+        return self._ask("delete_checkpoint", **_checkpoint(training_run_id, checkpoint_id))
 
     delete_checkpoint_async = awaited(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Delete a checkpoint for good."""
-        run, checkpoint = validation.check_tinker_path(tinker_path)
-        path = f"training_runs/{run}/checkpoints/{checkpoint}"
-        return self._send("delete_checkpoint_from_tinker_path", "DELETE", path)
+        method = "delete_checkpoint_from_tinker_path"
+        return self._ask(method, "delete_checkpoint", **_parts(tinker_path))
 
     delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Let everyone read a checkpoint."""
-        return self._publish("publish_checkpoint_from_tinker_path", "POST", tinker_path)
+        method = "publish_checkpoint_from_tinker_path"
+        return self._ask(method, "publish_checkpoint", **_parts(tinker_path))
 
     publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
         """Make a checkpoint private again."""
-        return self._publish("unpublish_checkpoint_from_tinker_path", "DELETE", tinker_path)
+        method = "unpublish_checkpoint_from_tinker_path"
+        return self._ask(method, "unpublish_checkpoint", **_parts(tinker_path))
 
     unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
-
-    def _publish(self, method: str, verb: str, tinker_path: str) -> APIFuture[None]:
-        run, checkpoint = validation.check_tinker_path(tinker_path)
-        return self._send(method, verb, f"training_runs/{run}/checkpoints/{checkpoint}/publish")
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> APIFuture[None]:
         """Let a checkpoint expire after so many seconds; None keeps it for good."""
-        run, checkpoint = validation.check_tinker_path(tinker_path)
-        body = orjson.dumps({"ttl_seconds": validation.check_ttl(ttl_seconds)})
-        path = f"training_runs/{run}/checkpoints/{checkpoint}/ttl"
-        return self._send("set_checkpoint_ttl_from_tinker_path", "PUT", path, body)
+        parts = _parts(tinker_path)
+        request = types.SetCheckpointTtlRequest(ttl_seconds=validation.check_ttl(ttl_seconds))
+        method = "set_checkpoint_ttl_from_tinker_path"
+        return self._ask(method, "set_checkpoint_ttl", request, **parts)
 
     set_checkpoint_ttl_from_tinker_path_async = awaited(set_checkpoint_ttl_from_tinker_path)
 
@@ -298,21 +259,23 @@ class RestClient(Caller):
         """Give a checkpoint a short name; one that is in use moves to it. Tinkex servers only."""
         validation.check_tinker_path(tinker_path)
         body = orjson.dumps({"name": name, "path": tinker_path})
-        return self._send("name_checkpoint", "POST", "checkpoint_names", body)
+        headers = _sdk_headers("name_checkpoint")
+        return self._send(Call(method="POST", path=_NAMES, body=body, headers=headers))
 
     name_checkpoint_async = awaited(name_checkpoint)
 
     def list_checkpoint_names(self) -> APIFuture[types.CheckpointNamesResponse]:
         """The short names of the account's checkpoints. Tinkex servers only."""
-        kind = types.CheckpointNamesResponse
-        return self._get("list_checkpoint_names", "checkpoint_names", kind)
+        call = Call(method="GET", path=_NAMES, headers=_sdk_headers("list_checkpoint_names"))
+        return self._send(call, types.CheckpointNamesResponse)
 
     list_checkpoint_names_async = awaited(list_checkpoint_names)
 
     def remove_checkpoint_name(self, name: str) -> APIFuture[None]:
         """Take a short name back; the checkpoint stays. Tinkex servers only."""
-        path = f"checkpoint_names/{_segment(name, 'name')}"
-        return self._send("remove_checkpoint_name", "DELETE", path)
+        path = f"{_NAMES}/{_segment(name, 'name')}"
+        headers = _sdk_headers("remove_checkpoint_name")
+        return self._send(Call(method="DELETE", path=path, headers=headers))
 
     remove_checkpoint_name_async = awaited(remove_checkpoint_name)
 
@@ -337,18 +300,15 @@ class RestClient(Caller):
             destination_project_id=project,
             ttl_seconds=validation.check_ttl(ttl_seconds),
         )
-        token = {"X-Tinker-Weights-Access-Token": weights_access_token or ""}
-        answer = self._post(
-            "copy_weights",
-            "copy_weights",
-            request,
-            types.CopyWeightsResponse,
-            headers=token if weights_access_token else None,
-            idempotency_key=str(uuid.uuid4()),
-        )
+        # One key for every try: whichever of them arrived, the checkpoint is copied once.
+        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
+        if weights_access_token:
+            headers["X-Tinker-Weights-Access-Token"] = weights_access_token
+        answer = self._ask("copy_weights", request=request, headers=headers)
 
         async def copied(waiting: Waiting) -> str:
-            return (await answer).tinker_path
+            copy: types.CopyWeightsResponse = await answer
+            return copy.tinker_path
 
         return self.holder.spawn(copied)
 
@@ -361,8 +321,8 @@ class RestClient(Caller):
     ) -> APIFuture[types.GetSessionResponse]:
         """The runs and samplers of one session."""
         scope = validation.check_access_scope(access_scope)
-        path = f"sessions/{_segment(session_id, 'session_id')}"
-        return self._get("get_session", path, types.GetSessionResponse, {"access_scope": scope})
+        session = _segment(session_id, "session_id")
+        return self._ask("get_session", query={"access_scope": scope}, session_id=session)
 
     get_session_async = awaited(get_session)
 
@@ -371,23 +331,22 @@ class RestClient(Caller):
     ) -> APIFuture[types.ListSessionsResponse]:
         """One page of session ids."""
         scope = validation.check_access_scope(access_scope)
-        query = {**_page(limit, offset), "access_scope": scope}
-        return self._get("list_sessions", "sessions", types.ListSessionsResponse, query)
+        return self._ask("list_sessions", query={**_page(limit, offset), "access_scope": scope})
 
     list_sessions_async = awaited(list_sessions)
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Move a session into a project."""
-        path = f"sessions/{_segment(session_id, 'session_id')}/project"
-        body = orjson.dumps({"project_id": project_id})
-        return self._send("assign_session_project", "PUT", path, body)
+        session = _segment(session_id, "session_id")
+        request = types.AssignSessionProjectRequest(project_id=project_id)
+        return self._ask("assign_session_project", request=request, session_id=session)
 
     assign_session_project_async = awaited(assign_session_project)
 
     def export_session_trace(self, session_id: str) -> APIFuture[str]:
         """The address of a session's trace, once the server has built it."""
-        path = f"sessions/{_segment(session_id, 'session_id')}/trace_export"
-        call = Call(method="GET", path=path, headers=self._sdk_headers("export_session_trace"))
+        session = _segment(session_id, "session_id")
+        call = self._call("export_session_trace", session_id=session)
 
         async def export(waiting: Waiting) -> str:
             while True:
@@ -410,20 +369,13 @@ class RestClient(Caller):
         self, request: types.SessionSearchRequest
     ) -> APIFuture[types.SessionSearchResponse]:
         """Sessions by owner, name, status or metadata. Experimental."""
-        return self._post(
-            "search_sessions",
-            "sessions/search",
-            request,
-            types.SessionSearchResponse,
-            method_body="search_sessions",
-        )
+        return self._ask("search_sessions", request=request)
 
     search_sessions_async = awaited(search_sessions)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
         """What a sampling session samples from."""
-        path = f"samplers/{_segment(sampler_id, 'sampler_id')}"
-        return self._get("get_sampler", path, types.GetSamplerResponse)
+        return self._ask("get_sampler", sampler_id=_segment(sampler_id, "sampler_id"))
 
     get_sampler_async = awaited(get_sampler)
 
@@ -507,8 +459,29 @@ def _segment(value: str, name: str) -> str:
     return value
 
 
-def _checkpoint(checkpoint_id: str) -> str:
-    """`weights/NAME` and friends: two segments."""
-    kind, _, name = str(checkpoint_id).partition("/")
-    validation.check_tinker_path(f"tinker://run/{kind}/{name}", name="checkpoint_id")
-    return checkpoint_id
+def _checkpoint(training_run_id: str, checkpoint_id: str) -> dict[str, Any]:
+    """Like `_parts`, of a run and `weights/NAME` or one of its friends."""
+    run = _segment(training_run_id, "training_run_id")
+    return {**_parts(f"tinker://run/{checkpoint_id}", name="checkpoint_id"), "run_id": run}
+
+
+def _parts(tinker_path: str, **options: Any) -> dict[str, Any]:
+    """What a checkpoint's path gives to the path of a row."""
+    run, checkpoint = validation.check_tinker_path(tinker_path, **options)
+    kind, _, name = checkpoint.partition("/")
+    return {"run_id": run, "kind": kind, "name": name}
+
+
+def _all(page_at: Callable[[int], APIFuture[Any]], rows: str) -> Iterator[Any]:
+    offset = 0
+    while True:
+        page = page_at(offset).result()
+        found = getattr(page, rows)
+        yield from found
+        offset += len(found)
+        if not found or page.cursor is None or offset >= page.cursor.total_count:
+            return
+
+
+def _sdk_headers(method: str) -> dict[str, str]:
+    return {"x-sdk-version": CONTRACT_VERSION, "x-sdk-method": method}

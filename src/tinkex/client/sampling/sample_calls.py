@@ -15,7 +15,8 @@ from typing import Any
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
-from tinkex.client.http import codec
+from tinkex.client.http.codec import EXPECT_SAMPLE
+from tinkex.client.http.headers import PROTOBUF
 from tinkex.client.http.retry import RetryConfig, SampleRetry
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import QueueWatch
@@ -30,6 +31,7 @@ from tinkex.errors import (
     RetrieveError,
     status_error_class,
 )
+from tinkex.wire import results
 
 __all__ = ["SampleCalls"]
 
@@ -237,7 +239,7 @@ class SampleCalls:
         done = await collector.wait(request_id, still_waiting)
         try:
             if done.payload is not None:
-                answer: types.SampleResponse = codec.decode_sample(done.payload)
+                answer = results.decode(types.SampleResponse, done.payload, PROTOBUF)
             else:
                 answer = await self._poll(request_id, waiting, roundtrip_s, done)
         except (RequestFailedError, RetrieveError, APIResponseValidationError):
@@ -251,7 +253,7 @@ class SampleCalls:
     ) -> types.SampleResponse:
         return await self.holder.poller.wait(
             request_id,
-            codec.EXPECT_SAMPLE,
+            EXPECT_SAMPLE,
             waiting=waiting,
             watch=self._watch,
             roundtrip_s=roundtrip_s,

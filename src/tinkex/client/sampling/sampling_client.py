@@ -18,11 +18,10 @@ from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.direct import BaseModelName, DirectFuture, awaited
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http import codec
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Call
 from tinkex.client.sampling.sample_calls import SampleCalls
-from tinkex.client.sampling.sample_fields import SampleFields
+from tinkex.client.sampling.sample_fields import SampleFields, target_tensor
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.holder import Holder
 from tinkex.errors import (
@@ -60,51 +59,32 @@ class SamplingClient(SampleCalls):
             )
         if model_path is None and base_model is None and sampling_session_id is None:
             raise InvalidInputError("give model_path or base_model", path="model_path")
-        return holder.spawn(
-            lambda waiting: SamplingClient._make(
+
+        async def make(waiting: Waiting) -> SamplingClient:
+            session = sampling_session_id
+            if session is None:
+                assert holder.session_id is not None
+                request = types.CreateSamplingSessionRequest(
+                    session_id=holder.session_id,
+                    sampling_session_seq_id=holder.session.next_number("sampling_session"),
+                    base_model=base_model,
+                    model_path=model_path,
+                )
+                kind = types.CreateSamplingSessionResponse
+                answer = await holder.post(
+                    "create_sampling_session", request, kind, pool="session", window=False
+                )
+                session = answer.sampling_session_id
+            return SamplingClient(
                 holder,
-                model_path=model_path,
-                base_model=base_model,
-                sampling_session_id=sampling_session_id,
+                session,
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
-            )
-        )
-
-    @staticmethod
-    async def _make(
-        holder: Holder,
-        *,
-        model_path: str | None = None,
-        base_model: str | None = None,
-        sampling_session_id: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-    ) -> SamplingClient:
-        if sampling_session_id is None:
-            assert holder.session_id is not None
-            request = types.CreateSamplingSessionRequest(
-                session_id=holder.session_id,
-                sampling_session_seq_id=holder.session.next_number("sampling_session"),
-                base_model=base_model,
+                base_model=base_model if model_path is None else None,
                 model_path=model_path,
             )
-            answer = await holder.post(
-                "create_sampling_session",
-                request,
-                types.CreateSamplingSessionResponse,
-                pool="session",
-                window=False,
-            )
-            sampling_session_id = answer.sampling_session_id
-        return SamplingClient(
-            holder,
-            sampling_session_id,
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-            base_model=base_model if model_path is None else None,
-            model_path=model_path,
-        )
+
+        return holder.spawn(make)
 
     # -- sampling
 
@@ -131,14 +111,14 @@ class SamplingClient(SampleCalls):
         fields = SampleFields(
             prompt=prompt,
             num_samples=num_samples,
-            params=sampling_params,
+            sampling_params=sampling_params,
             prompt_logprobs=include_prompt_logprobs,
-            topk_prompt=topk_prompt_logprobs,
-            topk_sample=topk_sample_logprobs,
-            target=codec.target_tensor(target_prompt_logprobs),
-            alt_k=prompt_alt_tokens_k,
-            last_n=prompt_logprobs_last_n,
-            stability=self._record_stability_info,
+            topk_prompt_logprobs=topk_prompt_logprobs,
+            topk_sample_logprobs=topk_sample_logprobs,
+            target_prompt_logprobs=target_tensor(target_prompt_logprobs),
+            prompt_alt_tokens_k=prompt_alt_tokens_k,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
             routed_experts=routed_experts,
         )
         fields.check()
@@ -154,10 +134,10 @@ class SamplingClient(SampleCalls):
         fields = SampleFields(
             prompt=prompt,
             num_samples=1,
-            params=types.SamplingParams(max_tokens=1),
+            sampling_params=types.SamplingParams(max_tokens=1),
             prompt_logprobs=True,
-            last_n=prompt_logprobs_last_n,
-            stability=self._record_stability_info,
+            prompt_logprobs_last_n=prompt_logprobs_last_n,
+            record_stability_info=self._record_stability_info,
         )
         fields.check()
 
@@ -184,7 +164,9 @@ class SamplingClient(SampleCalls):
         """
         from tinkex.client.sampling.sample_stream import SampleStream
 
-        fields = SampleFields(prompt=prompt, num_samples=num_samples, params=sampling_params)
+        fields = SampleFields(
+            prompt=prompt, num_samples=num_samples, sampling_params=sampling_params
+        )
         fields.check()
         return SampleStream(self, fields)
 

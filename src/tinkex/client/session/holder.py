@@ -27,7 +27,7 @@ from tinkex.client.http.backends import Backend, Reply, choose_backend
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.limits import Budgets, RateLimiter
 from tinkex.client.http.transport import Call, Transport
-from tinkex.client.polling import Poller
+from tinkex.client.polling import Expect, Poller
 from tinkex.client.sampling.cancels import SampleCancels
 from tinkex.client.session.credentials import TokenProvider
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
@@ -304,6 +304,14 @@ class Holder:
             headers=headers,
         )
         return await self.ask(call, answer, waiting)
+
+    async def promised(
+        self, path: str, request: BaseModel, result: type[T], waiting: Waiting, **options: Any
+    ) -> T:
+        """POST a request that is answered with a promise, and wait for what that becomes."""
+        promise = await self.post(path, request, types.UntypedAPIFuture, waiting=waiting, **options)
+        expect = Expect.of(path, result)
+        return await self.poller.wait(promise.request_id, expect, waiting=waiting)
 
     async def ask(self, call: Call, answer: type[M], waiting: Waiting | None = None) -> M:
         """Make the call and parse the answer."""

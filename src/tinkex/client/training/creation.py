@@ -6,7 +6,6 @@ from typing import Any
 
 from tinkex import types
 from tinkex.client.futures import Waiting
-from tinkex.client.polling import Expect
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.training_client import TrainingClient
 
@@ -32,11 +31,8 @@ async def create_model(
         lora_config=lora,
         optimizer_config=optimizer or types.AdamOptimizerConfig(),
     )
-    promise = await holder.post(
-        "create_model", request, types.UntypedAPIFuture, window=False, waiting=waiting
-    )
-    expect = Expect("CreateModel", types.CreateModelResponse)
-    made = await holder.poller.wait(promise.request_id, expect, waiting=waiting)
+    kind = types.CreateModelResponse
+    made = await holder.promised("create_model", request, kind, waiting, window=False)
     return TrainingClient(holder, number, made.model_id, base_model)
 
 
@@ -48,9 +44,7 @@ async def create_from_state(
         return await _create_then_load(holder, wanted, waiting)
     number = holder.session.next_number("model")
     request = wanted.model_copy(update={"session_id": holder.session_id, "model_seq_id": number})
-    promise = await holder.post("load_weights", request, types.UntypedAPIFuture, waiting=waiting)
-    expect = Expect("LoadWeights", types.LoadWeightsResponse)
-    await holder.poller.wait(promise.request_id, expect, waiting=waiting)
+    await holder.promised("load_weights", request, types.LoadWeightsResponse, waiting)
     model_id = f"{holder.session_id}:train:{number}"
     client = TrainingClient(holder, number, model_id, wanted.base_model)
     client._steps.loaded()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import types
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.polling import Expect
 from tinkex.client.training.custom_loss import finish, forward_data, output_logprobs, surrogate
 from tinkex.errors import InvalidInputError
 
@@ -109,11 +108,8 @@ def create_custom_loss(
             graph=types.CustomLossGraph.model_validate(encode_graph(handle)),
         )
         try:
-            promise = await holder.post(
-                "create_custom_loss", request, types.UntypedAPIFuture, waiting=waiting
-            )
-            expect = Expect("CreateCustomLoss", types.CreateCustomLossResponse)
-            made = await holder.poller.wait(promise.request_id, expect, waiting=waiting)
+            kind = types.CreateCustomLossResponse
+            made = await holder.promised("create_custom_loss", request, kind, waiting)
         except BaseException:
             del holder.session.custom_losses[handle.key]
             raise

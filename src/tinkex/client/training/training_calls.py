@@ -90,15 +90,17 @@ class TrainingCalls:
         self,
         path: str,
         request: BaseModel,
-        expect: Expect[T],
+        kind: type[T],
         *,
         max_retries: int | None = None,
     ) -> APIFuture[T]:
+        """Submit a request that is one message, for a result of that kind."""
+
         def encode(seq_id: int) -> Call:
             numbered = request.model_copy(update={"seq_id": seq_id})
             return self._json_call(path, numbered, max_retries=max_retries)
 
-        return self._submit(path, [CallPart(encode)], expect)
+        return self._submit(path, [CallPart(encode)], Expect.of(path, kind))
 
     def _submit(
         self,

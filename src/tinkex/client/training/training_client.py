@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinkex import types
 from tinkex.client import validation
-from tinkex.client.direct import DirectFuture, awaited, submitted
+from tinkex.client.direct import DirectFuture, awaited, submitted, threaded
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
@@ -89,12 +89,10 @@ class TrainingClient(TrainingCalls):
             RequestFailedError: The server could not run the step. Raised by `result()`, never here.
         """
         params = validation.check_optim_params(optim_params, adam_params)
-
         request = types.OptimStepRequest(optim_params=params, model_id=self.model_id)
-        expect = Expect("OptimStep", types.OptimStepResponse)
         with self._lock:
             number = self._steps.asked()
-            future = self._submit_json("optim_step", request, expect)
+            future = self._submit_json("optim_step", request, types.OptimStepResponse)
         future.add_done_callback(lambda done: self._count_step(number, done))
         return future
 
@@ -203,17 +201,7 @@ class TrainingClient(TrainingCalls):
 
         return forward_backward_custom(self, data, loss_fn, loss_type_input)
 
-    async def forward_backward_custom_async(
-        self,
-        data: Sequence[types.Datum],
-        loss_fn: Any,
-        *,
-        loss_type_input: str | None = None,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Like `forward_backward_custom`, without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.forward_backward_custom, data, loss_fn, loss_type_input=loss_type_input
-        )
+    forward_backward_custom_async = threaded(forward_backward_custom)
 
     def forward_backward_regularized(
         self,
@@ -246,17 +234,7 @@ class TrainingClient(TrainingCalls):
             track_grad_norms=track_grad_norms,
         )
 
-    async def forward_backward_regularized_async(
-        self,
-        data: Sequence[types.Datum],
-        base: Any,
-        specs: Sequence[RegularizerSpec],
-        **options: Any,
-    ) -> APIFuture[RegularizedOutput]:
-        """Like `forward_backward_regularized`, without blocking the event loop."""
-        return await asyncio.to_thread(
-            self.forward_backward_regularized, data, base, specs, **options
-        )
+    forward_backward_regularized_async = threaded(forward_backward_regularized)
 
     # -- weights
 
@@ -275,8 +253,8 @@ class TrainingClient(TrainingCalls):
             overwrite=overwrite,
             user_metadata=user_metadata,
         )
-        expect = Expect("SaveWeights", types.SaveWeightsResponse)
-        return self._submit_json("save_weights", request, expect, max_retries=0)
+        kind = types.SaveWeightsResponse
+        return self._submit_json("save_weights", request, kind, max_retries=0)
 
     save_state_async = submitted(save_state)
 
@@ -293,8 +271,8 @@ class TrainingClient(TrainingCalls):
             ttl_seconds=validation.check_ttl(ttl_seconds),
             user_metadata=user_metadata,
         )
-        expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponse)
-        return self._submit_json("save_weights_for_sampler", request, expect, max_retries=0)
+        kind = types.SaveWeightsForSamplerResponse
+        return self._submit_json("save_weights_for_sampler", request, kind, max_retries=0)
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
@@ -311,8 +289,8 @@ class TrainingClient(TrainingCalls):
             ttl_seconds=validation.check_ttl(ttl_seconds),
             age_encryption_recipients=age_encryption_recipients,
         )
-        expect = Expect("SaveWeightsExternal", types.SaveWeightsExternalResponse)
-        return self._submit_json("save_weights_external", request, expect, max_retries=0)
+        kind = types.SaveWeightsExternalResponse
+        return self._submit_json("save_weights_external", request, kind, max_retries=0)
 
     save_weights_external_async = submitted(save_weights_external)
 
@@ -342,10 +320,9 @@ class TrainingClient(TrainingCalls):
             optimizer=optimizer,
             weights_access_token=weights_access_token,
         )
-        expect = Expect("LoadWeights", types.LoadWeightsResponse)
         with self._lock:
             self._steps.loaded()
-            return self._submit_json("load_weights", request, expect)
+            return self._submit_json("load_weights", request, types.LoadWeightsResponse)
 
     # -- sampling
 
@@ -380,6 +357,7 @@ class TrainingClient(TrainingCalls):
                 stacklevel=3,
             )
         holder = self.holder
+        path, kind = "save_weights_for_sampler", types.SaveWeightsForSamplerResponseInternal
 
         def encode(seq_id: int) -> Call:
             request = types.SaveWeightsForSamplerRequest(
@@ -387,18 +365,17 @@ class TrainingClient(TrainingCalls):
                 sampling_session_seq_id=holder.session.next_number("sampling_session"),
                 seq_id=seq_id,
             )
-            return self._json_call("save_weights_for_sampler", request, max_retries=0)
+            return self._json_call(path, request, max_retries=0)
 
-        expect = Expect("SaveWeightsForSampler", types.SaveWeightsForSamplerResponseInternal)
         with self._lock:
             num_steps = self._steps.num_asked
-            saved = self._submit("save_weights_for_sampler", [CallPart(encode)], expect)
+            saved = self._submit(path, [CallPart(encode)], Expect.of(path, kind))
 
         async def make(waiting: Waiting) -> SamplingClient:
             answer = await saved
             if answer.sampling_session_id is not None:
                 self._steps.saved(answer.sampling_session_id, num_steps)
-            return await SamplingClient._make(
+            return await SamplingClient.create(
                 holder,
                 model_path=answer.path if answer.sampling_session_id is None else None,
                 sampling_session_id=answer.sampling_session_id,
@@ -484,18 +461,10 @@ class TrainingClient(TrainingCalls):
     def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
         """Free the model's memory on the server. Saved checkpoints stay."""
         request = types.UnloadModelRequest(model_id=self.model_id)
-
-        async def unload(waiting: Waiting) -> types.UnloadModelResponse:
-            promise = await self.holder.post(
-                "unload_model", request, types.UntypedAPIFuture, waiting=waiting
-            )
-            expect = Expect("UnloadModel", types.UnloadModelResponse)
-            result: types.UnloadModelResponse = await self.holder.poller.wait(
-                promise.request_id, expect, waiting=waiting
-            )
-            return result
-
-        return self.holder.spawn(unload)
+        kind = types.UnloadModelResponse
+        return self.holder.spawn(
+            lambda waiting: self.holder.promised("unload_model", request, kind, waiting)
+        )
 
     unload_model_async = submitted(unload_model)
 
@@ -508,11 +477,7 @@ class TrainingClient(TrainingCalls):
 
         return RecoveringTrainingClient(self, policy)
 
-    async def with_recovery_async(
-        self, policy: RecoveryPolicy | None = None
-    ) -> RecoveringTrainingClient:
-        """Like `with_recovery`, whose first checkpoint takes a moment, off the event loop."""
-        return await asyncio.to_thread(self.with_recovery, policy)
+    with_recovery_async = threaded(with_recovery)
 
     def get_console_url(self) -> str:
         """Where a browser shows this run."""
