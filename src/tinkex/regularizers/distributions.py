@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import InvalidInputError
-from tinkex.regularizers.norms import REDUCTIONS, Reduction
 from tinkex.regularizers.penalty import (
     Logprobs,
     Metrics,
     Penalty,
+    Reduction,
     Reference,
     as_tensors,
-    check_choice,
     check_range,
     flatten,
     reduce,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tinkex.regularizers")
 
 Form = Literal["raw", "per_token"]
-FORMS = ("raw", "per_token")
 _told: set[str] = set()
 
 
@@ -60,12 +58,10 @@ class Entropy(Penalty):
     form: Form = "raw"
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, ("minimize", "maximize"))
+        super().__post_init__()
         check_range("temperature", self.temperature, 0.0)
         if self.temperature == 0:
             raise InvalidInputError("must be above 0, got 0.", path="temperature")
-        check_choice("reduction", self.reduction, REDUCTIONS)
-        check_choice("form", self.form, FORMS)
 
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         rows = _rows(as_tensors(logprobs), self)
@@ -106,11 +102,6 @@ class KLDivergence(Penalty):
     reference: Reference = None
     reduction: Reduction = "sum"
     form: Form = "raw"
-
-    def __post_init__(self) -> None:
-        check_choice("direction", self.direction, ("forward", "reverse", "symmetric"))
-        check_choice("reduction", self.reduction, REDUCTIONS)
-        check_choice("form", self.form, FORMS)
 
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         tensors = as_tensors(logprobs)
@@ -157,10 +148,6 @@ class Consistency(Penalty):
     metric: Literal["mse", "l1", "cosine", "kl"] = "mse"
     paired: Reference = "paired_logprobs"
     reduction: Reduction = "mean"
-
-    def __post_init__(self) -> None:
-        check_choice("metric", self.metric, ("mse", "l1", "cosine", "kl"))
-        check_choice("reduction", self.reduction, REDUCTIONS)
 
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         tensors = as_tensors(logprobs)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import InvalidInputError
-from tinkex.regularizers.norms import REDUCTIONS, Reduction
 from tinkex.regularizers.penalty import (
     Logprobs,
     Metrics,
     Penalty,
+    Reduction,
     Reference,
     as_tensors,
-    check_choice,
     check_range,
     reduce,
     resolve,
@@ -40,10 +39,6 @@ class Orthogonality(Penalty):
 
     mode: Literal["soft", "hard", "spectral"] = "soft"
     axis: Literal["rows", "columns"] = "rows"
-
-    def __post_init__(self) -> None:
-        check_choice("mode", self.mode, ("soft", "hard", "spectral"))
-        check_choice("axis", self.axis, ("rows", "columns"))
 
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         import torch
@@ -98,7 +93,7 @@ class GradientPenalty(Penalty):
     """
 
     target_norm: float = 1.0
-    fn: Callable[[Tensor], Tensor] = _total_probability
+    fn: Callable[[Any], Any] = _total_probability
     interpolated: bool = False
     alpha: float = 0.5
     reference: Reference = None
@@ -107,7 +102,7 @@ class GradientPenalty(Penalty):
     def __post_init__(self) -> None:
         check_range("target_norm", self.target_norm, 0.0)
         check_range("alpha", self.alpha, 0.0, 1.0)
-        check_choice("reduction", self.reduction, REDUCTIONS)
+        super().__post_init__()
         if not callable(self.fn):
             raise InvalidInputError(f"expected a function, got {self.fn!r}.", path="fn")
         if self.interpolated and self.reference is None:

@@ -10,8 +10,8 @@ from tinkex.regularizers.penalty import (
     Logprobs,
     Metrics,
     Penalty,
+    Reduction,
     as_tensors,
-    check_choice,
     check_range,
     flatten,
     reduce,
@@ -19,9 +19,6 @@ from tinkex.regularizers.penalty import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Reduction = Literal["sum", "mean"]
-REDUCTIONS = ("sum", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +29,6 @@ class L1(Penalty):
     """
 
     reduction: Reduction = "sum"
-
-    def __post_init__(self) -> None:
-        check_choice("reduction", self.reduction, REDUCTIONS)
 
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         x = flatten(as_tensors(logprobs))
@@ -55,7 +49,7 @@ class L2(Penalty):
     center: Literal["mean"] | float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("reduction", self.reduction, REDUCTIONS)
+        super().__post_init__()
         if self.clip is not None:
             check_range("clip", self.clip, 0.0)
         if self.center is not None and self.center != "mean":
@@ -81,7 +75,7 @@ class ElasticNet(Penalty):
 
     def __post_init__(self) -> None:
         check_range("l1_ratio", self.l1_ratio, 0.0, 1.0)
-        check_choice("reduction", self.reduction, REDUCTIONS)
+        super().__post_init__()
 
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         x = flatten(as_tensors(logprobs))

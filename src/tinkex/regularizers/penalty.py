@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from tinkex.errors import InvalidInputError
 
@@ -23,11 +23,12 @@ Logprobs = Any
 Reference = Any
 """A tensor, a list of tensors, the name of a loss_fn_inputs field, or `fn(data, logprobs)`."""
 Metrics = dict[str, float]
+Reduction = Literal["sum", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Penalty:
-    """Base of the penalties. Subclasses compute; this names, checks and counts."""
+    """Base of the penalties. Subclasses compute; this names and checks."""
 
     @property
     def name(self) -> str:
@@ -35,12 +36,18 @@ class Penalty:
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__)
         return words.lower()
 
+    def __post_init__(self) -> None:
+        """Refuse a choice that the type of its field does not name."""
+        for field, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal:
+                _check_choice(field, getattr(self, field), get_args(kind))
+
     def __call__(self, data: Sequence[Any], logprobs: Logprobs) -> tuple[Tensor, Metrics]:
         """Return the penalty as a scalar with its graph, and metrics for people to read."""
         raise NotImplementedError
 
 
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise InvalidInputError(f"expected one of {', '.join(allowed)}, got {value!r}.", path=name)
 
@@ -81,7 +88,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def reduce(values: Tensor, how: str) -> Tensor:
+def reduce(values: Tensor, how: Reduction) -> Tensor:
     return values.mean() if how == "mean" else values.sum()
 
 

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,19 +99,22 @@ class Pipeline:
         """
         tensors = as_tensors(logprobs)
         deadline_s = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        terms = [_Term("base", 1.0, self.base, data, self._own(logprobs), is_base=True)]
-        terms += [
-            _Term(spec.name, spec.weight, spec.fn, data, self._own(logprobs)) for spec in self.specs
+        terms = [
+            _Term(kind, spec, data, self._own(logprobs))
+            for kind, spec in [
+                ("base loss", RegularizerSpec(self.base, name="base")),
+                *(("regularizer", spec) for spec in self.specs),
+            ]
         ]
         for batch in [terms] if self.parallel else [[term] for term in terms]:
             _run(batch, deadline_s, self.timeout_s)
-        (base, base_metrics), *answers = [term.answer() for term in terms]
+        (base, base_metrics), *answers = [term.answer.result() for term in terms]
         contributions = [
             spec.weight * value.to(base)
             for spec, (value, _) in zip(self.specs, answers, strict=True)
         ]
         total = sum(contributions, base)
-        norm = _grad_norm if self.track_grad_norms else _no_norm
+        norm = _grad_norm if self.track_grad_norms else lambda value, tensors: None
         outputs = {
             spec.name: _output(spec, value, metrics, norm(value, tensors))
             for spec, (value, metrics) in zip(self.specs, answers, strict=True)
@@ -165,79 +169,59 @@ def _grad_norm(value: Tensor, tensors: Sequence[Tensor]) -> float | None:
     return math.sqrt(math.fsum(squares))
 
 
-def _no_norm(value: Tensor, tensors: Sequence[Tensor]) -> float | None:
-    return None
-
-
 # ---------------------------------------------------------------------------------- running terms
 
 
 class _Term:
-    """One computation on its way: where it will put its answer or its error."""
+    """One computation on its way, and where its answer or its error will be."""
 
-    def __init__(
-        self,
-        name: str,
-        weight: float,
-        fn: LossTerm,
-        data: Any,
-        logprobs: Any,
-        *,
-        is_base: bool = False,
-    ) -> None:
-        self.name = name
-        self._kind = "base loss" if is_base else "regularizer"
-        self._weight = weight
-        self._fn = fn
+    def __init__(self, kind: str, spec: RegularizerSpec, data: Any, logprobs: Any) -> None:
+        self.kind = kind
+        self.spec = spec
         self._arguments = (data, logprobs)
-        self._answer: _Answer | None = None
-        self._error: BaseException | None = None
-        self.done = threading.Event()
+        self.answer: Future[_Answer] = Future()
 
     def run(self) -> None:
+        spec = self.spec
         try:
             with events.span(
-                "regularizer.compute", regularizer=self.name, weight=self._weight
-            ) as s:
-                self._answer = self._compute()
-                value = float(self._answer[0].detach())
-                s.add(value=value, contribution=self._weight * value)
+                "regularizer.compute", regularizer=spec.name, weight=spec.weight
+            ) as span:
+                answer = self._compute()
+                value = float(answer[0].detach())
+                span.add(value=value, contribution=spec.weight * value)
         except BaseException as exc:  # It belongs to the caller's thread, and is raised there.
-            self._error = exc
-        finally:
-            self.done.set()
+            self.answer.set_exception(exc)
+        else:
+            self.answer.set_result(answer)
 
     def _compute(self) -> _Answer:
         import torch
 
         with torch.enable_grad():  # Grad mode belongs to a thread; this one may be new.
-            answer = self._fn(*self._arguments)
-        return check_answer(answer, self.name)
-
-    def answer(self) -> _Answer:
-        if self._error is not None:
-            if not isinstance(self._error, Exception):
-                raise self._error
-            text = str(self._error) or type(self._error).__name__
-            raise RegularizerError(
-                f"the {self._kind} failed: {text}", name=self.name
-            ) from self._error
-        assert self._answer is not None
-        return self._answer
+            answer = self.spec.fn(*self._arguments)
+        return check_answer(answer, self.spec.name)
 
 
 def _run(terms: Sequence[_Term], deadline_s: float | None, timeout_s: float | None) -> None:
     """Run the terms together and wait for them; the first error in their order is raised."""
     if deadline_s is None and len(terms) == 1:
         terms[0].run()
-        return
-    for term in terms:
-        threading.Thread(target=term.run, name=f"tinkex-{term.name}", daemon=True).start()
+    else:
+        for term in terms:
+            name = f"tinkex-{term.spec.name}"
+            threading.Thread(target=term.run, name=name, daemon=True).start()
     for term in terms:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        if not term.done.wait(left_s):
+        name = term.spec.name
+        try:
+            error = term.answer.exception(left_s)
+        except TimeoutError:
             raise RegularizerTimeoutError(
-                f"not done after {timeout_s:g} s. Raise timeout_s, or make it faster.",
-                name=term.name,
-            )
-        term.answer()
+                f"not done after {timeout_s:g} s. Raise timeout_s, or make it faster.", name=name
+            ) from None
+        if isinstance(error, Exception):
+            text = str(error) or type(error).__name__
+            raise RegularizerError(f"the {term.kind} failed: {text}", name=name) from error
+        if error is not None:
+            raise error
