@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
@@ -31,7 +31,6 @@ from tinkex.errors import (
     PromiseLostError,
     RequestFailedError,
     RetrieveError,
-    TinkerError,
 )
 from tinkex.wire import results
 
@@ -40,10 +39,14 @@ __all__ = ["Expect", "Poller", "QueueObserver", "QueueWatch"]
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
 
+# A server holds a poll for half a minute at most; a poll that takes longer than this is lost.
 POLL_TIMEOUT_S = 45.0
+# Answers this quick were not held. A few in a row are chance (the result came just then); after
+# them the server is taken for one that does not long-poll, and is asked with growing pauses.
 _QUICK_S = 0.25
 _FREE_QUICK_POLLS = 3
 _MAX_PAUSE_S = 30.0
+# Decoding more than this on the loop would delay heartbeats and all other polls.
 _DECODE_ON_LOOP_BYTES = 262_144
 _CATEGORIES = frozenset({"unknown", "server", "user"})
 
@@ -127,21 +130,14 @@ class QueueWatch:
             logger.exception("A queue observer failed; going on without it.")
 
 
+@dataclass(frozen=True, slots=True)
 class Poller:
     """Polls promises of one holder. `exchange` makes one HTTP try and returns any answer."""
 
-    def __init__(
-        self,
-        exchange: Callable[[Call], Awaitable[Reply]],
-        *,
-        inflight: ByteSemaphore,
-        billing: BillingPause,
-        old_generation: bool = False,
-    ) -> None:
-        self._exchange = exchange
-        self._inflight = inflight
-        self._billing = billing
-        self._old = old_generation
+    exchange: Callable[[Call], Awaitable[Reply]]
+    inflight: ByteSemaphore
+    billing: BillingPause
+    old_generation: bool = False
 
     async def wait(
         self,
@@ -171,68 +167,65 @@ class Poller:
             with events.span("future", request_id=request_id, request_type=expect.request_type):
                 return await poll.run()
         finally:
-            poll.release()
+            # Also after an error or a cancel: room that stayed taken would stop all later results.
+            self.inflight.release(poll.reserved or 0)
 
 
+@dataclass(slots=True)
 class _Poll(Generic[T]):
     """The state of one promise being polled."""
 
-    def __init__(
-        self,
-        owner: Poller,
-        request_id: str,
-        expect: Expect[T],
-        waiting: Waiting,
-        watch: QueueWatch | None,
-        roundtrip_s: float | None,
-    ) -> None:
-        self._owner = owner
-        self._request_id = request_id
-        self._expect = expect
-        self.waiting = waiting
-        self._watch = watch
-        self._roundtrip_s = roundtrip_s
-        self._iteration = 0
-        self._retry = PollRetry(owner._billing)
-        self._quick = 0
-        self._metadata_ok = True
-        self._reserved = 0
+    owner: Poller
+    request_id: str
+    expect: Expect[T]
+    waiting: Waiting
+    watch: QueueWatch | None
+    roundtrip_s: float | None
+    retry: PollRetry = field(init=False)
+    iteration: int = 0
+    num_quick: int = 0
+    """Answers in a row that the server did not hold."""
+    reserved: int | None = None
+    """Bytes of room taken for the payload, which from then on is sent with the answer."""
+
+    def __post_init__(self) -> None:
+        self.retry = PollRetry(self.owner.billing)
 
     async def run(self) -> T:
         while True:
             started = loop_time()
             try:
-                reply = await self._owner._exchange(self._call())
+                reply = await self.owner.exchange(self._call())
             except APIConnectionError as exc:
+                # The promise outlives the connection, and maybe the server's process: ask on.
                 self.waiting.reason = f"connection trouble: {exc}"
-                await asyncio.sleep(self._retry.delay_s(None) or 0.0)
+                await asyncio.sleep(self.retry.delay_s(None) or 0.0)
                 continue
             finally:
-                self._iteration += 1
-                self.waiting.num_polls = self._iteration
-            if reply.ok:
-                self._retry.answered()
-                done, value = await self._success(reply)
-                if done:
-                    return value  # type: ignore[return-value]
-            else:
+                self.iteration += 1
+                self.waiting.num_polls = self.iteration  # chunks of one call share a `waiting`
+            if not reply.ok:
                 await self._failure(reply)
-            if reply.status not in (402, 429):
+            else:
+                self.retry.answered()
+                if not await self._is_pending(reply):
+                    return await self._decode(reply)
+            if reply.status not in (402, 429):  # these have paused already
                 await self._pause_if_quick(started)
 
     def _call(self) -> Call:
+        is_old = self.owner.old_generation
         headers = {
-            "X-Tinker-Request-Iteration": str(self._iteration),
-            "X-Tinker-Request-Type": self._expect.request_type,
+            "X-Tinker-Request-Iteration": str(self.iteration),
+            "X-Tinker-Request-Type": self.expect.request_type,
+            "Accept": PROTOBUF if self.expect.in_protobuf and not is_old else JSON,
         }
-        headers["Accept"] = PROTOBUF if self._expect.in_protobuf else JSON
-        if self._owner._old:
-            headers["Accept"] = JSON
-        if self._iteration == 0 and self._roundtrip_s is not None:
-            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self._roundtrip_s:.6f}"
-        body: dict[str, Any] = {"request_id": self._request_id}
-        if not self._owner._old:
-            body["allow_metadata_only"] = self._metadata_ok
+        if self.iteration == 0 and self.roundtrip_s is not None:
+            headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self.roundtrip_s:.6f}"
+        body: dict[str, Any] = {"request_id": self.request_id}
+        if not is_old:
+            # Room is taken for a large payload before it travels: the size comes first, alone.
+            body["allow_metadata_only"] = self.reserved is None
         return Call(
             method="POST",
             path="retrieve_future",
@@ -245,37 +238,45 @@ class _Poll(Generic[T]):
 
     # -- 2xx
 
-    async def _success(self, reply: Reply) -> tuple[bool, T | None]:
+    async def _is_pending(self, reply: Reply) -> bool:
+        """True when the answer is not the result yet. Raises what the server says of a failure."""
         if PROTOBUF in reply.content_type:
-            return True, await self._decode(reply)
+            return False
         body = reply.json()
-        if isinstance(body, dict):
-            if body.get("type") == "try_again":
-                self._still_waiting(body)
-                return False, None
-            if body.get("status") == "complete_metadata":
-                await self._payload_is_ready(body)
-                return False, None
-            if "error" in body:
-                raise self._failed(body)
-        return True, await self._decode(reply)
+        if not isinstance(body, dict):
+            return False
+        if body.get("type") == "try_again":
+            self._still_waiting(body)
+            return True
+        if body.get("status") == "complete_metadata":
+            await self._payload_is_ready(body)
+            return True
+        if "error" in body:
+            category = str(body.get("category", "unknown")).lower()
+            raise RequestFailedError(
+                str(body["error"]),
+                request_id=self.request_id,
+                category=category if category in _CATEGORIES else "unknown",
+            )
+        return False
 
     async def _decode(self, reply: Reply) -> T:
         self.waiting.state = "fetching"
         if len(reply.content) <= _DECODE_ON_LOOP_BYTES:
-            return self._expect.decode(reply)
-        return await asyncio.to_thread(self._expect.decode, reply)
+            return self.expect.decode(reply)
+        return await asyncio.to_thread(self.expect.decode, reply)
 
     def _still_waiting(self, body: dict[str, Any]) -> None:
         state, reason = body.get("queue_state"), body.get("queue_state_reason")
         self.waiting.hear(state, reason)
-        if self._watch is not None:
-            self._watch.saw(self._request_id, state, reason)
+        if self.watch is not None:
+            self.watch.saw(self.request_id, state, reason)
 
     async def _payload_is_ready(self, body: dict[str, Any]) -> None:
-        if not self._metadata_ok:
+        if self.reserved is not None:
+            # Asking a third time would be a loop without a pause and without an end.
             raise APIResponseValidationError(
-                f"The server announced the payload of {self._request_id} twice and never sent it.",
+                f"The server announced the payload of {self.request_id} twice and never sent it.",
                 body=body,
             )
         size = body.get("response_payload_size")
@@ -284,65 +285,47 @@ class _Poll(Generic[T]):
     async def reserve(self, size_bytes: int) -> None:
         """Wait until there is room for the payload; it is freed when the result is decoded."""
         self.waiting.state = "fetching"
-        await self._owner._inflight.acquire(size_bytes)
-        self._reserved += size_bytes
-        self._metadata_ok = False
-
-    def release(self) -> None:
-        if self._reserved:
-            self._owner._inflight.release(self._reserved)
-            self._reserved = 0
-
-    def _failed(self, body: dict[str, Any]) -> RequestFailedError:
-        category = str(body.get("category", "unknown")).lower()
-        return RequestFailedError(
-            str(body["error"]),
-            request_id=self._request_id,
-            category=category if category in _CATEGORIES else "unknown",
-        )
+        await self.owner.inflight.acquire(size_bytes)
+        self.reserved = size_bytes
 
     # -- the rest
 
     async def _failure(self, reply: Reply) -> None:
         if reply.status == 408:
+            # The held poll ran out. With a body it is the server's word; without, a proxy's.
             body = reply.json()
             if isinstance(body, dict):
-                self._retry.answered()
+                self.retry.answered()
                 self._still_waiting(body)
             return
         if reply.status == 410:
             raise PromiseLostError(
-                f"The server no longer knows request {self._request_id}; its result is lost. "
+                f"The server no longer knows request {self.request_id}; its result is lost. "
                 "Training: go on from the last checkpoint.",
-                request_id=self._request_id,
+                request_id=self.request_id,
             )
-        pause_s = self._retry.delay_s(reply.status)
+        pause_s = self.retry.delay_s(reply.status)
         if pause_s is None:
-            raise self._refused(reply)
+            cause = status_error(self._call(), reply)
+            raise RetrieveError(
+                f"The server refuses to answer for request {self.request_id}: {cause}",
+                status_code=reply.status,
+                request=cause.request,
+                body=cause.body,
+                headers=cause.headers,
+                request_id=self.request_id,
+            ) from cause
         if reply.status == 402:
             self.waiting.reason = "paused: billing"
         if pause_s:
             await asyncio.sleep(pause_s)
 
-    def _refused(self, reply: Reply) -> TinkerError:
-        cause = status_error(self._call(), reply)
-        error = RetrieveError(
-            f"The server refuses to answer for request {self._request_id}: {cause}",
-            status_code=reply.status,
-            request=cause.request,
-            body=cause.body,
-            headers=cause.headers,
-            request_id=self._request_id,
-        )
-        error.__cause__ = cause
-        return error
-
     async def _pause_if_quick(self, started: float) -> None:
         """A server that does not hold the poll would be hammered; slow down for it alone."""
         if loop_time() - started > _QUICK_S:
-            self._quick = 0
+            self.num_quick = 0
             return
-        self._quick += 1
-        over = self._quick - _FREE_QUICK_POLLS
+        self.num_quick += 1
+        over = self.num_quick - _FREE_QUICK_POLLS
         if over > 0:
             await asyncio.sleep(min(0.05 * 2.0 ** min(over, 12), _MAX_PAUSE_S))
