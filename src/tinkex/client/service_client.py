@@ -10,14 +10,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
-from tinkex.client.direct import DirectFuture, awaited
+from tinkex.client.direct import DirectFuture, awaited, threaded
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Call
@@ -101,14 +100,6 @@ class ServiceClient:
                 client a key of its own.
         """
         self.get_server_capabilities().result()
-        return self._openai_options()
-
-    async def openai_options_async(self) -> dict[str, str]:
-        """As `openai_options`, for a program with a loop of its own."""
-        await self.get_server_capabilities_async()
-        return self._openai_options()
-
-    def _openai_options(self) -> dict[str, str]:
         config = self._sessionless().config
         if config.api_key is None:
             raise NotSupportedError(
@@ -117,6 +108,8 @@ class ServiceClient:
                 path="api_key",
             )
         return {"base_url": f"{config.base_url}/v1", "api_key": config.api_key}
+
+    openai_options_async = threaded(openai_options)
 
     def get_server_capabilities(self) -> DirectFuture[types.GetServerCapabilitiesResponse]:
         """Which models the server offers."""
@@ -204,15 +197,14 @@ class ServiceClient:
         optimizer: Any = None,
     ) -> TrainingClientFuture:
         """Train on from a checkpoint's weights; the optimizer starts afresh."""
-        validation.check_tinker_path(path, name="path")
-        wanted = types.LoadWeightsRequest(
+        return self._from_state(
+            "create_training_client_from_state",
             path=path,
             base_model=base_model,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
             optimizer_config=optimizer,
         )
-        return self._from_state(wanted, "create_training_client_from_state")
 
     create_training_client_from_state_async = awaited(create_training_client_from_state)
 
@@ -224,22 +216,22 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> TrainingClientFuture:
         """Train on exactly where a checkpoint was saved, optimizer included."""
-        validation.check_tinker_path(path, name="path")
-        wanted = types.LoadWeightsRequest(
+        return self._from_state(
+            "create_training_client_from_state_with_optimizer",
             path=path,
             base_model=base_model,
             user_metadata=user_metadata,
             weights_access_token=weights_access_token,
             optimizer=True,
         )
-        return self._from_state(wanted, "create_training_client_from_state_with_optimizer")
 
     create_training_client_from_state_with_optimizer_async = awaited(
         create_training_client_from_state_with_optimizer
     )
 
-    def _from_state(self, wanted: types.LoadWeightsRequest, name: str) -> TrainingClientFuture:
-        holder = self.holder
+    def _from_state(self, name: str, **asked: Any) -> TrainingClientFuture:
+        validation.check_tinker_path(asked["path"], name="path")
+        wanted, holder = types.LoadWeightsRequest(**asked), self.holder
         made = holder.spawn(lambda waiting: create_from_state(holder, wanted, waiting))
         return TrainingClientFuture.of(made, name, TrainingClient)
 
@@ -341,22 +333,14 @@ class ServiceClient:
     def __enter__(self) -> ServiceClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self.close(*_ending(error)).result(60)
 
     async def __aenter__(self) -> ServiceClient:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, _kind: object, error: BaseException | None, _traceback: object
     ) -> None:
         await self.close(*_ending(error))
 

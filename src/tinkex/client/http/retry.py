@@ -9,6 +9,7 @@ in which order all of it happens, is in `docs/client.md`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.utils
 import logging
 import random
@@ -294,39 +295,36 @@ class SampleRetry:
         self._slots = asyncio.Semaphore(max_in_flight) if max_in_flight else None
         self._detect = stuck_detection and config.enable_stuck_detection
         self._running: set[asyncio.Task[Any]] = set()
+        self._stuck: set[asyncio.Task[Any]] = set()
         self._last_progress = loop_time()
         self._watch: asyncio.TimerHandle | None = None
-        self._stuck: set[asyncio.Task[Any]] = set()
 
     async def execute(self, call: Callable[[], Awaitable[T]]) -> T:
-        if self._slots is None:
-            return await self._tracked(call)
-        async with self._slots:
-            return await self._tracked(call)
-
-    async def _tracked(self, call: Callable[[], Awaitable[T]]) -> T:
         task = asyncio.current_task()
         assert task is not None
-        if not self._running:
-            self._last_progress = loop_time()
-        self._running.add(task)
-        self._watch_if_needed()
-        try:
-            result = await self._attempts(call)
-            self._last_progress = loop_time()
-            return result
-        except asyncio.CancelledError:
-            if task in self._stuck:
-                raise APIConnectionError(
-                    f"No sample finished for {self.config.progress_timeout:.0f} s; requests seem "
-                    "stuck. Look at the server, or raise RetryConfig.progress_timeout."
-                ) from None
-            raise
-        finally:
-            self._stuck.discard(task)
-            self._running.discard(task)
+        async with self._slots or contextlib.nullcontext():
             if not self._running:
-                self.close()
+                self._last_progress = loop_time()
+            self._running.add(task)
+            if self._detect and self._watch is None:
+                self._watch_in(self.config.progress_timeout)
+            try:
+                result = await self._attempts(call)
+                self._last_progress = loop_time()
+                return result
+            except asyncio.CancelledError:
+                if task in self._stuck:
+                    raise APIConnectionError(
+                        f"No sample finished for {self.config.progress_timeout:.0f} s; requests "
+                        "seem stuck. Look at the server, or raise RetryConfig.progress_timeout."
+                    ) from None
+                raise
+            finally:
+                self._stuck.discard(task)
+                self._running.discard(task)
+                if not self._running and self._watch is not None:
+                    self._watch.cancel()
+                    self._watch = None
 
     async def _attempts(self, call: Callable[[], Awaitable[T]]) -> T:
         attempt = 0
@@ -341,25 +339,16 @@ class SampleRetry:
             attempt += 1
             await asyncio.sleep(delay)
 
-    def _watch_if_needed(self) -> None:
-        if self._detect and self._watch is None:
-            self._watch_in(self.config.progress_timeout)
-
     def _watch_in(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
         self._watch = loop.call_later(max(delay_s, 0.01), self._look_at_progress)
 
     def _look_at_progress(self) -> None:
-        self._watch = None
         left = self._last_progress + self.config.progress_timeout - loop_time()
         if left > 0:
             self._watch_in(left)
             return
+        self._watch = None
         for task in tuple(self._running):
             self._stuck.add(task)
             task.cancel()
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None

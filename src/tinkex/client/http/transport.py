@@ -388,12 +388,10 @@ class Transport:
             is_error = reply.headers.get("x-deprecation-level") == "error"
             logger.log(logging.ERROR if is_error else logging.WARNING, "%s", note)
 
-    async def close(self, *, keep: frozenset[str] = frozenset()) -> None:
-        """Close the pools; those in `keep` stay usable."""
+    async def close(self) -> None:
         self._closed = True
-        for name, pool in list(self._pools.items()):
-            if name not in keep:
-                await pool.close()
+        for pool in self._pools.values():
+            await pool.close()
 
 
 def _iso_date(text: str | None) -> str:

@@ -228,37 +228,36 @@ class SampleCalls:
     async def _wait(
         self, request_id: str, waiting: Waiting, roundtrip_s: float
     ) -> types.SampleResponse:
-        if not self.holder.flags.sample_use_retrieve_futures:
-            return await self._poll(request_id, waiting, roundtrip_s, None)
-        collector = self._collecting()
+        done, acknowledge = FinishedSample(), None
+        if self.holder.flags.sample_use_retrieve_futures:
+            collector = self._collecting()
 
-        def still_waiting(state: str | None, reason: str | None) -> None:
-            waiting.hear(state, reason)
-            self._watch.saw(request_id, state, reason)
+            def still_waiting(state: str | None, reason: str | None) -> None:
+                waiting.hear(state, reason)
+                self._watch.saw(request_id, state, reason)
 
-        done = await collector.wait(request_id, still_waiting)
+            done = await collector.wait(request_id, still_waiting)
+            acknowledge = collector.acknowledge
+        # Only what is known for good is acknowledged: after any other error it is asked for again.
         try:
             if done.payload is not None:
                 answer = results.decode(types.SampleResponse, done.payload, PROTOBUF)
             else:
-                answer = await self._poll(request_id, waiting, roundtrip_s, done)
+                answer = await self.holder.poller.wait(
+                    request_id,
+                    EXPECT_SAMPLE,
+                    waiting=waiting,
+                    watch=self._watch,
+                    roundtrip_s=roundtrip_s,
+                    known_size=done.size_bytes,
+                )
         except (RequestFailedError, RetrieveError, APIResponseValidationError):
-            collector.acknowledge(request_id)
+            if acknowledge is not None:
+                acknowledge(request_id)
             raise
-        collector.acknowledge(request_id)
+        if acknowledge is not None:
+            acknowledge(request_id)
         return answer
-
-    async def _poll(
-        self, request_id: str, waiting: Waiting, roundtrip_s: float, done: FinishedSample | None
-    ) -> types.SampleResponse:
-        return await self.holder.poller.wait(
-            request_id,
-            EXPECT_SAMPLE,
-            waiting=waiting,
-            watch=self._watch,
-            roundtrip_s=roundtrip_s,
-            known_size=done.size_bytes if done else None,
-        )
 
     def _collecting(self) -> Collector:
         if self._collector is None:

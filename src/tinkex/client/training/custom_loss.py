@@ -62,7 +62,8 @@ def surrogate(fn: CustomLossFn, data: Sequence[Datum], logprobs: Sequence[Tensor
         InvalidInputError: `fn` did not return (finite scalar that depends on every datum's
             logprobs, dict of numbers).
     """
-    tensors = logprob_tensors(logprobs)
+    # Fresh leaves, so that the gradient stops at the logprobs.
+    tensors = [value.to_torch().requires_grad_(True) for value in logprobs]
     loss, metrics = call_loss(fn, list(data), tensors)
     gradients = logprob_gradients(loss, tensors)
     batch = [
@@ -104,11 +105,6 @@ def output_logprobs(output: ForwardBackwardOutput, num_data: int) -> list[Tensor
 
 
 # ------------------------------------------------------------------------------- calling the loss
-
-
-def logprob_tensors(logprobs: Sequence[TensorData]) -> list[torch.Tensor]:
-    """Fresh leaf tensors that record gradients."""
-    return [value.to_torch().requires_grad_(True) for value in logprobs]
 
 
 def call_loss(

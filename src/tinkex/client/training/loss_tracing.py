@@ -226,15 +226,14 @@ def encode_graph(handle: LossHandle) -> dict[str, Any]:
         target = node.target
         if node.op == "call_function":
             target = _qualified(target)
-        encode = _ArgumentEncoder(handle.name)
         nodes.append(
             {
                 "op": node.op,
                 "name": node.name,
                 "target": str(target),
                 # A placeholder's args hold its default, and none may have one.
-                "args": [encode(arg) for arg in node.args],
-                "kwargs": {key: encode(value) for key, value in node.kwargs.items()},
+                "args": [_encoded(arg, handle.name) for arg in node.args],
+                "kwargs": {key: _encoded(arg, handle.name) for key, arg in node.kwargs.items()},
             }
         )
     return {"format": 1, "nodes": nodes}
@@ -259,33 +258,34 @@ def _qualified(function: Any) -> str | None:
     return None
 
 
-class _ArgumentEncoder:
-    def __init__(self, loss_name: str) -> None:
-        self._loss_name = loss_name
+def _encoded(value: Any, loss_name: str) -> Any:
+    """An argument of a node as JSON; what JSON has no form for is named by its kind."""
 
-    def __call__(self, value: Any) -> Any:
-        import torch
+    def inside(part: Any) -> Any:
+        return _encoded(part, loss_name)
 
-        if isinstance(value, torch.fx.Node):
-            return {"ref": value.name}
-        if value is None or isinstance(value, bool | int | str):
-            return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"float": _float_name(value)}
-        if value is ...:
-            return {"ellipsis": True}
-        if isinstance(value, slice):
-            return {"slice": [self(part) for part in (value.start, value.stop, value.step)]}
-        if isinstance(value, list):
-            return [self(item) for item in value]
-        if isinstance(value, tuple):
-            return {"tuple": [self(item) for item in value]}
-        if isinstance(value, dict):
-            return {"dict": {str(key): self(item) for key, item in value.items()}}
-        for kind in ("dtype", "device", "layout", "memory_format"):
-            if isinstance(value, getattr(torch, kind)):
-                return {kind: str(value).removeprefix("torch.")}
-        raise _refuse(self._loss_name, f"passes {value!r}, which cannot be written as JSON")
+    import torch
+
+    if isinstance(value, torch.fx.Node):
+        return {"ref": value.name}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": _float_name(value)}
+    if value is ...:
+        return {"ellipsis": True}
+    if isinstance(value, slice):
+        return {"slice": [inside(part) for part in (value.start, value.stop, value.step)]}
+    if isinstance(value, list):
+        return [inside(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [inside(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": {str(key): inside(item) for key, item in value.items()}}
+    for kind in ("dtype", "device", "layout", "memory_format"):
+        if isinstance(value, getattr(torch, kind)):
+            return {kind: str(value).removeprefix("torch.")}
+    raise _refuse(loss_name, f"passes {value!r}, which cannot be written as JSON")
 
 
 def _float_name(value: float) -> str:

@@ -11,7 +11,9 @@ import asyncio
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.client import validation
@@ -26,6 +28,7 @@ from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
+from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
     from tinkex.client.http.retry import RetryConfig
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from tinkex.regularizers import RegularizerSpec
 
 __all__ = ["TrainingClient", "TrainingClientFuture"]
+
+T = TypeVar("T")
 
 
 class TrainingClient(TrainingCalls):
@@ -246,15 +251,8 @@ class TrainingClient(TrainingCalls):
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
         """Save weights and optimizer under `tinker://MODEL/weights/NAME`, to resume from later."""
-        request = types.SaveWeightsRequest(
-            model_id=self.model_id,
-            path=validation.check_name(name),
-            ttl_seconds=validation.check_ttl(ttl_seconds),
-            overwrite=overwrite,
-            user_metadata=user_metadata,
-        )
-        kind = types.SaveWeightsResponse
-        return self._submit_json("save_weights", request, kind, max_retries=0)
+        asked = {"overwrite": overwrite, "user_metadata": user_metadata}
+        return self._save_as("save_weights", types.SaveWeightsResponse, name, ttl_seconds, asked)
 
     save_state_async = submitted(save_state)
 
@@ -265,14 +263,8 @@ class TrainingClient(TrainingCalls):
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Save weights under `tinker://MODEL/sampler_weights/NAME`, to sample from."""
-        request = types.SaveWeightsForSamplerRequest(
-            model_id=self.model_id,
-            path=validation.check_name(name),
-            ttl_seconds=validation.check_ttl(ttl_seconds),
-            user_metadata=user_metadata,
-        )
-        kind = types.SaveWeightsForSamplerResponse
-        return self._submit_json("save_weights_for_sampler", request, kind, max_retries=0)
+        kind, asked = types.SaveWeightsForSamplerResponse, {"user_metadata": user_metadata}
+        return self._save_as("save_weights_for_sampler", kind, name, ttl_seconds, asked)
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
@@ -283,16 +275,22 @@ class TrainingClient(TrainingCalls):
         age_encryption_recipients: list[str] | None = None,
     ) -> APIFuture[types.SaveWeightsExternalResponse]:
         """Export weights for download, encrypted to the given age recipients if there are any."""
-        request = types.SaveWeightsExternalRequest(
+        asked = {"age_encryption_recipients": age_encryption_recipients}
+        kind = types.SaveWeightsExternalResponse
+        return self._save_as("save_weights_external", kind, name, ttl_seconds, asked)
+
+    save_weights_external_async = submitted(save_weights_external)
+
+    def _save_as(
+        self, row: str, kind: type[T], name: str, ttl_seconds: int | None, asked: dict[str, Any]
+    ) -> APIFuture[T]:
+        request: BaseModel = ENDPOINTS[row].request(
             model_id=self.model_id,
             path=validation.check_name(name),
             ttl_seconds=validation.check_ttl(ttl_seconds),
-            age_encryption_recipients=age_encryption_recipients,
+            **asked,
         )
-        kind = types.SaveWeightsExternalResponse
-        return self._submit_json("save_weights_external", request, kind, max_retries=0)
-
-    save_weights_external_async = submitted(save_weights_external)
+        return self._submit_json(row, request, kind, max_retries=0)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
