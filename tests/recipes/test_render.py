@@ -106,7 +106,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_several_answers(t
 
 def test_without_transformers_a_conversation_renders_alike(tokenizer, default_model_dir):
     """The SDK alone loads tokenizers without transformers; the tokens must not change."""
-    from tinkex.client.tokenizers import FastTokenizer
+    from tinkex.chat.tokenizer import FastTokenizer
 
     light = Renderer(FastTokenizer.from_folder(default_model_dir))
     full = Renderer(tokenizer)

@@ -18,8 +18,6 @@ from urllib.parse import urlsplit
 from tinkex.client.session.credentials import load_default_key, mask
 from tinkex.errors import ConfigError
 
-__all__ = ["HOSTED_BASE_URL", "LOCAL", "ClientConfig"]
-
 HOSTED_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"
 """The base URL that means: the embedded server of this user."""

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tinkex.client.futures import APIFuture, is_in_loop
 
-__all__ = ["BaseModelName", "DirectFuture", "awaited", "submitted", "threaded"]
-
 logger = logging.getLogger("tinkex.futures")
 P = ParamSpec("P")
 S = TypeVar("S")

@@ -21,17 +21,6 @@ from typing import Any, Protocol, TypeVar
 from tinkex.client.session.background_loop import background
 from tinkex.errors import ResultTimeoutError, TinkerError
 
-__all__ = [
-    "APIFuture",
-    "AwaitableConcurrentFuture",
-    "FutureStatus",
-    "Waiting",
-    "cancel_all",
-    "gather_or_cancel",
-    "is_in_loop",
-    "spawn",
-]
-
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
 

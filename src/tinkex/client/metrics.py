@@ -19,8 +19,6 @@ from typing import Any
 from tinkex import events
 from tinkex.errors import InvalidInputError
 
-__all__ = ["Latency", "Metrics", "MetricsSnapshot", "percentile"]
-
 
 @dataclass(frozen=True, slots=True)
 class Latency:

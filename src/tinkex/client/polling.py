@@ -34,8 +34,6 @@ from tinkex.errors import (
 )
 from tinkex.wire import results
 
-__all__ = ["Expect", "Poller", "QueueObserver", "QueueWatch"]
-
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
 

@@ -28,8 +28,6 @@ from tinkex.client.training.training_client import TrainingClient, TrainingClien
 from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 from tinkex.types.account.console_urls import session_url
 
-__all__ = ["ServiceClient"]
-
 FinishStatus = Literal["success", "errored", "interrupted"]
 
 

@@ -26,14 +26,6 @@ from typing import Any
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
-__all__ = [
-    "FastTokenizer",
-    "LightTokenizer",
-    "candidate_ids",
-    "clear_cache",
-    "load_tokenizer",
-]
-
 logger = logging.getLogger("tinkex.tokenizers")
 
 LLAMA3_MIRRORS = (

@@ -18,18 +18,6 @@ from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 
-__all__ = [
-    "check_access_scope",
-    "check_data",
-    "check_loss",
-    "check_name",
-    "check_optim_params",
-    "check_routed_experts",
-    "check_tinker_path",
-    "check_ttl",
-    "has_signal",
-]
-
 
 def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
     """The loss as plain text. Settings unknown here are left to the server, which may know more."""

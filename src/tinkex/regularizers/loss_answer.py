@@ -12,9 +12,6 @@ from tinkex.errors import InvalidInputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_answer"]
-
-
 def check_answer(answer: Any, name: str) -> tuple[Tensor, dict[str, float]]:
     """Refuse what cannot be trained on; `name` is the function's."""
     if not isinstance(answer, tuple) or len(answer) != 2:

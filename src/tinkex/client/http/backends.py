@@ -19,8 +19,6 @@ import orjson
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.http1 import Http1Pool, ProtocolError
 
-__all__ = ["Backend", "Reply", "choose_backend"]
-
 # httpx logs every request at INFO; ours are on the event bus.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 

@@ -13,8 +13,6 @@ from enum import StrEnum
 
 from tinkex.errors import CircuitOpenError, ConfigError
 
-__all__ = ["BreakerState", "CircuitBreaker"]
-
 
 class BreakerState(StrEnum):
     CLOSED = "closed"

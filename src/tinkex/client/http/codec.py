@@ -15,14 +15,6 @@ from tinkex.client.session.flags import ServerFlags
 from tinkex.client.training.submission import CallPart
 from tinkex.wire import chunking, requests
 
-__all__ = [
-    "EXPECT_FORWARD",
-    "EXPECT_FORWARD_BACKWARD",
-    "EXPECT_SAMPLE",
-    "pass_parts",
-]
-
-
 # -------------------------------------------------------------------------------- training
 
 

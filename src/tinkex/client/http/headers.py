@@ -12,8 +12,6 @@ import uuid
 from functools import cache
 from types import MappingProxyType
 
-__all__ = ["CONTRACT_VERSION", "JSON", "PROTOBUF", "idempotency_key", "standard_headers"]
-
 CONTRACT_VERSION = "0.36.0"
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"

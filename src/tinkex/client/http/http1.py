@@ -22,8 +22,6 @@ from urllib.parse import urlsplit
 
 import zstandard
 
-__all__ = ["Http1Pool", "ProtocolError"]
-
 _MAX_HEAD_BYTES = 65_536
 
 

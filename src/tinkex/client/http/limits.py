@@ -17,9 +17,6 @@ from typing import ClassVar
 
 from tinkex.client.session.background_loop import loop_time
 
-__all__ = ["Budgets", "ByteSemaphore", "RateLimiter", "SampleGate"]
-
-
 _GRACE_S = 10.0
 
 

@@ -23,18 +23,6 @@ import httpx
 from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
 
-__all__ = [
-    "BillingPause",
-    "CallRetry",
-    "Outage",
-    "PollRetry",
-    "RetryConfig",
-    "RetryPolicy",
-    "SampleRetry",
-    "is_retryable_status",
-    "parse_retry_after_s",
-]
-
 logger = logging.getLogger("tinkex.retry")
 T = TypeVar("T")
 

@@ -49,8 +49,6 @@ from tinkex.errors import (
     status_error_class,
 )
 
-__all__ = ["Call", "RequestOptions", "Transport", "status_error"]
-
 logger = logging.getLogger("tinkex.http")
 
 _EMPTY_400_BUDGET = 16

@@ -19,8 +19,6 @@ from tinkex import types
 from tinkex.client.futures import APIFuture
 from tinkex.client.recovery.policy import RecoveryPolicy
 
-__all__ = ["BLOCKS", "CallLog", "RecordedCall", "SavedPoint"]
-
 CHANGES_STATE = frozenset(
     """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
     load_state_with_optimizer""".split()

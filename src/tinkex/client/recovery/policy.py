@@ -9,13 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tinkex.client.recovery.run_monitor import RunHealth, RunMonitor
 from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
-
-__all__ = ["RecoveryEvent", "RecoveryPolicy", "RunHealth", "RunMonitor"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
     from tinkex.client.training.training_client import TrainingClient
 
-__all__ = ["HopelessError", "Rebuilder"]
-
 logger = logging.getLogger("tinkex.recovery")
 
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from tinkex import types
     from tinkex.client.service_client import ServiceClient
 
-__all__ = ["RecoveringTrainingClient"]
-
 logger = logging.getLogger("tinkex.recovery")
 P = ParamSpec("P")
 T = TypeVar("T")

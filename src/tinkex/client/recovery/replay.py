@@ -14,8 +14,6 @@ from tinkex.client.training.training_client import TrainingClient
 if TYPE_CHECKING:
     from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
 
-__all__ = ["CustomLossClient", "RunMovedError", "make_on"]
-
 
 class RunMovedError(Exception):
     """The run was replaced between the halves of a call."""

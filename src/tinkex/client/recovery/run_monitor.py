@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
     from tinkex.client.training.training_client import TrainingClient
 
-__all__ = ["RunHealth", "RunMonitor", "Lookout", "check_service"]
-
 logger = logging.getLogger("tinkex.recovery")
 
 SLICE_S = 0.5

@@ -16,8 +16,6 @@ from tinkex.errors import TinkerError
 if TYPE_CHECKING:
     from tinkex.client.session.holder import Holder
 
-__all__ = ["VisitedSessions"]
-
 logger = logging.getLogger("tinkex.recovery")
 
 _LEAVE_S = 15.0

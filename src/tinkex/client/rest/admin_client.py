@@ -18,8 +18,6 @@ from tinkex.types.account.administration import (
     StopWorkResponse,
 )
 
-__all__ = ["AdminClient"]
-
 _EVENT_TYPES = ("all", "checkpoints", "projects", "teams", "organizations")
 
 

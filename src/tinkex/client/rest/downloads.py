@@ -40,15 +40,6 @@ from tinkex.errors import (
 if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
 
-__all__ = [
-    "download_checkpoint",
-    "extract_archive",
-    "fetch",
-    "folder_name",
-    "progress_bar",
-    "push_to_hub",
-]
-
 OnProgress = Callable[[int, int | None], None]
 """Called with (bytes so far, bytes in all or None while unknown)."""
 

@@ -32,8 +32,6 @@ from tinkex.wire.endpoints import API, ENDPOINTS
 if TYPE_CHECKING:
     from tinkex.client.rest.admin_client import AdminClient
 
-__all__ = ["RestClient", "RestClientFuture"]
-
 M = TypeVar("M", bound=BaseModel)
 AccessScope = Literal["owned", "accessible"]
 _TRACE_POLL_S = 5.0

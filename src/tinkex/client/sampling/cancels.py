@@ -9,8 +9,6 @@ import orjson
 
 from tinkex.client.http.transport import Call, Transport
 
-__all__ = ["SampleCancels"]
-
 logger = logging.getLogger("tinkex.sampling")
 
 

@@ -38,8 +38,6 @@ from tinkex.errors import (
 )
 from tinkex.wire import frames
 
-__all__ = ["BatchSubmitter", "Collector", "FinishedSample"]
-
 logger = logging.getLogger("tinkex.sampling")
 
 _POLL_TIMEOUT_S = 45.0

@@ -33,8 +33,6 @@ from tinkex.errors import (
 )
 from tinkex.wire import results
 
-__all__ = ["SampleCalls"]
-
 CLONE_STRIDE = 10**9
 
 
@@ -228,36 +226,37 @@ class SampleCalls:
     async def _wait(
         self, request_id: str, waiting: Waiting, roundtrip_s: float
     ) -> types.SampleResponse:
-        done, acknowledge = FinishedSample(), None
-        if self.holder.flags.sample_use_retrieve_futures:
-            collector = self._collecting()
+        if not self.holder.flags.sample_use_retrieve_futures:
+            return await self._poll(request_id, waiting, roundtrip_s, None)
+        collector = self._collecting()
 
-            def still_waiting(state: str | None, reason: str | None) -> None:
-                waiting.hear(state, reason)
-                self._watch.saw(request_id, state, reason)
+        def still_waiting(state: str | None, reason: str | None) -> None:
+            waiting.hear(state, reason)
+            self._watch.saw(request_id, state, reason)
 
-            done = await collector.wait(request_id, still_waiting)
-            acknowledge = collector.acknowledge
-        # Only what is known for good is acknowledged: after any other error it is asked for again.
+        done = await collector.wait(request_id, still_waiting)
         try:
             if done.payload is not None:
                 answer = results.decode(types.SampleResponse, done.payload, PROTOBUF)
             else:
-                answer = await self.holder.poller.wait(
-                    request_id,
-                    EXPECT_SAMPLE,
-                    waiting=waiting,
-                    watch=self._watch,
-                    roundtrip_s=roundtrip_s,
-                    known_size=done.size_bytes,
-                )
+                answer = await self._poll(request_id, waiting, roundtrip_s, done)
         except (RequestFailedError, RetrieveError, APIResponseValidationError):
-            if acknowledge is not None:
-                acknowledge(request_id)
+            collector.acknowledge(request_id)
             raise
-        if acknowledge is not None:
-            acknowledge(request_id)
+        collector.acknowledge(request_id)
         return answer
+
+    async def _poll(
+        self, request_id: str, waiting: Waiting, roundtrip_s: float, done: FinishedSample | None
+    ) -> types.SampleResponse:
+        return await self.holder.poller.wait(
+            request_id,
+            EXPECT_SAMPLE,
+            waiting=waiting,
+            watch=self._watch,
+            roundtrip_s=roundtrip_s,
+            known_size=done.size_bytes if done else None,
+        )
 
     def _collecting(self) -> Collector:
         if self._collector is None:

@@ -31,8 +31,6 @@ from tinkex.errors import (
 from tinkex.types.data.tensor_data import from_list
 from tinkex.wire.chunking import model_input_size
 
-__all__ = ["SampleFields", "target_tensor"]
-
 
 def _remembering(
     read: Callable[[dict[str, Any]], object], declared: type

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from tinkex.client.sampling.sample_fields import SampleFields
     from tinkex.client.sampling.sampling_client import SamplingClient
 
-__all__ = ["SampleStream", "StreamedTokens"]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamedTokens:

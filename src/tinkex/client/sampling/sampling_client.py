@@ -32,8 +32,6 @@ from tinkex.errors import (
 if TYPE_CHECKING:
     from tinkex.client.sampling.sample_stream import SampleStream
 
-__all__ = ["SamplingClient", "SamplingClientFuture"]
-
 _SECRET_HEADER = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
 
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from tinkex.errors import ClientClosedError
 
-__all__ = ["LoopThread", "background", "end_background", "loop_time"]
-
 logger = logging.getLogger("tinkex.loop")
 _END_S = 3.0
 

@@ -21,18 +21,6 @@ from typing import Any
 
 from tinkex.errors import ConfigError, TinkerError
 
-__all__ = [
-    "TokenProvider",
-    "credentials_path",
-    "delete_default_key",
-    "jwt_claims",
-    "load_credentials",
-    "load_default_key",
-    "mask",
-    "run_credential_command",
-    "store_default_key",
-]
-
 _REFRESH_AHEAD_S = 300.0
 _USABLE_S = 60.0
 _COMMAND_TIMEOUT_S = 60.0

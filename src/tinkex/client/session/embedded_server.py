@@ -35,8 +35,6 @@ import httpx
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.errors import LocalServerError, how_to_install
 
-__all__ = ["LocalServer", "data_folder", "join_local_server", "state_folder"]
-
 logger = logging.getLogger("tinkex.local")
 
 START_TIMEOUT_S = 120.0

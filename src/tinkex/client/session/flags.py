@@ -13,8 +13,6 @@ from typing import Any, Self
 from tinkex.types.service.server import ClientConfigResponse, ClientDynamicConfigResponse
 from tinkex.wire import Generation
 
-__all__ = ["DynamicFlags", "ServerFlags"]
-
 logger = logging.getLogger("tinkex.flags")
 
 

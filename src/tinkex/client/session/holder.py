@@ -44,8 +44,6 @@ from tinkex.errors import (
 )
 from tinkex.wire import requests
 
-__all__ = ["Holder", "parse", "shared_holder"]
-
 logger = logging.getLogger("tinkex.session")
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)

@@ -18,8 +18,6 @@ from tinkex.client.recovery.run_monitor import SLICE_S
 from tinkex.client.session.background_loop import background
 from tinkex.errors import ClientClosedError
 
-__all__ = ["Keeper"]
-
 logger = logging.getLogger("tinkex.recovery")
 
 _LINGER_S = 10.0

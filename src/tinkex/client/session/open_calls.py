@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from tinkex.client.futures import cancel_all
 
-__all__ = ["Closable", "OpenCalls"]
-
 
 class Closable(Protocol):
     """Something with tasks of its own on the background loop."""

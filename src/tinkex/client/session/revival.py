@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from tinkex.client.session.embedded_server import LocalServer
     from tinkex.client.session.session import Session
 
-__all__ = ["Revival"]
-
 
 class Revival:
     def __init__(self, server: LocalServer, session: Session) -> None:

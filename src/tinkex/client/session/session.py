@@ -14,8 +14,6 @@ from tinkex.client.http.transport import Call, Transport
 from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
 
-__all__ = ["Session"]
-
 logger = logging.getLogger("tinkex.session")
 
 _SILENT_S = 120.0

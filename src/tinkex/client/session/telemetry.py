@@ -37,8 +37,6 @@ from tinkex.errors import APIStatusError, RequestFailedError, TinkerError
 if TYPE_CHECKING:
     from tinkex.client.session.holder import Holder
 
-__all__ = ["Reporter", "ReporterConfig", "is_user_error", "start_reporter"]
-
 logger = logging.getLogger("tinkex.telemetry")
 
 # Of the local bus, what is worth a server's attention: operations that failed for good.

@@ -9,8 +9,6 @@ from tinkex.client.futures import Waiting
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.training_client import TrainingClient
 
-__all__ = ["create_from_state", "create_model"]
-
 
 async def create_model(
     holder: Holder,

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from tinkex.client.session.holder import Holder
     from tinkex.client.training.training_client import TrainingClient
 
-__all__ = ["create_custom_loss", "forward_backward_custom"]
-
 
 def forward_backward_custom(
     client: TrainingClient,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from tinkex.client.training.training_client import TrainingClient
 
-__all__ = ["RegularizedOutput", "cross_entropy", "run_regularized"]
-
 
 class RegularizedOutput(NamedTuple):
     """What the server did, and what the loss was made of."""

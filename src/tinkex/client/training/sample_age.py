@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from tinkex import types
 from tinkex.errors import InvalidInputError
 
-__all__ = ["Fresh", "StepCount", "keep_fresh"]
-
 
 class StepCount:
     """Optimizer steps of one model, those that are queued included."""

@@ -25,8 +25,6 @@ from tinkex.client.session.background_loop import background
 from tinkex.client.session.holder import Holder
 from tinkex.errors import ClientClosedError
 
-__all__ = ["Accepted", "CallPart", "Submission", "SubmitQueue"]
-
 _ENCODE_ON_LOOP_BYTES = 65_536
 _CLOSED = "The client was closed before this call was sent. Make a new ServiceClient."
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from tinkex import types
 
-__all__ = ["TrainStepResult"]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainStepResult:

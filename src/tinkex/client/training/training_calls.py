@@ -26,8 +26,6 @@ from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
 from tinkex.wire import requests
 from tinkex.wire.chunking import combine
 
-__all__ = ["TrainingCalls"]
-
 logger = logging.getLogger("tinkex.training")
 T = TypeVar("T")
 

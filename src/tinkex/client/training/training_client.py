@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from tinkex.client.training.regularized import RegularizedOutput
     from tinkex.regularizers import RegularizerSpec
 
-__all__ = ["TrainingClient", "TrainingClientFuture"]
-
 T = TypeVar("T")
 
 
