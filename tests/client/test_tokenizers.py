@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tinkex.client import tokenizers
 from tinkex.chat.tokenizer import FastTokenizer
+from tinkex.client import tokenizers
 from tinkex.client.tokenizers import candidate_ids, load_tokenizer
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 from tinkex.types.data.model_input import ModelInput
