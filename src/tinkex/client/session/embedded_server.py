@@ -49,6 +49,7 @@ SERVING = "serving"
 MAX_RESTARTS = 3
 """Times within `RESTART_WINDOW_S` that a server which died is started again."""
 RESTART_WINDOW_S = 600.0
+_NUM_LAST_WORDS = 12
 _NOT_FOR_THE_SERVER = ("TINKEX_CLIENT_", "TINKEX_API_KEY", "TINKEX_BASE_URL", "TINKEX_LOCAL_")
 
 
@@ -91,7 +92,6 @@ class LocalServer:
         Raises:
             LocalServerError: It does not start, or died too often lately.
         """
-        folder, record = _places(self.env)
         if not self.is_private:
             if _answers(self.base_url, self.api_key):
                 return
@@ -99,12 +99,12 @@ class LocalServer:
                 f"Your server at {self.base_url} is gone. Start it again with `tinkex serve`, and "
                 "what it accepted goes on; or make a new ServiceClient for a private server."
             )
-        with _locked(folder / "local.lock"):
-            known = _running(record, self.api_key)
+        private = _PrivateServer(self.env, self.model)
+        with private.locked():
+            known = private.running(self.api_key)
             if known is None:
-                _count_restart(record, folder)
-                port = urlsplit(self.base_url).port
-                known = _start(folder, record, self.env, self.model, port=port or 0, is_again=True)
+                private.count_restart()
+                known = private.start(urlsplit(self.base_url).port or 0, is_again=True)
             if known != self.base_url:
                 raise LocalServerError(
                     f"The embedded server at {self.base_url} is gone, and another one runs at "
@@ -138,14 +138,14 @@ def join_local_server(
         LocalServerError: The server did not start; the message ends with its last words.
     """
     env = dict(os.environ if env is None else env)
-    folder, record = _places(env)
-    with _locked(folder / "local.lock"):
-        key = _own_key(folder)
-        base_url, is_private = _running(record, key), True
-        if base_url is None and (base_url := _serving(folder, env, model, key)) is not None:
+    private = _PrivateServer(env, model)
+    with private.locked():
+        key = private.key()
+        base_url, is_private = private.running(key), True
+        if base_url is None and (base_url := _serving(private.folder, env, model, key)) is not None:
             is_private = False
         if base_url is None:
-            base_url = _start(folder, record, env, model, port=_last_port(record))
+            base_url = private.start(private.last_port())
     with _users_lock:
         _users[base_url] += 1
     return LocalServer(base_url, key, env, model, is_private)
@@ -192,58 +192,172 @@ def data_folder(env: Mapping[str, str] | None = None) -> Path:
     return state_folder(env) / _kind(env)
 
 
-def _places(env: Mapping[str, str]) -> tuple[Path, Path]:
-    """The state folder, and the file in it that says where the server listens."""
-    folder = state_folder(env)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder, folder / _record_name(env)
-
-
-def _own_key(folder: Path) -> str:
-    """The key of the embedded server, in a file that its user alone can read. Made when absent."""
-    file = folder / KEY_FILE
-    with contextlib.suppress(FileNotFoundError):
-        key = file.read_text("utf-8").strip().partition("=")[0]
-        if key.startswith("tml-"):
-            if os.name == "posix" and file.stat().st_mode & 0o077:
-                file.chmod(0o600)
-            return key
-    key = f"tml-{secrets.token_urlsafe(32)}"
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(f"{key}={LOCAL_USER}\n")
-    os.replace(aside, file)
-    return key
-
-
-def _record_name(env: Mapping[str, str]) -> str:
-    return f"{_kind(env)}.json"
-
-
 def _kind(env: Mapping[str, str]) -> str:
     """One server per kind of engine: the toy of a test is not the model of a notebook."""
     engine = env.get("TINKEX_LOCAL_ENGINE")
     return f"local-{''.join(c if c.isalnum() else '_' for c in engine)}" if engine else "local"
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a+b") as file:
-        if os.name == "posix":
-            import fcntl
+class _PrivateServer:
+    """The private server of a user, one for each kind of engine: its files, and how it is started.
 
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    Everything blocks. What looks and then acts does so while it is `locked`.
+    """
 
+    def __init__(self, env: Mapping[str, str], model: str | None) -> None:
+        self._env = env
+        self._model = model
+        self.folder = state_folder(env)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._key_file = self.folder / KEY_FILE
+        self._record = self.folder / f"{_kind(env)}.json"
+        """Says where it listens."""
+        self._log = self.folder / "local-server.log"
 
-def _running(record: Path, key: str) -> str | None:
-    """The base URL of the recorded server, if it lives and takes us in."""
-    base_url = str(_read_record(record).get("base_url", ""))
-    if not _answers(base_url, key):
-        return None
-    logger.info("Using the private server of this machine: %s", base_url)
-    return base_url
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        with (self.folder / "local.lock").open("a+b") as file:
+            if os.name == "posix":
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def key(self) -> str:
+        """Its key, in a file that its user alone can read. Made when absent."""
+        file = self._key_file
+        with contextlib.suppress(FileNotFoundError):
+            key = file.read_text("utf-8").strip().partition("=")[0]
+            if key.startswith("tml-"):
+                if os.name == "posix" and file.stat().st_mode & 0o077:
+                    file.chmod(0o600)
+                return key
+        key = f"tml-{secrets.token_urlsafe(32)}"
+        aside = file.with_suffix(f".{os.getpid()}")
+        aside.unlink(missing_ok=True)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            out.write(f"{key}={LOCAL_USER}\n")
+        os.replace(aside, file)
+        return key
+
+    def running(self, key: str) -> str | None:
+        """Its base URL, if it lives and takes us in."""
+        base_url = str(_read_record(self._record).get("base_url", ""))
+        if not _answers(base_url, key):
+            return None
+        logger.info("Using the private server of this machine: %s", base_url)
+        return base_url
+
+    def last_port(self) -> int:
+        """Where the last one listened, so that clients who still wait for it find the next one."""
+        try:
+            port = urlsplit(str(_read_record(self._record).get("base_url"))).port or 0
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+        except (OSError, ValueError):
+            return 0
+        return port
+
+    def count_restart(self) -> None:
+        """Note that it is started again; refuse when that happened too often lately."""
+        known, now = _read_record(self._record), time.time()
+        recent = [at for at in known.get("restarts", []) if now - at < RESTART_WINDOW_S]
+        if len(recent) >= MAX_RESTARTS:
+            raise LocalServerError(
+                f"The embedded server died {len(recent) + 1} times within "
+                f"{RESTART_WINDOW_S / 60:.0f} minutes and is not started again. Its data is safe: "
+                f"find out why it dies, then run the program again. {self._last_words()}"
+            )
+        self._note(restarts=[*recent, now])
+
+    def start(self, port: int, *, is_again: bool = False) -> str:
+        """Start it and wait until it answers; gives its base URL."""
+        _check_installed()
+        if is_again:
+            text = "The server on this machine died (log: %s); starting it again."
+        else:
+            text = (
+                "Starting a private server on this machine, since no other is named (log: %s). For "
+                "the hosted service set TINKER_API_KEY."
+            )
+        logger.warning(text, self._log)
+        started = time.monotonic()
+        with self._log.open("ab") as log:
+            before = log.seek(0, os.SEEK_END)
+            child = subprocess.Popen(
+                self._command(port),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_server_env(self._env),
+                start_new_session=True,  # Ctrl-C in a notebook must not stop a shared server
+            )
+        base_url = self._announced(child, started, before)
+        _children[:] = [*(other for other in _children if other.poll() is None), child]
+        self._note(base_url=base_url, pid=child.pid)
+        try:
+            _attach(base_url, self.key())
+        except (OSError, httpx.HTTPError) as exc:
+            raise LocalServerError(
+                f"The private server started at {base_url} and does not take us in: {exc}. "
+                f"{self._last_words(before)}"
+            ) from exc
+        logger.info("The server listens on %s after %.1f s.", base_url, time.monotonic() - started)
+        return base_url
+
+    def _command(self, port: int) -> list[str]:
+        command = [sys.executable, "-m", "tinkex.server", "--port", str(port)]
+        command += ["--until-idle", str(IDLE_S), "--api-key-file", str(self._key_file)]
+        command += ["--parent-pid", str(os.getpid()), "--data-dir", str(data_folder(self._env))]
+        if engine := self._env.get("TINKEX_LOCAL_ENGINE"):
+            command += ["--engine", engine]
+        if self._model:
+            command += ["--model", self._model]
+        return command
+
+    def _announced(self, child: subprocess.Popen[bytes], started: float, before: int) -> str:
+        """The base URL, from the JSON line that the server prints once it answers."""
+        import selectors
+
+        assert child.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while time.monotonic() - started < START_TIMEOUT_S:
+                if selector.select(timeout=0.5) or child.poll() is not None:
+                    break
+        line = child.stdout.readline() if child.poll() is None or child.stdout.readable() else b""
+        try:
+            return str(json.loads(line)["base_url"])
+        except (ValueError, KeyError, TypeError):
+            # Its output closes a moment before its end can be seen.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=0 if time.monotonic() - started >= START_TIMEOUT_S else 5)
+            ended = child.poll() is not None
+            child.kill()
+            child.wait()
+            how = "ended at once" if ended else f"did not start within {START_TIMEOUT_S:.0f} s"
+            raise LocalServerError(
+                f"The embedded server {how}. {self._last_words(before)}"
+            ) from None
+        finally:
+            child.stdout.close()
+
+    def _last_words(self, since: int | None = None) -> str:
+        """The end of its log from byte `since` on; from the last error on, when that has one."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self._log.read_bytes()[since or 0 :].decode("utf-8", "replace").splitlines()
+        lines = lines[-_NUM_LAST_WORDS:]
+        errors = [index for index, line in enumerate(lines) if line.startswith("Error: ")]
+        if since is not None and errors:
+            lines = lines[errors[-1] :]
+        return "\n".join([f"Its last words ({self._log}):", *lines])
+
+    def _note(self, **facts: Any) -> None:
+        aside = self._record.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps({**_read_record(self._record), **facts}), "utf-8")
+        os.replace(aside, self._record)
 
 
 def _answers(base_url: str, key: str) -> bool:
@@ -262,92 +376,9 @@ def _read_record(record: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _last_port(record: Path) -> int:
-    """Where the last server listened, so that clients who still wait for it find the next one."""
-    try:
-        port = urlsplit(str(_read_record(record).get("base_url"))).port or 0
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-    except (OSError, ValueError):
-        return 0
-    return port
-
-
-def _count_restart(record: Path, folder: Path) -> None:
-    """Note that the server is started again; refuse when that happened too often lately."""
-    known, now = _read_record(record), time.time()
-    recent = [at for at in known.get("restarts", []) if now - at < RESTART_WINDOW_S]
-    if len(recent) >= MAX_RESTARTS:
-        log_path = folder / "local-server.log"
-        raise LocalServerError(
-            f"The embedded server died {len(recent) + 1} times within {RESTART_WINDOW_S / 60:.0f} "
-            "minutes and is not started again. Its data is safe: find out why it dies, then run "
-            f"the program again. Its last words ({log_path}):\n{_tail(log_path)}"
-        )
-    _write_record(record, {**known, "restarts": [*recent, now]})
-
-
 def _attach(base_url: str, key: str) -> None:
     with httpx.Client(timeout=5, headers={"x-api-key": key}) as client:
         client.post(f"{base_url}/tinkex/v1/attach", json={"pid": os.getpid()}).raise_for_status()
-
-
-def _start(
-    folder: Path,
-    record: Path,
-    env: Mapping[str, str],
-    model: str | None,
-    *,
-    port: int,
-    is_again: bool = False,
-) -> str:
-    _check_installed()
-    log_path = folder / "local-server.log"
-    command = _command(folder, env, model, port)
-    if is_again:
-        logger.warning("The server on this machine died (log: %s); starting it again.", log_path)
-    else:
-        logger.warning(
-            "Starting a private server on this machine, since no other is named (log: %s). For "
-            "the hosted service set TINKER_API_KEY.",
-            log_path,
-        )
-    started = time.monotonic()
-    with log_path.open("ab") as log:
-        before = log.seek(0, os.SEEK_END)
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=_server_env(env),
-            start_new_session=True,  # Ctrl-C in a notebook must not stop a shared server
-        )
-    announced = _first_line(child, started, log_path, before)
-    _children[:] = [*(other for other in _children if other.poll() is None), child]
-    base_url = str(announced["base_url"])
-    _write_record(record, {**_read_record(record), "base_url": base_url, "pid": child.pid})
-    try:
-        _attach(base_url, _own_key(folder))
-    except (OSError, httpx.HTTPError) as exc:
-        raise LocalServerError(
-            f"The private server started at {base_url} and does not take us in: {exc}. Its last "
-            f"words ({log_path}):\n{_tail(log_path, before)}"
-        ) from exc
-    logger.info("The server listens on %s after %.1f s.", base_url, time.monotonic() - started)
-    return base_url
-
-
-def _command(folder: Path, env: Mapping[str, str], model: str | None, port: int) -> list[str]:
-    command = [sys.executable, "-m", "tinkex.server", "--port", str(port)]
-    command += ["--until-idle", str(IDLE_S), "--api-key-file", str(folder / KEY_FILE)]
-    command += ["--parent-pid", str(os.getpid()), "--data-dir", str(data_folder(env))]
-    if env.get("TINKEX_LOCAL_ENGINE"):
-        command += ["--engine", env["TINKEX_LOCAL_ENGINE"]]
-    if model:
-        command += ["--model", model]
-    return command
 
 
 def _server_env(env: Mapping[str, str]) -> dict[str, str]:
@@ -367,52 +398,3 @@ def _check_installed() -> None:
             f"The private server needs {', '.join(missing)}, and only the SDK is installed: "
             f"{how_to_install('local')}. Or name a server: base_url=, or api_key= for the hosted."
         )
-
-
-def _first_line(
-    child: subprocess.Popen[bytes], started: float, log_path: Path, before: int
-) -> dict[str, Any]:
-    """The JSON line that the server prints once it answers."""
-    import selectors
-
-    assert child.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while time.monotonic() - started < START_TIMEOUT_S:
-            if selector.select(timeout=0.5):
-                break
-            if child.poll() is not None:
-                break
-    line = child.stdout.readline() if child.poll() is None or child.stdout.readable() else b""
-    try:
-        announced = json.loads(line)
-        announced["base_url"]
-    except (ValueError, KeyError, TypeError):
-        # Its output closes a moment before its end can be seen.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(timeout=0 if time.monotonic() - started >= START_TIMEOUT_S else 5)
-        ended = child.poll() is not None
-        child.kill()
-        child.wait()
-        how = "ended at once" if ended else f"did not start within {START_TIMEOUT_S:.0f} s"
-        raise LocalServerError(
-            f"The embedded server {how}. Its last words ({log_path}):\n{_tail(log_path, before)}"
-        ) from None
-    finally:
-        child.stdout.close()
-    return dict(announced)
-
-
-def _tail(path: Path, since: int | None = None, num_lines: int = 12) -> str:
-    """The end of a log from byte `since` on; from its last error on, when it ends with one."""
-    with contextlib.suppress(OSError):
-        lines = path.read_bytes()[since or 0 :].decode("utf-8", "replace").splitlines()[-num_lines:]
-        errors = [index for index, line in enumerate(lines) if line.startswith("Error: ")]
-        return "\n".join(lines[errors[-1] :] if since is not None and errors else lines)
-    return ""
-
-
-def _write_record(record: Path, content: dict[str, Any]) -> None:
-    aside = record.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(content), "utf-8")
-    os.replace(aside, record)
