@@ -12,6 +12,7 @@ from tinkex.errors import InvalidInputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+
 def check_answer(answer: Any, name: str) -> tuple[Tensor, dict[str, float]]:
     """Refuse what cannot be trained on; `name` is the function's."""
     if not isinstance(answer, tuple) or len(answer) != 2:
