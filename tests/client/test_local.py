@@ -236,10 +236,10 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(
 # The handler registered first runs last, and drops what the end of the interpreter would.
 ENDS_FIRST = """
 import atexit
-atexit.register(lambda: local._children.clear())
+atexit.register(lambda: embedded_server._children.clear())
 import tinkex
-from tinkex.client.session import local
-local.IDLE_S = 0.5
+from tinkex.client.session import embedded_server
+embedded_server.IDLE_S = 0.5
 tinkex.ServiceClient().get_server_capabilities()
 """
 
