@@ -174,12 +174,22 @@ async def test_quarantine_has_an_end_and_touches_nothing_else(tmp_path: Path) ->
 
 
 def _make_older(database: Path, version: str) -> None:
-    engine, config = create_engine(f"sqlite:///{database}"), Config()
+    """Have the rows of a database in one that an older Tinkex made."""
+    older, config = database.with_suffix(".older"), Config()
+    engine = create_engine(f"sqlite:///{older}")
     config.set_main_option("script_location", str(MIGRATIONS))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
-        command.downgrade(config, version)
+        command.upgrade(config, version)
     engine.dispose()
+    with closing(sqlite3.connect(older)) as db, db:
+        db.execute("ATTACH ? AS newer", (str(database),))
+        found = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        for (table,) in found:
+            names = ", ".join(row[1] for row in db.execute(f"PRAGMA table_info({table})"))
+            if table != "alembic_version":
+                db.execute(f"INSERT INTO {table} ({names}) SELECT {names} FROM newer.{table}")
+    older.replace(database)
 
 
 async def test_rows_of_an_older_version_are_renamed_by_the_migration(tmp_path: Path) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
+from sqlalchemy import Connection, Insert, column, create_engine, insert
+from sqlalchemy import table as sql_table
 from store_rows import op
 
 from tinkex.errors import ConfigError
 from tinkex.store import Store, StoreClosedError, UsageCount
-from tinkex.store.database import MIGRATIONS
+from tinkex.store.database import MIGRATIONS, _with_driver
 from tinkex.store.schema import metadata
 
 
@@ -22,6 +27,22 @@ def test_the_migrations_make_exactly_the_tables_of_the_schema(store: Store) -> N
     with store._database.writer.connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
+
+
+@contextmanager
+def _at_version(url: str, version: str) -> Iterator[Connection]:
+    """An empty database as an older Tinkex made it."""
+    engine, config = create_engine(_with_driver(url)), Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, version)
+        yield connection
+    engine.dispose()
+
+
+def _insert(table: str, row: dict[str, Any]) -> Insert:
+    return insert(sql_table(table, *map(column, row))).values(row)
 
 
 def test_opening_a_database_again_changes_nothing(url: str) -> None:
@@ -36,33 +57,20 @@ def test_opening_a_database_again_changes_nothing(url: str) -> None:
 
 
 def test_an_admin_key_of_an_older_database_stays_one(url: str) -> None:
-    store = Store(url)
-    store.accounts.add_key("tml-root", "root", role="admin")
-    store.accounts.add_key("tml-ann", "ann")
-    with store._database.writer.begin() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0005")
-    store.close()
+    with _at_version(url, "0005") as connection:
+        for name, is_admin in (("root", True), ("ann", False)):
+            row = {"key_hash": name, "user_id": name, "name": name, "note": "", "created_at": 1.0}
+            connection.execute(_insert("api_keys", row | {"is_admin": is_admin}))
     again = Store(url)
     assert [key.role for key in again.accounts.all_keys()] == ["admin", "user"]
     again.close()
 
 
 def test_usage_of_an_older_database_stays_and_its_keys_are_not_known(url: str) -> None:
-    store = Store(url)
-    counts = [
-        UsageCount(kind="training", count=number, user_id="ann", key_id=number) for number in (1, 2)
-    ]
-    store.usage.add(counts)
-    store.flush()
-    with store._database.writer.begin() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        command.downgrade(config, "0008")
-    store.close()
+    with _at_version(url, "0008") as connection:
+        names = ("session_id", "model_id", "base_model", "project_id")
+        row = {"bucket_start": 3600, "user_id": "ann", "kind": "training", "count": 3.0}
+        connection.execute(_insert("usage", row | dict.fromkeys(names, "")))
     again = Store(url)
     again.usage.add([UsageCount(kind="training", count=4, user_id="ann", key_id=2)])
     again.flush()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Connection, select, union
 
 from tinkex.store import schema
+from tinkex.store.noun import Noun
 from tinkex.store.upsert import insert_or_ignore
-from tinkex.store.writer import GroupWriter
 
 _deleted = schema.deleted_folders
-_POINTING = (schema.checkpoints, schema.snapshots)
 
 
 def note_deleted(connection: Connection, folder: str) -> None:
@@ -25,33 +24,22 @@ def note_deleted(connection: Connection, folder: str) -> None:
     connection.execute(insert_or_ignore(connection, _deleted), row)
 
 
-class Folders:
-    def __init__(self, reader: Engine, writer: GroupWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
+class Folders(Noun):
     def known(self) -> set[str]:
         """Every folder that a row points at."""
         samplers = schema.sampling_sessions
         own = select(samplers.c.folder).where(
             samplers.c.ephemeral.is_(True), samplers.c.folder.is_not(None)
         )
-        with self._reader.connect() as connection:
-            found = set(connection.execute(own).scalars())
-            for table in _POINTING:
-                found.update(connection.execute(select(table.c.folder)).scalars())
-        return found
+        listed = (select(table.c.folder) for table in (schema.checkpoints, schema.snapshots))
+        return set(self._scalars(union(own, *listed)))
 
     def deleted(self) -> list[str]:
         """What may be removed from disk: noted as deleted, and no row points at it."""
-        with self._reader.connect() as connection:
-            noted = connection.execute(select(_deleted.c.folder)).scalars().all()
-        if not noted:
-            return []
-        known = self.known()
+        noted = self._scalars(select(_deleted.c.folder))
+        known = self.known() if noted else set()
         return [folder for folder in noted if folder not in known]
 
     def removed(self, folder: str) -> None:
         """It is gone from disk; the note may go too."""
-        statement = _deleted.delete().where(_deleted.c.folder == folder)
-        self._writer.run(lambda connection: connection.execute(statement))
+        self._write(_deleted.delete().where(_deleted.c.folder == folder))

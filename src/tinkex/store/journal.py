@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, select, update
+from sqlalchemy import Connection, Engine, bindparam, null, select, update
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
+from tinkex.store.noun import Noun
 from tinkex.store.records import Appended, Ended, Fetched, JournalRow, NewRow
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.usage import Usage
@@ -37,7 +38,7 @@ class SeqConflictError(InvalidInputError):
     code = "seq_conflict"
 
 
-class Journal:
+class Journal(Noun):
     def __init__(
         self,
         reader: Engine,
@@ -45,8 +46,7 @@ class Journal:
         result_ttl_s: float = RESULT_TTL_S,
         row_ttl_s: float = ROW_TTL_S,
     ) -> None:
-        self._reader = reader
-        self._writer = writer
+        super().__init__(reader, writer)
         self._result_ttl_s = result_ttl_s
         self._row_ttl_s = row_ttl_s
 
@@ -66,33 +66,28 @@ class Journal:
         return self._writer.batch(self._write_notes, notes)
 
     def get(self, request_id: str) -> JournalRow | None:
-        found = self._all(select(_table).where(_table.c.request_id == request_id))
-        return found[0] if found else None
+        return self._first(JournalRow, select(_table).where(_table.c.request_id == request_id))
 
     def find(self, model_id: str, seq_id: int) -> JournalRow | None:
         same = (_table.c.model_id == model_id, _table.c.seq_id == seq_id)
-        found = self._all(select(_table).where(*same))
-        return found[0] if found else None
+        return self._first(JournalRow, select(_table).where(*same))
 
     def since(self, model_id: str, after_seq_id: int) -> list[JournalRow]:
         """Everything after a snapshot, in order: what a recovery runs again or still has to run."""
         newer = (_table.c.model_id == model_id, _table.c.seq_id > after_seq_id)
-        return self._all(select(_table).where(*newer).order_by(_table.c.seq_id))
+        return self._all(JournalRow, select(_table).where(*newer).order_by(_table.c.seq_id))
 
     def unfinished_models(self) -> list[str]:
         """Models with an accepted op that has no end yet."""
         query = select(_table.c.model_id).distinct().where(_table.c.finished_at.is_(None))
-        with self._reader.connect() as connection:
-            return list(connection.execute(query).scalars())
+        return self._scalars(query)
 
     def timings(self, model_ids: Sequence[str]) -> list[JournalRow]:
         """Rows without body and result, in order of acceptance: the material of a trace."""
-        slim = [c for c in _table.c if c.name not in ("body", "result", "drop_result_at")]
-        query = select(*slim).where(_table.c.model_id.in_(model_ids))
-        query = query.order_by(_table.c.accepted_at)
-        with self._reader.connect() as connection:
-            rows = connection.execute(query).mappings().all()
-        return [JournalRow(**row, body=None, result=None) for row in rows]
+        slim = [c for c in _table.c if c.name not in ("body", "result")]
+        left_out = (null().label("body"), null().label("result"))
+        query = select(*slim, *left_out).where(_table.c.model_id.in_(model_ids))
+        return self._all(JournalRow, query.order_by(_table.c.accepted_at))
 
     def release_bodies(
         self, model_id: str, through_seq_id: int, after_seq_id: int = -1
@@ -125,7 +120,7 @@ class Journal:
         self._repeat(_table.delete().where(_table.c.request_id.in_(old)))
 
     def _repeat(self, statement: Any) -> None:
-        while self._writer.run(lambda c: c.execute(statement).rowcount) == SWEEP_ROWS:
+        while self._write(statement) == SWEEP_ROWS:
             pass
 
     def _write_notes(self, connection: Connection, notes: Sequence[Ended | Fetched]) -> None:
@@ -142,10 +137,6 @@ class Journal:
             Usage.write(connection, counts)
         if drops:
             connection.execute(_FETCHED, [{"id": name, "at": at} for name, at in drops.items()])
-
-    def _all(self, query: Any) -> list[JournalRow]:
-        with self._reader.connect() as connection:
-            return [_op(row) for row in connection.execute(query).mappings()]
 
 
 def _some(*conditions: Any) -> Any:
@@ -253,7 +244,3 @@ _FETCHED = (
     .where(_table.c.request_id == bindparam("id"))
     .values(drop_result_at=bindparam("at"))
 )
-
-
-def _op(row: Any) -> JournalRow:
-    return JournalRow(**{name: row[name] for name in JournalRow.__slots__})

@@ -5,9 +5,8 @@ The time of the last request is gathered in memory and written about once a seco
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,6 @@ from sqlalchemy import (
     Engine,
     String,
     and_,
-    bindparam,
     cast,
     false,
     func,
@@ -30,13 +28,13 @@ from sqlalchemy import (
 
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
+from tinkex.store.noun import LatestMoments, Noun, record, row_of
 from tinkex.store.records import Model, Session, Snapshot
-from tinkex.store.sessions import session_of
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
 
 _table = schema.models
-
+_snapshots = schema.snapshots
 _SEARCHED = (_table.c.model_id, _table.c.base_model)
 
 
@@ -108,36 +106,28 @@ class FilteredRuns:
     """What the user's runs, fitting or not, are trained on."""
 
 
-class Models:
+class Models(Noun):
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._touched: dict[str, float] = {}
-        self._lock = threading.Lock()
-        writer.defer(self._touched_write)
+        super().__init__(reader, writer)
+        self._touched = LatestMoments(writer, _table.c.model_id, _table.c.last_request_time)
 
     def create(self, model: Model) -> None:
         """Add a run. One that is there already stays as it is: a repeat changes nothing."""
-        row = {name: getattr(model, name) for name in Model.__slots__}
+        row = row_of(model)
         self._writer.run(lambda c: c.execute(insert_or_ignore(c, _table), row))
 
     def count_loaded(self, user_ids: Sequence[str]) -> dict[str, int]:
         """Models of each user whose state is kept."""
         query = select(_table.c.user_id, func.count()).where(_table.c.user_id.in_(user_ids))
         query = query.where(_table.c.unloaded.is_(False)).group_by(_table.c.user_id)
-        with self._reader.connect() as connection:
-            return {row[0]: row[1] for row in connection.execute(query)}
+        return {row[0]: row[1] for row in self._rows(query)}
 
     def get(self, model_id: str) -> Model | None:
-        with self._reader.connect() as connection:
-            query = select(_table).where(_table.c.model_id == model_id)
-            row = connection.execute(query).mappings().first()
-        return _model(row) if row else None
+        return self._first(Model, select(_table).where(_table.c.model_id == model_id))
 
     def touch(self, model_id: str, at: float | None = None) -> None:
         """Note a request. Returns at once; the row follows within about a second."""
-        with self._lock:
-            self._touched[model_id] = time.time() if at is None else at
+        self._touched.note(model_id, at)
 
     def mark(
         self, model_id: str, *, corrupted: bool | None = None, unloaded: bool | None = None
@@ -157,7 +147,7 @@ class Models:
 
     def of_session(self, session_id: str) -> list[Model]:
         query = select(_table).where(_table.c.session_id == session_id)
-        return self._all(query.order_by(_table.c.model_seq_id))
+        return self._all(Model, query.order_by(_table.c.model_seq_id))
 
     def page(
         self,
@@ -175,14 +165,9 @@ class Models:
         mine = true() if user_id is None else _table.c.user_id == user_id
         where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine]
         if project_id is not None:
-            sessions = schema.sessions
-            inside = select(sessions.c.session_id).where(sessions.c.project_id == project_id)
-            where.append(_table.c.session_id.in_(inside))
+            where.append(_of_sessions(schema.sessions.c.project_id == project_id))
         order = (_table.c.created_at.desc(), _table.c.model_id.desc())
-        query = select(_table).where(*where).order_by(*order).limit(limit).offset(offset)
-        with self._reader.connect() as connection:
-            total = connection.execute(select(func.count()).select_from(_table).where(*where))
-            return self._all(query), int(total.scalar_one())
+        return self._page(Model, _table, where, order, limit, offset)
 
     def filtered(
         self, user_id: str | None, wanted: RunFilter, limit: int, offset: int
@@ -197,7 +182,7 @@ class Models:
         names = select(_table.c.base_model).where(*owned).distinct().limit(200)
         with self._reader.connect() as connection:
             found = connection.execute(query.limit(limit).offset(offset)).mappings().all()
-            models = [_model(row) for row in found]
+            models = [record(Model, row) for row in found]
             total = int(found[0]["total"]) if found and counted else offset + len(models)
             if (len(models) == limit and not counted) or (offset and not models):
                 total = int(connection.execute(count).scalar_one())
@@ -205,7 +190,7 @@ class Models:
             rows = connection.execute(select(schema.sessions).where(of_page)).mappings()
             return FilteredRuns(
                 models=models,
-                sessions={row["session_id"]: session_of(row) for row in rows},
+                sessions={row["session_id"]: record(Session, row) for row in rows},
                 total=total,
                 base_models=sorted(connection.execute(names).scalars()),
             )
@@ -213,44 +198,23 @@ class Models:
     def has_public(self, model_id: str) -> bool:
         """Whether a run has a public checkpoint that has not expired."""
         query = _public_runs().where(schema.checkpoints.c.model_id == model_id).limit(1)
-        with self._reader.connect() as connection:
-            return connection.execute(query).first() is not None
+        return bool(self._scalars(query))
 
     def silent_since(self, moment: float) -> list[str]:
         """Models that hold state and were not used since, nor their session seen; oldest first."""
-        sessions = schema.sessions
-        query = (
-            select(_table.c.model_id)
-            .join(sessions, sessions.c.session_id == _table.c.session_id)
-            .where(_table.c.unloaded.is_(False), _table.c.last_request_time < moment)
-            .where(sessions.c.last_heartbeat < moment)
-            .order_by(_table.c.last_request_time)
-        )
-        with self._reader.connect() as connection:
-            return list(connection.execute(query).scalars())
+        return self._scalars(_unused_since(moment))
 
     def closed_since(self, moment: float) -> list[str]:
         """Models that hold state, whose session its client ended, and not used since."""
-        sessions = schema.sessions
-        query = (
-            select(_table.c.model_id)
-            .join(sessions, sessions.c.session_id == _table.c.session_id)
-            .where(_table.c.unloaded.is_(False), _table.c.last_request_time < moment)
-            .where(sessions.c.status_type != "active", sessions.c.last_heartbeat < moment)
-            .order_by(_table.c.last_request_time)
-        )
-        with self._reader.connect() as connection:
-            return list(connection.execute(query).scalars())
+        return self._scalars(_unused_since(moment).where(schema.sessions.c.status_type != "active"))
 
     def save_snapshot(self, snapshot: Snapshot) -> Snapshot | None:
         """Make this the state to recover from; gives the one before, whose folder may now go."""
-        snapshots = schema.snapshots
-        row = {name: getattr(snapshot, name) for name in Snapshot.__slots__}
+        query = select(_snapshots).where(_snapshots.c.model_id == snapshot.model_id)
 
         def write(connection: Connection) -> Snapshot | None:
-            query = select(snapshots).where(snapshots.c.model_id == snapshot.model_id)
             before = connection.execute(query).mappings().first()
-            connection.execute(insert_or_replace(connection, snapshots), row)
+            connection.execute(insert_or_replace(connection, _snapshots), row_of(snapshot))
             if before and before["folder"] != snapshot.folder:
                 note_deleted(connection, before["folder"])
             return Snapshot(**before) if before else None
@@ -258,42 +222,32 @@ class Models:
         return self._writer.run(write)
 
     def get_snapshot(self, model_id: str) -> Snapshot | None:
-        query = select(schema.snapshots).where(schema.snapshots.c.model_id == model_id)
-        with self._reader.connect() as connection:
-            row = connection.execute(query).mappings().first()
-        return Snapshot(**row) if row else None
+        return self._first(Snapshot, select(_snapshots).where(_snapshots.c.model_id == model_id))
 
     def drop_snapshot(self, model_id: str) -> None:
-        snapshots = schema.snapshots
-        of_model = snapshots.c.model_id == model_id
+        of_model = _snapshots.c.model_id == model_id
 
         def write(connection: Connection) -> None:
-            for folder in connection.execute(select(snapshots.c.folder).where(of_model)).scalars():
+            for folder in connection.execute(select(_snapshots.c.folder).where(of_model)).scalars():
                 note_deleted(connection, folder)
-            connection.execute(snapshots.delete().where(of_model))
+            connection.execute(_snapshots.delete().where(of_model))
 
         self._writer.run(write)
 
-    def _all(self, query: Any) -> list[Model]:
-        with self._reader.connect() as connection:
-            return [_model(row) for row in connection.execute(query).mappings()]
-
     def _set(self, model_id: str, values: dict[str, Any]) -> None:
-        statement = update(_table).where(_table.c.model_id == model_id).values(**values)
-        self._writer.run(lambda connection: connection.execute(statement))
+        self._write(update(_table).where(_table.c.model_id == model_id).values(**values))
 
-    def _touched_write(self) -> Callable[[Connection], None] | None:
-        with self._lock:
-            touched, self._touched = self._touched, {}
-        if not touched:
-            return None
-        statement = (
-            update(_table)
-            .where(_table.c.model_id == bindparam("id"))
-            .values(last_request_time=bindparam("at"))
-        )
-        rows = [{"id": model_id, "at": at} for model_id, at in touched.items()]
-        return lambda connection: (connection.execute(statement, rows), None)[1]
+
+def _unused_since(moment: float) -> Any:
+    """The ids of models with state, neither they nor their session used since; oldest first."""
+    sessions = schema.sessions
+    return (
+        select(_table.c.model_id)
+        .join(sessions, sessions.c.session_id == _table.c.session_id)
+        .where(_table.c.unloaded.is_(False), _table.c.last_request_time < moment)
+        .where(sessions.c.last_heartbeat < moment)
+        .order_by(_table.c.last_request_time)
+    )
 
 
 def _of_sessions(condition: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -305,7 +259,3 @@ def _public_runs() -> Any:
     marks = schema.checkpoints
     alive = or_(marks.c.expires_at.is_(None), marks.c.expires_at > time.time())
     return select(marks.c.model_id).where(marks.c.public.is_(True), alive)
-
-
-def _model(row: Any) -> Model:
-    return Model(**{name: row[name] for name in Model.__slots__})

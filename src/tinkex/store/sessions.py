@@ -5,20 +5,20 @@ Heartbeats are gathered in memory and written about once a second.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Engine, and_, bindparam, func, insert, or_, select, update
+from sqlalchemy import Connection, Engine, and_, func, insert, or_, select, update
 
 from tinkex.store import schema
+from tinkex.store.noun import LatestMoments, Noun, row_of
 from tinkex.store.records import Session
 from tinkex.store.writer import GroupWriter
 
 ACTIVE = {"type": "active"}
 _table = schema.sessions
+_NEWEST = (_table.c.created_at.desc(), _table.c.session_id.desc())
 FORGET_AT_ONCE = 500
 
 
@@ -37,51 +37,38 @@ class SessionQuery:
     """(created_at, session_id) of the last row of the previous page."""
 
 
-class Sessions:
+class Sessions(Noun):
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._beats: dict[str, float] = {}
-        self._lock = threading.Lock()
-        writer.defer(self._beats_write)
+        super().__init__(reader, writer)
+        self._beats = LatestMoments(writer, _table.c.session_id, _table.c.last_heartbeat)
 
     def create(self, session: Session) -> None:
-        row = {name: getattr(session, name) for name in Session.__slots__}
-        row["status_type"] = session.status["type"]
+        row = row_of(session) | {"status_type": session.status["type"]}
         # A search cursor travels with microseconds and must find this very row again.
         row["created_at"] = round(session.created_at, 6)
-        self._writer.run(lambda connection: connection.execute(insert(_table), row))
+        self._write(insert(_table).values(row))
 
     def count_alive(self, user_ids: Sequence[str], since: float) -> dict[str, int]:
         """Sessions of each user that are not over and gave a sign of life since a moment."""
         query = select(_table.c.user_id, func.count()).where(_table.c.user_id.in_(user_ids))
         query = query.where(_table.c.status_type == "active", _table.c.last_heartbeat >= since)
-        with self._reader.connect() as connection:
-            return {row[0]: row[1] for row in connection.execute(query.group_by(_table.c.user_id))}
+        return {row[0]: row[1] for row in self._rows(query.group_by(_table.c.user_id))}
 
     def get(self, session_id: str) -> Session | None:
-        with self._reader.connect() as connection:
-            query = select(_table).where(_table.c.session_id == session_id)
-            row = connection.execute(query).mappings().first()
-        return session_of(row) if row else None
+        return self._first(Session, select(_table).where(_table.c.session_id == session_id))
 
     def heartbeat(self, session_id: str, at: float | None = None) -> None:
         """Note a sign of life. Returns at once; the row follows within about a second."""
-        with self._lock:
-            self._beats[session_id] = time.time() if at is None else at
+        self._beats.note(session_id, at)
 
     def finish(self, session_id: str, status: dict[str, Any]) -> bool:
         """End an active session. The first reason wins: False when it had ended before."""
-        statement = (
-            update(_table)
-            .where(_table.c.session_id == session_id, _table.c.status_type == "active")
-            .values(status=status, status_type=status["type"])
-        )
-        return self._writer.run(lambda connection: connection.execute(statement).rowcount > 0)
+        active = (_table.c.session_id == session_id, _table.c.status_type == "active")
+        ended = update(_table).where(*active).values(status=status, status_type=status["type"])
+        return self._write(ended) > 0
 
     def set_tags(self, session_id: str, tags: list[str]) -> None:
-        statement = update(_table).where(_table.c.session_id == session_id).values(tags=tags)
-        self._writer.run(lambda connection: connection.execute(statement))
+        self._write(update(_table).where(_table.c.session_id == session_id).values(tags=tags))
 
     def set_project(self, session_id: str, project_id: str) -> None:
         """Move a session, with the checkpoints of its runs, to a project."""
@@ -101,9 +88,7 @@ class Sessions:
         query = select(_table.c.session_id)
         if user_id is not None:
             query = query.where(_table.c.user_id == user_id)
-        query = query.order_by(_table.c.created_at.desc(), _table.c.session_id.desc())
-        with self._reader.connect() as connection:
-            return list(connection.execute(query.limit(limit).offset(offset)).scalars())
+        return self._scalars(query.order_by(*_NEWEST).limit(limit).offset(offset))
 
     def forget(self, before: float) -> int:
         """Drop sessions without a run that were last seen before a moment, so many at a time.
@@ -128,35 +113,14 @@ class Sessions:
 
     def search(self, query: SessionQuery, limit: int) -> list[Session]:
         """Newest first. Conditions on metadata and finish reasons are the caller's to filter."""
-        statement = (
-            select(_table)
-            .where(*_conditions(query))
-            .order_by(_table.c.created_at.desc(), _table.c.session_id.desc())
-            .limit(limit)
-        )
-        with self._reader.connect() as connection:
-            return [session_of(row) for row in connection.execute(statement).mappings()]
+        found = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
+        return self._all(Session, found)
 
     def called(self, session_ids: Collection[str]) -> dict[str, tuple[str | None, bool]]:
         """The display name of each, and whether it is active."""
         columns = (_table.c.session_id, _table.c.display_name, _table.c.status_type)
-        query = select(*columns).where(_table.c.session_id.in_(session_ids))
-        with self._reader.connect() as connection:
-            rows = connection.execute(query).all()
+        rows = self._rows(select(*columns).where(_table.c.session_id.in_(session_ids)))
         return {row[0]: (row[1], row[2] == "active") for row in rows}
-
-    def _beats_write(self) -> Callable[[Connection], None] | None:
-        with self._lock:
-            beats, self._beats = self._beats, {}
-        if not beats:
-            return None
-        statement = (
-            update(_table)
-            .where(_table.c.session_id == bindparam("id"))
-            .values(last_heartbeat=bindparam("at"))
-        )
-        rows = [{"id": session_id, "at": at} for session_id, at in beats.items()]
-        return lambda connection: (connection.execute(statement, rows), None)[1]
 
 
 def _conditions(query: SessionQuery) -> list[Any]:
@@ -181,7 +145,3 @@ def _conditions(query: SessionQuery) -> list[Any]:
         same = and_(_table.c.created_at == at, _table.c.session_id < session_id)
         wanted.append(or_(_table.c.created_at < at, same))
     return wanted
-
-
-def session_of(row: Any) -> Session:
-    return Session(**{name: row[name] for name in Session.__slots__})

@@ -18,14 +18,13 @@ from typing import Any, TypeVar
 
 from tinkex.store.accounts import Accounts
 from tinkex.store.binding import bind
-from tinkex.store.checkpoints import Audit, Checkpoints
+from tinkex.store.checkpoints import Audit, CheckpointNames, Checkpoints
 from tinkex.store.claim import Claim, Fence
 from tinkex.store.curves import Curves
 from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, ROW_TTL_S, Journal
 from tinkex.store.models import Models
-from tinkex.store.names import CheckpointNames
 from tinkex.store.sampling import Sampling
 from tinkex.store.sessions import Sessions
 from tinkex.store.trajectories import Trajectories

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Engine, case, func, select
 
 from tinkex.store import schema
+from tinkex.store.noun import Noun
 from tinkex.store.records import UsageCount, UsageKind, UsageRow
 from tinkex.store.upsert import insert_or_add
 from tinkex.store.writer import GroupWriter
@@ -48,10 +49,9 @@ class Used:
     """By kind; what is 0 is left out."""
 
 
-class Usage:
+class Usage(Noun):
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+        super().__init__(reader, writer)
         self._gathered: dict[_Key, float] = {}
         self._lock = threading.Lock()
         writer.defer(self._gathered_write)
@@ -100,8 +100,7 @@ class Usage:
             .group_by(*names)
             .order_by(*names)
         )
-        with self._reader.connect() as connection:
-            return [_usage_row(row) for row in connection.execute(query).mappings()]
+        return [_usage_row(row._mapping) for row in self._rows(query)]
 
     def tokens(self, start: float) -> dict[str, float]:
         """What everybody used in the buckets that end after `start`, by kind."""
@@ -110,8 +109,7 @@ class Usage:
             .where(_table.c.bucket_start > int(start) - BUCKET_S, _table.c.kind.in_(TOKEN_KINDS))
             .group_by(_table.c.kind)
         )
-        with self._reader.connect() as connection:
-            return {row[0]: float(row[1]) for row in connection.execute(query)}
+        return {row[0]: float(row[1]) for row in self._rows(query)}
 
     def used(self, by: UsedBy, start: float, limit: int) -> list[Used]:
         """What each user, key or run used in the buckets that end after `start`.
@@ -128,14 +126,13 @@ class Usage:
             .order_by(sums[-1].desc(), func.sum(_table.c.count).desc(), *names)
             .limit(limit)
         )
-        with self._reader.connect() as connection:
-            return [
-                Used(
-                    **{name: row[name] for name in _USERS[by]},
-                    counts={kind: row[kind] for kind in kinds if row[kind]},
-                )
-                for row in connection.execute(query).mappings()
-            ]
+        return [
+            Used(
+                **{name: row[name] for name in _USERS[by]},
+                counts={kind: row[kind] for kind in kinds if row[kind]},
+            )
+            for row in (one._mapping for one in self._rows(query))
+        ]
 
     def _gathered_write(self) -> Callable[[Connection], None] | None:
         with self._lock:

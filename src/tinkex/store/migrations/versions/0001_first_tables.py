@@ -34,9 +34,7 @@ def upgrade() -> None:
         sa.Column("details", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("entry_id", name=op.f("pk_audit")),
     )
-    with op.batch_alter_table("audit", schema=None) as batch_op:
-        batch_op.create_index("ix_audit_owner", ["user_id", "timestamp"], unique=False)
-
+    op.create_index("ix_audit_owner", "audit", ["user_id", "timestamp"])
     op.create_table(
         "checkpoints",
         sa.Column("path", sa.String(), nullable=False),
@@ -58,11 +56,9 @@ def upgrade() -> None:
         sa.Column("request_id", sa.String(), nullable=True),
         sa.PrimaryKeyConstraint("path", name=op.f("pk_checkpoints")),
     )
-    with op.batch_alter_table("checkpoints", schema=None) as batch_op:
-        batch_op.create_index("ix_checkpoints_expiry", ["expires_at"], unique=False)
-        batch_op.create_index("ix_checkpoints_owner", ["user_id", "created_at"], unique=False)
-        batch_op.create_index("ix_checkpoints_run", ["model_id", "created_at"], unique=False)
-
+    op.create_index("ix_checkpoints_expiry", "checkpoints", ["expires_at"])
+    op.create_index("ix_checkpoints_owner", "checkpoints", ["user_id", "created_at"])
+    op.create_index("ix_checkpoints_run", "checkpoints", ["model_id", "created_at"])
     op.create_table(
         "custom_losses",
         sa.Column("loss_id", sa.String(), nullable=False),
@@ -84,9 +80,7 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("user_id", "key", name=op.f("pk_idempotency")),
     )
-    with op.batch_alter_table("idempotency", schema=None) as batch_op:
-        batch_op.create_index(batch_op.f("ix_idempotency_created_at"), ["created_at"], unique=False)
-
+    op.create_index("ix_idempotency_created_at", "idempotency", ["created_at"])
     op.create_table(
         "journal",
         sa.Column("model_id", sa.String(), nullable=False),
@@ -108,10 +102,8 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("model_id", "seq_id", name=op.f("pk_journal")),
         sa.UniqueConstraint("request_id", name=op.f("uq_journal_request_id")),
     )
-    with op.batch_alter_table("journal", schema=None) as batch_op:
-        batch_op.create_index("ix_journal_drop", ["drop_result_at"], unique=False)
-        batch_op.create_index("ix_journal_finished", ["finished_at"], unique=False)
-
+    op.create_index("ix_journal_drop", "journal", ["drop_result_at"])
+    op.create_index("ix_journal_finished", "journal", ["finished_at"])
     op.create_table(
         "models",
         sa.Column("model_id", sa.String(), nullable=False),
@@ -128,10 +120,8 @@ def upgrade() -> None:
         sa.Column("unloaded", sa.Boolean(), nullable=False),
         sa.PrimaryKeyConstraint("model_id", name=op.f("pk_models")),
     )
-    with op.batch_alter_table("models", schema=None) as batch_op:
-        batch_op.create_index("ix_models_owner", ["user_id", "created_at"], unique=False)
-        batch_op.create_index(batch_op.f("ix_models_session_id"), ["session_id"], unique=False)
-
+    op.create_index("ix_models_owner", "models", ["user_id", "created_at"])
+    op.create_index("ix_models_session_id", "models", ["session_id"])
     op.create_table(
         "sampling_sessions",
         sa.Column("sampling_session_id", sa.String(), nullable=False),
@@ -168,13 +158,9 @@ def upgrade() -> None:
         sa.Column("status_type", sa.String(), nullable=False),
         sa.PrimaryKeyConstraint("session_id", name=op.f("pk_sessions")),
     )
-    with op.batch_alter_table("sessions", schema=None) as batch_op:
-        batch_op.create_index("ix_sessions_created", ["created_at", "session_id"], unique=False)
-        batch_op.create_index(
-            "ix_sessions_owner", ["user_id", "created_at", "session_id"], unique=False
-        )
-        batch_op.create_index("ix_sessions_status", ["status_type", "last_heartbeat"], unique=False)
-
+    op.create_index("ix_sessions_created", "sessions", ["created_at", "session_id"])
+    op.create_index("ix_sessions_owner", "sessions", ["user_id", "created_at", "session_id"])
+    op.create_index("ix_sessions_status", "sessions", ["status_type", "last_heartbeat"])
     op.create_table(
         "snapshots",
         sa.Column("model_id", sa.String(), nullable=False),
@@ -212,43 +198,3 @@ def upgrade() -> None:
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("user_id", name=op.f("pk_users")),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("users")
-    op.drop_table("usage")
-    op.drop_table("snapshots")
-    with op.batch_alter_table("sessions", schema=None) as batch_op:
-        batch_op.drop_index("ix_sessions_status")
-        batch_op.drop_index("ix_sessions_owner")
-        batch_op.drop_index("ix_sessions_created")
-
-    op.drop_table("sessions")
-    op.drop_table("secrets")
-    op.drop_table("sampling_sessions")
-    with op.batch_alter_table("models", schema=None) as batch_op:
-        batch_op.drop_index(batch_op.f("ix_models_session_id"))
-        batch_op.drop_index("ix_models_owner")
-
-    op.drop_table("models")
-    with op.batch_alter_table("journal", schema=None) as batch_op:
-        batch_op.drop_index("ix_journal_finished")
-        batch_op.drop_index("ix_journal_drop")
-
-    op.drop_table("journal")
-    with op.batch_alter_table("idempotency", schema=None) as batch_op:
-        batch_op.drop_index(batch_op.f("ix_idempotency_created_at"))
-
-    op.drop_table("idempotency")
-    op.drop_table("custom_losses")
-    with op.batch_alter_table("checkpoints", schema=None) as batch_op:
-        batch_op.drop_index("ix_checkpoints_run")
-        batch_op.drop_index("ix_checkpoints_owner")
-        batch_op.drop_index("ix_checkpoints_expiry")
-
-    op.drop_table("checkpoints")
-    with op.batch_alter_table("audit", schema=None) as batch_op:
-        batch_op.drop_index("ix_audit_owner")
-
-    op.drop_table("audit")
-    op.drop_table("api_keys")

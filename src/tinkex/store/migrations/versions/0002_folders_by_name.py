@@ -27,12 +27,6 @@ def upgrade() -> None:
         _rename(sa.table(table, sa.column("folder", sa.String())))
 
 
-def downgrade() -> None:
-    """Relative names stay: they load from the folder in which the old server is started."""
-    op.drop_table("deleted_folders")
-    op.drop_table("meta")
-
-
 def _rename(table: sa.TableClause) -> None:
     connection = op.get_bind()
     query = sa.select(table.c.folder).distinct().where(table.c.folder.is_not(None))

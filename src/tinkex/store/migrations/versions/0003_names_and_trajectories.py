@@ -37,11 +37,6 @@ def upgrade() -> None:
         op.create_index(name, "trajectory_answers", columns)
 
 
-def downgrade() -> None:
-    op.drop_table("trajectory_answers")
-    op.drop_table("checkpoint_names")
-
-
 _INDEXES = {
     "ix_trajectory_answers_owner": ["user_id", "trajectory_id", "answer_id"],
     "ix_trajectory_answers_age": ["created_at"],

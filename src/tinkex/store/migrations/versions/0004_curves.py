@@ -17,7 +17,3 @@ def upgrade() -> None:
         sa.Column("updated_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("model_id", "name", name=op.f("pk_curves")),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("curves")

@@ -15,12 +15,3 @@ def upgrade() -> None:
     )
     op.add_column("api_keys", is_admin)
     op.create_index("ix_audit_time", "audit", ["timestamp"])
-
-
-def downgrade() -> None:
-    op.drop_index("ix_audit_time", "audit")
-    with op.batch_alter_table("api_keys") as keys:
-        keys.drop_column("is_admin")
-    with op.batch_alter_table("users") as users:
-        users.drop_column("quotas")
-        users.drop_column("disabled_at")

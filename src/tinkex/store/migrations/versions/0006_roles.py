@@ -14,13 +14,3 @@ def upgrade() -> None:
     op.execute(_keys.update().where(_keys.c.is_admin).values(role="admin"))
     with op.batch_alter_table("api_keys") as keys:
         keys.drop_column("is_admin")
-
-
-def downgrade() -> None:
-    is_admin: sa.Column[bool] = sa.Column(
-        "is_admin", sa.Boolean(), nullable=False, server_default=sa.false()
-    )
-    op.add_column("api_keys", is_admin)
-    op.execute(_keys.update().where(_keys.c.role == "admin").values(is_admin=True))
-    with op.batch_alter_table("api_keys") as keys:
-        keys.drop_column("role")

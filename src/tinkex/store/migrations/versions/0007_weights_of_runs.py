@@ -10,9 +10,3 @@ down_revision = "0006"
 def upgrade() -> None:
     op.add_column("sampling_sessions", sa.Column("model_id", sa.String(), nullable=True))
     op.create_index("ix_sampling_sessions_model", "sampling_sessions", ["model_id"])
-
-
-def downgrade() -> None:
-    op.drop_index("ix_sampling_sessions_model", "sampling_sessions")
-    with op.batch_alter_table("sampling_sessions") as table:
-        table.drop_column("model_id")

@@ -9,8 +9,3 @@ down_revision = "0007"
 
 def upgrade() -> None:
     op.add_column("models", sa.Column("base_fingerprint", sa.String(), nullable=True))
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("models") as table:
-        table.drop_column("base_fingerprint")

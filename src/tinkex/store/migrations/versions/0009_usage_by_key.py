@@ -13,21 +13,14 @@ _NAMES = ("bucket_start", "user_id", "session_id", "model_id", "kind", "base_mod
 
 def upgrade() -> None:
     op.add_column("journal", sa.Column("key_id", sa.Integer(), nullable=True))
-    _remake_usage((*_NAMES, "key_id"), "0")
+    _add_key_to_usage()
     op.create_index("ix_models_created", "models", ["created_at", "model_id"])
     op.create_index("ix_models_bases", "models", ["user_id", "base_model"])
 
 
-def downgrade() -> None:
-    op.drop_index("ix_models_bases", "models")
-    op.drop_index("ix_models_created", "models")
-    with op.batch_alter_table("journal") as table:
-        table.drop_column("key_id")
-    _remake_usage(_NAMES, "")
-
-
-def _remake_usage(names: tuple[str, ...], key_id: str) -> None:
-    """A new table with its rows added up: SQLite cannot change the primary key of an old one."""
+def _add_key_to_usage() -> None:
+    """A new table with the old rows: SQLite cannot change the primary key of an old one."""
+    names = (*_NAMES, "key_id")
     kinds = {"bucket_start": sa.BigInteger(), "key_id": sa.Integer()}
     op.create_table(
         "usage_new",
@@ -36,10 +29,7 @@ def _remake_usage(names: tuple[str, ...], key_id: str) -> None:
         sa.PrimaryKeyConstraint(*names, name=op.f("pk_usage_new")),
     )
     kept = ", ".join(_NAMES)
-    targets, values = ", ".join((*names, "count")), ", ".join(filter(None, (kept, key_id)))
-    op.execute(
-        f"INSERT INTO usage_new ({targets}) SELECT {values}, SUM(count) FROM usage GROUP BY {kept}"
-    )
+    op.execute(f"INSERT INTO usage_new ({kept}, key_id, count) SELECT {kept}, 0, count FROM usage")
     op.drop_table("usage")
     op.rename_table("usage_new", "usage")
     if op.get_bind().dialect.name == "postgresql":

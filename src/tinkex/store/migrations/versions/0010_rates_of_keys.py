@@ -12,8 +12,3 @@ def upgrade() -> None:
     op.add_column(
         "api_keys", sa.Column("requests_per_minute", kind, nullable=False, server_default="0")
     )
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("api_keys") as table:
-        table.drop_column("requests_per_minute")
