@@ -30,7 +30,7 @@ async def test_every_waiting_poll_wakes_at_once() -> None:
 async def test_a_poll_ends_without_an_outcome_when_time_is_up() -> None:
     made = promise()
     assert await made.wait(0.01, asyncio.Event()) is None
-    assert made._waiters == []
+    assert made.polls == []
 
 
 def test_fetched_results_go_after_the_grace_and_others_after_their_time() -> None:

@@ -48,6 +48,32 @@ class Outcome:
         return not self.category
 
 
+class Polls(list[asyncio.Future[None]]):
+    """Those who wait for one thing: a promise to be settled, a log to have something new."""
+
+    __slots__ = ()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until `wake`, or until the time is up."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self.append(waiter)
+        # A timer that resolves the waiter, not `wait_for`: a time-out is an answer here, and the
+        # hundreds of polls that are held must not each cost a task and an exception.
+        handle = loop.call_later(timeout_s, _wake, waiter)
+        try:
+            await waiter
+        finally:  # a client that hung up cancels this, and must leave nothing behind
+            handle.cancel()
+            if waiter in self:
+                self.remove(waiter)
+
+    def wake(self) -> None:
+        for waiter in self:
+            _wake(waiter)
+        self.clear()
+
+
 @dataclass(slots=True, eq=False)
 class Promise:
     request_id: str
@@ -62,7 +88,7 @@ class Promise:
     on_settle: Callable[[Promise], None] | None = None
     on_drop: Callable[[Promise], None] | None = None
     """Told when nobody can fetch the result any more."""
-    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    polls: Polls = field(default_factory=Polls)
 
     def settle(self, outcome: Outcome) -> bool:
         """Set the outcome; the first one stays. Returns whether this was the first."""
@@ -71,35 +97,16 @@ class Promise:
         self.outcome = outcome
         # Nobody asks any more, and these hold the whole request in memory.
         self.reason, self.cancel = _settled, None
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+        self.polls.wake()
         if self.on_settle is not None:
             self.on_settle(self)
         return True
 
     async def wait(self, timeout_s: float, stopping: asyncio.Event) -> Outcome | None:
         """The outcome, or None when the time is up or the server stops."""
-        if self.outcome is not None or stopping.is_set():
-            return self.outcome
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        # A timer that resolves the waiter, not `wait_for`: a time-out is an answer here, and the
-        # hundreds of polls that are held must not each cost a task and an exception.
-        handle = asyncio.get_running_loop().call_later(timeout_s, _wake, waiter)
-        try:
-            await waiter
-        finally:  # a client that hung up cancels this, and must leave nothing behind
-            handle.cancel()
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+        if self.outcome is None and not stopping.is_set():
+            await self.polls.wait(timeout_s)
         return self.outcome
-
-    def wake(self) -> None:
-        """End every poll that waits, settled or not."""
-        for waiter in self._waiters:
-            _wake(waiter)
 
 
 def is_loading(progress: str) -> bool:
@@ -172,7 +179,7 @@ class PromiseTable:
 
     def wake_all(self) -> None:
         for promise in list(self._promises.values()):
-            promise.wake()
+            promise.polls.wake()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +200,18 @@ class FinishedLog:
     def __init__(self, *, start: int | None = None) -> None:
         self._entries: deque[FinishedSample] = deque()
         self._cursor = int(time.time() * 1e6) if start is None else start
-        self._waiters: list[asyncio.Future[None]] = []
+        self.polls = Polls()
         self.used_at = time.monotonic()
 
     def add(self, request_id: str, size_bytes: int) -> None:
         self._cursor += 1
         self._entries.append(FinishedSample(self._cursor, request_id, size_bytes))
-        self.wake()
+        self.polls.wake()
 
     @property
     def is_of_no_use(self) -> bool:
         """Nothing is in it and nobody waits for it: a new one would do as well."""
-        return not self._entries and not self._waiters
-
-    def wake(self) -> None:
-        for waiter in self._waiters:
-            _wake(waiter)
-        self._waiters.clear()
+        return not self._entries and not self.polls
 
     def after(self, cursor: int, limit: int = 1000) -> list[FinishedSample]:
         """Entries later than `cursor`; those at or before it are forgotten."""
@@ -228,13 +230,5 @@ class FinishedLog:
     async def wait_after(self, cursor: int, timeout_s: float) -> list[FinishedSample]:
         if found := self.after(cursor):
             return found
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        handle = asyncio.get_running_loop().call_later(timeout_s, _wake, waiter)
-        try:
-            await waiter
-        finally:
-            handle.cancel()
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+        await self.polls.wait(timeout_s)
         return self.after(cursor)

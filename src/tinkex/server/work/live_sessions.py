@@ -47,11 +47,7 @@ class LiveSessions:
 
     async def owned(self, user: User, session_id: str) -> Session:
         """A session of the caller's own; a foreign one is a 404 like an absent one."""
-        session = self._known.get(session_id)
-        if session is None:
-            session = await self._store.call(self._store.sessions.get, session_id)
-            if session is not None:
-                self._remember(session)
+        session = await self._find(session_id)
         if session is None or session.user_id != user.user_id:
             raise ApiError(404, f"No session {session_id!r} of yours; create one first.")
         _refuse_ended(session)
@@ -63,11 +59,7 @@ class LiveSessions:
         Raises:
             ApiError: 410 when an administrator ended the session.
         """
-        session = self._known.get(session_id)
-        if session is None and session_id:
-            session = await self._store.call(self._store.sessions.get, session_id)
-            if session is not None:
-                self._remember(session)
+        session = await self._find(session_id) if session_id else None
         if session is not None:
             _refuse_ended(session)
         self.touch(session_id)
@@ -99,6 +91,14 @@ class LiveSessions:
         for session_id in silent:
             del self._seen[session_id]
         return silent
+
+    async def _find(self, session_id: str) -> Session | None:
+        session = self._known.get(session_id)
+        if session is None:
+            session = await self._store.call(self._store.sessions.get, session_id)
+            if session is not None:
+                self._remember(session)
+        return session
 
     def _remember(self, session: Session) -> None:
         # Without what a client said about itself, which may be long.

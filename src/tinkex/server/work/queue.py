@@ -12,18 +12,17 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter, deque
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One request's wait for a place."""
 
-    __slots__ = ("cost", "granted", "user")
-
-    def __init__(self, user: str, cost: float, granted: asyncio.Future[None]) -> None:
-        self.user = user
-        self.cost = cost
-        self.granted = granted
+    user: str
+    cost: float
+    granted: asyncio.Future[None]
 
 
 class Gate(Protocol):
@@ -31,21 +30,19 @@ class Gate(Protocol):
     def release(self, user: str) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Held:
     """`async with`: a place at a gate. A class, because a generator costs three times as much."""
 
-    __slots__ = ("_cost", "_gate", "_user")
-
-    def __init__(self, gate: Gate, user: str, cost: float = 1.0) -> None:
-        self._gate = gate
-        self._user = user
-        self._cost = cost
+    gate: Gate
+    user: str
+    cost: float = 1.0
 
     async def __aenter__(self) -> None:
-        await self._gate.acquire(self._user, self._cost)
+        await self.gate.acquire(self.user, self.cost)
 
     async def __aexit__(self, *exc: object) -> None:
-        self._gate.release(self._user)
+        self.gate.release(self.user)
 
 
 class FairGate:

@@ -58,7 +58,7 @@ class QueuedRequest:
             logger.info("%s: %s", self.request_id, event.text)
         self.progress = event.text
         if is_loading(event.text) and self.promise is not None:
-            self.promise.wake()  # who waits for a large model wants to see it move
+            self.promise.polls.wake()  # who waits for a large model wants to see it move
 
     def let_go(self) -> None:
         """Keep nothing but the number and what is needed to read the rest back."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult
 from tinkex.errors import EngineError, WorkerLostError
@@ -21,48 +21,25 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class SampleRun:
-    """One sample on its way through gate and worker."""
+    promise: Promise
+    session: SamplingSession
+    job: SampleJob
+    on_event: Callable[[Event], None] | None
+    key_id: int | None
+    place: Place
+    open_work: OpenWork
+    prepare: Callable[[SamplingSession], Awaitable[None]]
+    """Called right before it is sent; may refuse it."""
+    attempts: int = 0
+    num_sent: int = 0
+    sent: bool = False
+    progress: str = ""
 
-    __slots__ = (
-        "attempts",
-        "job",
-        "key_id",
-        "num_sent",
-        "on_event",
-        "open_work",
-        "place",
-        "prepare",
-        "progress",
-        "promise",
-        "sent",
-        "session_id",
-        "user_id",
-    )
-
-    def __init__(
-        self,
-        promise: Promise,
-        place: Place,
-        session: SamplingSession,
-        job: SampleJob,
-        on_event: Callable[[Event], None] | None,
-        prepare: Callable[[], Awaitable[None]],
-        open_work: OpenWork,
-    ) -> None:
-        self.promise = promise
-        self.open_work = open_work
-        self.session_id = session.session_id
-        self.user_id = promise.user_id
-        self.prepare = prepare
-        self.place = place
-        self.job = job
-        self.on_event = on_event
-        self.key_id: int | None = None
-        self.attempts = 0
-        self.num_sent = 0
-        self.sent = False
-        self.progress = ""
+    @property
+    def user_id(self) -> str:
+        return self.promise.user_id
 
     async def result(self) -> SampleResult:
         cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
@@ -81,7 +58,7 @@ class SampleRun:
 
     async def _attempt(self) -> SampleResult:
         await self.place.pool.wait_ready()
-        await self.prepare()
+        await self.prepare(self.session)
         self.num_sent += 1
         if self.num_sent > 1:  # a job has a new name each time it is sent
             name = f"{self.promise.request_id}#{self.num_sent}"
@@ -104,9 +81,8 @@ class SampleRun:
             if event.text != self.progress:
                 logger.info("%s: %s", self.promise.request_id, event.text)
             self.progress = event.text
-            if is_loading(event.text):
-                self.promise.wake()
-                if self.on_event is not None:
-                    self.on_event(event)
-        elif self.on_event is not None:
+            if not is_loading(event.text):
+                return
+            self.promise.polls.wake()
+        if self.on_event is not None:
             self.on_event(event)

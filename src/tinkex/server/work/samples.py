@@ -16,7 +16,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import orjson
@@ -34,7 +33,7 @@ from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.origins import Origins
 from tinkex.server.work.sample_run import SampleRun
 from tinkex.server.workers.place import Place
-from tinkex.store import SampleLedger, SamplingSession, Store, UsageKind, User
+from tinkex.store import Checkpoint, SampleLedger, SamplingSession, Store, UsageKind, User
 from tinkex.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -110,42 +109,53 @@ class Samples:
         self, user: User, session_id: str, seq_id: int, base_model: str | None, path: str | None
     ) -> SamplingSession:
         """Open a sampling session; the same (session, seq_id) gives back the first."""
+        named = (f"{session_id}:sample:{seq_id}", session_id, seq_id)
+        session = await self._new_session(user, *named, base_model, path)
+        if session is None:
+            raise InvalidInputError("one of base_model and model_path is needed", path="base_model")
+        self._catalog.resolve(session.base_model)
+        return await self._store.call(self._store.sampling.create, session)
+
+    async def _new_session(
+        self,
+        user: User,
+        name: str,
+        session_id: str,
+        seq_id: int,
+        base_model: str | None,
+        path: str | None,
+    ) -> SamplingSession | None:
+        """Of a checkpoint or of a base model, not stored yet; None when neither is named."""
         folder = None
         if path is not None:
-            base_model, folder = await self._checkpoint(user, path, base_model)
-        elif base_model is None:
-            raise InvalidInputError("one of base_model and model_path is needed", path="base_model")
-        self._catalog.resolve(base_model)
-        return await self._store.call(
-            self._store.sampling.create,
-            SamplingSession(
-                sampling_session_id=f"{session_id}:sample:{seq_id}",
-                session_id=session_id,
-                user_id=user.user_id,
-                seq_id=seq_id,
-                base_model=base_model,
-                model_path=path,
-                folder=folder,
-                ephemeral=False,
-                created_at=time.time(),
-            ),
+            found = await self._readable(user, path, base_model)
+            base_model, folder = found.base_model, found.folder
+        if base_model is None:
+            return None
+        return SamplingSession(
+            sampling_session_id=name,
+            session_id=session_id,
+            user_id=user.user_id,
+            seq_id=seq_id,
+            base_model=base_model,
+            model_path=path,
+            folder=folder,
+            ephemeral=False,
+            created_at=time.time(),
         )
 
-    async def _checkpoint(self, user: User, path: str, base_model: str | None) -> tuple[str, str]:
+    async def _readable(self, user: User, path: str, base_model: str | None) -> Checkpoint:
         if parse_path(path).kind == "external_weights":
             raise InvalidInputError(
                 f"{path} is an export; sample from weights/ or sampler_weights/", path="model_path"
             )
-        found = await self._shelf.readable(path, user)
-        if base_model is not None and self._differs(base_model, found.base_model):
+        found, resolve = await self._shelf.readable(path, user), self._catalog.resolve
+        if base_model is not None and resolve(base_model) != resolve(found.base_model):
             raise InvalidInputError(
                 f"{path} was trained on {found.base_model!r}, not on {base_model!r}",
                 path="base_model",
             )
-        return found.base_model, found.folder
-
-    def _differs(self, one: str, other: str) -> bool:
-        return self._catalog.resolve(one) != self._catalog.resolve(other)
+        return found
 
     async def session(self, user: User, sampling_session_id: str) -> SamplingSession:
         found = self._sessions.get(sampling_session_id)
@@ -234,7 +244,8 @@ class Samples:
         """
         session = await self._session_of(user, asked)
         snapshot = await self._origins.of(session)
-        request_id = self._request_id(session, asked)
+        number = secrets.token_hex(8) if asked.seq_id is None else asked.seq_id
+        request_id = f"{session.sampling_session_id}:{number}"
         digest = hashlib.blake2b(
             orjson.dumps(fields, option=orjson.OPT_SORT_KEYS), digest_size=16
         ).digest()
@@ -298,29 +309,14 @@ class Samples:
             session = await self.session(user, asked.sampling_session_id)
             await self._on_use(session.session_id)
             return session
-        base_model, path, folder = asked.base_model, asked.model_path, None
-        if path is not None:
-            base_model, folder = await self._checkpoint(user, path, base_model)
-        if base_model is None:
+        name = f"direct-{secrets.token_hex(8)}"
+        made = await self._new_session(user, name, "", 0, asked.base_model, asked.model_path)
+        if made is None:
             raise InvalidInputError(
                 "one of sampling_session_id, model_path and base_model is needed",
                 path="sampling_session_id",
             )
-        return SamplingSession(
-            sampling_session_id=f"direct-{secrets.token_hex(8)}",
-            session_id="",
-            user_id=user.user_id,
-            seq_id=0,
-            base_model=base_model,
-            model_path=path,
-            folder=folder,
-            ephemeral=False,
-            created_at=time.time(),
-        )
-
-    def _request_id(self, session: SamplingSession, asked: SampleRequest) -> str:
-        number = secrets.token_hex(8) if asked.seq_id is None else str(asked.seq_id)
-        return f"{session.sampling_session_id}:{number}"
+        return made
 
     async def _job(
         self,
@@ -396,11 +392,18 @@ class Samples:
         job: SampleJob,
         on_event: Callable[[Event], None] | None,
     ) -> asyncio.Task[None]:
-        prepare = partial(self._prepare, session)
-        run = SampleRun(promise, self._place, session, job, on_event, prepare, self._open_work)
-        run.key_id = user.key_id
+        run = SampleRun(
+            promise=promise,
+            session=session,
+            job=job,
+            on_event=on_event,
+            key_id=user.key_id,
+            place=self._place,
+            open_work=self._open_work,
+            prepare=self._prepare,
+        )
         promise.reason = run.reason
-        task = asyncio.create_task(self._run(run, session))
+        task = asyncio.create_task(self._run(run))
         self._tasks[task] = run
         self._num_open[user.user_id] += 1
         self._open_work.begin(user.user_id)
@@ -414,28 +417,27 @@ class Samples:
         if self._num_open[user_id] <= 0:
             del self._num_open[user_id]
 
-    async def _run(self, run: SampleRun, session: SamplingSession) -> None:
+    async def _run(self, run: SampleRun) -> None:
+        run.promise.settle(await self._outcome(run))
+
+    async def _outcome(self, run: SampleRun) -> Outcome:
         try:
             result = await run.result()
         except asyncio.CancelledError:
-            run.promise.settle(Outcome(error="The sample was cancelled.", category="cancelled"))
-            return
+            return Outcome(error="The sample was cancelled.", category="cancelled")
         except (ApiError, InvalidInputError) as exc:
-            run.promise.settle(Outcome(error=str(exc), category="user"))
-            return
+            return Outcome(error=str(exc), category="user")
         except EngineError as exc:
-            run.promise.settle(Outcome(error=str(exc), category="server"))
-            return
+            return Outcome(error=str(exc), category="server")
         except Exception as exc:
             logger.exception("sample %s failed", run.promise.request_id)
-            run.promise.settle(Outcome(error=f"The server failed: {exc}", category="server"))
-            return
-        self._count(session, run, result)
-        self._on_sampled(session, run.job, result)
-        run.promise.settle(Outcome(kind="sample", payload=encode.sample_payload(result)))
+            return Outcome(error=f"The server failed: {exc}", category="server")
+        self._count(run, result)
+        self._on_sampled(run.session, run.job, result)
+        return Outcome(kind="sample", payload=encode.sample_payload(result))
 
-    def _count(self, session: SamplingSession, run: SampleRun, result: SampleResult) -> None:
-        cached = result.prompt_cache_hit_tokens
+    def _count(self, run: SampleRun, result: SampleResult) -> None:
+        session, cached = run.session, result.prompt_cache_hit_tokens
         counts: dict[UsageKind, float] = {
             "sampling_prefill": result.num_prompt_tokens - cached,
             "sampling_prefill_cached": cached,
@@ -491,7 +493,7 @@ class Samples:
         ended = [
             (task, run.promise)
             for task, run in self._tasks.items()
-            if run.user_id == user_id or (session_id and run.session_id == session_id)
+            if run.user_id == user_id or (session_id and run.session.session_id == session_id)
         ]
         for task, promise in ended:
             promise.settle(outcome)
@@ -500,7 +502,7 @@ class Samples:
 
     def wake_all(self) -> None:
         for log in self._logs.values():
-            log.wake()
+            log.polls.wake()
 
     async def close(self) -> None:
         for task in list(self._tasks):
