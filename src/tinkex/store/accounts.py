@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, insert, select, update
 
 from tinkex.store import schema
-from tinkex.store.noun import Noun
+from tinkex.store.noun import StoredNoun
 from tinkex.store.records import ApiKey, User
 from tinkex.store.upsert import insert_or_ignore
 
@@ -26,7 +26,7 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-class Accounts(Noun):
+class Accounts(StoredNoun):
     def ensure_user(self, user_id: str, *, name: str = "", email: str = "") -> User:
         """The user of that id, made when absent; an existing one keeps its name and email."""
         row: dict[str, Any] = {"user_id": user_id, "name": name or user_id, "email": email}

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, or_, select, upda
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
-from tinkex.store.noun import Noun, record, row_of
+from tinkex.store.noun import StoredNoun, record, row_of
 from tinkex.store.records import AuditEntry, Checkpoint, CheckpointName
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 
@@ -29,7 +29,7 @@ MAX_NAMES = 10_000
 """Of one user."""
 
 
-class Checkpoints(Noun):
+class Checkpoints(StoredNoun):
     def put(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """Insert or replace by path; gives the replaced row, whose folder may now go."""
         row = row_of(checkpoint) | {"created_at": checkpoint.created_at or time.time()}
@@ -146,7 +146,7 @@ class Checkpoints(Noun):
         self._write(_idempotency.delete().where(_idempotency.c.created_at < before))
 
 
-class CheckpointNames(Noun):
+class CheckpointNames(StoredNoun):
     """Short names that users give to their checkpoints."""
 
     def put(self, user_id: str, name: str, path: str) -> CheckpointName:
@@ -176,7 +176,7 @@ class CheckpointNames(Noun):
         return self._write(delete(_names).where(*mine)) > 0
 
 
-class Audit(Noun):
+class Audit(StoredNoun):
     """What users did, and what was done to them, as `<resource>_<action>` events."""
 
     def record(self, user_id: str, event: str, details: dict[str, Any]) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from sqlalchemy import Connection, delete, select
 
 from tinkex.store import schema
-from tinkex.store.noun import Noun, row_of
+from tinkex.store.noun import StoredNoun, row_of
 from tinkex.store.records import StoredCurve
 from tinkex.store.upsert import insert_or_replace
 
 _table = schema.curves
 
 
-class Curves(Noun):
+class Curves(StoredNoun):
     def save(self, curves: Iterable[StoredCurve]) -> None:
         """Write curves as they are now."""
         now = time.time()

@@ -12,7 +12,7 @@ import time
 from sqlalchemy import Connection, select, union
 
 from tinkex.store import schema
-from tinkex.store.noun import Noun
+from tinkex.store.noun import StoredNoun
 from tinkex.store.upsert import insert_or_ignore
 
 _deleted = schema.deleted_folders
@@ -24,7 +24,7 @@ def note_deleted(connection: Connection, folder: str) -> None:
     connection.execute(insert_or_ignore(connection, _deleted), row)
 
 
-class Folders(Noun):
+class Folders(StoredNoun):
     def known(self) -> set[str]:
         """Every folder that a row points at."""
         samplers = schema.sampling_sessions

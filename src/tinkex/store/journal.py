@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, bindparam, null, select, update
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
-from tinkex.store.noun import Noun
+from tinkex.store.noun import StoredNoun
 from tinkex.store.records import Appended, Ended, Fetched, JournalRow, NewRow
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.usage import Usage
@@ -38,7 +38,7 @@ class SeqConflictError(InvalidInputError):
     code = "seq_conflict"
 
 
-class Journal(Noun):
+class Journal(StoredNoun):
     def __init__(
         self,
         reader: Engine,

@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
-from tinkex.store.noun import LatestMoments, Noun, record, row_of
+from tinkex.store.noun import LatestMoments, StoredNoun, record, row_of
 from tinkex.store.records import Model, Session, Snapshot
 from tinkex.store.upsert import insert_or_ignore, insert_or_replace
 from tinkex.store.writer import GroupWriter
@@ -106,7 +106,7 @@ class FilteredRuns:
     """What the user's runs, fitting or not, are trained on."""
 
 
-class Models(Noun):
+class Models(StoredNoun):
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         super().__init__(reader, writer)
         self._touched = LatestMoments(writer, _table.c.model_id, _table.c.last_request_time)

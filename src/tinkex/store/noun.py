@@ -27,7 +27,7 @@ def row_of(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in record.__slots__}
 
 
-class Noun:
+class StoredNoun:
     """Reads and writes block, a write until it is committed."""
 
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Table, and_, or_, select, update
 
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
-from tinkex.store.noun import Noun, R, record, row_of
+from tinkex.store.noun import R, StoredNoun, record, row_of
 from tinkex.store.records import CustomLoss, SamplingSession
 from tinkex.store.upsert import insert_or_ignore
 
@@ -19,7 +19,7 @@ _table = schema.sampling_sessions
 _losses = schema.custom_losses
 
 
-class Sampling(Noun):
+class Sampling(StoredNoun):
     def create(self, session: SamplingSession) -> SamplingSession:
         """Insert it, or give back the one that has its (session_id, seq_id)."""
         # The client that made it is number 0.

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, and_, func, insert, or_, select, update
 
 from tinkex.store import schema
-from tinkex.store.noun import LatestMoments, Noun, row_of
+from tinkex.store.noun import LatestMoments, StoredNoun, row_of
 from tinkex.store.records import Session
 from tinkex.store.writer import GroupWriter
 
@@ -37,7 +37,7 @@ class SessionQuery:
     """(created_at, session_id) of the last row of the previous page."""
 
 
-class Sessions(Noun):
+class Sessions(StoredNoun):
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         super().__init__(reader, writer)
         self._beats = LatestMoments(writer, _table.c.session_id, _table.c.last_heartbeat)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select
 
 from tinkex.store import schema
-from tinkex.store.noun import Noun, row_of
+from tinkex.store.noun import StoredNoun, row_of
 from tinkex.store.records import TrajectoryAnswer
 
 _table = schema.trajectory_answers
@@ -21,7 +21,7 @@ MAX_BYTES = 32_000_000
 """Most of one trajectory, which is read and handed out as a whole."""
 
 
-class Trajectories(Noun):
+class Trajectories(StoredNoun):
     def add(self, answers: Sequence[TrajectoryAnswer]) -> list[int]:
         """Keep answers; gives their numbers, in order."""
         rows = [row_of(answer) for answer in answers]

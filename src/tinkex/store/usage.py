@@ -15,7 +15,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Engine, case, func, select
 
 from tinkex.store import schema
-from tinkex.store.noun import Noun
+from tinkex.store.noun import StoredNoun
 from tinkex.store.records import UsageCount, UsageKind, UsageRow
 from tinkex.store.upsert import insert_or_add
 from tinkex.store.writer import GroupWriter
@@ -49,7 +49,7 @@ class Used:
     """By kind; what is 0 is left out."""
 
 
-class Usage(Noun):
+class Usage(StoredNoun):
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         super().__init__(reader, writer)
         self._gathered: dict[_Key, float] = {}
