@@ -228,7 +228,7 @@ def measure(folder: Path) -> Recorder:
         result = train(self, job)
         promises = apps[0].state.service.promises
         held = promises.get(job.job_id.partition("#")[0])
-        _until(lambda: held._waiters)  # the poll is there and waits
+        _until(lambda: held.polls)  # the poll is there and waits
         record.begin("back", BACK)
         return result
 
