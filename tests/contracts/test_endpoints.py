@@ -9,9 +9,8 @@ from pathlib import Path
 from fastapi.routing import APIRoute
 
 import tinkex
-from tinkex.server.app import _OURS
+from tinkex.server.app import _OURS, REST
 from tinkex.server.operations.table import OPERATIONS
-from tinkex.server.rest.install import MODULES
 from tinkex.wire.endpoints import ENDPOINTS
 
 SOURCE = Path(tinkex.__file__).parent
@@ -21,7 +20,7 @@ OPERATORS = {"/healthz", "/readyz", "/metrics"}
 
 
 def served() -> set[tuple[str, str]]:
-    routers = [*_OURS, *(module.router for module in MODULES)]
+    routers = [*_OURS, *(module.router for module in REST)]
     routes = [route for router in routers for route in router.routes]
     return {
         (method, route.path)

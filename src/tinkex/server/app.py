@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 import tinkex
-from tinkex.server import openapi, problems, rest
+from tinkex.server import openapi, problems
 from tinkex.server.auth import Auth, current_user
 from tinkex.server.compat import install as compat
 from tinkex.server.compat.callers import foreign_sees_users, foreign_user
@@ -30,7 +30,10 @@ from tinkex.server.compat.refusals import in_their_words, is_foreign
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import install as console
 from tinkex.server.exchange import Answer, headers_of, let_go, receive_body
+from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.depot import Depot, refuse_without
+from tinkex.server.files.private import secret
+from tinkex.server.files.signing import Signer
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.guard.connections import HOLD_HEAD
 from tinkex.server.guard.limits import BodyBudget, body_limit
@@ -40,6 +43,16 @@ from tinkex.server.guard.quotas import LIMITED_PATHS, Quotas
 from tinkex.server.guard.strangers import Strangers
 from tinkex.server.metrics import ServerMetrics
 from tinkex.server.presence import Presence
+from tinkex.server.rest import (
+    accounts,
+    administration,
+    audit,
+    checkpoints,
+    files,
+    imports,
+    runs,
+    sessions,
+)
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
 from tinkex.server.routes import service as routes_service
@@ -59,6 +72,7 @@ _OURS = (
     routes_service.api,
     routes_service.router,
 )
+REST = (accounts, runs, checkpoints, imports, sessions, audit, administration, files)
 # A burst of thousands of these must not stand between a heartbeat and its answer.
 _SUBMITS = frozenset(
     row.path for row in ENDPOINTS.values() if row.size == "large" or row.name == "asample"
@@ -91,11 +105,10 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service: Service = app.state.service
         await service.start()
         work = Sweeper(
             store,
-            app.state.shelf,
+            shelf,
             quarantine_ttl_s=config.quarantine_ttl_s,
             audit_ttl_s=config.audit_ttl_s,
             session_ttl_s=config.session_ttl_s,
@@ -109,8 +122,8 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
             lag.cancel()
             await asyncio.gather(sweeper, lag, return_exceptions=True)
             await service.stop()
-            if app.state.shelf.depot is not None:
-                app.state.shelf.depot.close()
+            if shelf.depot is not None:
+                shelf.depot.close()
 
     app = Application(
         title="Tinkex",
@@ -118,30 +131,28 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
         lifespan=lifespan,
         swagger_ui_oauth2_redirect_url=None,
     )
+    data_dir = config.data_dir
     app.state.config = config
+    app.state.store = store
     app.state.metrics = ServerMetrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)
-    app.state.quotas = Quotas(store, config)
+    app.state.quotas = quotas = Quotas(store, config)
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
-    # Routes are matched in this order: what is called most stands first.
-    for router in _OURS:
-        app.include_router(router)
-    rest.install(
-        app,
+    app.state.auth = auth = Auth.open(
         store,
-        config.data_dir,
         config.api_keys,
-        _finish_session(app),
+        secret=secret(store, data_dir, "jwt"),
         key_required=config.key_required,
-        depot=_open_depot(config),
     )
-    auth: Auth = app.state.auth
-    app.state.service = Service(
-        config, store, app.state.shelf, pool, auth.user_of, app.state.quotas
-    )
-    app.state.oversight = Oversight(app.state.service, auth, app.state.quotas)
-    app.state.strangers = Strangers(app.state.oversight.note_knocking)
-    compat.install(app, app.state.service)
+    app.state.shelf = shelf = Shelf(store, data_dir, _open_depot(config))
+    app.state.signer = Signer(secret(store, data_dir, "links"))
+    app.state.service = service = Service(config, store, shelf, pool, auth.user_of, quotas)
+    app.state.oversight = oversight = Oversight(service, auth, quotas)
+    app.state.strangers = Strangers(oversight.note_knocking)
+    # Routes are matched in this order: what is called most stands first.
+    for router in (*_OURS, *(module.router for module in REST)):
+        app.include_router(router)
+    compat.install(app, service)
     console.install(app)
     problems.install(app, in_their_words)
     openapi.install(app)
@@ -154,14 +165,6 @@ def _open_depot(config: ServerConfig) -> Depot | None:
         return Depot.open(config.storage, config.data_dir, config.storage_cache_bytes)
     refuse_without(config.data_dir)
     return None
-
-
-def _finish_session(app: FastAPI) -> Callable[[str], Awaitable[None]]:
-    async def finish(session_id: str) -> None:
-        service: Service = app.state.service
-        await service.finish_session(session_id)
-
-    return finish
 
 
 class Application(FastAPI):

@@ -6,6 +6,7 @@ event loop when they are large, so that a heartbeat never waits behind a big bat
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,10 +17,12 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
+from tinkex.server.auth import CurrentAdmin, CurrentUser
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
+from tinkex.store import User
 from tinkex.wire import json_codec, requests, results
 from tinkex.wire.body import BodyTooLargeError, unpack
 from tinkex.wire.endpoints import ENDPOINTS
@@ -198,8 +201,60 @@ def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Answer:
     return Answer(content, status_code=status)
 
 
+_CALLERS = {"user": CurrentUser, "admin": CurrentAdmin}
+_PARTS = frozenset({"auth", "metrics", "oversight", "presence", "service", "shelf", "store"})
+"""Of `app.state`, by the names that handlers ask for them."""
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
+
+
 def serve(router: APIRouter, name: str, /, **options: Any) -> Callable[[Handler], Handler]:
-    """Make a function the handler of an endpoint, at the method and path of its row."""
+    """Make a function the handler of an endpoint, at the method and path of its row.
+
+    A function that takes the `request` answers it by itself. Any other has a parameter for what it
+    needs: `asked`, the judged body; `user` or, where an admin key is needed, `admin`; parts of the
+    server, such as `store`; all else is in the path and the query. It gives the row's result, a
+    small object, or None, which is a 204. A key is needed whether it asks for its user or not.
+    """
     endpoint = ENDPOINTS[name]
     path = endpoint.path.removeprefix(router.prefix)
-    return router.api_route(path, methods=[endpoint.method], **options)
+
+    def put(handler: Handler) -> Handler:
+        declared = inspect.signature(handler, eval_str=True)
+        route: Callable[..., Any] = handler
+        if "request" not in declared.parameters:
+            route = _route(handler, name, declared)
+            options["status_code"] = 204 if declared.return_annotation is None else 200
+        router.add_api_route(path, route, methods=[endpoint.method], **options)
+        return handler
+
+    return put
+
+
+def _route(
+    handler: Callable[..., Any], name: str, declared: inspect.Signature
+) -> Callable[..., Any]:
+    """What FastAPI and the front door call, both with the request and its caller."""
+    needs = declared.parameters
+    parts = sorted(_PARTS & needs.keys())
+    caller = "admin" if "admin" in needs else "user"
+
+    async def route(request: Request, user: User, **given: Any) -> Response:
+        state = request.scope["app"].state
+        for part in parts:
+            given[part] = getattr(state, part)
+        if caller in needs:
+            given[caller] = user
+        if "asked" in needs:
+            given["asked"] = await read(request, name)
+        made = await handler(**given)
+        if made is None:
+            return Response(status_code=204)
+        return made if isinstance(made, Response) else answer(made)
+
+    rest = [one for n, one in needs.items() if n not in {*parts, caller, "asked"}]
+    fixed = {"request": Request, "user": _CALLERS[caller]}
+    shown = [inspect.Parameter(n, _BY_NAME, annotation=kind) for n, kind in fixed.items()]
+    shown += [one.replace(kind=_BY_NAME) for one in rest]
+    route.__name__, route.__doc__ = handler.__name__, handler.__doc__
+    route.__signature__ = inspect.Signature(shown, return_annotation=Response)  # type: ignore[attr-defined]
+    return route

@@ -11,8 +11,10 @@ import store_rows as rows
 from fastapi import FastAPI
 from wire_client import Caller
 
-from tinkex.server import problems, rest
+from tinkex.server.app import create_app
+from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, folder_size
+from tinkex.server.serve import make_pool
 from tinkex.store import Checkpoint, Store
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
@@ -58,20 +60,21 @@ class open_world:
 
     async def __aenter__(self) -> World:
         store = Store.in_folder(self._folder, full_sync=False)
-        app = FastAPI()
-        problems.install(app)
+        config = ServerConfig(engine="toy", data_dir=self._folder, api_keys=self._keys)
+        app = create_app(config, store, make_pool(config))  # no worker runs: nothing computes
         finished: list[str] = []
 
         async def note(session_id: str) -> None:
             finished.append(session_id)
 
-        rest.install(app, store, self._folder, self._keys, on_session_finished=note)
+        app.state.service.finish_session = note
         # A handler for Exception answers 500 and raises again; the tests want the answer.
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        http = httpx.AsyncClient(transport=transport, base_url="http://tinkex.test")
+        http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         self._world = World(app, store, app.state.shelf, http, finished)
         return self._world
 
     async def __aexit__(self, *exc: object) -> None:
         await self._world.http.aclose()
+        await self._world.app.state.service.stop()
         self._world.store.close()

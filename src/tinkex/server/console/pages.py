@@ -12,7 +12,7 @@ from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import source_of
 from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in, put_off
 from tinkex.server.exchange import service_of
-from tinkex.server.files.checkpoints import expiry_of, parse_path
+from tinkex.server.files.checkpoints import parse_path
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.files import archive
 
@@ -70,21 +70,15 @@ async def change_checkpoint(
     ttl_seconds: Annotated[int | None, Form()] = None,
 ) -> Response:
     """Publish, unpublish, delete or keep for a while one checkpoint of the visitor's own."""
-    service = service_of(request)
+    shelf = service_of(request).shelf
     parsed = parse_path(path)
-    found = await service.shelf.owned(parsed, user)
+    found = await shelf.owned(parsed, user)
     if action == "delete":
-        await service.shelf.delete(found)
+        await shelf.delete(found)
     elif action in ("publish", "unpublish"):
-        public = action == "publish"
-        await service.store.call(service.store.checkpoints.set_public, found.path, public)
-        service.shelf.log(user.user_id, f"checkpoint_{action}ed", found.path)
+        await shelf.set_public(found, action == "publish")
     elif action == "ttl":
-        expires_at = expiry_of(ttl_seconds or None)
-        await service.store.call(service.store.checkpoints.set_expiry, found.path, expires_at)
-        service.shelf.log(
-            user.user_id, "checkpoint_ttl_set", found.path, ttl_seconds=ttl_seconds or None
-        )
+        await shelf.set_ttl(found, ttl_seconds or None)
     else:
         raise ApiError(400, f"No action {action!r}; use publish, unpublish, ttl or delete.")
     return RedirectResponse(f"/console/runs/{parsed.run_id}", status_code=303)

@@ -243,6 +243,19 @@ class Shelf:
             self.log(gone.user_id, event, gone.path, size_bytes=gone.size_bytes)
             await self.remove_deleted()
 
+    async def set_public(self, checkpoint: Checkpoint, public: bool) -> None:
+        """Let everybody read it, or its owner alone again."""
+        if checkpoint.public != public:
+            await self._store.call(self._store.checkpoints.set_public, checkpoint.path, public)
+            event = "checkpoint_published" if public else "checkpoint_unpublished"
+            self.log(checkpoint.user_id, event, checkpoint.path)
+
+    async def set_ttl(self, checkpoint: Checkpoint, ttl_s: int | None) -> None:
+        """Keep it for so long from now on; None keeps it for good."""
+        expires_at = expiry_of(ttl_s)
+        await self._store.call(self._store.checkpoints.set_expiry, checkpoint.path, expires_at)
+        self.log(checkpoint.user_id, "checkpoint_ttl_set", checkpoint.path, ttl_seconds=ttl_s)
+
     async def copy(
         self, source: Checkpoint, target: TinkerPath, user: User, **changes: object
     ) -> Checkpoint:

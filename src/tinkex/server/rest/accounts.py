@@ -15,7 +15,7 @@ from tinkex.server.auth import (
 )
 from tinkex.server.exchange import answer, serve
 from tinkex.server.problems import ApiError
-from tinkex.store import ApiKey, Store
+from tinkex.store import Store
 
 router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 
@@ -24,14 +24,14 @@ router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 async def exchange_token(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
     token = await auth.issue_token(credential_of(request))
-    store: Store = request.app.state.store
-    store.audit.record(user.user_id, "login", {"by": "token", "address": address_of(request)})
+    request.app.state.oversight.note_login(user.user_id, address_of(request), by="token")
     return answer(types.AuthTokenResponse(jwt=token))
 
 
 @serve(router, "describe_key")
 async def describe_key(request: Request, user: CurrentUser) -> Response:
-    record = await _key(request)
+    auth: Auth = request.app.state.auth
+    record = await auth.key_of(credential_of(request))
     email = user.email or f"{user.user_id}@localhost"
     details = types.ApiKeyDetails(
         org_details=types.OrgDetails(name=ORGANIZATION),
@@ -51,7 +51,7 @@ async def describe_key(request: Request, user: CurrentUser) -> Response:
 async def revoke_key(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
     store: Store = request.app.state.store
-    record = await _key(request)
+    record = await auth.key_of(credential_of(request))
     if record is None:
         raise ApiError(403, "There is no key to revoke: this server is open, or a token was sent.")
     if is_configured(record):
@@ -64,8 +64,3 @@ async def revoke_key(request: Request, user: CurrentUser) -> Response:
     store.audit.record(user.user_id, "key_revoked", {"key_id": record.key_id, "name": record.name})
     auth.forget()
     return Response(status_code=204)
-
-
-async def _key(request: Request) -> ApiKey | None:
-    auth: Auth = request.app.state.auth
-    return await auth.key_of(credential_of(request))

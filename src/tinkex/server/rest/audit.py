@@ -9,16 +9,15 @@ import time
 from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
 from tinkex import types
-from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, serve
+from tinkex.server.exchange import serve
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.inputs import Text, moment
 from tinkex.server.rest.views import audit_view, storage_view, texts, usage_view
-from tinkex.store import Store
+from tinkex.store import Store, User
 from tinkex.types._models import FIRST, LAST
 
 router = APIRouter(prefix="/api/v1", tags=["admin"])
@@ -36,13 +35,12 @@ EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 @serve(router, "audit_log")
 async def audit_log(
-    request: Request,
-    user: CurrentUser,
+    store: Store,
+    user: User,
     event_type: Annotated[EventType, Query()] = "all",
     day: Annotated[date | None, Query()] = None,
-) -> Response:
+) -> types.AuditLogResponse:
     """The entries of one day, UTC; of today when none is named."""
-    store: Store = request.app.state.store
     chosen = day or datetime.now(UTC).date()
     start = datetime(chosen.year, chosen.month, chosen.day, tzinfo=UTC).timestamp()
     entries = await store.call(
@@ -52,17 +50,13 @@ async def audit_log(
         start=start,
         end=start + 86_400,
     )
-    return answer(types.AuditLogResponse(entries=[audit_view(entry) for entry in entries]))
+    return types.AuditLogResponse(entries=[audit_view(entry) for entry in entries])
 
 
 @serve(router, "billing_usage")
 async def usage_events(
-    request: Request,
-    user: CurrentUser,
-    starting_on: Hour,
-    ending_before: Hour,
-) -> Response:
-    store: Store = request.app.state.store
+    store: Store, user: User, starting_on: Hour, ending_before: Hour
+) -> types.BillingUsageResponse:
     _check_window(starting_on, ending_before)
     rows = await store.call(
         store.usage.events, user.user_id, starting_on.timestamp(), ending_before.timestamp()
@@ -74,27 +68,24 @@ async def usage_events(
         for session in sessions
         if session is not None
     }
-    return answer(
-        types.BillingUsageResponse(
-            data=[usage_view(row, user.name) for row in rows],
-            sessions=about,
-            cost_data_through=moment(min(ending_before.timestamp(), time.time())),
-        )
+    return types.BillingUsageResponse(
+        data=[usage_view(row, user.name) for row in rows],
+        sessions=about,
+        cost_data_through=moment(min(ending_before.timestamp(), time.time())),
     )
 
 
 @serve(router, "checkpoint_storage_usage")
 async def storage_usage(
-    request: Request, user: CurrentUser, project_id: Annotated[Text | None, Query()] = None
-) -> Response:
-    store: Store = request.app.state.store
+    store: Store, user: User, project_id: Annotated[Text | None, Query()] = None
+) -> types.CurrentCheckpointStorageUsageResponse:
     totals = await store.call(store.checkpoints.storage_by_project, user.user_id)
     rows = [
         storage_view(user.user_id, user.name, user.email, project, *total)
         for project, total in totals.items()
         if project_id is None or project == project_id
     ]
-    return answer(types.CurrentCheckpointStorageUsageResponse(data=rows))
+    return types.CurrentCheckpointStorageUsageResponse(data=rows)
 
 
 def _check_window(start: datetime, end: datetime) -> None:

@@ -11,9 +11,10 @@ import asyncio
 import uuid
 from email.utils import formatdate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
+from weakref import WeakValueDictionary
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tinkex import types
@@ -22,96 +23,83 @@ from tinkex.server.exchange import answer, serve
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
 from tinkex.server.rest import idle_run
 from tinkex.server.rest.files import link
-from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, moment, read
+from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, moment
 from tinkex.server.rest.runs import visible_run
 from tinkex.server.rest.views import checkpoint_view
 from tinkex.store import Checkpoint, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+# A repeat of a copy waits for the first one. Once nobody holds a lock, the store knows the copy.
+_copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+
+async def _path(run_id: Text, kind: Text, name: Text) -> TinkerPath:
+    return checked_path(run_id, kind, name)
+
+
+Where = Annotated[TinkerPath, Depends(_path)]
 
 
 @serve(router, "list_user_checkpoints")
 async def list_all(
-    request: Request, user: CurrentUser, limit: Limit = 100, offset: Offset = 0
-) -> Response:
-    store: Store = request.app.state.store
+    store: Store, user: User, limit: Limit = 100, offset: Offset = 0
+) -> types.CheckpointsListResponse:
     found, total = await store.call(store.checkpoints.page, user.user_id, limit, offset)
     views = [checkpoint_view(checkpoint) for checkpoint in found]
-    where = cursor(offset, limit, total)
-    return answer(types.CheckpointsListResponse(checkpoints=views, cursor=where))
+    return types.CheckpointsListResponse(checkpoints=views, cursor=cursor(offset, limit, total))
 
 
 @serve(router, "list_checkpoints")
-async def list_of_run(request: Request, user: CurrentUser, run_id: Text) -> Response:
-    store: Store = request.app.state.store
+async def list_of_run(store: Store, user: User, run_id: Text) -> types.CheckpointsListResponse:
     model = await visible_run(store, run_id, user, with_public=True)
     found = await store.call(store.checkpoints.of_run, run_id)
     mine = model.user_id == user.user_id
     views = [checkpoint_view(c) for c in found if mine or c.public]
-    return answer(types.CheckpointsListResponse(checkpoints=views))
+    return types.CheckpointsListResponse(checkpoints=views)
 
 
-@serve(router, "delete_checkpoint", status_code=204)
-async def delete(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> Response:
-    shelf: Shelf = request.app.state.shelf
-    await shelf.delete(await shelf.owned(checked_path(run_id, kind, name), user))
-    return Response(status_code=204)
+@serve(router, "delete_checkpoint")
+async def delete(shelf: Shelf, user: User, path: Where) -> None:
+    await shelf.delete(await shelf.owned(path, user))
 
 
-@serve(router, "publish_checkpoint", status_code=204)
-async def publish(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> Response:
-    return await _set_public(request, user, checked_path(run_id, kind, name), True)
+@serve(router, "publish_checkpoint")
+async def publish(shelf: Shelf, user: User, path: Where) -> None:
+    await shelf.set_public(await shelf.owned(path, user), True)
 
 
-@serve(router, "unpublish_checkpoint", status_code=204)
-async def unpublish(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> Response:
-    return await _set_public(request, user, checked_path(run_id, kind, name), False)
+@serve(router, "unpublish_checkpoint")
+async def unpublish(shelf: Shelf, user: User, path: Where) -> None:
+    await shelf.set_public(await shelf.owned(path, user), False)
 
 
-@serve(router, "set_checkpoint_ttl", status_code=204)
+@serve(router, "set_checkpoint_ttl")
 async def set_ttl(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> Response:
-    shelf: Shelf = request.app.state.shelf
-    store: Store = request.app.state.store
-    asked: types.SetCheckpointTtlRequest = await read(request, "set_checkpoint_ttl")
-    found = await shelf.owned(checked_path(run_id, kind, name), user)
-    await store.call(store.checkpoints.set_expiry, found.path, expiry_of(asked.ttl_seconds))
-    shelf.log(user.user_id, "checkpoint_ttl_set", found.path, ttl_seconds=asked.ttl_seconds)
-    return Response(status_code=204)
+    shelf: Shelf, user: User, path: Where, asked: types.SetCheckpointTtlRequest
+) -> None:
+    await shelf.set_ttl(await shelf.owned(path, user), asked.ttl_seconds)
 
 
 @serve(router, "checkpoint_archive")
-async def archive(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> Response:
+async def archive(request: Request, user: CurrentUser, path: Where) -> Response:
     """A link to the checkpoint as one tar: a 302 for clients that ask for the archive itself."""
     shelf: Shelf = request.app.state.shelf
-    path = checked_path(run_id, kind, name)
     found = await shelf.readable(str(path), user)
     named = {"archive": found.path, "version": found.folder}
-    url, expires = await link(request, named, f"{name}.tar")
+    url, expires = await link(request, named, f"{path.name}.tar")
     shelf.log(user.user_id, "checkpoint_downloaded", found.path)
     # Old clients send their usual Accept as well as this one; they know the 302 alone.
     accepted = ", ".join(request.headers.getlist("accept"))
     if "application/json" in accepted and "application/gzip" not in accepted:
         return answer(types.CheckpointArchiveUrlResponse(url=url, expires=moment(expires)))
-    return RedirectResponse(url, 302, {"Expires": _http_date(expires)})
+    return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
 @serve(router, "external_weights_urls")
-async def file_urls(
-    request: Request, user: CurrentUser, run_id: Text, kind: Text, name: Text
-) -> Response:
+async def file_urls(request: Request, user: CurrentUser, path: Where) -> Response:
     """A signed link for each file. Works for every kind, not only for external weights."""
     shelf: Shelf = request.app.state.shelf
-    found = await shelf.readable(str(checked_path(run_id, kind, name)), user)
+    found = await shelf.readable(str(path), user)
     files = await asyncio.to_thread(_relative_files, await shelf.folder_of(found))
     urls: dict[str, str] = {}
     expires = 0.0
@@ -124,15 +112,14 @@ async def file_urls(
 
 @serve(router, "copy_weights")
 async def copy_weights(
-    request: Request,
-    user: CurrentUser,
+    auth: Auth,
+    shelf: Shelf,
+    store: Store,
+    user: User,
+    asked: types.CopyWeightsRequest,
     x_idempotency_key: Annotated[Text | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[Text | None, Header()] = None,
-) -> Response:
-    auth: Auth = request.app.state.auth
-    shelf: Shelf = request.app.state.shelf
-    store: Store = request.app.state.store
-    asked: types.CopyWeightsRequest = await read(request, "copy_weights")
+) -> types.CopyWeightsResponse:
     token = x_tinker_weights_access_token or asked.weights_access_token
     expires_at = expiry_of(asked.ttl_seconds)
     source = await shelf.readable(
@@ -142,23 +129,12 @@ async def copy_weights(
     # The key is bound to a run id first, so that a repeat meets the same target at any point.
     run_id = await store.call(store.checkpoints.remember, user.user_id, key, idle_run.new_run_id())
     target = TinkerPath(run_id, source.kind, source.name)
-    async with _copy_lock(request.app.state, str(target)):
+    async with _copying.setdefault(str(target), asyncio.Lock()):
         if await store.call(store.checkpoints.get, str(target)) is None:
             await _make_run(store, target, source, user, asked.destination_project_id)
             changes = {"expires_at": expires_at, "project_id": asked.destination_project_id}
             await shelf.copy(source, target, user, **changes)
-    return answer(types.CopyWeightsResponse(tinker_path=str(target)))
-
-
-async def _set_public(request: Request, user: User, path: TinkerPath, public: bool) -> Response:
-    shelf: Shelf = request.app.state.shelf
-    store: Store = request.app.state.store
-    found = await shelf.owned(path, user)
-    if found.public != public:
-        await store.call(store.checkpoints.set_public, found.path, public)
-        event = "checkpoint_published" if public else "checkpoint_unpublished"
-        shelf.log(user.user_id, event, found.path)
-    return Response(status_code=204)
+    return types.CopyWeightsResponse(tinker_path=str(target))
 
 
 async def _make_run(
@@ -179,15 +155,6 @@ async def _make_run(
     )
 
 
-def _copy_lock(state: Any, target: str) -> asyncio.Lock:
-    locks: dict[str, asyncio.Lock] = state.copy_locks
-    return locks.setdefault(target, asyncio.Lock())
-
-
 def _relative_files(folder: Path) -> list[str]:
     files = (file for file in folder.rglob("*") if file.is_file())
     return sorted(file.relative_to(folder).as_posix() for file in files)
-
-
-def _http_date(at: float) -> str:
-    return formatdate(at, usegmt=True)

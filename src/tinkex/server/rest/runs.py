@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 
 from tinkex import types
-from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, serve
+from tinkex.server.exchange import serve
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.problems import ApiError
-from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor, read
+from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor
 from tinkex.server.rest.views import run_view, weights_view
 from tinkex.server.service import Service
 from tinkex.server.work.curves import Course
@@ -28,14 +27,14 @@ _TOLD = ("loss", "loss_per_token", "reward")
 
 @serve(router, "list_training_runs")
 async def list_runs(
-    request: Request,
-    user: CurrentUser,
+    service: Service,
+    store: Store,
+    user: User,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project_id: Text | None = None,
-) -> Response:
-    store: Store = request.app.state.store
+) -> types.TrainingRunsResponse:
     models, total = await store.call(
         store.models.page,
         user.user_id,
@@ -44,42 +43,38 @@ async def list_runs(
         project_id=project_id,
         with_public=access_scope == "accessible",
     )
-    views = await _with_progress(request, models)
-    where = cursor(offset, limit, total)
-    return answer(types.TrainingRunsResponse(training_runs=views, cursor=where))
+    views = await _with_progress(service, models)
+    return types.TrainingRunsResponse(training_runs=views, cursor=cursor(offset, limit, total))
 
 
 @serve(router, "get_training_run")
 async def get_run(
-    request: Request, user: CurrentUser, run_id: Text, access_scope: AccessScope = "owned"
-) -> Response:
-    store: Store = request.app.state.store
-    model = await visible_run(store, run_id, user, with_public=access_scope == "accessible")
-    view = (await _with_progress(request, [model]))[0]
-    if model.user_id == user.user_id and (service := _service(request)) is not None:
+    service: Service, user: User, run_id: Text, access_scope: AccessScope = "owned"
+) -> types.TrainingRun:
+    with_public = access_scope == "accessible"
+    model = await visible_run(service.store, run_id, user, with_public=with_public)
+    [view] = await _with_progress(service, [model])
+    if model.user_id == user.user_id:
         view = view.model_copy(update=_where_it_runs(service.place.pool, model.model_id))
-    return answer(view)
+    return view
 
 
 @serve(router, "weights_info")
-async def weights_info(request: Request, user: CurrentUser) -> Response:
-    shelf: Shelf = request.app.state.shelf
-    asked: types.WeightsInfoRequest = await read(request, "weights_info")
-    return answer(weights_view(await shelf.readable(asked.tinker_path, user)))
+async def weights_info(
+    shelf: Shelf, user: User, asked: types.WeightsInfoRequest
+) -> types.WeightsInfoResponse:
+    return weights_view(await shelf.readable(asked.tinker_path, user))
 
 
 @serve(router, "get_sampler")
-async def get_sampler(request: Request, user: CurrentUser, sampler_id: Text) -> Response:
-    store: Store = request.app.state.store
+async def get_sampler(store: Store, user: User, sampler_id: Text) -> types.GetSamplerResponse:
     found = await store.call(store.sampling.get, sampler_id)
     if found is None or found.user_id != user.user_id:
         raise ApiError(404, f"No sampler {sampler_id!r} of yours.")
-    return answer(
-        types.GetSamplerResponse(
-            sampler_id=found.sampling_session_id,
-            base_model=found.base_model,
-            model_path=found.model_path,
-        )
+    return types.GetSamplerResponse(
+        sampler_id=found.sampling_session_id,
+        base_model=found.base_model,
+        model_path=found.model_path,
     )
 
 
@@ -93,12 +88,10 @@ async def visible_run(store: Store, run_id: str, user: User, *, with_public: boo
     raise ApiError(404, f"No training run {run_id!r} of yours. List them with GET /training_runs.")
 
 
-async def _with_progress(request: Request, models: list[Model]) -> list[types.TrainingRun]:
+async def _with_progress(service: Service, models: list[Model]) -> list[types.TrainingRun]:
     """Runs as the contract has them, with what a person wants to know about each."""
-    store: Store = request.app.state.store
+    store = service.store
     views = await store.call(_with_checkpoints, store, models)
-    if (service := _service(request)) is None:
-        return views
     called = await store.call(store.sessions.called, {model.session_id for model in models})
     curves = await service.curves.of_runs([model.model_id for model in models], _TOLD)
     busy = set(service.busy_models())
@@ -106,10 +99,6 @@ async def _with_progress(request: Request, models: list[Model]) -> list[types.Tr
         view.model_copy(update=_progress(model, called, curves, busy))
         for view, model in zip(views, models, strict=True)
     ]
-
-
-def _service(request: Request) -> Service | None:
-    return getattr(request.app.state, "service", None)
 
 
 def _where_it_runs(pool: Pool, model_id: str) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from tinkex.server.auth import CurrentUser, user_id_of_urn
 from tinkex.server.exchange import answer, serve
 from tinkex.server.problems import ApiError
 from tinkex.server.rest.files import link
-from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, moment, read
+from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, moment
 from tinkex.server.rest.views import session_summary, texts
+from tinkex.server.service import Service
 from tinkex.store import Session, SessionQuery, Store, User
 from tinkex.types import SessionSearchRequest as Search
 
@@ -25,21 +26,18 @@ MAX_SCANNED = 5000
 
 @serve(router, "list_sessions")
 async def list_sessions(
-    request: Request,
-    user: CurrentUser,
+    store: Store,
+    user: User,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
-) -> Response:
-    store: Store = request.app.state.store
+) -> types.ListSessionsResponse:
     ids = await store.call(store.sessions.list_ids, user.user_id, limit, offset)
-    return answer(types.ListSessionsResponse(sessions=ids))
+    return types.ListSessionsResponse(sessions=ids)
 
 
 @serve(router, "search_sessions")
-async def search(request: Request, user: CurrentUser) -> Response:
-    store: Store = request.app.state.store
-    asked: Search = await read(request, "search_sessions")
+async def search(store: Store, user: User, asked: Search) -> types.SessionSearchResponse:
     found, last = await store.call(_search, store, user, asked)
     totals = await store.call(
         store.checkpoints.totals_of_sessions, [session.session_id for session in found]
@@ -50,52 +48,45 @@ async def search(request: Request, user: CurrentUser) -> Response:
         next_cursor = types.SessionSearchCursor(
             last_created_at=moment(last.created_at), last_session_id=last.session_id
         )
-    return answer(types.SessionSearchResponse(sessions=summaries, next_cursor=next_cursor))
+    return types.SessionSearchResponse(sessions=summaries, next_cursor=next_cursor)
 
 
 @serve(router, "get_session")
 async def get_session(
-    request: Request, user: CurrentUser, session_id: Text, access_scope: AccessScope = "owned"
-) -> Response:
-    store: Store = request.app.state.store
+    store: Store, user: User, session_id: Text, access_scope: AccessScope = "owned"
+) -> types.GetSessionResponse:
     session = await owned_session(store, session_id, user)
     models = await store.call(store.models.of_session, session_id)
     samplers = await store.call(store.sampling.of_session, session_id)
-    return answer(
-        types.GetSessionResponse(
-            training_run_ids=[model.model_id for model in models],
-            sampler_ids=[sampler.sampling_session_id for sampler in samplers],
-            user_metadata=texts(session.user_metadata),
-            display_name=session.display_name,
-        )
+    return types.GetSessionResponse(
+        training_run_ids=[model.model_id for model in models],
+        sampler_ids=[sampler.sampling_session_id for sampler in samplers],
+        user_metadata=texts(session.user_metadata),
+        display_name=session.display_name,
     )
 
 
-@serve(router, "assign_session_project", status_code=204)
-async def set_project(request: Request, user: CurrentUser, session_id: Text) -> Response:
-    store: Store = request.app.state.store
-    asked: types.AssignSessionProjectRequest = await read(request, "assign_session_project")
+@serve(router, "assign_session_project")
+async def set_project(
+    store: Store, user: User, session_id: Text, asked: types.AssignSessionProjectRequest
+) -> None:
     session = await owned_session(store, session_id, user)
     await store.call(store.sessions.set_project, session_id, asked.project_id)
     details = {"session_id": session_id, "from": session.project_id, "to": asked.project_id}
     store.audit.record(user.user_id, "project_session_assigned", details)
-    return Response(status_code=204)
 
 
-@serve(router, "finish_session", status_code=204)
-async def finish(request: Request, user: CurrentUser, session_id: Text) -> Response:
+@serve(router, "finish_session")
+async def finish(
+    service: Service, store: Store, user: User, session_id: Text, asked: types.FinishSessionRequest
+) -> None:
     """End a session. The first reason wins; repeating the call is harmless."""
-    store: Store = request.app.state.store
-    asked: types.FinishSessionRequest = await read(request, "finish_session")
     await owned_session(store, session_id, user)
     status = {"type": "client_finished", "reason": {"type": asked.reason.type}}
     if asked.detail is not None:
         status["detail"] = asked.detail
     if await store.call(store.sessions.finish, session_id, status):
-        ended = request.app.state.on_session_finished
-        if ended is not None:
-            await ended(session_id)
-    return Response(status_code=204)
+        await service.finish_session(session_id)
 
 
 @serve(router, "export_session_trace")

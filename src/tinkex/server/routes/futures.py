@@ -21,6 +21,7 @@ from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.server.work.futures import FinishedSample, Outcome, Promise
+from tinkex.store import User
 from tinkex.types.service.extensions import CancelFutureResponse
 from tinkex.wire import frames
 
@@ -80,31 +81,32 @@ async def _content(outcome: Outcome) -> bytes:
 
 
 @serve(router, "cancel_future")
-async def cancel_future(request: Request, user: CurrentUser) -> Response:
+async def cancel_future(
+    service: Service, user: User, asked: types.CancelFutureRequest
+) -> CancelFutureResponse:
     """Stop a sample and free its place at once. A request that cannot be cancelled goes on."""
-    service = service_of(request)
-    asked: types.CancelFutureRequest = await read(request, "cancel_future")
     try:
         promise = await service.promise(user, asked.request_id)
     except ApiError as exc:
         if exc.status == 410:
-            return answer(CancelFutureResponse(status="gone"))
+            return CancelFutureResponse(status="gone")
         raise
-    if promise.cancel is not None and promise.outcome is None:
-        promise.cancel()
-        return answer(CancelFutureResponse(status="cancelled"))
-    is_done = promise.outcome is not None
-    return answer(CancelFutureResponse(status="finished" if is_done else "not_cancellable"))
+    if promise.outcome is not None:
+        return CancelFutureResponse(status="finished")
+    if promise.cancel is None:
+        return CancelFutureResponse(status="not_cancellable")
+    promise.cancel()
+    return CancelFutureResponse(status="cancelled")
 
 
 # ------------------------------------------------------------------------------------ by the batch
 
 
 @serve(router, "retrieve_futures")
-async def retrieve_futures(request: Request, user: CurrentUser) -> Response:
+async def retrieve_futures(
+    service: Service, user: User, asked: types.FuturesRetrieveRequest
+) -> Response:
     """Which samples of one (sampling session, clone) are ready since a cursor."""
-    service = service_of(request)
-    asked: types.FuturesRetrieveRequest = await read(request, "retrieve_futures")
     clone, cursor = asked.target.cloned_sampler_id, asked.prev_cursor
     session = await service.samples.session(user, asked.target.sampling_session_id)
     _acknowledge(service, user.user_id, asked.retrieved_request_ids)

@@ -15,7 +15,7 @@ from tinkex.engine.jobs import Event, Progress, Tokens
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import encode
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, open_body, read, serve, service_of
+from tinkex.server.exchange import answer, open_body, serve, service_of
 from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
@@ -30,26 +30,25 @@ BURST = 16
 
 
 @serve(router, "create_sampling_session")
-async def create_sampling_session(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
-    asked: types.CreateSamplingSessionRequest = await read(request, "create_sampling_session")
+async def create_sampling_session(
+    service: Service, user: User, asked: types.CreateSamplingSessionRequest
+) -> types.CreateSamplingSessionResponse:
     session = await service.sessions.owned(user, asked.session_id)
     service.sessions.touch(session.session_id)
     number, path = asked.sampling_session_seq_id, asked.model_path
     made = await service.samples.create_session(
         user, session.session_id, number, asked.base_model, path
     )
-    session_id = made.sampling_session_id
-    return answer(types.CreateSamplingSessionResponse(sampling_session_id=session_id))
+    return types.CreateSamplingSessionResponse(sampling_session_id=made.sampling_session_id)
 
 
 @serve(router, "join_sampling_session")
-async def join_sampling_session(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
-    asked: types.JoinSamplingSessionRequest = await read(request, "join_sampling_session")
+async def join_sampling_session(
+    service: Service, user: User, asked: types.JoinSamplingSessionRequest
+) -> types.JoinSamplingSessionResponse:
     session = await service.samples.session(user, asked.sampling_session_id)
     number = await service.store.call(service.store.sampling.join, session.sampling_session_id)
-    return answer(types.JoinSamplingSessionResponse(client_counter=number))
+    return types.JoinSamplingSessionResponse(client_counter=number)
 
 
 @serve(router, "asample")
@@ -68,16 +67,14 @@ def _promise(accepted: AcceptedSample) -> dict[str, Any]:
 
 
 @serve(router, "asample_batch")
-async def asample_batch(request: Request, user: CurrentUser) -> Response:
+async def asample_batch(service: Service, user: User, asked: SampleBatchRequest) -> dict[str, Any]:
     """Our own SDK's form: many asample bodies in one call, one promise or refusal for each."""
-    service = service_of(request)
-    asked: SampleBatchRequest = await read(request, "asample_batch")
     promises = []
     for count, item in enumerate(asked.requests):
         if count % BURST == BURST - 1:
             await asyncio.sleep(0)  # hundreds at once must not delay a heartbeat
         promises.append(await _one_of_many(service, user, item))
-    return answer({"promises": promises})
+    return {"promises": promises}
 
 
 async def _one_of_many(service: Service, user: User, item: Any) -> dict[str, Any]:
@@ -100,13 +97,11 @@ async def _one_of_many(service: Service, user: User, item: Any) -> dict[str, Any
 
 
 @serve(router, "sample_stream")
-async def sample_stream(request: Request, user: CurrentUser) -> Response:
+async def sample_stream(service: Service, user: User, asked: types.SampleRequest) -> Response:
     """Server-sent events: `tokens` while they are made, then `done` (or `error`) with the result.
 
     A client that goes away cancels the sample.
     """
-    service = service_of(request)
-    asked: types.SampleRequest = await read(request, "sample_stream")
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "routed_experts"):
         if getattr(asked, name):
             raise NotSupportedError("a stream does not carry it; use asample.", path=name)

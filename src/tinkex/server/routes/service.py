@@ -8,12 +8,17 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
-from tinkex.server.auth import CurrentUser
 from tinkex.server.compat.callers import foreign_sees_users
-from tinkex.server.exchange import Answer, answer, read, serve, service_of
+from tinkex.server.exchange import Answer, answer, serve, service_of
 from tinkex.server.guard.connections import ConnectionLimits
+from tinkex.server.metrics import ServerMetrics
+from tinkex.server.presence import Presence
 from tinkex.server.problems import problem
+from tinkex.server.service import Service
+from tinkex.store import User
 from tinkex.types import (
+    ClientConfigRequest,
+    CreateSessionRequest,
     CreateSessionResponse,
     GetServerCapabilitiesResponse,
     SessionHeartbeatRequest,
@@ -90,39 +95,33 @@ def _of_this_process(state: Any) -> dict[str, float]:
 
 
 @serve(router, "attach", tags=["local"])
-async def attach(request: Request, user: CurrentUser) -> Response:
+async def attach(presence: Presence, asked: ProcessRequest) -> dict[str, str]:
     """A process on this machine uses the server: keep it alive while the process lives."""
-    asked: ProcessRequest = await read(request, "attach")
-    request.app.state.presence.attach(asked.pid)
-    return answer({"status": "ok"})
+    presence.attach(asked.pid)
+    return {"status": "ok"}
 
 
 @serve(router, "detach", tags=["local"])
-async def detach(request: Request, user: CurrentUser) -> Response:
-    asked: ProcessRequest = await read(request, "detach")
-    request.app.state.presence.detach(asked.pid)
-    return answer({"status": "ok"})
+async def detach(presence: Presence, asked: ProcessRequest) -> dict[str, str]:
+    presence.detach(asked.pid)
+    return {"status": "ok"}
 
 
 # ------------------------------------------------------------------------------------ clients
 
 
 @serve(api, "client_config")
-async def client_config(request: Request, user: CurrentUser) -> Response:
-    await read(request, "client_config")
-    traced = not service_of(request).config.is_toy
-    return answer({**CLIENT_CONFIG, "custom_loss_server_side": traced})
+async def client_config(service: Service, asked: ClientConfigRequest) -> dict[str, Any]:
+    return {**CLIENT_CONFIG, "custom_loss_server_side": not service.config.is_toy}
 
 
 @serve(api, "client_dynamic_config")
-async def dynamic_config(request: Request, user: CurrentUser) -> Response:
-    await read(request, "client_dynamic_config")
-    return answer(DYNAMIC_CONFIG)
+async def dynamic_config(asked: ClientConfigRequest) -> dict[str, Any]:
+    return DYNAMIC_CONFIG
 
 
 @serve(api, "get_server_capabilities")
-async def get_server_capabilities(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
+async def get_server_capabilities(service: Service) -> GetServerCapabilitiesResponse:
     models = []
     for name in service.catalog.names:
         try:
@@ -139,26 +138,27 @@ async def get_server_capabilities(request: Request, user: CurrentUser) -> Respon
                 stands_in=(info.stands_in or None) if info else None,
             )
         )
-    return answer(GetServerCapabilitiesResponse(supported_models=models))
+    return GetServerCapabilitiesResponse(supported_models=models)
 
 
 @serve(api, "create_session")
-async def create_session(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
-    session = await service.sessions.create(user, await read(request, "create_session"))
-    return answer(CreateSessionResponse(session_id=session.session_id))
+async def create_session(
+    service: Service, user: User, asked: CreateSessionRequest
+) -> CreateSessionResponse:
+    session = await service.sessions.create(user, asked)
+    return CreateSessionResponse(session_id=session.session_id)
 
 
 @serve(api, "session_heartbeat")
-async def session_heartbeat(request: Request, user: CurrentUser) -> Response:
-    asked: SessionHeartbeatRequest = await read(request, "session_heartbeat")
-    await service_of(request).sessions.heartbeat(user, asked.session_id)
+async def session_heartbeat(
+    service: Service, user: User, asked: SessionHeartbeatRequest
+) -> Response:
+    await service.sessions.heartbeat(user, asked.session_id)
     return Answer(_ALIVE)
 
 
 @serve(api, "telemetry")
-async def telemetry(request: Request, user: CurrentUser) -> Response:
+async def telemetry(metrics: ServerMetrics, asked: TelemetrySendRequest) -> TelemetryResponse:
     """Count what clients report. Events are not kept: they may hold what users would not share."""
-    asked: TelemetrySendRequest = await read(request, "telemetry")
-    request.app.state.metrics.count_telemetry(str(event.severity) for event in asked.events)
-    return answer(TelemetryResponse(status="accepted"))
+    metrics.count_telemetry(str(event.severity) for event in asked.events)
+    return TelemetryResponse(status="accepted")

@@ -6,8 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex import types
 from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, open_body, read, serve, service_of
+from tinkex.server.exchange import answer, open_body, serve, service_of
 from tinkex.server.operations.table import OPERATIONS
+from tinkex.server.service import Service
+from tinkex.store import User
 from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 
 router = APIRouter(prefix="/api/v1", tags=["training"])
@@ -36,9 +38,9 @@ for _name, _operation in OPERATIONS.items():
 
 
 @serve(router, "get_info")
-async def get_info(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
-    asked: types.GetInfoRequest = await read(request, "get_info")
+async def get_info(
+    service: Service, user: User, asked: types.GetInfoRequest
+) -> types.GetInfoResponse:
     model = await service.model(user, asked.model_id)
     info = await service.catalog.info(model.base_model, timeout_s=50)
     about = types.ModelData(
@@ -46,41 +48,38 @@ async def get_info(request: Request, user: CurrentUser) -> Response:
         model_name=model.base_model,
         tokenizer_id=info.tokenizer_id if info else model.base_model,
     )
-    return answer(
-        types.GetInfoResponse(
-            model_id=model.model_id,
-            model_data=about,
-            optimizer_config=types.OptimizerConfigBase(**model.optimizer_config),
-            is_lora=True,
-            lora_rank=model.lora.get("rank"),
-            model_name=model.base_model,
-            type="get_info",
-        )
+    return types.GetInfoResponse(
+        model_id=model.model_id,
+        model_data=about,
+        optimizer_config=types.OptimizerConfigBase(**model.optimizer_config),
+        is_lora=True,
+        lora_rank=model.lora.get("rank"),
+        model_name=model.base_model,
+        type="get_info",
     )
 
 
 @serve(router, "log_metrics")
-async def log_metrics(request: Request, user: CurrentUser) -> Response:
+async def log_metrics(service: Service, user: User, asked: LogMetricsRequest) -> LogMetricsResponse:
     """Numbers that a client measures itself, drawn beside those of the server."""
-    service = service_of(request)
-    asked: LogMetricsRequest = await read(request, "log_metrics")
     model = await service.model(user, asked.model_id)
     await service.curves.log(model.model_id, asked.metrics, asked.step)
-    return answer(LogMetricsResponse())
+    return LogMetricsResponse()
 
 
 @serve(router, "unload_model")
-async def unload_model(request: Request, user: CurrentUser) -> Response:
+async def unload_model(
+    service: Service, user: User, asked: types.UnloadModelRequest
+) -> types.UntypedAPIFuture:
     """For clients up to 0.24: forget a model's state and free its memory."""
-    asked: types.UnloadModelRequest = await read(request, "unload_model")
-    promise = await service_of(request).unload(user, asked.model_id)
-    return answer(types.UntypedAPIFuture(request_id=promise.request_id, model_id=asked.model_id))
+    promise = await service.unload(user, asked.model_id)
+    return types.UntypedAPIFuture(request_id=promise.request_id, model_id=asked.model_id)
 
 
 @serve(router, "create_custom_loss")
-async def create_custom_loss(request: Request, user: CurrentUser) -> Response:
-    service = service_of(request)
-    asked: types.CreateCustomLossRequest = await read(request, "create_custom_loss")
+async def create_custom_loss(
+    service: Service, user: User, asked: types.CreateCustomLossRequest
+) -> types.UntypedAPIFuture:
     await service.sessions.owned(user, asked.session_id)
     promise = await service.create_custom_loss(user, asked)
-    return answer(types.UntypedAPIFuture(request_id=promise.request_id))
+    return types.UntypedAPIFuture(request_id=promise.request_id)
