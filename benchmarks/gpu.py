@@ -33,7 +33,7 @@ from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
-from tinkex.engine.model.base_model import ModelConfig, RopeConfig
+from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.train.trainer import Trainer

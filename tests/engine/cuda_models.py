@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tinkex.engine.lora.adapter import fresh_adapter
-from tinkex.engine.model.base_model import ModelConfig, RopeConfig
 from tinkex.engine.model.decoder import Decoder, _decoder_class
 from tinkex.engine.model.families import config_from_hf
+from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from tinkex.engine import jobs
-from tinkex.engine.model.base_model import ModelConfig, RopeConfig
 from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.exact_attention import exact_attention
+from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.train.trainer import Trainer, TrainerConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tinkex.engine.cuda import flash
-from tinkex.engine.model.base_model import ModelConfig, RopeConfig
+from tinkex.engine.model.shape import ModelConfig, RopeConfig
 
 MIXES = {
     "one length": [512] * 4,

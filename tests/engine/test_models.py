@@ -12,7 +12,8 @@ import threading
 import pytest
 
 from tinkex.engine.model import default_model
-from tinkex.engine.model.base_model import config_from_hf, resolve
+from tinkex.engine.model.base_model import resolve
+from tinkex.engine.model.families import config_from_hf
 from tinkex.errors import ModelNotFoundError
 
 LLAMA = {

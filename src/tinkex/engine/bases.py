@@ -49,21 +49,6 @@ class ResidentBase:
     sampler: Sampler | None = None
     """Made for the first sample, and given up with its memory when nothing came for long."""
 
-    @property
-    def kv_bytes(self) -> int:
-        sampler = self.sampler
-        return 0 if sampler is None else tensor_bytes(sampler.cache, sampler.states)
-
-    @property
-    def packed_bytes(self) -> int:
-        if not isinstance(self.decoder, Decoder):
-            return 0
-        return packed_weights.held_bytes(self.decoder.matrices())
-
-    @property
-    def adapter_bytes(self) -> int:
-        return tensor_bytes(self.trainer.adapters)
-
 
 class Bases:
     def __init__(
@@ -185,12 +170,14 @@ class Bases:
 
     def held_bytes(self) -> dict[str, int]:
         """What their memory is for, by `pulse.KINDS`."""
-        bases = list(self.loaded.values())
+        bases = self.loaded.values()
+        decoders = [base.decoder for base in bases if isinstance(base.decoder, Decoder)]
+        samplers = [base.sampler for base in bases if base.sampler is not None]
         return {
             "base": sum(base.size_bytes for base in bases),
-            "packed": sum(base.packed_bytes for base in bases),
-            "kv": sum(base.kv_bytes for base in bases),
-            "adapters": sum(base.adapter_bytes for base in bases),
+            "packed": sum(packed_weights.held_bytes(each.matrices()) for each in decoders),
+            "kv": sum(tensor_bytes(each.cache, each.states) for each in samplers),
+            "adapters": sum(tensor_bytes(base.trainer.adapters) for base in bases),
         }
 
     def rest(self) -> None:

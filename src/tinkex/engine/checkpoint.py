@@ -13,14 +13,12 @@ modules) is refused by name. Which adapter a folder belongs to, and who may read
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,16 +75,12 @@ class Stored:
 # ---------------------------------------------------------------------------------------- writing
 
 
-Buffer = Tensor
-"""A tensor of an adapter's layout, on its device."""
-
-
 @dataclass(frozen=True, slots=True)
 class Image:
     """All that a folder will hold, as a copy: training may go on while it is written."""
 
-    buffers: Mapping[str, Mapping[str, Buffer]]
-    """By file name, then by the ending of its tensors' names."""
+    buffers: Mapping[str, Mapping[str, Tensor]]
+    """By file name, then by the ending of its tensors' names; on the adapter's device."""
     adapter: Adapter
     """Whose layout the buffers have."""
     copied: torch.cuda.Event | None
@@ -217,12 +211,12 @@ def _save_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    data = _Data([_bytes_of(tensor) for tensor in tensors.values()])
+    stretches = list(_stretches(map(_bytes_of, tensors.values())))
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
 
-    def save(at: int) -> bytes:
+    def save(parts: list[tuple[int, memoryview]]) -> bytes:
         digest = hashlib.sha256()
-        for start, part in data.stretch(at):
+        for start, part in parts:
             _write_at(file, part, len(head) + start)
             if content is not None:
                 digest.update(part)
@@ -231,7 +225,7 @@ def _save_tensors(
     try:
         _write_at(file, head, 0)
         with ThreadPoolExecutor(_WRITERS) as pool:
-            digests = list(pool.map(save, range(0, data.size, _STRETCH)))
+            digests = list(pool.map(save, stretches))
     finally:
         os.close(file)
     if content is not None:
@@ -239,26 +233,23 @@ def _save_tensors(
     path.chmod(0o644)
 
 
-class _Data:
-    """The tensors of a file, one behind the other, cut into stretches of equal size.
+def _stretches(views: Iterable[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
+    """What lies in each `_STRETCH` of the views, one behind the other: (place, bytes) of its parts.
 
     Each is written and hashed by a thread of its own: one alone takes a second a gigabyte.
     """
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = [view for view in views if len(view)]
-        self._starts = list(itertools.accumulate(map(len, self._views), initial=0))
-        self.size = self._starts.pop()
-
-    def stretch(self, at: int) -> Iterator[tuple[int, memoryview]]:
-        """(place, bytes) of what stands between `at` and the next stretch."""
-        stop = min(at + _STRETCH, self.size)
-        index = bisect.bisect_right(self._starts, at) - 1
-        while at < stop:
-            first = at - self._starts[index]
-            part = self._views[index][first : first + stop - at]
-            yield at, part
-            at, index = at + len(part), index + 1
+    parts: list[tuple[int, memoryview]] = []
+    at = 0
+    for view in views:
+        while view:
+            part = view[: _STRETCH - at % _STRETCH]
+            parts.append((at, part))
+            view, at = view[len(part) :], at + len(part)
+            if at % _STRETCH == 0:
+                yield parts
+                parts = []
+    if parts:
+        yield parts
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

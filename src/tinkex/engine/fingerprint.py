@@ -42,7 +42,6 @@ _VALUES = 256
 _LENGTH = 16
 _FIELD = "base_fingerprint"
 TELL_EVERY_S = 2.0
-OnRead = Callable[[int], None]
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
@@ -57,12 +56,14 @@ def digest(name: str, tensor: Tensor) -> bytes:
 class Witness:
     """A `WeightReader` that takes note of the tensors it hands on."""
 
-    def __init__(self, reader: WeightReader, on_read: OnRead = lambda count: None) -> None:
-        """`on_read` is told how many numbers were read so far."""
-        self._reader = reader
+    def __init__(
+        self, reader: WeightReader, num_all: int = 0, tell: Callable[[int], None] | None = None
+    ) -> None:
+        """`tell` hears now and then how many percent of `num_all` numbers were read."""
+        self._reader, self._num_all, self._tell = reader, num_all, tell
         self._seen: dict[str, bytes] = {}
         self._num_read = 0
-        self._on_read = on_read
+        self._told, self._told_at = 0, time.monotonic()
 
     def names(self) -> Iterator[str]:
         return self._reader.names()
@@ -72,8 +73,16 @@ class Witness:
         if name not in self._seen:
             self._seen[name] = digest(name, tensor)
             self._num_read += tensor.numel()
-            self._on_read(self._num_read)
+            if self._tell is not None:
+                self._tell_percent(self._tell)
         return tensor
+
+    def _tell_percent(self, tell: Callable[[int], None]) -> None:
+        """In steps of ten, a few seconds apart: most models are there before the first."""
+        percent, now = 100 * self._num_read // self._num_all, time.monotonic()
+        if percent >= self._told + 10 and now - self._told_at >= TELL_EVERY_S:
+            self._told, self._told_at = percent, now
+            tell(min(percent, 100))
 
     def fingerprint(self, names: Iterator[str]) -> str:
         """Of the tensors `names`; those that nobody asked for yet are read now."""
@@ -93,26 +102,8 @@ def witness_of(source: ModelSource, tell: Callable[[int], None] | None = None) -
     config = source.config()
     if not config.native:
         return None
-    reader = open_weights(source, config)
-    if tell is None:
-        return Witness(reader)
-    return Witness(reader, _Percent(sum(math.prod(s) for _, s in expected_shapes(config)), tell))
-
-
-class _Percent:
-    """Percent of what there is to read, in steps of ten, a few seconds apart: most models are
-    there before the first."""
-
-    def __init__(self, num_all: int, tell: Callable[[int], None]) -> None:
-        self._num_all = num_all
-        self._tell = tell
-        self._told, self._told_at = 0, time.monotonic()
-
-    def __call__(self, num_read: int) -> None:
-        percent, now = 100 * num_read // self._num_all, time.monotonic()
-        if percent >= self._told + 10 and now - self._told_at >= TELL_EVERY_S:
-            self._told, self._told_at = percent, now
-            self._tell(min(percent, 100))
+    num_all = sum(math.prod(shape) for _, shape in expected_shapes(config))
+    return Witness(open_weights(source, config), num_all, tell)
 
 
 def fingerprint(source: ModelSource, witness: Witness | None = None) -> str:

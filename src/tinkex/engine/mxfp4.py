@@ -72,9 +72,8 @@ class PackedExperts:
         return out
 
     def rows_sorted(self) -> PackedExperts:
-        """Rows 0, 2, 4, ... then 1, 3, 5, ...: all of gate, then all of up."""
-        pair = (self.blocks_ERGb, self.scales_ERG)
-        blocks, scales = (torch.cat([t[:, ::2], t[:, 1::2]], dim=1) for t in pair)
+        """See `gate_then_up`."""
+        blocks, scales = gate_then_up(self.blocks_ERGb), gate_then_up(self.scales_ERG)
         return PackedExperts(blocks, scales, self.dtype)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedExperts:
@@ -83,6 +82,11 @@ class PackedExperts:
 
 Matrix = Tensor | PackedMatrix
 Stack = Tensor | PackedExperts
+
+
+def gate_then_up(rows_EX: Tensor) -> Tensor:
+    """Rows gate 0, up 0, gate 1, up 1, ... become all of gate, then all of up."""
+    return torch.cat([rows_EX[:, ::2], rows_EX[:, 1::2]], dim=1)
 
 
 def expanded(weight: Tensor | PackedMatrix | PackedExperts) -> Tensor:

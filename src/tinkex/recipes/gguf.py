@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tinkex.engine.model.base_model import ModelConfig
+    from tinkex.engine.model.shape import ModelConfig
 
 __all__ = ["NumberType", "WrittenFile", "write_gguf"]
 

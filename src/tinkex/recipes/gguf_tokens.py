@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 if TYPE_CHECKING:
-    from tinkex.engine.model.base_model import ModelConfig
+    from tinkex.engine.model.shape import ModelConfig
 
 __all__ = ["add_tokens"]
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tinkex.engine.lora.adapter import KINDS as ALL_KINDS
 from tinkex.engine.lora.adapter import AdapterSpan, Kind, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.base_model import config_from_hf
-from tinkex.engine.model.decoder import Decoder
+from tinkex.engine.model.decoder import Decoder, native_targets
+from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.loading import weight_bytes
 from tinkex.engine.model.survey import needs
 from tinkex.engine.model.weights import RandomWeights, expected_shapes
@@ -162,6 +163,20 @@ def test_what_a_doctor_says_of_training_is_what_a_pass_keeps(arch):
     assert hidden.requires_grad
     said = needs(config, torch.float32, length=length, rank=4).training
     assert 0.7 < sum(saved.values()) / said < 1.6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("arch", KINDS)
+def test_what_a_doctor_says_of_an_adapter_is_what_it_holds(arch, tied):
+    """It sits on the head too, where that has no weights of its own."""
+    ties = {"model_type": arch, "tie_word_embeddings": tied}
+    config = config_from_hf(SMALL | KINDS[arch] | ties)
+    adapter = fresh_adapter(
+        native_targets(config), rank=4, alpha=8.0, kinds=ALL_KINDS, seed=1, device="cpu"
+    )
+    num_numbers = sum(tensor.numel() for tensor in adapter.parameters())
+    said = needs(config, torch.float32, length=1, rank=4).adapter
+    assert said == 16 * num_numbers  # weights, gradients and two moments
 
 
 def held(value):

@@ -13,8 +13,8 @@ from tinkex.engine.group.adapters import AdapterCut
 from tinkex.engine.group.cut import ModelCut, check_divides
 from tinkex.engine.group.group import Group
 from tinkex.engine.lora.adapter import fresh_adapter
-from tinkex.engine.model.base_model import config_from_hf
 from tinkex.engine.model.decoder import native_targets
+from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.shape import ExpertsConfig
 from tinkex.engine.model.weights import RandomWeights, expected_shapes
 from tinkex.errors import NotSupportedError

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import attention
-from tinkex.engine.model.base_model import ModelConfig
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.transfer import send
 
 LONG = 2048

@@ -33,9 +33,9 @@ from tinkex.engine.cuda.small_passes import RecordedPass, Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.operand import EXPERTS, AdapterTokens, BatchOperands, LoraAddend
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
-from tinkex.engine.model.base_model import ModelConfig
 from tinkex.engine.model.decoder import Decoder, _Layer
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.model.shape import ModelConfig
 
 Operands = BatchOperands | Mapping[str, LoraAddend]
 

@@ -18,7 +18,7 @@ import torch
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.cuda.fused import CudaDecoder
-from tinkex.engine.model.base_model import ModelConfig
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import RandomWeights
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 

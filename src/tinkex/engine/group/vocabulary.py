@@ -12,7 +12,7 @@ row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,18 +20,10 @@ from torch import Tensor
 from tinkex.engine.group.group import Group
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.softmax import total
+from tinkex.engine.train.scoring import PlainSoftmax, ScoredRows
 
 if TYPE_CHECKING:
     from tinkex.engine.group.decoder import GroupDecoder
-
-
-class ScoredRows(Protocol):
-    """Rows of a chunk that are scored alike; see `train.scoring`."""
-
-    rows: slice
-    slopes_nK: Tensor | None
-
-    def columns(self) -> Tensor: ...
 
 
 class VocabularyPart:
@@ -51,8 +43,8 @@ class VocabularyPart:
         return self._decoder.head_part_backward(dlogits_Nv, hidden_ND, lora)
 
 
-class PartSoftmax:
-    """In the memory of the logits; see `train.scoring`."""
+class PartSoftmax(PlainSoftmax):
+    """Of the logits of the member's own tokens; its gradient is theirs too."""
 
     def __init__(
         self, logits_Nv: Tensor, pieces: Sequence[ScoredRows], group: Group, first: int
@@ -63,9 +55,9 @@ class PartSoftmax:
         for piece in pieces:
             here, at_nK = self._mine(piece, logits_Nv.shape[1])
             picked.append(logits_Nv[piece.rows].gather(1, at_nK) * here)
-        self._exp_Nv = logits_Nv.exp_()
+        self._exp_NV = logits_Nv.exp_()
         # One meeting for the rows' sums and their targets' logits.
-        told = torch.cat([total(self._exp_Nv).flatten(), *(p.flatten() for p in picked)])
+        told = torch.cat([total(self._exp_NV).flatten(), *(p.flatten() for p in picked)])
         num_rows = len(logits_Nv)
         told = group.sum(told)
         self._total_N1, rest = told[:num_rows, None], told[num_rows:]
@@ -82,15 +74,6 @@ class PartSoftmax:
         here = (at_nK >= 0) & (at_nK < width)
         return here, at_nK.masked_fill(~here, 0)
 
-    def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
-        """d loss / d logits of the member's tokens. The logits are gone afterwards."""
-        scale_N1 = torch.zeros_like(self._total_N1)
-        for piece in pieces:
-            if piece.slopes_nK is not None:
-                scale_N1[piece.rows] = -piece.slopes_nK.sum(dim=1, keepdim=True)
-        self._exp_Nv.mul_(scale_N1.div_(self._total_N1))
-        for piece in pieces:
-            if piece.slopes_nK is not None:
-                here, at_nK = self._mine(piece, self._exp_Nv.shape[1])
-                self._exp_Nv[piece.rows].scatter_add_(1, at_nK, piece.slopes_nK * here)
-        return self._exp_Nv
+    def _add(self, piece: ScoredRows, slopes_nK: Tensor) -> None:
+        here, at_nK = self._mine(piece, self._exp_NV.shape[1])
+        self._exp_NV[piece.rows].scatter_add_(1, at_nK, slopes_nK * here)

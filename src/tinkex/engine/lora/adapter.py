@@ -16,7 +16,7 @@ import math
 import secrets
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from tinkex.engine.rows import filled
 from tinkex.errors import InvalidInputError
 
 Kind = Literal["attn", "mlp", "unembed"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_RANK = 512
 
 
@@ -48,6 +49,15 @@ class Target:
 
     in_size: int
     parts: tuple[TargetPart, ...]
+
+    @staticmethod
+    def of(in_size: int, kind: Kind, prefix: str, **out_sizes: int) -> Target:
+        """The linears of one `prefix` that read the same input, one behind the other."""
+        parts, start = [], 0
+        for name, size in out_sizes.items():
+            parts.append(TargetPart(f"{prefix}.{name}", kind, start, start + size))
+            start += size
+        return Target(in_size, tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)

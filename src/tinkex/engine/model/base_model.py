@@ -19,15 +19,6 @@ from tinkex.engine.model.gguf import GgufFile
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
-__all__ = [
-    "ModelConfig",
-    "ModelSource",
-    "RopeConfig",
-    "config_from_gguf",
-    "config_from_hf",
-    "resolve",
-]
-
 _GGUF_ARCHS = sorted(arch for arch, family in FAMILIES.items() if family.in_gguf)
 
 

@@ -39,7 +39,13 @@ from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate, wide
 from tinkex.engine.model.loading import Loader, keeps_packed
-from tinkex.engine.model.mixture import MixtureWeights, Routing, mixture, mixture_targets
+from tinkex.engine.model.mixture import (
+    MixtureWeights,
+    Routing,
+    mixture,
+    mixture_targets,
+    mlp_targets,
+)
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import WeightReader, open_weights
 from tinkex.errors import ConfigError
@@ -376,44 +382,27 @@ def _yarn_frequencies(rope: RopeConfig, inv_freq_h: Tensor, size: int) -> Tensor
 
 def native_targets(config: ModelConfig) -> dict[str, Target]:
     """Every linear of our decoder that can carry an adapter, fused the way it is computed."""
-    hidden, mlp = config.hidden_size, config.mlp_size
+    hidden, delta = config.hidden_size, config.delta
     q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    gated = q * (1 + config.attn_gate)
+    sizes = {"q_proj": q * (1 + config.attn_gate), "k_proj": kv, "v_proj": kv}
     targets: dict[str, Target] = {}
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
-        attn, ffn = f"{layer}.self_attn", f"{layer}.mlp"
-        if config.has_delta(index):
-            targets |= _delta_targets(config, index, f"{layer}.linear_attn")
+        if config.has_delta(index) and delta is not None:
+            mixer = f"{layer}.linear_attn"
+            targets[f"{index}.qkv"] = Target.of(hidden, "attn", mixer, **delta.linears)
+            targets[f"{index}.o"] = Target.of(delta.values, "attn", mixer, out_proj=hidden)
         else:
-            sizes = {"q_proj": gated, "k_proj": kv, "v_proj": kv}
-            targets[f"{index}.qkv"] = _target(hidden, "attn", attn, **sizes)
-            targets[f"{index}.o"] = _target(q, "attn", attn, o_proj=hidden)
+            mixer = f"{layer}.self_attn"
+            targets[f"{index}.qkv"] = Target.of(hidden, "attn", mixer, **sizes)
+            targets[f"{index}.o"] = Target.of(q, "attn", mixer, o_proj=hidden)
         if config.has_experts(index):
-            targets |= dict(mixture_targets(config, index))
-            continue
-        targets[f"{index}.gate_up"] = _target(hidden, "mlp", ffn, gate_proj=mlp, up_proj=mlp)
-        targets[f"{index}.down"] = _target(mlp, "mlp", ffn, down_proj=hidden)
+            targets |= mixture_targets(config, index)
+        else:
+            targets |= mlp_targets(f"{index}.", f"{layer}.mlp", hidden, config.mlp_size)
     head = TargetPart("lm_head", "unembed", 0, config.vocab_size)
     targets["head"] = Target(hidden, (head,))
     return targets
-
-
-def _target(in_size: int, kind: Kind, prefix: str, **out_sizes: int) -> Target:
-    parts, start = [], 0
-    for name, size in out_sizes.items():
-        parts.append(TargetPart(f"{prefix}.{name}", kind, start, start + size))
-        start += size
-    return Target(in_size, tuple(parts))
-
-
-def _delta_targets(config: ModelConfig, index: int, prefix: str) -> dict[str, Target]:
-    delta = config.delta
-    assert delta is not None
-    return {
-        f"{index}.qkv": _target(config.hidden_size, "attn", prefix, **delta.linears),
-        f"{index}.o": _target(delta.values, "attn", prefix, out_proj=config.hidden_size),
-    }
 
 
 _QKV = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v"))

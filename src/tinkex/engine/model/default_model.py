@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.contract.models import DEFAULT_MODEL
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.errors import ModelNotFoundError
 
 NAME = DEFAULT_MODEL
@@ -120,20 +121,18 @@ def _convert(gguf_path: Path, target: Path) -> None:
 
     target.mkdir()
     file = GgufFile(gguf_path)
-    weights = GgufWeights(file, config_from_gguf(file))
+    config = config_from_gguf(file)
+    weights = GgufWeights(file, config)
     tensors = {name: weights.read(name) for name in weights.names()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(file.metadata, target)
-    eos = int(file.metadata["tokenizer.ggml.eos_token_id"])
+    (eos,), bos = config.eos_token_ids, int(file.metadata["tokenizer.ggml.bos_token_id"])
     _write_json(target / "generation_config.json", {"eos_token_id": eos, "pad_token_id": eos})
     # config.json goes last: its presence says that the folder is whole.
-    _write_json(target / "config.json", _hf_config(file))
+    _write_json(target / "config.json", _hf_config(config, bos))
 
 
-def _hf_config(file: Any) -> dict[str, Any]:
-    from tinkex.engine.model.base_model import config_from_gguf
-
-    config = config_from_gguf(file)
+def _hf_config(config: ModelConfig, bos: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -149,7 +148,7 @@ def _hf_config(file: Any) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
         "tie_word_embeddings": config.tied_head,
-        "bos_token_id": int(file.metadata["tokenizer.ggml.bos_token_id"]),
+        "bos_token_id": bos,
         "eos_token_id": config.eos_token_ids[0],
         "torch_dtype": "float32",
     }

@@ -9,14 +9,15 @@ Letters: T rows, D hidden size, E experts, M size of an expert, k experts of a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tinkex.engine.lora.adapter import LoraBatch, Target, TargetPart
+from tinkex.engine.lora.adapter import LoraBatch, Target
 from tinkex.engine.model.layers import linear
+from tinkex.engine.model.mixture import mlp_targets
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -44,14 +45,11 @@ class Experts:
         self._gate_up_EXD: Tensor = module.gate_up_proj.detach()
         self._down_EDM: Tensor = module.down_proj.detach()
 
-    def targets(self) -> Iterator[tuple[str, Target]]:
-        for expert, (_, size) in enumerate(w.shape for w in self._down_EDM):
-            name = f"{self._name}.{expert}"
-            gate = TargetPart(f"{name}.gate_proj", "mlp", 0, size)
-            up = TargetPart(f"{name}.up_proj", "mlp", size, 2 * size)
-            hidden = self._down_EDM.shape[1]
-            yield f"{name}.gate_up", Target(hidden, (gate, up))
-            yield f"{name}.down", Target(size, (TargetPart(f"{name}.down_proj", "mlp", 0, hidden),))
+    def targets(self) -> dict[str, Target]:
+        num_experts, hidden, size = self._down_EDM.shape
+        names = [f"{self._name}.{expert}" for expert in range(num_experts)]
+        found = [mlp_targets(f"{name}.", name, hidden, size) for name in names]
+        return {key: target for targets in found for key, target in targets.items()}
 
     def __call__(self, x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         out_TD = torch.zeros_like(x_TD)

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkex.engine.lora.adapter import Kind, LoraBatch, Target, TargetPart
 from tinkex.engine.model.attention import Attend, PackedCausal
-from tinkex.engine.model.base_model import ModelConfig, ModelSource
+from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import compute_dtype
 from tinkex.engine.model.experts import Experts, is_experts
 from tinkex.engine.model.layers import linear
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.model.shape import ModelConfig
 from tinkex.errors import NotSupportedError
 
 _BACKEND = "tinkex"
@@ -164,7 +165,7 @@ class ForeignDecoder:
             if is_experts(module):
                 experts = Experts(name, module, lambda: self._batch.lora)
                 module.forward = experts
-                yield from experts.targets()
+                yield from experts.targets().items()
             weight_OI = _weight(module)
             kind = _kind(name, module is head)
             if weight_OI is not None and kind is not None:

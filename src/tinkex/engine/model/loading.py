@@ -184,7 +184,7 @@ def check_room(
     config: ModelConfig, name: str, device: torch.device, dtype: torch.dtype, parts: int
 ) -> None:
     """Refuse a model if one of so many `parts` of it is larger than what the device has free."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+    free = free_on(device)
     needed = weight_bytes(config, dtype) // parts
     if needed > free:
         raise _too_large(name, f"{needed / 1e9:.1f} GB for a part of its weights", device, free)

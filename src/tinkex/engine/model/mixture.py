@@ -11,7 +11,7 @@ expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.lora.adapter import NO_TERMS, LoraBatch, Target, TargetPart
+from tinkex.engine.lora.adapter import NO_TERMS, LoraBatch, Target
 from tinkex.engine.model.layers import linear, wide
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
 from tinkex.engine.mxfp4 import Stack
@@ -65,27 +65,25 @@ def expert_key(layer_index: int, expert: int, name: str) -> str:
     return f"{layer_index}.experts.{expert}.{name}"
 
 
-def mixture_targets(config: ModelConfig, layer_index: int) -> Iterator[tuple[str, Target]]:
+def mlp_targets(key: str, module: str, hidden: int, size: int) -> dict[str, Target]:
+    """The two fused linears of an MLP, dense or of one expert, by the decoder's keys for them."""
+    return {
+        f"{key}gate_up": Target.of(hidden, "mlp", module, gate_proj=size, up_proj=size),
+        f"{key}down": Target.of(size, "mlp", module, down_proj=hidden),
+    }
+
+
+def mixture_targets(config: ModelConfig, layer_index: int) -> dict[str, Target]:
     """Every linear of one block that can carry an adapter."""
-    experts = config.experts
+    experts, hidden = config.experts, config.hidden_size
     assert experts is not None
-    prefix = f"model.layers.{layer_index}.mlp"
+    block, targets = f"model.layers.{layer_index}.mlp", dict[str, Target]()
     for expert in range(experts.count):
-        name = f"{prefix}.experts.{expert}"
-        for part, target in _pair(name, config.hidden_size, experts.size):
-            yield expert_key(layer_index, expert, part), target
-    if experts.shared_size:
-        for part, target in _pair(
-            f"{prefix}.shared_expert", config.hidden_size, experts.shared_size
-        ):
-            yield f"{layer_index}.shared.{part}", target
-
-
-def _pair(name: str, hidden: int, size: int) -> Iterator[tuple[str, Target]]:
-    gate = TargetPart(f"{name}.gate_proj", "mlp", 0, size)
-    up = TargetPart(f"{name}.up_proj", "mlp", size, 2 * size)
-    yield "gate_up", Target(hidden, (gate, up))
-    yield "down", Target(size, (TargetPart(f"{name}.down_proj", "mlp", 0, hidden),))
+        key = expert_key(layer_index, expert, "")
+        targets |= mlp_targets(key, f"{block}.experts.{expert}", hidden, experts.size)
+    if size := experts.shared_size:
+        targets |= mlp_targets(f"{layer_index}.shared.", f"{block}.shared_expert", hidden, size)
+    return targets
 
 
 def route(

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
-from tinkex.engine.mxfp4 import PackedExperts
+from tinkex.engine.mxfp4 import PackedExperts, gate_then_up
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 log = logging.getLogger(__name__)
@@ -65,35 +65,30 @@ class PublishedWeights:
         """The experts of one linear in 4 bits; None: they are stored otherwise."""
         if f"{name}_blocks" not in self._stored:
             return None
-        if f"{name}_scales" not in self._stored:
-            raise InvalidInputError(
-                f"{self._name} holds no tensor '{name}_scales'; are the shards complete?"
-            )
-        blocks, scales = (
-            self._load(self._stored[f"{name}_{part}"]) for part in ("blocks", "scales")
-        )
-        found = PackedExperts(blocks, scales, dtype)
+        found = PackedExperts(self._fetch(f"{name}_blocks"), self._fetch(f"{name}_scales"), dtype)
         return found.rows_sorted() if "gate_up" in name else found
 
     def read(self, name: str) -> Tensor:
         if self._config.experts is not None and (match := _STACKED.fullmatch(name)):
             return self._experts(match[1], match[2], self._config.experts)
-        if name in self._stored:
-            return self._plain(name)
-        for router in _ROUTERS:
-            if (other := name.replace("mlp.gate.", router)) in self._stored:
-                return self._plain(other)
-        raise InvalidInputError(f"{self._name} holds no tensor {name!r}; are the shards complete?")
+        return self._plain(_spelling(name, self._stored))
+
+    def _fetch(self, name: str) -> Tensor:
+        if name not in self._stored:
+            raise InvalidInputError(
+                f"{self._name} holds no tensor {name!r}; are the shards complete?"
+            )
+        return self._load(self._stored[name])
 
     def _plain(self, name: str) -> Tensor:
         """One tensor in a type that we compute with."""
-        tensor = self._load(self._stored[name])
+        tensor = self._fetch(name)
         if tensor.dtype in _PLAIN:
             return tensor
         scale = f"{name}_scale_inv"
         if tensor.dtype == torch.float8_e4m3fn and scale in self._stored:
             self._tell("fp8")
-            return _from_fp8(tensor, self._load(self._stored[scale]))
+            return _from_fp8(tensor, self._fetch(scale))
         raise NotSupportedError(
             f"{self._name}: {name!r} is stored as {tensor.dtype} without a scale that is known "
             "here; use the unquantized checkpoint"
@@ -117,7 +112,7 @@ class PublishedWeights:
                 return stacked
             # gpt_oss: [E, in, out], gate and up taking turns.
             rows = stacked if leaf.endswith("_bias") else stacked.transpose(1, 2)
-            return _gate_then_up(rows) if "gate_up" in leaf else rows
+            return gate_then_up(rows) if "gate_up" in leaf else rows
         return self._one_by_one(layer, leaf, experts)
 
     def _one_by_one(self, layer: str, leaf: str, experts: ExpertsConfig) -> Tensor:
@@ -133,7 +128,7 @@ class PublishedWeights:
             )
         whole: Tensor | None = None
         for expert in range(experts.count):
-            rows = torch.cat([self._expert(name.format(expert)) for name in style])
+            rows = torch.cat([self._plain(name.format(expert)) for name in style])
             if whole is None:
                 whole = rows.new_empty(experts.count, *rows.shape)
             if rows.shape != whole.shape[1:]:
@@ -145,12 +140,11 @@ class PublishedWeights:
         assert whole is not None
         return whole
 
-    def _expert(self, name: str) -> Tensor:
-        if name not in self._stored:
-            raise InvalidInputError(
-                f"{self._name} holds no tensor {name!r}; are the shards complete?"
-            )
-        return self._plain(name)
+
+def _spelling(name: str, stored: Container[str]) -> str:
+    """The name under which a tensor is stored: routers have several."""
+    others = [name.replace("mlp.gate.", router) for router in _ROUTERS]
+    return next((n for n in (name, *others) if n in stored), name)
 
 
 def _styles(layer: str, leaf: str) -> tuple[list[str], list[str]]:
@@ -200,8 +194,7 @@ def _spellings(
     """The stored tensors that one of ours is made of, and their shapes."""
     match = _STACKED.fullmatch(name)
     if match is None or config.experts is None:
-        others = [name.replace("mlp.gate.", other) for other in _ROUTERS]
-        yield next((n for n in (name, *others) if n in stored), name), shape
+        yield _spelling(name, stored), shape
         return
     if f"{name}_blocks" in stored:
         yield f"{name}_blocks", (*shape[:2], shape[2] // 32, 16)
@@ -210,17 +203,11 @@ def _spellings(
         turned = config.experts.biased and len(shape) == 3
         yield name, (shape[0], shape[2], shape[1]) if turned else shape
     else:
-        for style in _styles(match[1], match[2]):
-            if style[0].format(0) in stored or style is _styles(match[1], match[2])[-1]:
-                rows = shape[1] // len(style)
-                for expert in range(shape[0]):
-                    yield from ((part.format(expert), (rows, shape[2])) for part in style)
-                return
-
-
-def _gate_then_up(rows_EX: Tensor) -> Tensor:
-    """Rows gate 0, up 0, gate 1, up 1, ... become all of gate, then all of up."""
-    return torch.cat([rows_EX[:, ::2], rows_EX[:, 1::2]], dim=1)
+        styles = _styles(match[1], match[2])
+        style = next((s for s in styles if s[0].format(0) in stored), styles[-1])
+        rows = shape[1] // len(style)
+        for expert in range(shape[0]):
+            yield from ((part.format(expert), (rows, shape[2])) for part in style)
 
 
 def _from_fp8(weight_OI: Tensor, scale: Tensor) -> Tensor:

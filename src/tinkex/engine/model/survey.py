@@ -13,10 +13,12 @@ from typing import Literal
 import torch
 
 from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.decoder import native_targets
 from tinkex.engine.model.loading import fits_expanded, free_on, weight_bytes
 from tinkex.engine.model.published import holds_mxfp4, misfits, text_names
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
+from tinkex.engine.sample.paged import kv_bytes_per_token
 from tinkex.engine.sample.states import state_bytes
 from tinkex.errors import TinkerError
 
@@ -109,17 +111,16 @@ class Needs:
 
 def needs(config: ModelConfig, dtype: torch.dtype, *, length: int, rank: int) -> Needs:
     """Sized for one sequence of `length` and an adapter of `rank`."""
-    size = dtype.itemsize
-    kept = length * sum(config.kept_values(i) for i in range(config.num_layers))
+    targets = native_targets(config).values()
+    rows = sum(t.in_size + part.stop - part.start for t in targets for part in t.parts)
     # In fp32 a CPU computes, whose attention with sinks keeps its weights.
-    pairs = config.kept_pairs * length**2 if dtype == torch.float32 else 0
-    kv = 2 * len(config.attention_layers) * config.num_kv_heads * config.head_size
+    on_cpu = dtype == torch.float32
     return Needs(
         weights=weight_bytes(config, dtype),
-        adapter=sum(_adapter_rows(config)) * rank * 16,
-        training=(kept + pairs) * size,
-        training_recomputed=length * 2 * config.num_layers * config.hidden_size * size,
-        sample=kv * size * length + state_bytes(config, dtype),
+        adapter=rows * rank * 16,
+        training=config.kept_bytes([length], dtype.itemsize, with_pairs=on_cpu),
+        training_recomputed=length * 2 * config.num_layers * config.hidden_size * dtype.itemsize,
+        sample=length * kv_bytes_per_token(config, dtype) + state_bytes(config, dtype),
     )
 
 
@@ -157,15 +158,3 @@ def _packed_here(config: ModelConfig) -> str:
     elif weight_bytes(config, dtype, packed=True) > free:
         does = "do not fit even in 4 bits"
     return f"here ({device}, {free / 1e9:.1f} GB free) the experts {does}"
-
-
-def _adapter_rows(config: ModelConfig) -> Iterator[int]:
-    """Inputs plus outputs of every linear."""
-    for name, shape in expected_shapes(config):
-        if name.endswith("norm.weight") or len(shape) == 1 or "conv1d" in name:
-            continue
-        if "experts." in name and len(shape) == 3:
-            parts = 2 if "gate_up" in name else 1
-            yield shape[0] * (parts * shape[2] + shape[1])
-        elif len(shape) == 2 and "embed_tokens" not in name and not name.endswith("gate.weight"):
-            yield sum(shape)

@@ -13,7 +13,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -412,19 +412,13 @@ class ToyEngine:
 # ----------------------------------------------------------------------------------- functions
 
 
-def _token_events(job_id: str, result: jobs.SampleResult) -> list[tuple[int, jobs.Tokens]]:
+def _token_events(job_id: str, result: jobs.SampleResult) -> Iterator[tuple[int, jobs.Tokens]]:
     """(position, event) of every sampled token, positions ascending over all samples."""
-    events = [
-        (
-            t,
-            jobs.Tokens(
-                job_id=job_id,
-                sample_index=i,
-                tokens=sequence.tokens[t : t + 1],
-                logprobs=sequence.logprobs[t : t + 1],
-            ),
-        )
-        for i, sequence in enumerate(result.sequences)
-        for t in range(len(sequence.tokens))
-    ]
-    return sorted(events, key=lambda pair: (pair[0], pair[1].sample_index))
+    for t in range(max(len(sequence.tokens) for sequence in result.sequences)):
+        for i, sequence in enumerate(result.sequences):
+            if t < len(sequence.tokens):
+                tokens, logprobs = sequence.tokens[t : t + 1], sequence.logprobs[t : t + 1]
+                yield (
+                    t,
+                    jobs.Tokens(job_id=job_id, sample_index=i, tokens=tokens, logprobs=logprobs),
+                )

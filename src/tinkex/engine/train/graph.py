@@ -232,9 +232,7 @@ class _Decoder:
             raise _bad(node, f"the arguments hold over {MAX_VALUES} values or {MAX_DEPTH} levels")
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MAX_INTEGER:
             raise _bad(node, "an integer does not fit 64 bits")
-        if value is None or isinstance(value, bool | int | float):
-            return value
-        if isinstance(value, str):
+        if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list | tuple):
             return [self.decode(node, item, depth + 1) for item in value]
@@ -426,7 +424,8 @@ def _check_growth(
         _check_mask(step, args)
         return
     else:
-        shadow_args, shadow_kwargs = _to_meta(args), _to_meta(kwargs)
+        # Without their contents: operations on such tensors compute shapes only.
+        shadow_args, shadow_kwargs = _move(args, "meta"), _move(kwargs, "meta")
         if step.target in ops.FACTORIES:
             shadow_kwargs["device"] = "meta"
         size = sum(t.numel() for t in _tensors(fn(*shadow_args, **shadow_kwargs)))
@@ -483,11 +482,6 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, slice):
         return _tensors((value.start, value.stop, value.step))
     return []
-
-
-def _to_meta(value: Any) -> Any:
-    """The same arguments without their contents: operations on them compute shapes only."""
-    return _move(value, "meta")
 
 
 def _move(value: Any, device: Any) -> Any:

@@ -143,7 +143,7 @@ class _Head:
         hidden_ND = self._hidden_TD[place]
         lora = self._lora.select(rows)
         pieces = [
-            _Piece(run, part[0], _place(part[1], device))
+            ScoredRows(run, part[0], _place(part[1], device))
             for run in runs
             if (part := run.part(rows)) is not None
         ]
@@ -171,7 +171,7 @@ def _place(rows: Rows, device: torch.device) -> slice | Tensor:
 
 
 @dataclass(slots=True)
-class _Piece:
+class ScoredRows:
     """The rows of one run inside one chunk."""
 
     run: RowRun
@@ -207,20 +207,20 @@ class _Softmax(Protocol):
 
     logprobs: list[Tensor]
 
-    def backward(self, pieces: Sequence[_Piece]) -> Tensor:
+    def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
         """d loss / d logits = slope * (one-hot - softmax). The logits are gone afterwards."""
 
 
-def _softmax(logits_NV: Tensor, pieces: Sequence[_Piece]) -> _Softmax:
+def _softmax(logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> _Softmax:
     if logits_NV.is_cuda and HAS_TRITON and all(p.run.targets.ndim == 1 for p in pieces):
         return _FusedSoftmax(logits_NV, pieces)
-    return _PlainSoftmax(logits_NV, pieces)
+    return PlainSoftmax(logits_NV, pieces)
 
 
-class _PlainSoftmax:
+class PlainSoftmax:
     """In the memory of the logits, for any number of candidates."""
 
-    def __init__(self, logits_NV: Tensor, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
         on_device = logits_NV.is_cuda and HAS_TRITON
         top_N1, log_total_N1 = (
             log_total(logits_NV) if on_device else (logits_NV.amax(1, keepdim=True), None)
@@ -236,7 +236,7 @@ class _PlainSoftmax:
             for piece, picked_nK in zip(pieces, picked, strict=True)
         ]
 
-    def backward(self, pieces: Sequence[_Piece]) -> Tensor:
+    def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
         scale_N1 = torch.zeros_like(self._total_N1)
         for piece in pieces:
             if piece.slopes_nK is not None:
@@ -244,14 +244,18 @@ class _PlainSoftmax:
         self._exp_NV.mul_(scale_N1.div_(self._total_N1))
         for piece in pieces:
             if piece.slopes_nK is not None:
-                self._exp_NV[piece.rows].scatter_add_(1, piece.columns(), piece.slopes_nK)
+                self._add(piece, piece.slopes_nK)
         return self._exp_NV
+
+    def _add(self, piece: ScoredRows, slopes_nK: Tensor) -> None:
+        """The one-hot part of the gradient."""
+        self._exp_NV[piece.rows].scatter_add_(1, piece.columns(), slopes_nK)
 
 
 class _FusedSoftmax:
     """One read of the logits each way, for one target per row."""
 
-    def __init__(self, logits_NV: Tensor, pieces: Sequence[_Piece]) -> None:
+    def __init__(self, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
         self._logits_NV = logits_NV
         top_N1, log_total_N1 = log_total(logits_NV)
         self._lse_N = (top_N1 + log_total_N1)[:, 0]
@@ -262,7 +266,7 @@ class _FusedSoftmax:
             for piece in pieces
         ]
 
-    def backward(self, pieces: Sequence[_Piece]) -> Tensor:
+    def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
         from tinkex.engine.cuda import kernels
 
         slopes_N = torch.zeros_like(self._lse_N)

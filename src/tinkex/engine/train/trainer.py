@@ -38,7 +38,7 @@ from tinkex.engine.jobs import (
     TrainJob,
     TrainResult,
 )
-from tinkex.engine.lora.adapter import Adapter, AdapterSpan, Kind, LoraBatch, fresh_adapter
+from tinkex.engine.lora.adapter import KINDS, Adapter, AdapterSpan, Kind, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
@@ -132,10 +132,7 @@ class Trainer:
             EngineError: There is no memory to train it, here or at another member of a group.
         """
         spec = job.lora
-        kinds: list[Kind] = []
-        kinds += ["attn"] if spec.train_attn else []
-        kinds += ["mlp"] if spec.train_mlp else []
-        kinds += ["unembed"] if spec.train_unembed else []
+        kinds = [kind for kind in KINDS if getattr(spec, f"train_{kind}")]
         for kind in kinds:
             if (name := self.decoder.uncovered.get(kind)) is not None:
                 raise InvalidInputError(
