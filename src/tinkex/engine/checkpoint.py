@@ -467,37 +467,20 @@ def _unname(
 
     A tensor that is not there was all zeros, if the manifest says that such are left out.
     """
-    tensors: list[Tensor] = []
-    for group in adapter.groups.values():
-        names = [part.target.module for part in group.parts]
-        like_A, *like_B = group.tensors()
-        ranks = [part.rank for part in group.parts]
-        pieces = [
-            _or_zeros(stored, f"{name}.lora_A{suffix}", like_A[:rank], manifest)
-            for name, rank in zip(names, ranks, strict=True)
-        ]
-        rest = [
-            _or_zeros(stored, f"{name}.lora_B{suffix}", like, manifest)
-            for name, like in zip(names, like_B, strict=True)
-        ]
-        for like, tensor in zip(group.tensors(), [torch.cat(pieces), *rest], strict=True):
-            if tensor.shape != like.shape:
-                raise InvalidInputError(
-                    f"optimizer state of {names[0]!r} has shape {tuple(tensor.shape)}, "
-                    f"the weights have {tuple(like.shape)}"
-                )
-            tensors.append(tensor)
-    return adapter.fold(tensors)
-
-
-def _or_zeros(
-    stored: Mapping[str, Tensor], name: str, like: Tensor, manifest: Mapping[str, Any]
-) -> Tensor:
-    if (found := stored.get(name)) is not None:
-        return found
-    if not manifest.get("zeros_left_out"):
-        raise InvalidInputError(f"the checkpoint holds no state for {name!r}")
-    return torch.zeros(like.shape, dtype=torch.float32)
+    flat = torch.zeros_like(adapter.flat)
+    for name, place in _named(adapter, flat):
+        found = stored.get(f"{name}{suffix}")
+        if found is None and not manifest.get("zeros_left_out"):
+            raise InvalidInputError(f"the checkpoint holds no state for '{name}{suffix}'")
+        if found is None:
+            continue
+        if found.shape != place.shape:
+            raise InvalidInputError(
+                f"optimizer state of {name!r} has shape {tuple(found.shape)}, "
+                f"the weights have {tuple(place.shape)}"
+            )
+        place.copy_(found)
+    return flat
 
 
 def _load_json(path: Path) -> dict[str, Any]:
