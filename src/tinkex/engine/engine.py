@@ -144,7 +144,7 @@ class TorchEngine:
                 self._rest()
                 continue
             self._is_resting = False
-            self._take_in()
+            self._take_in()  # before anything ends: each job that came gets its one end
             if closed:
                 self._end_all()
                 self._quick_disk.shutdown()
@@ -207,6 +207,7 @@ class TorchEngine:
         self._take_in()
         while self._bases.sampling() and self._turns.pick(("train", "sample")) == "sample":
             self._sample_turn(training=True)
+        # What sampling took is charged already; training must not pay for it as well.
         self._train_began = time.perf_counter()
         if not self._is_between:
             self._let_short_ones_by()
@@ -326,6 +327,7 @@ class TorchEngine:
         budget = base.trainer.config.max_tokens if base is not None else 0
         chosen: list[tuple[jobs.TrainJob, jobs.Emit]] = []
         lanes = [x for name, x in self._lanes.items() if x and name not in self._training]
+        # `first` before all others: whoever was promised the turn must not be left out for room.
         lanes.sort(key=lambda lane: (lane[0] is not first, lane[0].order))
         for lane in lanes:
             while lane and isinstance(job := lane[0].job, jobs.TrainJob):
@@ -394,6 +396,7 @@ class TorchEngine:
     def _save(self, job: jobs.SaveAdapterJob, emit: jobs.Emit) -> jobs.AdapterResult | None:
         trainer = self._bases.trainer_of(job.adapter_id)
         disk = self._quick_disk if job.ephemeral else self._disk
+        # One copy at a time: saves that come faster than the disk would fill the memory.
         if (before := self._written.get(disk)) is not None:
             before.result()
         image = trainer.capture(job)

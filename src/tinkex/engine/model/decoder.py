@@ -59,20 +59,19 @@ class DecoderLike(Protocol):
 
     config: ModelConfig
     targets: Mapping[str, Target]
-    uncovered: Mapping[Kind, str]
+    uncovered: Mapping[Kind, str] = {}
     """By kind, a weight that can carry no adapter: such a kind is not trained by halves."""
     device: torch.device
     dtype: torch.dtype
-    batch_invariant: bool
+    batch_invariant: bool = False
     """Whether no bit of a row's forward depends on the other rows of a pass."""
-    keeps_pieces_apart: bool
+    keeps_pieces_apart: bool = False
     """Whether no bit of a piece's gradients (`PackedCausal.pieces`) depends on the other pieces."""
-    leaf_keys: Container[str] | None
+    leaf_keys: Container[str] | None = None
     """Linears whose adapters get their gradients through leaves; None: all. See `start_grad`."""
 
-    @property
-    def vocabulary(self) -> VocabularyPart | None:
-        """Where losses take their logits, if a group shares the vocabulary; None: from `head`."""
+    vocabulary: VocabularyPart | None = None
+    """Where losses take their logits, if a group shares the vocabulary; None: from `head`."""
 
     def forward(
         self,
@@ -113,13 +112,8 @@ class _Layer:
     mixture: MixtureWeights | None = None
 
 
-class Decoder:
+class Decoder(DecoderLike):
     """A frozen base model. All methods are functions of their arguments; nothing is kept."""
-
-    batch_invariant = False
-    keeps_pieces_apart = False
-    leaf_keys: Container[str] | None = None
-    vocabulary: VocabularyPart | None = None
 
     def __init__(
         self,
@@ -140,7 +134,6 @@ class Decoder:
         self.final_norm_D = read.norm("model.norm.weight")
         self.head_VD = self.embed_VD if config.tied_head else read.one("lm_head.weight")
         self.targets: Mapping[str, Target] = native_targets(config)
-        self.uncovered: Mapping[Kind, str] = {}
         rotary_size = config.rotary_size or config.head_size
         self._inv_freq_h = rope_frequencies(config.rope, rotary_size).to(self.device)
 

@@ -11,7 +11,7 @@ computed wrong.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from tinkex.engine.lora.adapter import Kind, LoraBatch, Target, TargetPart
 from tinkex.engine.model.attention import Attend, PackedCausal
 from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.model.decoder import compute_dtype
+from tinkex.engine.model.decoder import DecoderLike, compute_dtype
 from tinkex.engine.model.experts import Experts, is_experts
 from tinkex.engine.model.layers import linear
 from tinkex.engine.model.mixture import Routing
@@ -35,13 +35,8 @@ _REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 _PROBE_TOKENS = 12
 
 
-class ForeignDecoder:
+class ForeignDecoder(DecoderLike):
     """A transformers model behind the decoder's interface. One thread at a time."""
-
-    batch_invariant = False
-    keeps_pieces_apart = False
-    leaf_keys: Container[str] | None = None
-    vocabulary = None
 
     def __init__(
         self,
@@ -69,9 +64,8 @@ class ForeignDecoder:
             self._refuse(f"a forward pass that fails in transformers itself ({exc})", exc)
         _register_backend()
         self._model.set_attn_implementation(_BACKEND)
-        self.targets: Mapping[str, Target] = dict(self._adapt())
-        bare = list(self._bare_weights())
-        self.uncovered: Mapping[Kind, str] = dict(reversed(bare))
+        self.targets = dict(self._adapt())
+        self.uncovered = dict(reversed(list(self._bare_weights())))  # the first of each kind
         self._wrap_layers()
         try:
             self._probe(tokens_T, expected_TV)

@@ -22,9 +22,11 @@ from torch import Tensor
 from tinkex.engine.lora.adapter import NO_TERMS, LoraBatch, Target
 from tinkex.engine.model.layers import linear, wide
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
-from tinkex.engine.mxfp4 import Stack
+from tinkex.engine.mxfp4 import Matrix, Stack
 
 _ALPHA = 1.702
+Biased = tuple[Matrix, Tensor | None]
+"""The weight and the bias of a linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,13 @@ class MixtureWeights:
     shared_gate_1D: Tensor | None = None
     first: int = 0
     """The first expert whose weights are here; a member of a group has some of them."""
+
+    def expert(self, number: int) -> tuple[Biased, Biased]:
+        """The two linears of an expert whose weights are here."""
+        at = number - self.first
+        bias_X = None if self.gate_up_bias_EX is None else self.gate_up_bias_EX[at]
+        bias_D = None if self.down_bias_ED is None else self.down_bias_ED[at]
+        return (self.gate_up_EXD[at], bias_X), (self.down_EDM[at], bias_D)
 
 
 @dataclass(slots=True)
@@ -152,6 +161,7 @@ def mixture(
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """What the block adds to the residual, as far as its experts are here; `y_TD` is normed."""
+    lora = lora or LoraBatch(())
     given = None if routing is None else routing.given.get(layer_index)
     chosen_Tk, weights_Tk, logp_TE = route(config, weights, y_TD, given, agree)
     if routing is not None:
@@ -170,8 +180,9 @@ def mixture(
         if not 0 <= expert - weights.first < weights.down_EDM.shape[0]:
             pieces.append(torch.zeros_like(x_tD))
         elif stop > start:
-            own = LoraBatch(()) if lora is None else lora.select(row_numbers[start:stop])
-            pieces.append(_expert(config, weights, layer_index, expert, x_tD, own))
+            own = lora.select(row_numbers[start:stop]) if lora.spans else lora
+            key = expert_key(layer_index, expert, "")
+            pieces.append(_mlp(config, x_tD, *weights.expert(expert), own, key))
         start = stop
     # Each row sums its experts in the order of their rank, whoever else is in the batch.
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -179,39 +190,22 @@ def mixture(
     out_TD: Tensor = (out_TkD * weights_Tk.to(out_TkD.dtype).unsqueeze(-1)).sum(1)
     if weights.shared_gate_1D is None:
         return out_TD
-    return out_TD + _shared(config, weights, layer_index, y_TD, lora)
-
-
-def _expert(
-    config: ExpertsConfig,
-    weights: MixtureWeights,
-    layer_index: int,
-    expert: int,
-    x_tD: Tensor,
-    lora: LoraBatch,
-) -> Tensor:
-    at = expert - weights.first
-    bias_X = None if weights.gate_up_bias_EX is None else weights.gate_up_bias_EX[at]
-    bias_D = None if weights.down_bias_ED is None else weights.down_bias_ED[at]
-    terms = lora.terms(expert_key(layer_index, expert, "gate_up"))
-    act = combine(config, linear(x_tD, weights.gate_up_EXD[at], bias_X, terms))
-    terms = lora.terms(expert_key(layer_index, expert, "down"))
-    return linear(act, weights.down_EDM[at], bias_D, terms)
-
-
-def _shared(
-    config: ExpertsConfig,
-    weights: MixtureWeights,
-    layer_index: int,
-    y_TD: Tensor,
-    lora: LoraBatch | None,
-) -> Tensor:
-    lora = lora or LoraBatch(())
     assert weights.shared_gate_up is not None
     assert weights.shared_down is not None
-    assert weights.shared_gate_1D is not None
-    terms = lora.terms(f"{layer_index}.shared.gate_up")
-    act = combine(config, linear(y_TD, weights.shared_gate_up, None, terms))
-    terms = lora.terms(f"{layer_index}.shared.down")
-    out_TD = linear(act, weights.shared_down, None, terms)
-    return out_TD * torch.sigmoid(linear(y_TD, weights.shared_gate_1D, None, NO_TERMS))
+    gate_up, down = (weights.shared_gate_up, None), (weights.shared_down, None)
+    shared_TD = _mlp(config, y_TD, gate_up, down, lora, f"{layer_index}.shared.")
+    gate_T1 = torch.sigmoid(linear(y_TD, weights.shared_gate_1D, None, NO_TERMS))
+    return out_TD + shared_TD * gate_T1
+
+
+def _mlp(
+    config: ExpertsConfig,
+    x_tD: Tensor,
+    gate_up: Biased,
+    down: Biased,
+    lora: LoraBatch,
+    key: str,
+) -> Tensor:
+    """What an expert makes of its rows; `key` is that of `mlp_targets`."""
+    act = combine(config, linear(x_tD, *gate_up, lora.terms(f"{key}gate_up")))
+    return linear(act, *down, lora.terms(f"{key}down"))

@@ -6,7 +6,7 @@ what loading would refuse, under the same names. Knows folders and configs, not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,30 +51,24 @@ def survey(source: ModelSource, *, length: int = 2048, rank: int = 32) -> Iterat
         yield Remark(what="runs", ok=False, says=str(exc))
         return
     yield Remark(what="runs", ok=True, says=how_it_runs(config))
-    packed = False
+    stored: Mapping[str, str] = {}
     if source.is_gguf:
         yield Remark(what="files", ok=True, says=str(source.path))
     else:
-        yield from _files(source, config)
-        packed = _is_packed(source)
+        try:
+            files = SafetensorsWeights(source.path)
+            stored = text_names(files.names())
+            yield from _files(source, config, files, stored)
+        except (TinkerError, OSError, ValueError) as exc:
+            yield Remark(what="files", ok=False, says=str(exc))
     if config.native:
-        yield _memory(config, length, rank, packed)
+        yield _memory(config, length, rank, holds_mxfp4(stored))
 
 
-def _is_packed(source: ModelSource) -> bool:
-    try:
-        return holds_mxfp4(text_names(SafetensorsWeights(source.path).names()))
-    except (TinkerError, OSError, ValueError):  # said already, of the files
-        return False
-
-
-def _files(source: ModelSource, config: ModelConfig) -> Iterator[Remark]:
-    try:
-        files = SafetensorsWeights(source.path)
-        missing = files.missing_files()
-    except (TinkerError, OSError, ValueError) as exc:
-        yield Remark(what="files", ok=False, says=str(exc))
-        return
+def _files(
+    source: ModelSource, config: ModelConfig, files: SafetensorsWeights, stored: Mapping[str, str]
+) -> Iterator[Remark]:
+    missing = files.missing_files()
     size = sum(file.stat().st_size for file in source.path.glob("*.safetensors"))
     says = f"{size / 1e9:.2f} GB in safetensors"
     if missing:
@@ -82,7 +76,6 @@ def _files(source: ModelSource, config: ModelConfig) -> Iterator[Remark]:
     yield Remark(what="files", ok=not missing, says=says)
     if missing or not config.native:
         return
-    stored = text_names(files.names())
     bad = list(misfits(expected_shapes(config), stored, files.shape, config))
     left_out = sum(1 for _ in files.names()) - len(stored)
     says = f"all {sum(1 for _ in expected_shapes(config))} there, in the shapes of config.json"

@@ -15,6 +15,7 @@ import numpy as np
 from tinkex.engine.jobs import Array
 
 BLOCK = 16
+MOST_BLOCKS = 65536
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -48,7 +49,7 @@ class Recent(Generic[K, V]):
 class PrefixCache:
     """Blocks of prompts seen before, told apart by everything in front of them."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int = MOST_BLOCKS) -> None:
         self._blocks: Recent[int, None] = Recent(num_blocks)
 
     def hits(self, version: str, prompt: Array) -> int:

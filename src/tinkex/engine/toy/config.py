@@ -36,8 +36,6 @@ class ToyConfig:
     deterministic: bool = True
     """Jobs without a seed take one from their content, so that equal jobs give equal samples."""
     decode: Callable[[Sequence[int]], str] = toy_decode
-    num_cache_blocks: int = 65536
-    """Blocks of 16 prompt tokens that are remembered; the oldest are forgotten first."""
     num_snapshots: int = 256
     """Sampling snapshots kept in memory; others are read again from their folder."""
 

@@ -52,7 +52,7 @@ class ToyEngine:
         self._adapters: dict[str, ToyAdapter] = {}
         self._snapshots: Recent[str, ToyAdapter] = Recent(self.config.num_snapshots)
         self._bases: dict[str, ToyAdapter] = {}
-        self._prefixes = PrefixCache(self.config.num_cache_blocks)
+        self._prefixes = PrefixCache()
         self._agenda = Agenda()
         self._lane_free_at: dict[str, float] = {}
         self._device_free_at = 0.0
