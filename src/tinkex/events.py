@@ -14,10 +14,11 @@ Event names are `noun.verb`; a span adds `.start`, `.stop` or `.exception`:
     http.retry        method, path, attempt, delay_s, reason
     future.*          request_id, request_type, duration_s
     queue.change      request_id, state, reason
-    training.*        method, model_id, num_data, duration_s
+    session.heartbeat session_id
+    training.*        method, model_id, duration_s
     sampling.*        model_id, num_samples, duration_s
     regularizer.*     regularizer, weight, value, contribution, duration_s
-    recovery.*        run_id, attempt, checkpoint
+    recovery.*        run_id, attempt, checkpoint, reason
 """
 
 from __future__ import annotations

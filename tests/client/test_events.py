@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -110,3 +112,17 @@ def test_a_span_becomes_an_opentelemetry_span():
     assert (inner.name, outer.name) == ("http.request", "training.forward_backward")
     assert inner.parent.span_id == outer.context.span_id
     assert dict(outer.attributes) == {"tinkex.model_id": "m"}
+
+
+def test_every_event_of_the_sdk_stands_in_the_list_of_the_module():
+    listed = re.findall(r"^    ([a-z.]+\*?) ", events.__doc__, re.M)
+    sources = [file.read_text() for file in Path(events.__file__).parent.rglob("*.py")]
+    named = {
+        name
+        for text in sources
+        for name in re.findall(r"events\.(?:emit|span)\(\s*\"(.+?)\"", text)
+    }
+    assert len(named) > 8, "the pattern no longer finds the calls"
+    covered = [name.rstrip("*").rstrip(".") for name in listed]
+    assert not [name for name in named if not name.startswith(tuple(covered))]
+    assert not [name for name in covered if not any(one.startswith(name) for one in named)]

@@ -38,7 +38,7 @@ def test_an_oversize_datum_travels_alone_and_order_is_kept():
 
 def test_an_empty_batch_is_refused():
     with pytest.raises(InvalidInputError, match="at least one"):
-        split([], ChunkLimits())
+        split([], LIMITS_V04)
 
 
 def test_the_size_of_a_datum_counts_what_travels():
@@ -73,4 +73,4 @@ def test_results_come_back_in_datum_order_with_reduced_metrics():
 
 def test_limits_must_be_positive():
     with pytest.raises(InvalidInputError, match="1 or more"):
-        ChunkLimits(max_datums=0)
+        ChunkLimits(max_datums=0, max_size=1)

@@ -1,4 +1,4 @@
-"""Checks of contract 2.6: runs, checkpoints, sessions, audit and billing."""
+"""Checks of what can be listed and managed: runs, checkpoints, sessions, audit and billing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of contract 6: promises, lengths, seeds, stops, log-probabilities, snapshots."""
+"""Checks of sampling: promises, lengths, seeds, stops, log-probabilities, snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of sections 1 to 3: transport, configuration, sessions, telemetry, authentication."""
+"""Checks of transport, authentication, configuration, sessions and telemetry."""
 
 from __future__ import annotations
 

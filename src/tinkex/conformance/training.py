@@ -1,4 +1,4 @@
-"""Checks of sections 2.3, 4 and 5: order, losses, gradients, checkpoints, futures."""
+"""Checks of training: order, losses, gradients, checkpoints, futures."""
 
 from __future__ import annotations
 

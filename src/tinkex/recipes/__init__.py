@@ -1,1 +1,1 @@
-"""SFT, RL and DPO as short plain loops: run them with `tinkex train`, or copy and change them."""
+"""SFT, DPO, RL and distillation as plain loops: `tinkex train` runs them; copy and change them."""

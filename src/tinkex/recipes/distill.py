@@ -9,38 +9,31 @@ of it is minus the KL from student to teacher, which is what falls.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tinkex import AdamParams, Datum, SamplingClient, ServiceClient
 from tinkex.errors import ConfigError
-from tinkex.recipes.data import load_prompts, split_off
+from tinkex.recipes.data import load_prompts
 from tinkex.recipes.episodes import Episode, Player, Question, Turn
 from tinkex.recipes.loop import (
     OnNote,
     OnStep,
     Result,
+    Run,
     RunOptions,
     Schedule,
     batch_at,
     check_positive,
-    finish,
     finished,
-    learning_rate_at,
-    note_if_finished,
     open_log,
-    open_training,
     print_step,
     sampler_of,
-    save,
-    stop_between_steps,
-    usable,
 )
-from tinkex.recipes.plots import Panel, plot
+from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.rl import Gaps, datum_of, of_sampled, reference_gaps, rollout_of
+from tinkex.recipes.rl import Gaps, datum_of, of_sampled, question_of, reference_gaps, rollout_of
 from tinkex.recipes.rollouts import Rollout, RolloutLog
 
 PANELS = (
@@ -49,6 +42,7 @@ PANELS = (
         label="KL to the teacher (nats per token)",
     ),
 )
+PICTURE = (PANELS, "Distillation", "kl.png")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +92,8 @@ def train(
     if (ended := finished(service, log, on_note)) is not None:
         return ended
     teacher = sampler_of(service, config.teacher)
-    training, start = open_training(service, log, config)
-    renderer = Renderer(training.get_tokenizer())
+    run = Run(service, log, config, on_step, on_note)
+    training, renderer = run.training, run.renderer
     check_tokens(renderer, teacher)
     player = Player(
         task=_Listen(),
@@ -107,24 +101,14 @@ def train(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
     )
-    questions = usable(
-        loaded,
-        lambda row: Question(
-            tokens=renderer.prompt(row.messages),
-            row=row.row,
-            line=row.line,
-            messages=row.messages,
-        ),
+    questions, held_out = run.split(
+        loaded, lambda row: question_of(row, player.task, renderer), at_most=32
     )
-    on_note(loaded.report())
-    questions, held_out = split_off(questions, config.eval_share, at_most=32)
-    note_if_finished(on_note, log, start, config.steps)
-    rollouts = RolloutLog(config.log_dir, start_step=start)
+    rollouts = RolloutLog(config.log_dir, start_step=run.start)
 
     metrics: dict[str, float] = {}
-    with stop_between_steps(on_note) as stop:
-        for step in range(start, config.steps):
-            began = time.monotonic()
+    with run.steps(config.steps) as steps:
+        for step in steps:
             metrics = {}
             student = training.save_weights_and_get_sampling_client()
             if held_out and step % config.eval_every == 0:
@@ -135,11 +119,10 @@ def train(
             gaps = reference_gaps(teacher, groups)
             rollouts.write(to_look_at(groups, gaps, renderer, step))
 
-            rate = learning_rate_at(step, config.steps, config.learning_rate, config.schedule)
             forward_backward = training.forward_backward(
                 list(distill_data(groups, gaps)), "importance_sampling"
             )
-            optim_step = training.optim_step(AdamParams(learning_rate=rate))
+            optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
             forward_backward.result()
             optim_step.result()
 
@@ -147,23 +130,16 @@ def train(
             metrics |= {
                 "kl": mean_gap(groups, gaps),
                 "answer_tokens": num_tokens / sum(map(len, groups)),
-                "learning_rate": rate,
-                "tokens_per_s": num_tokens / (time.monotonic() - began),
             }
-            log.metrics(step, metrics)
-            on_step(step, config.steps, metrics)
-            if stop.requested:
-                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
-            if (step + 1) % config.save_every == 0:
-                save(training, log, step + 1)
+            run.report(step, metrics, num_tokens)
 
+    if run.is_interrupted:
+        return run.stopped(metrics)
     if held_out:
         student = training.save_weights_and_get_sampling_client()
         metrics["held_out_kl"] = evaluate(student, teacher, held_out, player)
         log.metrics(config.steps, {"held_out_kl": metrics["held_out_kl"]})
-    result = finish(training, log, config.steps, interrupted=False, metrics=metrics)
-    plot(log, PANELS, "Distillation", "kl.png")
-    return result
+    return run.end(config.steps, metrics, PICTURE)
 
 
 def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:

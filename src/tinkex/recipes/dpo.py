@@ -7,34 +7,27 @@ the base model's own log-probabilities are the reference, so the policy starts a
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex import AdamParams, ModelInput, SamplingClient, ServiceClient, TrainingClient
 from tinkex.errors import InvalidInputError
-from tinkex.recipes.data import Preference, load_preferences, split_off
+from tinkex.recipes.data import Preference, load_preferences
 from tinkex.recipes.loop import (
     OnNote,
     OnStep,
     Result,
+    Run,
     RunOptions,
     batch_at,
     check_positive,
-    finish,
     finished,
-    learning_rate_at,
-    note_if_finished,
     open_log,
-    open_training,
     print_step,
     sampler_of,
-    save,
-    stop_between_steps,
-    usable,
 )
-from tinkex.recipes.plots import Panel, plot
+from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Rendered, Renderer
 
 if TYPE_CHECKING:
@@ -47,6 +40,7 @@ PANELS = (
         label="share of pairs preferred",
     ),
 )
+PICTURE = (PANELS, "DPO", "loss.png")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,20 +77,16 @@ def train(
     log = open_log(config, may_change=["epochs"])  # a finished run may be prolonged
     if (ended := finished(service, log, on_note)) is not None:
         return ended
-    training, start = open_training(service, log, config)
+    run = Run(service, log, config, on_step, on_note)
+    training = run.training
     reference = sampler_of(service, config.model)
-    renderer = Renderer(training.get_tokenizer())
-    pairs = usable(loaded, lambda row: render(row, renderer, config))
-    on_note(loaded.report())
-    pairs, held_out = split_off(pairs, config.eval_share)
+    pairs, held_out = run.split(loaded, lambda row: render(row, run.renderer, config))
     held_out_reference = reference_logprobs(reference, answers_of(held_out))
     num_steps = math.ceil(len(pairs) * config.epochs / config.batch_size)
-    note_if_finished(on_note, log, start, num_steps)
 
     metrics: dict[str, float] = {}
-    with stop_between_steps(on_note) as stop:
-        for step in range(start, num_steps):
-            began = time.monotonic()
+    with run.steps(num_steps) as steps:
+        for step in steps:
             evaluated = {}
             if held_out and step and step % config.eval_every == 0:
                 evaluated = evaluate(training, held_out, held_out_reference, config.beta)
@@ -104,10 +94,9 @@ def train(
             answers = answers_of(batch_at(pairs, config.batch_size, step, config.seed))
             loss_fn = dpo_loss(answers, reference_logprobs(reference, answers), config.beta)
 
-            rate = learning_rate_at(step, num_steps, config.learning_rate, config.schedule)
             data = [answer.datum() for answer in answers]
             forward_backward = training.forward_backward_custom(data, loss_fn)
-            optim_step = training.optim_step(AdamParams(learning_rate=rate))
+            optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
             answered = forward_backward.result().metrics
             optim_step.result()
 
@@ -115,25 +104,17 @@ def train(
                 "loss": answered["loss:sum"],
                 "accuracy": answered["accuracy:mean"],
                 "margin": answered["margin:mean"],
-                "learning_rate": rate,
-                "tokens_per_s": sum(len(answer.tokens) for answer in answers)
-                / (time.monotonic() - began),
                 **evaluated,
             }
-            log.metrics(step, metrics)
-            on_step(step, num_steps, metrics)
-            if stop.requested:
-                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
-            if (step + 1) % config.save_every == 0:
-                save(training, log, step + 1)
+            run.report(step, metrics, sum(len(answer.tokens) for answer in answers))
 
+    if run.is_interrupted:
+        return run.stopped(metrics)
     if held_out:
         evaluated = evaluate(training, held_out, held_out_reference, config.beta)
         log.metrics(num_steps, evaluated)
         metrics |= evaluated
-    result = finish(training, log, num_steps, interrupted=False, metrics=metrics)
-    plot(log, PANELS, "DPO")
-    return result
+    return run.end(num_steps, metrics, PICTURE)
 
 
 def render(row: Preference, renderer: Renderer, config: DpoConfig) -> Pair:

@@ -1,7 +1,8 @@
-"""The few things that SFT, RL and DPO loops share: start or resume, order of rows, save, stop.
+"""The few things that the loops of all recipes share: start or resume, order of rows, save, stop.
 
 Everything random depends on the seed and the step alone, so that a resumed run sees what the
-undisturbed one would have seen. The loops themselves stay in their own files, in the open.
+undisturbed one would have seen. The loops themselves stay in their own files, in the open: a `Run`
+gives them the steps that are left, and they report each.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
@@ -19,12 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkex.contract.models import DEFAULT_MODEL as DEFAULT_MODEL
 from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
+from tinkex.recipes.data import BadRow, Loaded, split_off
+from tinkex.recipes.plots import Panel, plot
+from tinkex.recipes.render import Renderer
 from tinkex.recipes.run_log import RunLog, SavedStep, make_trackers
 
 if TYPE_CHECKING:
     from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient
     from tinkex.recipes.best import Best
-    from tinkex.recipes.data import Loaded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,20 +89,13 @@ def open_log(config: RunOptions, *, may_change: Collection[str] = ()) -> RunLog:
     return RunLog(config.log_dir, settings, may_change=frozenset(may_change), trackers=trackers)
 
 
-def open_training(
+def _open_training(
     service: ServiceClient, log: RunLog, config: RunOptions
 ) -> tuple[TrainingClient, int]:
     """A fresh LoRA on the model, or the run's last saved state with its optimizer; and the step.
 
-    A model that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer. From here
-    on the console of the server draws the metrics of the log, too.
+    A model that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer.
     """
-    training, step = _opened(service, log, config)
-    log.follow(ServerTracker(training))
-    return training, step
-
-
-def _opened(service: ServiceClient, log: RunLog, config: RunOptions) -> tuple[TrainingClient, int]:
     if log.last is None and config.model.startswith("tinker://"):
         return service.create_training_client_from_state(config.model), 0
     if log.last is None:
@@ -122,7 +119,7 @@ def _elsewhere(log: RunLog, exc: Exception) -> ConfigError:
 def finished(service: ServiceClient, log: RunLog, on_note: OnNote) -> Result | None:
     """The result of a run that has nothing left to do; None: train.
 
-    Ask before `open_training`, which makes a run on the server.
+    Ask before a `Run`, which makes one on the server.
 
     Raises:
         ConfigError: The run's checkpoint is not on this server.
@@ -144,6 +141,111 @@ def sampler_of(service: ServiceClient, model: str) -> SamplingClient:
     if model.startswith("tinker://"):
         return service.create_sampling_client(model_path=model)
     return service.create_sampling_client(base_model=model)
+
+
+class Run:
+    """A run under way: the client that trains it, its log, and how far it has come.
+
+    What is the same for every recipe is here: steps in order, a save now and then, Ctrl-C, the end.
+    """
+
+    def __init__(
+        self,
+        service: ServiceClient,
+        log: RunLog,
+        config: RunOptions,
+        on_step: OnStep,
+        on_note: OnNote,
+    ) -> None:
+        self.training, self.start = _open_training(service, log, config)
+        log.follow(ServerTracker(self.training))  # The server's console draws its metrics, too.
+        self.renderer = Renderer(self.training.get_tokenizer())
+        self._config, self._log, self._on_step, self._on_note = config, log, on_step, on_note
+        self._num_steps = self._done = self.start
+        self._began = 0.0
+        self.is_interrupted = False
+        """Someone pressed Ctrl-C: the steps ended early."""
+
+    def split(
+        self, loaded: Loaded[T], convert: Callable[[T], R], *, at_most: int = 200
+    ) -> tuple[list[R], list[R]]:
+        """What to train on and what is held out; rows that do not convert are reported."""
+        rows = usable(loaded, convert)
+        self._on_note(loaded.report())
+        return split_off(rows, self._config.eval_share, at_most=at_most)
+
+    @contextlib.contextmanager
+    def steps(self, num_steps: int) -> Iterator[Iterator[int]]:
+        """The steps that are left. Each is saved, when its turn has come, after its block."""
+        self._num_steps = num_steps
+        note_if_finished(self._on_note, self._log, self.start, num_steps)
+        with stop_between_steps(self._on_note) as stop:
+            yield self._steps(stop)
+
+    def _steps(self, stop: StopRequest) -> Iterator[int]:
+        for step in range(self.start, self._num_steps):
+            self._began = time.monotonic()
+            yield step
+            self._done = step + 1
+            if stop.requested:
+                self.is_interrupted = True
+                return
+            if self._done % self._config.save_every == 0:
+                save(self.training, self._log, self._done)
+
+    def learning_rate(self, step: int) -> float:
+        config = self._config
+        return learning_rate_at(step, self._num_steps, config.learning_rate, config.schedule)
+
+    def report(self, step: int, metrics: dict[str, float], num_tokens: int) -> None:
+        """Log the metrics of a step, with its learning rate and its speed."""
+        seconds = time.monotonic() - self._began
+        metrics |= {
+            "learning_rate": self.learning_rate(step),
+            "tokens_per_s": num_tokens / seconds,
+        }
+        self._log.metrics(step, metrics)
+        self._on_step(step, self._num_steps, metrics)
+
+    def stopped(self, metrics: dict[str, float]) -> Result:
+        """How it ended after Ctrl-C: saved, with steps left."""
+        return self._finish(self._done, metrics, interrupted=True)
+
+    def end(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        picture: tuple[Sequence[Panel], str, str],
+        best: Best | None = None,
+    ) -> Result:
+        """How it ended after `step` steps: saved, and its curves drawn (panels, title, file)."""
+        result = self._finish(step, metrics, interrupted=False, best=best)
+        self._log.ended(asdict(result))
+        plot(self._log, *picture)
+        return result
+
+    def _finish(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        interrupted: bool,
+        best: Best | None = None,
+    ) -> Result:
+        """Save what there is, unless this very step is saved already."""
+        saved = self._log.last
+        if saved is None or saved.step != step or saved.sampler_path is None:
+            saved = save(self.training, self._log, step, for_sampler=True)
+        self._log.close()
+        return Result(
+            step=step,
+            state_path=saved.state_path,
+            sampler_path=saved.sampler_path or "",
+            interrupted=interrupted,
+            metrics=metrics,
+            best_step=best.step if best else None,
+            best_path=best.sampler_path if best else "",
+        )
 
 
 class ServerTracker:
@@ -202,34 +304,6 @@ def save(
     return saved
 
 
-def finish(
-    training: TrainingClient,
-    log: RunLog,
-    step: int,
-    *,
-    interrupted: bool,
-    metrics: dict[str, float],
-    best: Best | None = None,
-) -> Result:
-    """Save what there is, unless this very step is saved already."""
-    saved = log.last
-    if saved is None or saved.step != step or saved.sampler_path is None:
-        saved = save(training, log, step, for_sampler=True)
-    log.close()
-    result = Result(
-        step=step,
-        state_path=saved.state_path,
-        sampler_path=saved.sampler_path or "",
-        interrupted=interrupted,
-        metrics=metrics,
-        best_step=best.step if best else None,
-        best_path=best.sampler_path if best else "",
-    )
-    if not interrupted:
-        log.ended(asdict(result))
-    return result
-
-
 def batch_at(rows: Sequence[T], size: int, step: int, seed: int) -> list[T]:
     """The rows of one step: the data shuffled anew each epoch, read end to end."""
     return [
@@ -261,8 +335,6 @@ def learning_rate_at(step: int, num_steps: int, peak: float, schedule: Schedule)
 
 def usable(loaded: Loaded[T], convert: Callable[[T], R]) -> list[R]:
     """Convert every row; a row that does not convert joins the bad ones."""
-    from tinkex.recipes.data import BadRow
-
     converted, kept = [], []
     for row in loaded.rows:
         try:

@@ -31,8 +31,6 @@ _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
 _PREFIX = "base_model.model."
 _FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-_MIXTRAL = re.compile(r"block_sparse_moe\.experts\.(\d+)\.(w[123])\b")
-_W = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FORCE = "Name its own base (--base), or merge all the same with --any-base."
 _SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
@@ -127,12 +125,13 @@ class _Deltas:
 
     def merged(self, stored: str, base: torch.Tensor) -> torch.Tensor:
         """A tensor of the base by its own name, with whatever the adapter adds to it."""
+        from tinkex.engine.lora.foreign_names import our_name
         from tinkex.engine.model.published import text_names
 
         for name in text_names(iter([stored])):
             if (match := _FUSED.fullmatch(name)) is not None:
                 return self._add_fused(match[1], match[2], base)
-            name = _MIXTRAL.sub(_ours, name)
+            name = f"{our_name(name.removesuffix('.weight'))}.weight"
             if name in self._pairs:
                 return self.add(name, base)
         return base
@@ -179,10 +178,6 @@ class _Deltas:
         rank = float(self._ranks.get(module, self._config["r"]))
         alpha = float(self._alphas.get(module, self._config["lora_alpha"]))
         return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
-
-
-def _ours(match: re.Match[str]) -> str:
-    return f"mlp.experts.{match[1]}.{_W[match[2]]}"
 
 
 def _model_type(source: Path) -> str:

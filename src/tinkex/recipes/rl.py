@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError
 from tinkex.recipes.best import Watch, stopped_at
-from tinkex.recipes.data import Prompt, load_prompts, split_off
+from tinkex.recipes.data import Prompt, load_prompts
 from tinkex.recipes.episodes import (
     Episode,
     Player,
@@ -43,26 +42,19 @@ from tinkex.recipes.loop import (
     OnNote,
     OnStep,
     Result,
+    Run,
     RunOptions,
     Schedule,
     batch_at,
     check_positive,
-    finish,
     finished,
-    learning_rate_at,
-    note_if_finished,
     open_log,
-    open_training,
     print_step,
     sampler_of,
-    save,
-    stop_between_steps,
-    usable,
 )
-from tinkex.recipes.plots import Panel, plot
+from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
-from tinkex.recipes.run_log import RunLog
 
 PANELS = (
     Panel(
@@ -72,6 +64,7 @@ PANELS = (
     Panel(metrics={"kl": "KL to the reference"}, label="nats per token"),
     Panel(metrics={"entropy": "entropy"}, label="nats per token"),
 )
+PICTURE = (PANELS, "RL", "reward.png")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +140,9 @@ def train(
     log = open_log(config, may_change=["steps"] if config.schedule == "constant" else [])
     if (ended := finished(service, log, on_note)) is not None:
         return ended
-    training, start = open_training(service, log, config)
+    run = Run(service, log, config, on_step, on_note)
+    training, start, renderer = run.training, run.start, run.renderer
     reference = open_reference(service, config)
-    renderer = Renderer(training.get_tokenizer())
     player = Player(
         task=task,
         renderer=renderer,
@@ -157,11 +150,10 @@ def train(
         temperature=config.temperature,
         router_replay=config.router_replay,
     )
-    questions = usable(loaded, lambda row: question_of(row, task, renderer))
-    on_note(loaded.report())
-    questions, held_out = split_off(questions, config.eval_share, at_most=32)
+    questions, held_out = run.split(
+        loaded, lambda row: question_of(row, task, renderer), at_most=32
+    )
     num_steps = start if stopped_at(config.log_dir, start) else config.steps
-    note_if_finished(on_note, log, start, num_steps)
     rollouts = RolloutLog(config.log_dir, start_step=start)
     watch = Watch(
         log,
@@ -174,16 +166,15 @@ def train(
     )
 
     metrics: dict[str, float] = {}
-    with stop_between_steps(on_note) as stop:
-        for step in range(start, num_steps):
-            began = time.monotonic()
+    with run.steps(num_steps) as steps:
+        for step in steps:
             metrics = {}
             sampler = training.save_weights_and_get_sampling_client()
             if held_out and step % config.eval_every == 0:
                 metrics["held_out_reward"] = evaluate(sampler, held_out, player)
                 if watch.see(training, step, metrics["held_out_reward"]):
                     log.metrics(step, metrics)
-                    return _end(training, log, step, metrics, watch)
+                    return run.end(step, metrics, PICTURE, watch.best)
             batch = batch_at(questions, config.prompts_per_step, step, config.seed)
             # A seed of its own for every question of every step, the same after a resume.
             seed = (config.seed * 1_000_003 + step) * 10_007
@@ -191,27 +182,18 @@ def train(
             gaps = reference_gaps(reference, groups) if reference else None
             rollouts.write(to_look_at(groups, renderer, step))
 
-            rate = learning_rate_at(step, config.steps, config.learning_rate, config.schedule)
             data = [list(group_data(group)) for group in groups]
             if gaps is not None and config.kl_coef:
                 data = with_penalty(groups, gaps, config.kl_coef)
-            metrics |= update(training, data, rate, config)
+            metrics |= update(training, data, run.learning_rate(step), config)
 
             metrics |= reward_metrics(groups, config.reward_by)
             if gaps is not None:
                 metrics["kl"] = kl_of(groups, gaps)
-            num_tokens = sum(one.num_sampled for group in groups for one in group)
-            metrics |= {
-                "learning_rate": rate,
-                "tokens_per_s": num_tokens / (time.monotonic() - began),
-            }
-            log.metrics(step, metrics)
-            on_step(step, config.steps, metrics)
-            if stop.requested:
-                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
-            if (step + 1) % config.save_every == 0:
-                save(training, log, step + 1)
+            run.report(step, metrics, sum(one.num_sampled for group in groups for one in group))
 
+    if run.is_interrupted:
+        return run.stopped(metrics)
     if held_out:
         sampler = training.save_weights_and_get_sampling_client()
         metrics["held_out_reward"] = evaluate(sampler, held_out, player)
@@ -223,15 +205,7 @@ def train(
             "Nothing was learned: in every group all answers got the same reward. Reward partly "
             "right answers, or ask something the model gets right now and then."
         )
-    return _end(training, log, num_steps, metrics, watch)
-
-
-def _end(
-    training: TrainingClient, log: RunLog, step: int, metrics: dict[str, float], watch: Watch
-) -> Result:
-    result = finish(training, log, step, interrupted=False, metrics=metrics, best=watch.best)
-    plot(log, PANELS, "RL", "reward.png")
-    return result
+    return run.end(num_steps, metrics, PICTURE, watch.best)
 
 
 def question_of(row: Prompt, task: Task, renderer: Renderer) -> Question:

@@ -7,7 +7,6 @@ end, `save_state` and `save_weights_for_sampler`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,24 +19,17 @@ from tinkex.recipes.loop import (
     OnNote,
     OnStep,
     Result,
+    Run,
     RunOptions,
     batch_at,
     check_positive,
-    finish,
     finished,
-    learning_rate_at,
-    note_if_finished,
     open_log,
-    open_training,
     print_step,
-    save,
-    stop_between_steps,
-    usable,
 )
-from tinkex.recipes.plots import Panel, plot
+from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Rendered, Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
-from tinkex.recipes.run_log import RunLog
 
 PANELS = (
     Panel(
@@ -45,6 +37,7 @@ PANELS = (
         label="loss (nats per learned token)",
     ),
 )
+PICTURE = (PANELS, "SFT", "loss.png")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,16 +76,13 @@ def train(
     log = open_log(config, may_change=["epochs"])  # a finished run may be prolonged
     if (ended := finished(service, log, on_note)) is not None:
         return ended
-    training, start = open_training(service, log, config)
-    renderer = Renderer(training.get_tokenizer())
-    rows = usable(loaded, lambda row: render(row, renderer, config))
-    on_note(loaded.report())
-    examples, held_out = split_off(rows, config.eval_share)
+    run = Run(service, log, config, on_step, on_note)
+    training, start, renderer = run.training, run.start, run.renderer
+    examples, held_out = run.split(loaded, lambda row: render(row, renderer, config))
     on_note(figures(examples, config.batch_size))
     to_ask = split_off(loaded.rows, config.eval_share)[1][: config.samples]
     length = math.ceil(len(examples) * config.epochs / config.batch_size)
     num_steps = start if stopped_at(config.log_dir, start) else length
-    note_if_finished(on_note, log, start, num_steps)
     rollouts = RolloutLog(config.log_dir, start_step=start)
     watch = Watch(
         log,
@@ -104,9 +94,8 @@ def train(
     )
 
     metrics: dict[str, float] = {}
-    with stop_between_steps(on_note) as stop:
-        for step in range(start, num_steps):
-            began = time.monotonic()
+    with run.steps(num_steps) as steps:
+        for step in steps:
             metrics = {}
             if held_out and step % config.eval_every == 0:
                 metrics["held_out_loss"] = mean_loss(training, held_out)
@@ -115,45 +104,28 @@ def train(
                     on_note(f"step {step}: {said.text}")
                 if watch.see(training, step, metrics["held_out_loss"]):
                     log.metrics(step, metrics)
-                    return _end(training, log, step, metrics, watch)
+                    return run.end(step, metrics, PICTURE, watch.best)
 
             batch = batch_at(examples, config.batch_size, step, config.seed)
             # The server sums over tokens; dividing by their number makes the loss a mean.
             num_learned = sum(example.num_learned for example in batch)
             data = [example.datum(1 / num_learned) for example in batch]
-            rate = learning_rate_at(step, length, config.learning_rate, config.schedule)
             forward_backward = training.forward_backward(data, "cross_entropy")
-            optim_step = training.optim_step(AdamParams(learning_rate=rate))
+            optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
             metrics["loss"] = forward_backward.result().metrics["loss:sum"]
             optim_step.result()
 
-            num_tokens = sum(len(example.tokens) for example in batch)
-            metrics |= {
-                "learning_rate": rate,
-                "num_tokens": num_tokens,
-                "tokens_per_s": num_tokens / (time.monotonic() - began),
-            }
-            log.metrics(step, metrics)
-            on_step(step, num_steps, metrics)
-            if stop.requested:
-                return finish(training, log, step + 1, interrupted=True, metrics=metrics)
-            if (step + 1) % config.save_every == 0:
-                save(training, log, step + 1)
+            metrics["num_tokens"] = sum(len(example.tokens) for example in batch)
+            run.report(step, metrics, int(metrics["num_tokens"]))
 
+    if run.is_interrupted:
+        return run.stopped(metrics)
     if held_out:
         metrics["held_out_loss"] = mean_loss(training, held_out)
         log.metrics(num_steps, {"held_out_loss": metrics["held_out_loss"]})
         if start < num_steps:
             watch.see(training, num_steps, metrics["held_out_loss"])
-    return _end(training, log, num_steps, metrics, watch)
-
-
-def _end(
-    training: TrainingClient, log: RunLog, step: int, metrics: dict[str, float], watch: Watch
-) -> Result:
-    result = finish(training, log, step, interrupted=False, metrics=metrics, best=watch.best)
-    plot(log, PANELS, "SFT")
-    return result
+    return run.end(num_steps, metrics, PICTURE, watch.best)
 
 
 def figures(examples: Sequence[Rendered], batch_size: int) -> str:

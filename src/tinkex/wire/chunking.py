@@ -21,11 +21,11 @@ from tinkex.wire.metrics import reduce_metrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkLimits:
-    """How large a request may be. The server's client config decides; these are its defaults."""
+    """How large a request may be: what the server's client config says."""
 
-    max_datums: int = 1024
+    max_datums: int
     """Most datums per request."""
-    max_size: int = 5_000_000
+    max_size: int
     """Most bytes per request by `datum_size`, or most numbers when `by_numbers`."""
     by_numbers: bool = False
     """Count numbers rather than bytes, as servers of the 0.4.1 generation do."""

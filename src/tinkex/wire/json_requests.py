@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from tinkex.errors import InvalidInputError
+from tinkex.types._bounds import Id, SeqId
+from tinkex.types._models import Request
 from tinkex.types._value import short
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
@@ -15,6 +17,7 @@ from tinkex.types.training.forward_backward import (
     ForwardBackwardRequest,
     ForwardRequest,
 )
+from tinkex.wire import json_codec
 from tinkex.wire.paths import at
 from tinkex.wire.tensors import check_finite
 
@@ -24,6 +27,13 @@ PASSES: dict[str, type[ForwardRequest] | type[ForwardBackwardRequest]] = {
     "forward_backward": ForwardBackwardRequest,
 }
 INPUT_FIELD = {"forward": "forward_input", "forward_backward": "forward_backward_input"}
+
+
+class Address(Request):
+    """Whose turn in which stream a request is; None takes the next number."""
+
+    model_id: Id
+    seq_id: SeqId | None = None
 
 
 def read(name: str, body: dict[str, Any]) -> Pass:
@@ -52,10 +62,10 @@ def read(name: str, body: dict[str, Any]) -> Pass:
         else ForwardBackwardInput(data, loss_fn)
     )
     given.check_bounds()
-    model_id = _text(body, "model_id")
+    address = json_codec.read(Address, body)
     if "seq_id" not in body:
-        return PASSES[name](given, model_id)
-    return PASSES[name](given, model_id, _seq_id(body["seq_id"]))
+        return PASSES[name](given, address.model_id)
+    return PASSES[name](given, address.model_id, address.seq_id)
 
 
 def _datum(item: Any) -> Datum:
@@ -99,11 +109,3 @@ def _is_finite(value: float) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer of more than 308 digits
         return False
-
-
-def _seq_id(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise InvalidInputError(f"expected a number from 0, got {short(value)}", path="seq_id")
-    return value

@@ -35,10 +35,10 @@ from tinkex.types.training.forward_backward import (
 )
 from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
+from tinkex.wire.json_requests import Pass
 from tinkex.wire.paths import at
 from tinkex.wire.tensors import check_finite, decode_tensor, dtype_code, encode_tensor, int32s
 
-Pass = ForwardBackwardRequest | ForwardRequest
 _Piece = Any  # bytes, or an array whose memory is joined without a copy in between
 
 # ------------------------------------------------------------------------------------ writing

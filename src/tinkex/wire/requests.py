@@ -11,21 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._bounds import Id, SeqId
-from tinkex.types._models import Request
 from tinkex.types._value import short
 from tinkex.wire import json_codec, json_requests, proto_requests, sdk_0_4
 from tinkex.wire.body import Body, unpack
 from tinkex.wire.endpoints import ENDPOINTS, Endpoint
 from tinkex.wire.generation import JSON, PROTOBUF, Generation, is_protobuf
-from tinkex.wire.json_requests import PASSES
-
-
-class Address(Request):
-    """Whose turn in which stream a request is; None takes the next number."""
-
-    model_id: Id
-    seq_id: SeqId | None = None
+from tinkex.wire.json_requests import PASSES, Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,12 @@ import httpx
 
 from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
+from tinkex.types.service.request_error import is_retryable_status
 
 logger = logging.getLogger("tinkex.retry")
 T = TypeVar("T")
 
 _MAX_SERVER_DELAY_S = 60.0
-
-
-def is_retryable_status(status_code: int) -> bool:
-    return status_code in (408, 409, 429) or status_code >= 500
 
 
 def parse_retry_after_s(

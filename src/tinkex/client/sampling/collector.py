@@ -27,7 +27,7 @@ import orjson
 
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.backends import Reply
-from tinkex.client.http.retry import BillingPause, PollRetry, is_retryable_status
+from tinkex.client.http.retry import BillingPause, PollRetry
 from tinkex.client.http.transport import Call, status_error
 from tinkex.errors import (
     APIConnectionError,
@@ -36,6 +36,7 @@ from tinkex.errors import (
     RequestFailedError,
     TinkerError,
 )
+from tinkex.types.service.request_error import is_retryable_status
 from tinkex.wire import frames
 
 logger = logging.getLogger("tinkex.sampling")

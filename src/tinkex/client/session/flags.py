@@ -46,12 +46,7 @@ class ServerFlags(ClientConfigResponse):
 
     @classmethod
     def for_old_server(cls) -> ServerFlags:
-        return cls(
-            old_generation=True,
-            parallel_fwdbwd_chunks=False,
-            fwdbwd_max_chunk_len=128,
-            fwdbwd_max_chunk_bytes_count=500_000,
-        )
+        return cls(old_generation=True, parallel_fwdbwd_chunks=False)
 
 
 class DynamicFlags(ClientDynamicConfigResponse):

@@ -36,14 +36,15 @@ def our_modules(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """The same adapter by the names of our decoder's modules, every matrix 2-D."""
     found: dict[str, Pair] = {}
     for module, pair in pairs.items():
-        for name, one in _taken_apart(_spelled(module), pair):
+        for name, one in _taken_apart(our_name(module), pair):
             if name in found:
                 raise InvalidInputError(f"the adapter holds {name[:120]!r} under two names")
             found[name] = one
     return found
 
 
-def _spelled(module: str) -> str:
+def our_name(module: str) -> str:
+    """What our decoder calls a module; experts in one tensor keep their own name."""
     for theirs, ours in _RENAMED:
         if module.startswith(theirs):
             module = ours + module.removeprefix(theirs)

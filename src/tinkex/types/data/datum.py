@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from tinkex.contract.losses import LOSSES
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, nest, set_field
 from tinkex.types.data.model_input import ModelInput
@@ -19,15 +20,9 @@ from tinkex.types.data.provenance import (
 from tinkex.types.data.tensor_data import TensorData, TensorDtype, from_list
 from tinkex.types.training.loss import LossFnInputs
 
-# A list carries no dtype of its own, so its key decides.
-LIST_DTYPES: dict[str, TensorDtype] = {
-    "target_tokens": TensorDtype.INT64,
-    "weights": TensorDtype.FLOAT32,
-    "advantages": TensorDtype.FLOAT32,
-    "logprobs": TensorDtype.FLOAT32,
-    "clip_low_threshold": TensorDtype.FLOAT32,
-    "clip_high_threshold": TensorDtype.FLOAT32,
-    "sequence_ratio_mask": TensorDtype.FLOAT32,
+# A list carries no dtype of its own, so its name decides, as the losses declare it.
+LIST_DTYPES = {
+    each.name: TensorDtype(each.dtype) for loss in LOSSES.values() for each in loss.inputs
 }
 _SPARSE_KEYS = frozenset({"target_tokens", "weights"})
 
