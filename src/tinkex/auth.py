@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.session.credentials import load_default_key
 from tinkex.errors import ConfigError
@@ -11,8 +13,6 @@ __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_cre
 
 def get_tinker_token() -> str | None:
     """The API key or token that a client would use, None without one. Never runs a command."""
-    import os
-
     for name in ("TINKEX_API_KEY", "TINKER_API_KEY"):
         if os.environ.get(name):
             return os.environ[name]
@@ -21,8 +21,6 @@ def get_tinker_token() -> str | None:
 
 def tinker_has_credentials() -> bool:
     """True when a key is set or stored, or a credential command is set."""
-    import os
-
     command = os.environ.get("TINKEX_CREDENTIAL_CMD") or os.environ.get("TINKER_CREDENTIAL_CMD")
     return bool(get_tinker_token() or command)
 

@@ -12,7 +12,7 @@ from tinkex.errors import InvalidInputError, NotSupportedError, WireError
 from tinkex.wire import Body, Generation, requests, results
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.body import unpack
-from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf
+from tinkex.wire.generation import JSON, PROTOBUF, names_protobuf
 
 DATUM = {
     "model_input": {"chunks": [{"tokens": [1, 2]}]},
@@ -304,13 +304,11 @@ def test_zstd_is_undone_up_to_the_limit():
         unpack(body.content[:-3], "zstd")
 
 
-def test_the_generation_follows_the_headers_and_the_server():
-    assert is_protobuf("application/x-protobuf; charset=x")
-    assert not is_protobuf(None)
-    assert accepts_protobuf("application/x-protobuf, application/json")
-    assert not accepts_protobuf("application/json")
-    assert Generation.of_server(has_client_config=False) is Generation.V0_4
-    assert Generation.of_server(has_client_config=True) is Generation.V0_36
+def test_either_header_says_whether_protobuf_is_spoken():
+    assert names_protobuf("application/x-protobuf; charset=x")
+    assert not names_protobuf(None)
+    assert names_protobuf("application/x-protobuf, application/json")
+    assert not names_protobuf("application/json")
 
 
 # ------------------------------------------------------------------------------------ results

@@ -88,48 +88,28 @@ class State:
         return ClientConfig.from_env(base_url=self.base_url, **given)
 
 
-def _state(ctx: click.Context) -> State:
-    return ctx.ensure_object(State)
-
-
-def _set_format(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        _state(ctx).format = value
-
-
-def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        _state(ctx).format = "json"
-
-
-def _set_base_url(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        _state(ctx).base_url = value
+def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Put a shared option into the state; one that was not given changes nothing."""
+    state = ctx.ensure_object(State)
+    if param.name == "json" and value:
+        state.format = "json"
+    elif param.name != "json" and value is not None:
+        setattr(state, str(param.name), value)
 
 
 def shared_options() -> list[click.Parameter]:
     """Fresh copies of the options that every command takes."""
+    in_state: Any = {"callback": _keep, "expose_value": False}
     return [
         click.Option(
             ["-f", "--format"],
             type=click.Choice(["table", "json"]),
-            callback=_set_format,
-            expose_value=False,
             help="How to print the result.",
+            **in_state,
         ),
+        click.Option(["--json"], is_flag=True, help="Same as --format json.", **in_state),
         click.Option(
-            ["--json"],
-            is_flag=True,
-            callback=_set_json,
-            expose_value=False,
-            help="Same as --format json.",
-        ),
-        click.Option(
-            ["--base-url"],
-            metavar="URL",
-            callback=_set_base_url,
-            expose_value=False,
-            help="The server; 'local' is this machine.",
+            ["--base-url"], metavar="URL", help="The server; 'local' is this machine.", **in_state
         ),
     ]
 

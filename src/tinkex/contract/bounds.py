@@ -42,20 +42,17 @@ class Between:
 
     def schema(self) -> dict[str, float]:
         """The range in words of JSON schema."""
-        return {_SCHEMA[word]: limit for word, limit in self._limits() if _is_number(limit)}
+        return {_SCHEMA[word]: limit for word, limit in _limits(self) if _is_number(limit)}
 
     def __str__(self) -> str:
         words = [
             f"{word.replace('_', ' ')} {f'{limit:.12g}' if isinstance(limit, float) else limit}"
-            for word, limit in self._limits()
+            for word, limit in _limits(self)
         ]
         return " and ".join(words)
 
-    def _limits(self) -> tuple[tuple[str, Any], ...]:
-        return _limits(self)
-
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
-        limits = {_PYDANTIC[word]: limit for word, limit in self._limits() if _is_number(limit)}
+        limits = {_PYDANTIC[word]: limit for word, limit in _limits(self) if _is_number(limit)}
         return {**handler(source), **limits}
 
 

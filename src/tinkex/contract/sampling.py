@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from tinkex.contract.bounds import Between, TokenNumbers
-from tinkex.contract.settings import check, read_all, settings_of, shown
+from tinkex.contract.settings import read_all, settings_of, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 MAX_STOP_TEXTS, MAX_STOP_TOKENS = 128, 4096
@@ -125,11 +125,6 @@ def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
             path="prompt_logprobs_last_n",
         )
     return options
-
-
-def check_sample(job: Any) -> None:
-    """Refuse a job, which is both `DrawSettings` and `SampleOptions`, out of these ranges."""
-    check(job)
 
 
 def check_vocabulary(draw: DrawSettings, vocab_size: int, path: str = "") -> None:

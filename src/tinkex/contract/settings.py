@@ -190,7 +190,7 @@ def settings_of(declaration: type) -> tuple[Setting, ...]:
     return _settings_of(declaration)
 
 
-@cache
+@cache  # Apart from the name above, because to mypy a `type` is no key.
 def _settings_of(declaration: Any) -> tuple[Setting, ...]:
     hints = get_type_hints(declaration, include_extras=True)
     found = []

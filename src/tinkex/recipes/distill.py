@@ -16,7 +16,7 @@ from typing import Any
 from tinkex import AdamParams, Datum, SamplingClient, ServiceClient
 from tinkex.errors import ConfigError
 from tinkex.recipes.data import load_prompts
-from tinkex.recipes.episodes import Episode, Player, Question, Turn
+from tinkex.recipes.episodes import Episode, Player, Question, as_task
 from tinkex.recipes.loop import (
     OnNote,
     OnStep,
@@ -67,18 +67,6 @@ class DistillConfig(RunOptions):
             raise ConfigError("A teacher is needed: a base model or a tinker:// path.")
 
 
-class _Listen:
-    """One answer per episode; the teacher judges it later, token by token."""
-
-    max_turns = 1
-
-    def begin(self, question: Question) -> None:
-        return None
-
-    def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
-        return [Turn() for _ in answers]
-
-
 def train(
     config: DistillConfig,
     service: ServiceClient,
@@ -96,7 +84,7 @@ def train(
     training, renderer = run.training, run.renderer
     check_tokens(renderer, teacher)
     player = Player(
-        task=_Listen(),
+        task=as_task(lambda answer, row: 0.0),  # the teacher judges later, token by token
         renderer=renderer,
         max_tokens=config.max_tokens,
         temperature=config.temperature,

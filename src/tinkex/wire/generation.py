@@ -20,17 +20,7 @@ class Generation(Enum):
     V0_36 = "0.36"
     """Passes travel as protobuf; JSON elsewhere, with None left out (two fields send null)."""
 
-    @classmethod
-    def of_server(cls, *, has_client_config: bool) -> Generation:
-        """The dialect of a server. `/client/config` came with 0.18; without it, speak JSON."""
-        return cls.V0_36 if has_client_config else cls.V0_4
 
-
-def is_protobuf(content_type: str | None) -> bool:
-    """Whether a body with this content type is protobuf."""
-    return content_type is not None and PROTOBUF in content_type.lower()
-
-
-def accepts_protobuf(accept: str | None) -> bool:
-    """Whether a caller that sent this Accept header understands protobuf results."""
-    return accept is not None and PROTOBUF in accept.lower()
+def names_protobuf(header: str | None) -> bool:
+    """Whether a Content-Type says protobuf, or an Accept takes it."""
+    return header is not None and PROTOBUF in header.lower()

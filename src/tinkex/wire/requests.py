@@ -15,7 +15,7 @@ from tinkex.types._value import short
 from tinkex.wire import json_codec, json_requests, proto_requests, sdk_0_4
 from tinkex.wire.body import Body, unpack
 from tinkex.wire.endpoints import ENDPOINTS, Endpoint
-from tinkex.wire.generation import JSON, PROTOBUF, Generation, is_protobuf
+from tinkex.wire.generation import JSON, PROTOBUF, Generation, names_protobuf
 from tinkex.wire.json_requests import PASSES, Address
 
 
@@ -65,7 +65,7 @@ def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Ope
         WireError: It is not JSON or not the protobuf message that was expected.
     """
     endpoint = _endpoint(name)
-    if not is_protobuf(content_type):
+    if not names_protobuf(content_type):
         return Opened(endpoint, content, json_codec.loads_object(content or b"{}"))
     if name not in PASSES:
         raise WireError(f"{name} is sent as JSON, got {short(content_type)}")

@@ -22,7 +22,7 @@ from tinkex.types.sampling.response import SampleResponse
 from tinkex.types.training.forward_backward import ForwardBackwardOutput
 from tinkex.wire import json_codec, proto_results
 from tinkex.wire.body import Body
-from tinkex.wire.generation import JSON, PROTOBUF, accepts_protobuf, is_protobuf
+from tinkex.wire.generation import JSON, PROTOBUF, names_protobuf
 from tinkex.wire.paths import at
 
 ResultT = TypeVar("ResultT")
@@ -33,11 +33,11 @@ ResultT = TypeVar("ResultT")
 def encode(value: Any, accept: str | None = None) -> Body:
     """A result as the bytes a caller with this Accept header understands."""
     if isinstance(value, SampleResponse):
-        if accepts_protobuf(accept):
+        if names_protobuf(accept):
             return Body(proto_results.encode_sample(value), PROTOBUF)
         return Body(_dumps(_plain_sample(value), is_finite=not _has_infinity(value)), JSON)
     if isinstance(value, ForwardBackwardOutput):
-        if accepts_protobuf(accept):
+        if names_protobuf(accept):
             return Body(proto_results.encode_pass(value), PROTOBUF)
         return Body(_dumps(_plain_pass(value), is_finite=_is_finite(value)), JSON)
     if isinstance(value, BaseModel):
@@ -105,16 +105,16 @@ def decode(
         WireError: With the path of the first thing that is wrong.
     """
     if kind is SampleResponse:
-        if is_protobuf(content_type):
+        if names_protobuf(content_type):
             return proto_results.decode_sample(content, sequence_ids)  # type: ignore[return-value]
         return _sample_from_json(content, sequence_ids)  # type: ignore[return-value]
     if kind is ForwardBackwardOutput:
-        if is_protobuf(content_type):
+        if names_protobuf(content_type):
             return proto_results.decode_pass(content)  # type: ignore[return-value]
         return _pass_from_json(json_codec.loads_object(content))  # type: ignore[return-value]
     if not issubclass(kind, BaseModel):
         raise InvalidInputError(f"{kind.__name__} is not a result")
-    if is_protobuf(content_type):
+    if names_protobuf(content_type):
         raise WireError(f"{kind.__name__} is sent as JSON, got {short(content_type)}")
     return json_codec.validate(kind, content)
 

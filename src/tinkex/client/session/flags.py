@@ -42,7 +42,7 @@ class ServerFlags(ClientConfigResponse):
 
     @property
     def generation(self) -> Generation:
-        return Generation.of_server(has_client_config=not self.old_generation)
+        return Generation.V0_4 if self.old_generation else Generation.V0_36
 
     @classmethod
     def for_old_server(cls) -> ServerFlags:

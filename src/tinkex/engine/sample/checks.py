@@ -10,7 +10,8 @@ import numpy as np
 
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import ExpertCounts
-from tinkex.contract.sampling import check_sample, check_vocabulary
+from tinkex.contract.sampling import check_vocabulary
+from tinkex.contract.settings import check
 from tinkex.engine import jobs, routed_experts
 from tinkex.errors import InvalidInputError
 
@@ -32,7 +33,7 @@ def check_sample_job(
             f"token {prompt[at]} is outside the vocabulary 0..{vocab_size - 1}",
             path=f"prompt[{at}]",
         )
-    check_sample(job)
+    check(job)  # A job is both `DrawSettings` and `SampleOptions`.
     check_vocabulary(job, vocab_size)
     if job.routed_experts:
         routed_experts.require(experts, job.base_model, ROUTED_EXPERTS)

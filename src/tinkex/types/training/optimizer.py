@@ -50,18 +50,14 @@ class OptimizerConfigBase(Request):
     type: Name
 
 
-class AdamOptimizerConfig(OptimizerConfigBase):
+class AdamOptimizerConfig(OptimizerConfigBase, extra="forbid"):
     """AdamW, the default."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["adamw"] = "adamw"
 
 
-class DimuonOptimizerConfig(OptimizerConfigBase):
+class DimuonOptimizerConfig(OptimizerConfigBase, extra="forbid"):
     """Dimuon, a hosted optimizer."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["dimuon"] = "dimuon"
     version: Literal[1] = 1
@@ -86,10 +82,8 @@ class OptimParamsBase(Request):
     type: Name
 
 
-class DimuonParams(OptimParamsBase):
+class DimuonParams(OptimParamsBase, extra="forbid"):
     """One Dimuon step."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["dimuon"] = "dimuon"
     learning_rate: float = Field(ge=0)
@@ -97,10 +91,8 @@ class DimuonParams(OptimParamsBase):
     beta1: float = Field(default=0.9, ge=0, lt=1)
 
 
-class MuonParams(OptimParamsBase):
+class MuonParams(OptimParamsBase, extra="forbid"):
     """One Muon step, an optimizer of Tinkex servers."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["muon"] = "muon"
     learning_rate: optimizers.Rate
@@ -109,18 +101,14 @@ class MuonParams(OptimParamsBase):
     grad_clip_norm: optimizers.ClipNorm = _MUON.grad_clip_norm
 
 
-class MuonOptimizerConfig(OptimizerConfigBase):
+class MuonOptimizerConfig(OptimizerConfigBase, extra="forbid"):
     """Muon, computed by Tinkex servers; the hosted service refuses it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["muon"] = "muon"
 
 
-class LionParams(OptimParamsBase):
+class LionParams(OptimParamsBase, extra="forbid"):
     """One Lion step, an optimizer of Tinkex servers."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["lion"] = "lion"
     learning_rate: optimizers.Rate = _LION.learning_rate
@@ -130,10 +118,8 @@ class LionParams(OptimParamsBase):
     grad_clip_norm: optimizers.ClipNorm = _LION.grad_clip_norm
 
 
-class LionOptimizerConfig(OptimizerConfigBase):
+class LionOptimizerConfig(OptimizerConfigBase, extra="forbid"):
     """Lion, computed by Tinkex servers; the hosted service refuses it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     type: Literal["lion"] = "lion"
 
