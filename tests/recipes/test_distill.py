@@ -51,9 +51,9 @@ def test_a_tokens_advantage_is_how_much_likelier_it_is_for_the_teacher():
         tokens=[1, 2, 3],
         logprobs=[0.0, -1.0, -2.0],
         is_sampled=[False, True, True],
+        gaps=[0.0, -1.0 - -3.0, -2.0 - -0.5],  # the teacher's: -3.0 and -0.5
     )
-    gaps = [[[0.0, -1.0 - -3.0, -2.0 - -0.5]]]  # the teacher's: -3.0 and -0.5
-    (datum,) = distill.distill_data([[one]], gaps)
+    (datum,) = distill.distill_data([one])
     assert datum.loss_fn_inputs["advantages"].tolist() == [-1.75, 1.75]  # around their mean
     assert datum.loss_fn_inputs["logprobs"].tolist() == [-1.0, -2.0]
 

@@ -234,11 +234,12 @@ def test_the_penalty_takes_off_what_the_reference_finds_unlikely():
         logprobs=[0.0, -1.0, -1.0],
         is_sampled=[False, True, True],
         reward=1.0,
+        gaps=[0.0, 1.0, -1.0],
     )
-    (datum,) = rl.with_penalty([[one]], [[[0.0, 1.0, -1.0]]], coef=0.5)[0]
+    (datum,) = rl.with_penalty([[one]], coef=0.5)[0]
     assert datum.loss_fn_inputs["advantages"].tolist() == [-0.5, 0.5]
-    assert rl.kl_of([[one]], [[[0.0, 0.0, 0.0]]]) == 0.0
-    assert rl.kl_of([[one]], [[[0.0, 1.0, -1.0]]]) == pytest.approx(0.5431, abs=1e-4)
+    assert rl.kl_of([one]) == pytest.approx(0.5431, abs=1e-4)
+    assert rl.kl_of([replace(one, gaps=[0.0, 0.0, 0.0])]) == 0.0
 
 
 def test_rewards_are_told_by_group_and_by_a_field_of_the_rows(service, tmp_path):

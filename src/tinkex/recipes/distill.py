@@ -8,7 +8,6 @@ of it is minus the KL from student to teacher, which is what falls.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,8 @@ from tinkex.recipes.loop import (
 )
 from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.rl import Gaps, datum_of, of_sampled, question_of, reference_gaps, rollout_of
-from tinkex.recipes.rollouts import Rollout, RolloutLog
+from tinkex.recipes.rl import datum_of, mean_gap, measure_gaps, question_of, to_look_at
+from tinkex.recipes.rollouts import RolloutLog
 
 PANELS = (
     Panel(
@@ -104,21 +103,19 @@ def train(
             batch = batch_at(questions, config.prompts_per_step, step, config.seed)
             seed = (config.seed * 1_000_003 + step) * 10_007
             groups = player.play(student, batch, copies=config.samples_per_prompt, seed=seed)
-            gaps = reference_gaps(teacher, groups)
-            rollouts.write(to_look_at(groups, gaps, renderer, step))
+            everyone = [one for group in groups for one in group]
+            judge(teacher, everyone)
+            rollouts.write(to_look_at(groups, renderer, step))
 
             forward_backward = training.forward_backward(
-                list(distill_data(groups, gaps)), "importance_sampling"
+                list(distill_data(everyone)), "importance_sampling"
             )
             optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
             forward_backward.result()
             optim_step.result()
 
-            num_tokens = sum(one.num_sampled for group in groups for one in group)
-            metrics |= {
-                "kl": mean_gap(groups, gaps),
-                "answer_tokens": num_tokens / sum(map(len, groups)),
-            }
+            num_tokens = sum(one.num_sampled for one in everyone)
+            metrics |= {"kl": mean_gap(everyone), "answer_tokens": num_tokens / len(everyone)}
             run.report(step, metrics, num_tokens)
 
     if run.is_interrupted:
@@ -142,22 +139,22 @@ def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
         )
 
 
-def distill_data(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> Iterator[Datum]:
+def judge(teacher: SamplingClient, episodes: Sequence[Episode]) -> None:
+    """Score every token; the reward of an answer is minus its KL to the teacher, per token."""
+    measure_gaps(teacher, episodes)
+    for one in episodes:
+        one.reward = -mean_gap([one])
+
+
+def distill_data(episodes: Sequence[Episode]) -> Iterator[Datum]:
     """The advantage of a sampled token is log p(teacher) - log p(student), above the batch's mean.
 
     The mean is a baseline: it changes no gradient on average, and takes most of the noise away.
     """
-    baseline = mean_gap(groups, gaps)
-    for group, of_group in zip(groups, gaps, strict=True):
-        for one, of_one in zip(group, of_group, strict=True):
-            if one.num_sampled:
-                yield datum_of(one, [baseline - gap for gap in of_one])
-
-
-def mean_gap(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> float:
-    """The KL from student to teacher, estimated: how much likelier its words are for itself."""
-    sampled = of_sampled(groups, gaps)
-    return statistics.fmean(sampled) if sampled else 0.0
+    baseline = mean_gap(episodes)
+    for one in episodes:
+        if one.num_sampled:
+            yield datum_of(one, [baseline - gap for gap in one.gaps])
 
 
 def evaluate(
@@ -167,18 +164,6 @@ def evaluate(
     player: Player,
 ) -> float:
     """KL to the teacher on prompts that are not trained on; the same seeds each time."""
-    groups = player.play(student, questions, copies=1, seed=7)
-    return mean_gap(groups, reference_gaps(teacher, groups))
-
-
-def to_look_at(
-    groups: Sequence[Sequence[Episode]], gaps: Gaps, renderer: Renderer, step: int
-) -> Iterator[Rollout]:
-    """The answers of a step; their reward is minus the KL of the answer, per token."""
-    for number, (group, of_group) in enumerate(zip(groups, gaps, strict=True)):
-        scores = [
-            -mean_gap([[one]], [[of_one]]) for one, of_one in zip(group, of_group, strict=True)
-        ]
-        mean = statistics.fmean(scores)
-        for one, score in zip(group, scores, strict=True):
-            yield rollout_of(one, renderer, step, number, score, score - mean)
+    episodes = [one for (one,) in player.play(student, questions, copies=1, seed=7)]
+    measure_gaps(teacher, episodes)
+    return mean_gap(episodes)

@@ -91,12 +91,19 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     environment: Any = None
     is_over: bool = False
+    gaps: list[float] = field(default_factory=list)
+    """log p(policy) - log p(reference) of each token, 0 where the model did not speak; empty: no
+    reference was asked."""
     experts: NDArray[np.int64] | None = None
     """`routed_experts`, a row per token that a sampler has seen; None: they were not asked for."""
 
     @property
     def num_sampled(self) -> int:
         return sum(self.is_sampled)
+
+    def of_sampled(self, values: Sequence[T]) -> list[T]:
+        """Those of one value per token that belong to what the model said."""
+        return [value for value, said in zip(values, self.is_sampled, strict=True) if said]
 
     @property
     def said(self) -> list[int]:

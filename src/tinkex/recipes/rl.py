@@ -179,18 +179,20 @@ def train(
             # A seed of its own for every question of every step, the same after a resume.
             seed = (config.seed * 1_000_003 + step) * 10_007
             groups = player.play(sampler, batch, copies=config.group_size, seed=seed)
-            gaps = reference_gaps(reference, groups) if reference else None
+            everyone = [one for group in groups for one in group]
+            if reference is not None:
+                measure_gaps(reference, everyone)
             rollouts.write(to_look_at(groups, renderer, step))
 
             data = [list(group_data(group)) for group in groups]
-            if gaps is not None and config.kl_coef:
-                data = with_penalty(groups, gaps, config.kl_coef)
+            if reference is not None and config.kl_coef:
+                data = with_penalty(groups, config.kl_coef)
             metrics |= update(training, data, run.learning_rate(step), config)
 
             metrics |= reward_metrics(groups, config.reward_by)
-            if gaps is not None:
-                metrics["kl"] = kl_of(groups, gaps)
-            run.report(step, metrics, sum(one.num_sampled for group in groups for one in group))
+            if reference is not None:
+                metrics["kl"] = kl_of(everyone)
+            run.report(step, metrics, sum(one.num_sampled for one in everyone))
 
     if run.is_interrupted:
         return run.stopped(metrics)
@@ -297,63 +299,44 @@ def open_reference(service: ServiceClient, config: RlConfig) -> SamplingClient |
     return service.create_sampling_client(model_path=name)
 
 
-def reference_gaps(
-    reference: SamplingClient, groups: Sequence[Sequence[Episode]]
-) -> list[list[list[float]]]:
-    """log p(policy) - log p(reference) of every token; 0 where the model did not speak."""
-    futures = [
-        [reference.compute_logprobs(ModelInput.from_ints(one.tokens)) for one in group]
-        for group in groups
-    ]
-    return [
-        [
-            [
-                ours - theirs if said and theirs is not None else 0.0
-                for ours, theirs, said in zip(
-                    one.logprobs, future.result(), one.is_sampled, strict=True
-                )
-            ]
-            for one, future in zip(group, asked, strict=True)
+def measure_gaps(reference: SamplingClient, episodes: Sequence[Episode]) -> None:
+    """Ask a reference how likely every token is to it: fills `gaps`."""
+    futures = [reference.compute_logprobs(ModelInput.from_ints(one.tokens)) for one in episodes]
+    for one, future in zip(episodes, futures, strict=True):
+        one.gaps = [
+            ours - theirs if said and theirs is not None else 0.0
+            for ours, theirs, said in zip(
+                one.logprobs, future.result(), one.is_sampled, strict=True
+            )
         ]
-        for group, asked in zip(groups, futures, strict=True)
-    ]
 
 
-Gaps = Sequence[Sequence[Sequence[float]]]
-"""For each group and episode, one number per token."""
+def mean_gap(episodes: Sequence[Episode]) -> float:
+    """How much likelier the policy finds its own words than the reference does, per token."""
+    sampled = [d for one in episodes for d in one.of_sampled(one.gaps)]
+    return statistics.fmean(sampled) if sampled else 0.0
 
 
-def kl_of(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> float:
+def kl_of(episodes: Sequence[Episode]) -> float:
     """Mean over the sampled tokens of exp(-d) - 1 + d: unbiased and never negative."""
-    values = [math.exp(-d) - 1 + d for d in of_sampled(groups, gaps)]
+    values = [math.exp(-d) - 1 + d for one in episodes for d in one.of_sampled(one.gaps)]
     return statistics.fmean(values) if values else 0.0
 
 
-def of_sampled(groups: Sequence[Sequence[Episode]], gaps: Gaps) -> list[float]:
-    return [
-        d
-        for group, of_group in zip(groups, gaps, strict=True)
-        for one, of_one in zip(group, of_group, strict=True)
-        for d, said in zip(of_one, one.is_sampled, strict=True)
-        if said
-    ]
-
-
-def with_penalty(groups: Sequence[Sequence[Episode]], gaps: Gaps, coef: float) -> list[list[Datum]]:
+def with_penalty(groups: Sequence[Sequence[Episode]], coef: float) -> list[list[Datum]]:
     """Group advantages less `coef` times how much likelier a token is than for the reference.
 
     The mean of the penalty over the batch is its baseline, so that it moves tokens against each
     other and not all of them down. Groups without a signal take part: the penalty is one.
     """
-    sampled = of_sampled(groups, gaps)
-    baseline = statistics.fmean(sampled) if sampled else 0.0
+    baseline = mean_gap([one for group in groups for one in group])
     data = []
-    for group, of_group in zip(groups, gaps, strict=True):
+    for group in groups:
         mean = statistics.fmean(one.reward for one in group)
         data.append(
             [
-                datum_of(one, [one.reward - mean - coef * (d - baseline) for d in of_one])
-                for one, of_one in zip(group, of_group, strict=True)
+                datum_of(one, [one.reward - mean - coef * (d - baseline) for d in one.gaps])
+                for one in group
                 if one.num_sampled
             ]
         )
@@ -368,12 +351,7 @@ def reward_metrics(groups: Sequence[Sequence[Episode]], reward_by: str = "") -> 
     everyone = [one for group in groups for one in group]
     rewards = [one.reward for one in everyone]
     means = [statistics.fmean(one.reward for one in group) for group in groups]
-    sampled = [
-        -value
-        for one in everyone
-        for value, said in zip(one.logprobs, one.is_sampled, strict=True)
-        if said
-    ]
+    sampled = [-value for one in everyone for value in one.of_sampled(one.logprobs)]
     metrics = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
@@ -400,19 +378,13 @@ def to_look_at(
     for number, group in enumerate(groups):
         mean = statistics.fmean(one.reward for one in group)
         for one in group:
-            yield rollout_of(one, renderer, step, number, one.reward, one.reward - mean)
-
-
-def rollout_of(
-    one: Episode, renderer: Renderer, step: int, group: int, reward: float, advantage: float
-) -> Rollout:
-    return Rollout.of(
-        renderer,
-        one.question.tokens,
-        one.said,
-        step,
-        group=group,
-        logprobs=one.logprobs[len(one.question.tokens) :],
-        reward=reward,
-        advantage=advantage,
-    )
+            yield Rollout.of(
+                renderer,
+                one.question.tokens,
+                one.said,
+                step,
+                group=number,
+                logprobs=one.logprobs[len(one.question.tokens) :],
+                reward=one.reward,
+                advantage=one.reward - mean,
+            )
