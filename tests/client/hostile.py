@@ -23,8 +23,7 @@ import orjson
 
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.http.backends import Reply
-from tinkex.client.http.http1 import ProtocolError
+from tinkex.client.http.http1 import ProtocolError, Reply
 from tinkex.wire import requests, results
 
 JSON = {"content-type": "application/json"}

@@ -14,7 +14,7 @@ from virtual_time import run_virtual
 
 from tinkex import types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause
 from tinkex.client.http.transport import Call

@@ -17,7 +17,7 @@ import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.http import codec
-from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import Reply
 
 
 class Swallow(Server):

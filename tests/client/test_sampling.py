@@ -18,7 +18,7 @@ from virtual_time import run_virtual
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import Reply
 from tinkex.client.sampling import sample_calls as sampling_module
 from tinkex.client.sampling.sample_fields import SampleFields
 from tinkex.client.session.holder import Holder

@@ -21,7 +21,8 @@ from virtual_time import run_virtual
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.http.backends import HttpxBackend, PlainBackend, Reply
+from tinkex.client.http.backends import HttpxBackend
+from tinkex.client.http.http1 import Http1Pool, Reply
 from tinkex.client.session.holder import Holder
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
@@ -31,7 +32,7 @@ PARAMS = types.SamplingParams(max_tokens=4, seed=1)
 # --------------------------------------------------------------------------- old generation
 
 
-class WithoutConfig(PlainBackend):
+class WithoutConfig(Http1Pool):
     """Hides `/client/config`, as servers before 0.18 did not have it."""
 
     seen: set[str] = set()
@@ -54,7 +55,7 @@ class WithoutConfig(PlainBackend):
 def test_a_server_without_a_client_config_is_spoken_to_in_json(toy_server: str) -> None:
     config = ClientConfig(base_url=toy_server, api_key="tml-old", telemetry=False)
     service = tinkex.ServiceClient(config=config)
-    service._holder = Holder(config, make_backend=WithoutConfig)
+    service._holder = Holder(config, make_backend=lambda given: WithoutConfig(given.base_url))
     client = service.create_lora_training_client(MODEL, rank=4, seed=1)
     data = [datum([1, 2, 3]) for _ in range(200)]  # more than the 128 such a server takes
     step = client.train_step(data, "cross_entropy", types.AdamParams(learning_rate=0.01))

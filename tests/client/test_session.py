@@ -16,7 +16,7 @@ from virtual_time import run_virtual
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import Reply
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.holder import Holder
 

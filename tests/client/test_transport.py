@@ -13,8 +13,7 @@ from virtual_time import run_virtual
 
 from tinkex import errors
 from tinkex.client.config import ClientConfig
-from tinkex.client.http.backends import Reply
-from tinkex.client.http.http1 import ProtocolError
+from tinkex.client.http.http1 import ProtocolError, Reply
 from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.http.transport import Call, Transport, status_error
 from tinkex.client.session.credentials import TokenProvider
@@ -177,6 +176,15 @@ def test_a_redirect_on_the_same_host_keeps_method_body_and_key() -> None:
     method, url, headers, body = backend.sent[1]
     assert (method, url, body) == ("POST", "http://api.test/pre/api/v1/moved", b"{}")
     assert headers["X-API-Key"] == "tml-key"
+
+
+@pytest.mark.parametrize(
+    "target", ["ftp://storage.test/x", "https:///x", "http://[::1/x", "http://storage.test:99999/x"]
+)
+def test_a_redirect_to_what_is_no_address_is_a_connection_error(target: str) -> None:
+    backend = Recorded(Reply(302, {"location": target}, b""))
+    with pytest.raises(errors.APIConnectionError, match="no HTTP address"):
+        call_through(backend, Call(method="GET", path="x"), max_retries=0)
 
 
 def test_endless_redirects_end() -> None:

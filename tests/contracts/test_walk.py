@@ -7,6 +7,7 @@ way longer than these bars.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any
 
 import pytest
 
-MOST_OUT, MOST_BACK = 43, 20
+PAGE = Path(__file__).parents[2].joinpath("docs", "architecture.md").read_text()
+MOST_OUT, MOST_BACK = 25, 12
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,12 @@ def test_the_way_out_is_short(walk: dict[str, Any]):
 
 def test_the_way_back_is_short(walk: dict[str, Any]):
     assert len(walk["back"]) <= MOST_BACK, walk["back"]
+
+
+@pytest.mark.parametrize("way", ["out", "back"])
+def test_the_page_names_every_call(walk: dict[str, Any], way: str):
+    calls = {(file, name.rpartition(".")[2]) for file, name in walk[way]}
+    assert {(f, n) for f, n in calls if not re.search(rf"`{f}:\s+(\w+\.)?{n}`", PAGE)} == set()
 
 
 def test_a_datum_takes_four_forms(walk: dict[str, Any]):

@@ -56,33 +56,40 @@ Function = tuple[str, str]
 """A file below the package, and the qualified name of a function in it."""
 WAIT_S = 60.0
 
-# Where the request is left for somebody else. A name stands for the last function of ours there;
-# the condition tells this request from the heartbeats and polls that pass the same places.
+# Where the request is left for somebody else: the last function of ours there, or the library's
+# that takes it. The condition tells this request from the heartbeats and polls that pass there too.
 Condition = Callable[[dict[str, Any]], bool]
 _always: Condition = lambda seen: True  # noqa: E731
 _is_pass: Condition = lambda seen: b"/forward_backward" in seen["head"]  # noqa: E731
 _is_job: Condition = lambda seen: type(seen["job"]).__name__ == "TrainJob"  # noqa: E731
+_is_result: Condition = lambda seen: "TrainResult" in str(seen)  # noqa: E731
+_is_poll: Condition = lambda seen: "retrieve_future" in seen["self"].scope["path"]  # noqa: E731
+_is_our_future: Condition = lambda seen: "APIFuture" in type(seen["self"]).__name__  # noqa: E731
+_is_wake_of_queue: Condition = lambda seen: "SubmitQueue" in str(seen["callback"])  # noqa: E731
 OUT: dict[Function, Condition] = {
-    ("client/session/background_loop.py", "LoopThread.submit"): lambda seen: (
-        "_accept" in str(seen["callback"])
-    ),
-    ("client/training/submission.py", "SubmitQueue._accept"): _always,
+    ("client/session/background_loop.py", "LoopThread.submit"): _is_wake_of_queue,
     ("client/http/http1.py", "_Connection.send"): _is_pass,
     ("store/journal.py", "Journal.append"): _always,
     ("server/work/lane.py", "Lane.kick"): _always,
     ("server/work/flights.py", "Flights.send"): _is_job,
-    ("server/workers/process_worker.py", "ProcessWorker._send"): _always,
-    ("server/workers/process_worker.py", "ProcessWorker._flush"): _always,
+    ("server/workers/supervised_worker.py", "SupervisedWorker._flush_soon"): _always,
+    ("asyncio/streams.py", "StreamWriter.writelines"): _always,
     ("engine/toy/engine.py", "ToyEngine.submit"): _is_job,
 }
+# Where the request was left just before, and whoever takes it is woken: no call that carries it.
+BELLS = {
+    ("client/session/background_loop.py", "LoopThread.submit"),
+    ("server/work/lane.py", "Lane.kick"),
+    ("server/workers/supervised_worker.py", "SupervisedWorker._flush_soon"),
+}
 BACK: dict[Function, Condition] = {
-    ("server/workers/child.py", "FrameSocket.send"): _always,
-    ("server/workers/supervised_worker.py", "SupervisedWorker._deliver"): _always,
+    ("server/workers/child.py", "FrameSocket.send"): _is_result,
+    ("server/workers/supervised_worker.py", "SupervisedWorker._take"): _is_result,
     ("server/workers/home.py", "_chain.<locals>.ended"): _always,
     ("server/work/futures.py", "Promise.settle"): _always,
-    ("server/app.py", "_send"): _always,
+    ("http/httptools_impl.py", "RequestResponseCycle.send"): _is_poll,
     ("client/http/http1.py", "_Connection._finish"): _always,
-    ("client/futures.py", "APIFuture._succeed"): _always,
+    ("futures/_base.py", "Future.set_result"): _is_our_future,
 }
 
 
@@ -113,14 +120,17 @@ class Recorder:
         if event != "call" or not self._places:
             return
         function = _function(frame)
-        if function is None:
-            return
-        self._look_at_datums(function, frame)
+        if function is not None:
+            self._look_at_datums(function, frame)
+        else:
+            function = _library_function(frame)
         condition = self._places.get(function)
         if condition is None or not condition(frame.f_locals):
             return
         self.reached.add(function)
         seen = self.ways[self._way]
+        if function in BELLS:
+            frame = frame.f_back
         for called in reversed([f for f in _stack(frame) if f not in self._standing]):
             if (name := _function(called)) is not None and name not in seen:
                 seen.append(name)
@@ -157,6 +167,12 @@ def _function(frame: FrameType) -> Function | None:
     if not code.co_filename.startswith(PACKAGE) or code.co_name == "<listcomp>":
         return None
     return code.co_filename.removeprefix(PACKAGE), code.co_qualname
+
+
+def _library_function(frame: FrameType) -> Function:
+    """The last folder and the file, as `asyncio/streams.py`."""
+    parts = Path(frame.f_code.co_filename).parts
+    return "/".join(parts[-2:]), frame.f_code.co_qualname
 
 
 class ThreadWorker(ProcessWorker):
@@ -213,8 +229,7 @@ def measure(folder: Path) -> Recorder:
     threading.setprofile(record)
     sock = socket.create_server(("127.0.0.1", 0))
     apps: list[Any] = []
-    server_thread = threading.Thread(target=_serve, args=(sock, folder, apps))
-    server_thread.start()
+    threading.Thread(target=_serve, args=(sock, folder, apps), daemon=True).start()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     background().submit(sys.setprofile, record)
     _until(lambda: len(apps) == 2 and apps[1].started)
@@ -238,9 +253,6 @@ def measure(folder: Path) -> Recorder:
         future = training.forward_backward([_datum()], "cross_entropy")
     future.result(WAIT_S)
     record.end()
-    service.close()
-    apps[1].should_exit = True
-    server_thread.join(WAIT_S)
     return record
 
 
@@ -254,7 +266,8 @@ def main() -> None:
         "forms": sorted(record.forms),
         "checks": record.checks,
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(found, indent=1), flush=True)
+    os._exit(0)  # the server runs on, and has nothing left to say
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import tinkex
 
 ROOT = Path(tinkex.__file__).parent
 PAGE = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
-ROOMS = "server|store|wire|engine"
+ROOMS = "client|server|store|wire|engine"
 STEPS = sorted(set(re.findall(rf"`((?:{ROOMS})/[\w/]+\.py):\s+([\w.]+)`", PAGE)))
 
 

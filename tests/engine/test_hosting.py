@@ -1,8 +1,6 @@
 """How a process with an engine takes jobs."""
 
-import pytest
-
-from tinkex.engine.hosting import Cancel, take
+from tinkex.engine.hosting import submitting
 from tinkex.engine.jobs import DropAdapterJob, Failed
 
 
@@ -25,21 +23,20 @@ def job(adapter_id: str) -> DropAdapterJob:
     return DropAdapterJob(job_id="1", adapter_id=adapter_id)
 
 
-def test_jobs_are_submitted_where_they_were_moved_and_cancels_are_told():
+def test_a_job_that_cannot_be_submitted_has_one_end(caplog):
     engine, ends = Recorder(), []
-    take(engine, job("a"), ends.append)
-    take(engine, job("a"), ends.append, lambda _: job("moved"))
-    take(engine, Cancel("1"), ends.append)
-    assert engine.told == [job("a"), job("moved"), "1"]
-    assert ends == []
-
-
-@pytest.mark.parametrize("move", [lambda job: job, lambda job: {}["no such thing"]])
-def test_a_job_that_cannot_be_submitted_has_one_end(move, caplog):
-    engine, ends = Recorder(), []
-    take(engine, job("broken"), ends.append, move)
+    with submitting(job("broken"), ends.append):
+        engine.submit(job("broken"), ends.append)
     (end,) = ends
     assert isinstance(end, Failed)
     assert (end.job_id, end.category) == ("1", "server")
     assert "no such thing" in end.message
     assert "submit failed" in caplog.text
+
+
+def test_a_job_that_is_submitted_is_the_engines_to_end():
+    engine, ends = Recorder(), []
+    with submitting(job("a"), ends.append):
+        engine.submit(job("a"), ends.append)
+    assert engine.told == [job("a")]
+    assert ends == []

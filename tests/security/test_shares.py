@@ -216,7 +216,7 @@ async def test_a_newcomers_request_is_read_before_the_crowd_of_another(
     two_keys: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who submits much at once waits behind who submits little, whatever came first."""
-    door = two_keys.app.door
+    door = two_keys.app
     monkeypatch.setattr(door, "_turns", FairGate(1))
     read: list[str] = []
     may_go = asyncio.Event()

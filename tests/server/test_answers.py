@@ -9,10 +9,9 @@ from typing import Any, cast
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from tinkex.server.app import _send
-from tinkex.server.exchange import Answer
 from tinkex.server.guard.connections import HOLD_HEAD, ConnectionLimits, guarded
 
+SIZED = [(b"content-length", b"4")]
 REQUEST = b"POST /%s HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -41,7 +40,8 @@ class Wire:
 async def app(scope: Any, receive: Any, send: Any) -> None:
     if scope["path"] == "/whole":
         scope[HOLD_HEAD]()
-        await _send(Answer(b"body"), (b"x-request-id", b"1"), send)
+        await send({"type": "http.response.start", "status": 200, "headers": SIZED})
+        await send({"type": "http.response.body", "body": b"body"})
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     for more in (True, False):

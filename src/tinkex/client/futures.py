@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import sys
@@ -232,14 +233,15 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def _finish(self, task: asyncio.Task[T]) -> None:
         self._task = None
+        self._ended_s = self._ended_s or time.monotonic()  # before anyone is woken who may ask
         if task.cancelled():
-            self._ended_s = self._ended_s or time.monotonic()
             if not self.cancelled() and super().cancel():
                 self.set_running_or_notify_cancel()
         elif (error := task.exception()) is not None:
             self._fail(error)
         else:
-            self._succeed(task.result())
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+                self.set_result(task.result())
 
 
 AwaitableConcurrentFuture = APIFuture

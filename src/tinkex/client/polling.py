@@ -18,8 +18,8 @@ import orjson
 
 from tinkex import events
 from tinkex.client.futures import Waiting
-from tinkex.client.http.backends import Reply
 from tinkex.client.http.headers import JSON, PROTOBUF
+from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause, PollRetry
 from tinkex.client.http.transport import Call, status_error

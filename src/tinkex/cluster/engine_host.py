@@ -23,7 +23,7 @@ from typing import Any
 
 from tinkex.cluster import job_paths
 from tinkex.engine import pulse
-from tinkex.engine.hosting import Cancel, take
+from tinkex.engine.hosting import Cancel, submitting
 from tinkex.engine.jobs import Done, Emit, Engine, Event, Job
 from tinkex.errors import ConfigError
 
@@ -116,9 +116,12 @@ class EngineHost:
         assert self._engine is not None
         if isinstance(message, Forget):
             remove(self._path(message.path))
+        elif isinstance(message, Cancel):
+            self._engine.cancel(message.job_id)
         else:
-            emit = self._events.put if isinstance(message, Cancel) else self._emitter(message)
-            take(self._engine, message, emit, self._moved_here)
+            emit = self._emitter(message)
+            with submitting(message, emit):
+                self._engine.submit(self._moved_here(message), emit)
 
     def events(self) -> tuple[bytes, pulse.Beat]:
         """What happened since the last call, or in the next second; and what the engine does."""

@@ -8,10 +8,11 @@ of an engine and takes calls instead of jobs (`group/follower.py`). How the word
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tinkex.engine.jobs import Emit, Engine, Failed, Job
+from tinkex.engine.jobs import Emit, Failed, Job
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,11 @@ class Cancel:
     job_id: str
 
 
-def take(
-    engine: Engine,
-    message: Job | Cancel,
-    emit: Emit,
-    move: Callable[[Job], Job] = lambda job: job,
-) -> None:
-    """Cancel a job, or submit one; `move` rewrites it for the place where the engine is.
-
-    A job that cannot be submitted ends with `Failed`: everyone who sends a job gets one end of it.
-    """
-    if isinstance(message, Cancel):
-        engine.cancel(message.job_id)
-        return
+@contextmanager
+def submitting(job: Job, emit: Emit) -> Iterator[None]:
+    """A job that cannot be submitted ends with `Failed`: whoever sends one gets an end of it."""
     try:
-        engine.submit(move(message), emit)
+        yield
     except Exception as exc:
         logger.exception("submit failed")
-        emit(Failed(job_id=message.job_id, message=str(exc), category="server"))
+        emit(Failed(job_id=job.job_id, message=str(exc), category="server"))

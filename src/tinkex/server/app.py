@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -98,6 +98,7 @@ _FOR_OPERATORS = frozenset({"/docs", "/redoc", "/openapi.json"})
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 _ids = random.Random()
+_NO_TURN = nullcontext()
 
 
 def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
@@ -156,7 +157,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     console.install(app)
     problems.install(app, in_their_words)
     openapi.install(app)
-    app.door = FrontDoor(app)
+    app.open_door()
     return app
 
 
@@ -168,84 +169,74 @@ def _open_depot(config: ServerConfig) -> Depot | None:
 
 
 class Application(FastAPI):
-    """FastAPI behind a door of ours, which sends to it what it does not answer itself."""
+    """FastAPI behind a door of ours, and a short way to hot routes.
 
-    door: FrontDoor
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.door(scope, receive, send)
-
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await super().__call__(scope, receive, send)
-
-
-class FrontDoor:
-    """Measure every request, note that somebody is there, and take the short way to hot routes.
-
-    Matching fifty routes and resolving dependencies costs more than most requests do. The routes
-    of `_OURS` all take (request, user), so a table from path to function does the same for them.
+    The door asks who is there before a body is read, measures every request, and notes that
+    somebody is there. Matching fifty routes and resolving dependencies costs more than most
+    requests do. The routes of `_OURS` all take (request, user), so a table from path to function
+    does the same for them.
     """
 
-    def __init__(self, root: Application) -> None:
-        self._root = root
-        self._metrics: ServerMetrics = root.state.metrics
-        self._presence: Presence = root.state.presence
+    def open_door(self) -> None:
+        """Once `state` has all that a request needs."""
+        self.metrics: ServerMetrics = self.state.metrics
+        self.presence: Presence = self.state.presence
+        self.bodies: BodyBudget = self.state.bodies
+        self.log_access: bool = self.state.config.access_log
         self._hot = _hot_routes()
         self._foreign = compat.endpoints()
         self._turns = FairGate(MAX_SUBMITTING)
-        self._max_body_bytes: int = root.state.config.max_body_bytes
-        self._bodies: BodyBudget = root.state.bodies
-        self._strangers: Strangers = root.state.strangers
-        self._auth: Auth = root.state.auth
-        self._quotas: Quotas = root.state.quotas
-        self._log_access: bool = root.state.config.access_log
+        self._max_body_bytes: int = self.state.config.max_body_bytes
+        self._strangers: Strangers = self.state.strangers
+        self._auth: Auth = self.state.auth
+        self._quotas: Quotas = self.state.quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._root.answer(scope, receive, send)
+            await super().__call__(scope, receive, send)
             return
-        started = time.perf_counter()
-        status = 500
-        request_id = _request_id(headers_of(scope))
-        answering.set(request_id)
-        id_header = (b"x-request-id", request_id.encode())
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], id_header]
-            await send(message)
-
+        scope["app"] = self
         is_post = scope["method"] == "POST"
         hot = self._hot.get(scope["path"]) if is_post else None
         foreign = self._foreign.get(scope["path"]) if is_post else None
-        self._presence.request_started()
-        scope["app"] = self._root
-        try:
-            if hot is not None:
-                response = await self._answer(hot, scope, receive)
-                if isinstance(response, Answer):
-                    status = response.status_code
-                    if (hold := scope.get(HOLD_HEAD)) is not None:
-                        hold()
-                    await _send(response, id_header, send)
+        with _Visit(self, scope, send, is_known=bool(hot or foreign)) as visit:
+            if hot is None:
+                if foreign is not None:
+                    await self._answer_foreign(foreign, scope, receive, visit.send)
                 else:
-                    await response(scope, receive, watch)
-            elif foreign is not None:
-                await self._answer_foreign(foreign, scope, receive, watch)
-            else:
-                await self._enter(scope, receive, watch)
-        finally:
-            let_go(scope, self._bodies)
-            self._presence.request_ended()
-            name = (
-                scope["path"] if hot or foreign else getattr(scope.get("route"), "path", "unknown")
-            )
-            spent_s = time.perf_counter() - started
-            self._metrics.observe(name, status, spent_s, scope.get("tinkex.user") or "")
-            if self._log_access:
-                _log(scope, name, request_id, status, spent_s)
+                    await self._enter(scope, receive, visit.send)
+                return
+            request = Request(scope, receive)
+            try:
+                user = await self._let_in(scope)
+                async with await self._turn(request, user):
+                    response = await hot(request, user)
+            except Exception as exc:
+                response = problems.response_for(self._put_off(exc, scope))
+                if response.status_code in (401, 413):
+                    response.headers["Connection"] = "close"  # what it goes on sending is not read
+            if not isinstance(response, Answer):
+                await response(scope, receive, visit.send)
+                return
+            if (hold := scope.get(HOLD_HEAD)) is not None:
+                hold()
+            await send(visit.head(response))
+            await send({"type": "http.response.body", "body": response.body})
+
+    async def _let_in(self, scope: Scope) -> User:
+        """Who calls, if they may go on."""
+        self._check_local(scope)
+        key = headers_of(scope).get(b"x-api-key")
+        user = await self._auth.user_of(None if key is None else key.decode("latin-1"))
+        await self._admit(user, scope)
+        return user
+
+    async def _turn(self, request: Request, user: User) -> AbstractAsyncContextManager[None]:
+        """A place among the large bodies, for a request that has one."""
+        if request.scope["path"] not in _SUBMITS:
+            return _NO_TURN
+        size = len(await receive_body(request))  # a slow sender must not hold a turn
+        return self._turns.place(user.user_id, size + SUBMIT_COST)
 
     def _check_local(self, scope: Scope) -> None:
         if self._auth.is_open:
@@ -258,7 +249,7 @@ class FrontDoor:
         self._quotas.spend(user)
         if scope["method"] == "POST":
             if scope["path"] in _STORES:
-                self._root.state.service.room.require()
+                self.state.service.room.require()
             if scope["path"] in LIMITED_PATHS:
                 await self._quotas.require(user.user_id, scope["path"])
 
@@ -284,7 +275,7 @@ class FrontDoor:
             response.headers["Connection"] = "close"  # what it goes on sending is not read
             await in_their_words(scope["path"], response)(scope, receive, send)
             return
-        await self._root.answer(scope, receive, send)
+        await super().__call__(scope, receive, send)
 
     async def _answer_foreign(
         self, endpoint: Endpoint, scope: Scope, receive: Receive, send: Send
@@ -305,30 +296,49 @@ class FrontDoor:
                 response.headers["Connection"] = "close"  # what it goes on sending is not read
         await response(scope, receive, send)
 
-    async def _answer(self, hot: Endpoint, scope: Scope, receive: Receive) -> Response:
-        request = Request(scope, receive)
-        try:
-            self._check_local(scope)
-            key = headers_of(scope).get(b"x-api-key")
-            user = await self._auth.user_of(None if key is None else key.decode("latin-1"))
-            await self._admit(user, scope)
-            if scope["path"] in _SUBMITS:
-                size = len(await receive_body(request))  # a slow sender must not hold a turn
-                async with self._turns.place(user.user_id, size + SUBMIT_COST):
-                    response = await hot(request, user)
-            else:
-                response = await hot(request, user)
-        except Exception as exc:
-            response = problems.response_for(self._put_off(exc, scope))
-            if response.status_code in (401, 413):
-                response.headers["Connection"] = "close"  # what it goes on sending is not read
-        return response
 
+class _Visit:
+    """`with`: one request, from the door to the end of its answer."""
 
-async def _send(response: Answer, id_header: tuple[bytes, bytes], send: Send) -> None:
-    headers = [*response.raw_headers, id_header]
-    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
-    await send({"type": "http.response.body", "body": response.body})
+    def __init__(self, app: Application, scope: Scope, send: Send, *, is_known: bool) -> None:
+        """`is_known`: the path has no ids in it, so metrics and log may call the route by it."""
+        self._app, self._scope, self._send, self._is_known = app, scope, send, is_known
+        self._status = 500
+        self._request_id = _request_id(headers_of(scope))
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> _Visit:
+        answering.set(self._request_id)
+        self._app.presence.request_started()
+        return self
+
+    async def send(self, message: Message) -> None:
+        """Send a piece of the answer; the first one names the request."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message["headers"] = [*message["headers"], self._id_header]
+        await self._send(message)
+
+    def head(self, answer: Answer) -> Message:
+        """What `send` makes of the first piece, of an answer that is all there."""
+        self._status = answer.status_code
+        headers = [*answer.raw_headers, self._id_header]
+        return {"type": "http.response.start", "status": self._status, "headers": headers}
+
+    @property
+    def _id_header(self) -> tuple[bytes, bytes]:
+        return (b"x-request-id", self._request_id.encode())
+
+    def __exit__(self, *_: object) -> None:
+        scope, app = self._scope, self._app
+        let_go(scope, app.bodies)
+        app.presence.request_ended()
+        found = getattr(scope.get("route"), "path", "unknown")
+        route = scope["path"] if self._is_known else found
+        spent_s = time.perf_counter() - self._started
+        app.metrics.observe(route, self._status, spent_s, scope.get("tinkex.user") or "")
+        if app.log_access:
+            _log(scope, route, self._request_id, self._status, spent_s)
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

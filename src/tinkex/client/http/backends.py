@@ -8,44 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
-import orjson
 
 from tinkex.client.config import ClientConfig
-from tinkex.client.http.http1 import Http1Pool, ProtocolError
+from tinkex.client.http.http1 import Http1Pool, ProtocolError, Reply
 
 # httpx logs every request at INFO; ours are on the event bus.
 logging.getLogger("httpx").setLevel(logging.WARNING)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Whatever a server answered."""
-
-    status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    content: bytes
-
-    @property
-    def ok(self) -> bool:
-        return 200 <= self.status < 300
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get("content-type", "")
-
-    def json(self) -> Any:
-        """The decoded body; None when it is not JSON."""
-        try:
-            return orjson.loads(self.content)
-        except orjson.JSONDecodeError:
-            return None
 
 
 class Backend(Protocol):
@@ -66,7 +39,11 @@ class Backend(Protocol):
 def choose_backend(config: ClientConfig) -> Backend:
     if config.base_url.startswith("https") or _has_proxy(config.base_url):
         return HttpxBackend(config)
-    return PlainBackend(config)
+    return Http1Pool(
+        config.base_url,
+        max_connections=config.max_connections,
+        connect_timeout_s=config.connect_timeout_s,
+    )
 
 
 def _has_proxy(url: str) -> bool:
@@ -133,43 +110,3 @@ class HttpxBackend:
     async def close(self) -> None:
         for client in self._clients:
             await client.aclose()
-
-
-class PlainBackend:
-    """`http://` on our own connections; a redirect to another origin goes through httpx."""
-
-    def __init__(self, config: ClientConfig) -> None:
-        self._config = config
-        parts = urlsplit(config.base_url)
-        self._prefix = f"{parts.scheme}://{parts.netloc}"
-        self._pool = Http1Pool(self._prefix, max_connections=config.max_connections)
-
-    async def send(
-        self,
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        timeout_s: float,
-    ) -> Reply:
-        target = url.removeprefix(self._prefix)
-        if not target.startswith("/"):
-            elsewhere = HttpxBackend(self._config)
-            try:
-                return await elsewhere.send(method, url, headers, body, timeout_s)
-            finally:
-                await elsewhere.close()
-        connect_timeout_s = min(self._config.connect_timeout_s, timeout_s)
-        return Reply(
-            *await self._pool.request(
-                method,
-                target,
-                headers,
-                body,
-                timeout_s=timeout_s,
-                connect_timeout_s=connect_timeout_s,
-            )
-        )
-
-    async def close(self) -> None:
-        self._pool.close()

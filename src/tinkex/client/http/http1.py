@@ -17,9 +17,11 @@ import errno
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import orjson
 import zstandard
 
 _MAX_HEAD_BYTES = 65_536
@@ -33,7 +35,29 @@ class _Stale(ProtocolError):
     """A kept connection ended before the answer began; nothing of it was processed."""
 
 
-Answer = tuple[int, dict[str, str], bytes]
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Whatever a server answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    content: bytes
+
+    @property
+    def ok(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def content_type(self) -> str:
+        return self.headers.get("content-type", "")
+
+    def json(self) -> Any:
+        """The decoded body; None when it is not JSON."""
+        try:
+            return orjson.loads(self.content)
+        except orjson.JSONDecodeError:
+            return None
 
 
 class _Connection(asyncio.Protocol):
@@ -42,7 +66,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, pool: Http1Pool) -> None:
         self._pool = pool
         self.transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: asyncio.Future[Reply] | None = None
         self._buffer = bytearray()
         self._status = 0
         self._headers: dict[str, str] | None = None
@@ -78,13 +102,14 @@ class _Connection(asyncio.Protocol):
             self.abort()  # bytes nobody asked for
             return
         try:
-            self._feed(data)
+            if self._takes(data):
+                self._finish()
         except (ValueError, IndexError, zlib.error, zstandard.ZstdError) as exc:
             self._fail(ProtocolError(f"the answer is not valid HTTP: {exc}"))
 
     # -- the pool's side
 
-    def send(self, head: bytes, body: bytes | None, method: str) -> asyncio.Future[Answer]:
+    def send(self, head: bytes, body: bytes | None, method: str) -> asyncio.Future[Reply]:
         assert self.transport is not None
         self.num_requests += 1
         self._answer = asyncio.get_running_loop().create_future()
@@ -110,23 +135,22 @@ class _Connection(asyncio.Protocol):
 
     # -- parsing
 
-    def _feed(self, data: bytes) -> None:
+    def _takes(self, data: bytes) -> bool:
+        """Add to the answer; whether it is whole."""
         if self._headers is None:
             self._buffer += data
             if not self._read_head():
-                return
+                return False
         elif self._mode == "chunked":
             self._buffer += data
         else:
             self._body.append(data)
             self._left -= len(data)
         if self._mode == "chunked":
-            self._read_chunks()
-        elif self._mode == "fixed":
-            if self._left < 0:
-                raise ValueError("more bytes than Content-Length")
-            if self._left == 0:
-                self._finish()
+            return self._read_chunks()
+        if self._mode == "fixed" and self._left < 0:
+            raise ValueError("more bytes than Content-Length")
+        return self._mode == "fixed" and self._left == 0
 
     def _read_head(self) -> bool:
         while True:
@@ -171,24 +195,24 @@ class _Connection(asyncio.Protocol):
             self._left -= len(self._buffer)
             self._buffer.clear()
 
-    def _read_chunks(self) -> None:
+    def _read_chunks(self) -> bool:
+        """Move whole chunks from the buffer to the body; whether the last one was there."""
         buffer = self._buffer
         while True:
             line_end = buffer.find(b"\r\n")
             if line_end < 0:
-                return
+                return False
             size = int(bytes(buffer[:line_end]).split(b";", 1)[0], 16)
             if size == 0:
                 if len(buffer) < line_end + 4 and buffer[line_end:] == b"\r\n":
-                    return
+                    return False
                 end = buffer.find(b"\r\n\r\n", line_end)
                 if end < 0:
-                    return
+                    return False
                 del buffer[: end + 4]
-                self._finish()
-                return
+                return True
             if len(buffer) < line_end + 2 + size + 2:
-                return
+                return False
             self._body.append(bytes(buffer[line_end + 2 : line_end + 2 + size]))
             del buffer[: line_end + 2 + size + 2]
 
@@ -202,7 +226,7 @@ class _Connection(asyncio.Protocol):
         content = _decoded(body, encoding) if encoding and body else body
         reusable = headers.get("connection", "").lower() != "close" and self._mode != "close"
         if not answer.done():
-            answer.set_result((self._status, headers, content))
+            answer.set_result(Reply(self._status, headers, content))
         if reusable:
             self._pool.give_back(self)
         else:
@@ -225,12 +249,16 @@ def _decoded(body: bytes, encoding: str) -> bytes:
 
 
 class Http1Pool:
-    """Keep-alive connections to one origin. Lives on one event loop."""
+    """Keep-alive connections to the origin of a URL; a `Backend`. Lives on one event loop."""
 
-    def __init__(self, origin: str, *, max_connections: int = 1000) -> None:
-        parts = urlsplit(origin)
+    def __init__(
+        self, url: str, *, max_connections: int = 1000, connect_timeout_s: float = 10.0
+    ) -> None:
+        parts = urlsplit(url)
         if parts.hostname is None:
-            raise ValueError(f"no host in {origin!r}")
+            raise ValueError(f"no host in {url!r}")
+        self._origin = f"{parts.scheme}://{parts.netloc}"
+        self._connect_timeout_s = connect_timeout_s
         self._host = parts.hostname
         self._port = parts.port or 80
         self._host_header = parts.netloc.rpartition("@")[2]
@@ -241,25 +269,23 @@ class Http1Pool:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._closed = False
 
-    async def request(
+    async def send(
         self,
         method: str,
-        target: str,
+        url: str,
         headers: Mapping[str, str],
         body: bytes | None,
-        *,
         timeout_s: float,
-        connect_timeout_s: float,
-    ) -> Answer:
-        """Send one request and return status, headers (names in lower case) and decoded body.
+    ) -> Reply:
+        """Send one request to a URL of this origin; gives the answer with its body decoded.
 
         Raises:
             TimeoutError: No connection, or no whole answer, in time.
             OSError: The connection could not be made or broke.
         """
-        head = self._head(method, target, headers, body)
+        head = self._head(method, url.removeprefix(self._origin), headers, body)
         while True:
-            connection = await self._acquire(connect_timeout_s)
+            connection = await self._acquire(min(self._connect_timeout_s, timeout_s))
             answer = connection.send(head, body, method)
             timer = asyncio.get_running_loop().call_later(timeout_s, _time_out, answer, timeout_s)
             try:
@@ -347,7 +373,7 @@ class Http1Pool:
                 waiter.set_result(None)
                 return
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._closed = True
         for connection in tuple(self._all):
             connection.abort()
@@ -355,6 +381,6 @@ class Http1Pool:
             self._wake_one()
 
 
-def _time_out(answer: asyncio.Future[Answer], timeout_s: float) -> None:
+def _time_out(answer: asyncio.Future[Reply], timeout_s: float) -> None:
     if not answer.done():
         answer.set_exception(TimeoutError(f"no answer within {timeout_s:g} s"))

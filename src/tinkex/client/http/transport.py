@@ -26,9 +26,10 @@ import orjson
 from tinkex import events
 from tinkex.client.config import LOCAL_KEY, ClientConfig
 from tinkex.client.futures import Waiting
-from tinkex.client.http.backends import Backend, Reply, choose_backend, make_httpx
+from tinkex.client.http.backends import Backend, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
 from tinkex.client.http.headers import JSON, idempotency_key, standard_headers
+from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import RateLimiter
 from tinkex.client.http.retry import (
     BillingPause,
@@ -222,7 +223,9 @@ class Transport:
             )
             await asyncio.sleep(delay_s)
 
-    async def exchange(self, call: Call, *, attempt: int = 0, key: str | None = None) -> Reply:
+    async def exchange(
+        self, call: Call, *, attempt: int = 0, key: str | None = None, follow: bool = True
+    ) -> Reply:
         """One try. Any status is an answer; no answer is an APIConnectionError.
 
         What happens to it, in this order: it waits while the account is held back, it is refused
@@ -235,58 +238,30 @@ class Transport:
             await self._limiter.wait()
         timeout_s = call.timeout_s or self.config.timeout_s
         headers = await self._headers(call, attempt, key, timeout_s)
+        pool, url, revive = self._pool(call.pool), self._url(call), self._revive
         if self._breaker is not None:
             self._breaker.before_call()
         with events.span("http.request", method=call.method, path=call.path, attempt=attempt) as s:
-            try:
-                reply = await self._send(call, headers, timeout_s)
-            except APITimeoutError:
-                raise  # it is there, and slow
-            except APIConnectionError:
-                if self._revive is None or not await self._revive():
-                    raise
-                reply = await self._send(call, headers, timeout_s)
+            while True:
+                try:
+                    with _Try(self, call, timeout_s) as tried:
+                        reply = await pool.backend.send(
+                            call.method, url, headers, call.body, timeout_s
+                        )
+                        if follow and reply.status in _REDIRECTS:
+                            reply = await self._follow(pool, call, url, reply, headers, timeout_s)
+                        pool.refuse_torn(reply)
+                        tried.has_answer = reply.status < 500
+                    break
+                except APIConnectionError as exc:
+                    is_slow = isinstance(exc, APITimeoutError)  # then it is there
+                    if is_slow or revive is None or not await revive():
+                        raise
+                    revive = None  # once
             s.add(status_code=reply.status)
         self._note_deprecation(reply)
         self._outage.over()
         return reply
-
-    async def _send(
-        self, call: Call, headers: dict[str, str], timeout_s: float, *, follow: bool = True
-    ) -> Reply:
-        """Put it on the wire, translate foreign errors, and tell the breaker how it went."""
-        pool, url, breaker = self._pool(call.pool), self._url(call), self._breaker
-        name = call.name or f"{call.method} {call.path}"
-        has_answer = False
-        try:
-            reply = await pool.backend.send(call.method, url, headers, call.body, timeout_s)
-            if follow and reply.status in _REDIRECTS:
-                reply = await self._follow(pool, call, url, reply, headers, timeout_s)
-            pool.refuse_torn(reply)
-            has_answer = reply.status < 500
-            return reply
-        except APIConnectionError:
-            raise  # ours already
-        except TimeoutError as exc:
-            raise APITimeoutError(
-                f"{self.config.base_url} did not answer {name} within {timeout_s:g} s.", name
-            ) from exc
-        except OSError as exc:
-            error = APIConnectionError(
-                f"No connection to {self.config.base_url} for {name}: {exc}. Check that a server "
-                "runs there, the network, and the address (base_url or TINKER_BASE_URL).",
-                name,
-            )
-            self._outage.failed(error)
-            raise error from exc
-        except asyncio.CancelledError:
-            if breaker is not None:
-                breaker.gave_no_answer()
-            breaker = None
-            raise
-        finally:
-            if breaker is not None:
-                (breaker.succeeded if has_answer else breaker.failed)()
 
     async def _follow(
         self,
@@ -303,20 +278,24 @@ class Transport:
             target = reply.headers.get("location")
             if reply.status not in _REDIRECTS or not target:
                 return reply
-            url = urljoin(url, target)
+            url, origin = _redirected(url, target)
             if reply.status == 303 or (reply.status in (301, 302) and method == "POST"):
                 method, body = "GET", None
-            if urlsplit(url)[:2] != self._origin:
-                headers = {"Accept": headers["Accept"], "User-Agent": headers["User-Agent"]}
-            reply = await pool.backend.send(method, url, headers, body, timeout_s)
+            if origin == self._origin:
+                reply = await pool.backend.send(method, url, headers, body, timeout_s)
+                continue
+            headers = {"Accept": headers["Accept"], "User-Agent": headers["User-Agent"]}
+            elsewhere = self._make_backend(self.config.replace(base_url=url))
+            try:
+                reply = await elsewhere.send(method, url, headers, body, timeout_s)
+            finally:
+                await elsewhere.close()
         raise APIConnectionError(f"More than {_MAX_REDIRECTS} redirects from {call.path}.")
 
     async def archive(self, call: Call) -> Reply:
         """A redirect answer turned into `{"url", "expires"}` instead of being followed."""
-        timeout_s = self.config.timeout_s
         for _ in range(_ARCHIVE_TRIES):
-            headers = await self._headers(call, 0, None, timeout_s)
-            reply = await self._send(call, headers, timeout_s, follow=False)
+            reply = await self.exchange(call, follow=False)
             if reply.status != 503:
                 break
             await asyncio.sleep(_ARCHIVE_PAUSE_S)  # the server is still building it
@@ -390,6 +369,55 @@ class Transport:
         self._closed = True
         for pool in self._pools.values():
             await pool.close()
+
+
+class _Try:
+    """`with`: one request on the wire. What sockets raise becomes an error of ours, and the breaker
+    hears how it went."""
+
+    __slots__ = ("_call", "_timeout_s", "_transport", "has_answer")
+
+    def __init__(self, transport: Transport, call: Call, timeout_s: float) -> None:
+        self._transport, self._call, self._timeout_s = transport, call, timeout_s
+        self.has_answer = False
+
+    def __enter__(self) -> _Try:
+        return self
+
+    def __exit__(self, _kind: object, exc: BaseException | None, _where: object) -> None:
+        breaker, base_url = self._transport._breaker, self._transport.config.base_url
+        if breaker is not None:
+            if isinstance(exc, asyncio.CancelledError):
+                breaker.gave_no_answer()
+            else:
+                (breaker.succeeded if self.has_answer else breaker.failed)()
+        if exc is None or isinstance(exc, APIConnectionError):
+            return
+        name = self._call.name or f"{self._call.method} {self._call.path}"
+        if isinstance(exc, TimeoutError):
+            raise APITimeoutError(
+                f"{base_url} did not answer {name} within {self._timeout_s:g} s.", name
+            ) from exc
+        if isinstance(exc, OSError):
+            error = APIConnectionError(
+                f"No connection to {base_url} for {name}: {exc}. Check that a server "
+                "runs there, the network, and the address (base_url or TINKER_BASE_URL).",
+                name,
+            )
+            self._transport._outage.failed(error)
+            raise error from exc
+
+
+def _redirected(url: str, target: str) -> tuple[str, tuple[str, str]]:
+    """Where a redirect leads, and the origin of that."""
+    try:
+        url = urljoin(url, target)
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url, parts[:2]
+    except ValueError:
+        pass
+    raise APIConnectionError(f"The server redirects to {target[:200]!r}, which is no HTTP address.")
 
 
 def _iso_date(text: str | None) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from tinkex.client.futures import cancel_all
-from tinkex.client.http.backends import Reply
+from tinkex.client.http.http1 import Reply
 from tinkex.client.http.retry import BillingPause, PollRetry
 from tinkex.client.http.transport import Call, status_error
 from tinkex.errors import (

@@ -23,8 +23,9 @@ from pydantic import BaseModel, ValidationError
 from tinkex import types
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.backends import Backend, Reply, choose_backend
+from tinkex.client.http.backends import Backend, choose_backend
 from tinkex.client.http.headers import CONTRACT_VERSION
+from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import Budgets, RateLimiter
 from tinkex.client.http.transport import Call, Transport
 from tinkex.client.polling import Expect, Poller

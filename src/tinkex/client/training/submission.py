@@ -22,7 +22,7 @@ from tinkex import types
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.transport import Call
 from tinkex.client.session.background_loop import background
-from tinkex.client.session.holder import Holder
+from tinkex.client.session.holder import Holder, parse
 from tinkex.errors import ClientClosedError
 
 _ENCODE_ON_LOOP_BYTES = 65_536
@@ -46,12 +46,23 @@ class CallPart:
     """Counted against the server's submit budget; 0 for small requests."""
 
 
-@dataclass(slots=True)
 class Submission:
     """One call in its place: its requests, and what becomes of them."""
 
-    parts: Sequence[CallPart]
-    accepted: asyncio.Future[list[Accepted]] | None = None
+    def __init__(self, parts: Sequence[CallPart]) -> None:
+        self.parts = parts
+        self.accepted: asyncio.Future[list[Accepted]] = background().loop.create_future()
+        # Nobody may be waiting (the call was cancelled); asyncio would complain about the error.
+        self.accepted.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def end(self, results: Sequence[Accepted | Exception]) -> None:
+        """Every request was sent; one that was refused is the end of the whole call."""
+        accepted = [result for result in results if isinstance(result, Accepted)]
+        refused = [result for result in results if isinstance(result, Exception)]
+        if refused:
+            self.accepted.set_exception(refused[0])
+        else:
+            self.accepted.set_result(accepted)
 
 
 class SubmitQueue:
@@ -66,68 +77,56 @@ class SubmitQueue:
 
     def put(self, submission: Submission) -> None:
         """Take the next place in the order, now."""
-        background().submit(self._accept, submission)
+        self._queue.append(submission)
+        background().submit(self._begin)
 
     async def close(self) -> None:
         """Give up what was not sent yet."""
         if self._draining is not None:
             await cancel_all([self._draining])
         while self._queue:
-            accepted = self._queue.popleft().accepted
-            if accepted is not None:
-                accepted.set_exception(ClientClosedError(_CLOSED))
+            self._queue.popleft().end([ClientClosedError(_CLOSED)])
 
-    def _accept(self, submission: Submission) -> None:
-        loop = asyncio.get_running_loop()
-        submission.accepted = loop.create_future()
-        # Nobody may be waiting (the call was cancelled); asyncio would complain about the error.
-        submission.accepted.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._queue.append(submission)
+    def _begin(self) -> None:
         if self._draining is None or self._draining.done():
-            self._draining = loop.create_task(self._drain())
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
+        """Send one call after the other.
+
+        Every chunk is sent even when one is refused: a missing number would stall the model.
+        """
         while self._queue:
             submission = self._queue.popleft()
-            assert submission.accepted is not None
+            sent: list[Accepted | Exception] = []
             try:
                 await self._holder.ready()
-                results = await self._send_all(submission.parts)
+                numbered = list(enumerate(submission.parts, self._next_seq_id))
+                is_parallel = self._holder.flags.parallel_fwdbwd_chunks
+                late = numbered[1:] if is_parallel else []
+                late_sent = await asyncio.gather(*(self._send(*one) for one in late))
+                for number, part in numbered[: len(numbered) - len(late)]:
+                    sent.append(await self._send(number, part))
+                sent += late_sent
             except asyncio.CancelledError:
-                submission.accepted.set_exception(ClientClosedError(_CLOSED))
+                submission.end([ClientClosedError(_CLOSED)])
                 raise
             except Exception as exc:
-                results = [exc]
-            errors = [result for result in results if isinstance(result, BaseException)]
-            if errors:
-                submission.accepted.set_exception(errors[0])
-            else:
-                accepted = [result for result in results if isinstance(result, Accepted)]
-                submission.accepted.set_result(accepted)
+                sent = [exc]
+            submission.end(sent)
 
-    async def _send_all(self, parts: Sequence[CallPart]) -> list[Accepted | BaseException]:
-        """Every chunk is sent even when one is refused: a missing number would stall the model."""
-        numbered = list(enumerate(parts, self._next_seq_id))
-        rest: list[Accepted | BaseException] = []
-        if len(parts) > 1 and self._holder.flags.parallel_fwdbwd_chunks:
-            late = (self._send(part, number) for number, part in numbered[1:])
-            rest = await asyncio.gather(*late, return_exceptions=True)
-        one_by_one: list[Accepted | BaseException] = []
-        for number, part in numbered[: len(parts) - len(rest)]:
-            try:
-                one_by_one.append(await self._send(part, number))
-            except Exception as exc:
-                one_by_one.append(exc)
-        return [*one_by_one, *rest]
-
-    async def _send(self, part: CallPart, seq_id: int) -> Accepted:
-        # A large body is built on another thread, so that heartbeats and polls go on meanwhile.
-        is_small = part.size_bytes <= _ENCODE_ON_LOOP_BYTES
-        call = part.encode(seq_id) if is_small else await asyncio.to_thread(part.encode, seq_id)
-        # Only now: a request that could not be encoded never existed, and takes no number.
-        self._next_seq_id = max(self._next_seq_id, seq_id + 1)
-        started = time.monotonic()
-        budget = self._holder.budgets.training.hold(part.size_bytes) if part.size_bytes else None
-        async with budget or nullcontext():
-            promise = await self._holder.ask(call, types.UntypedAPIFuture)
-        return Accepted(promise.request_id, time.monotonic() - started)
+    async def _send(self, seq_id: int, part: CallPart) -> Accepted | Exception:
+        try:
+            # A large body is built on another thread, so that heartbeats and polls go on meanwhile.
+            is_small = part.size_bytes <= _ENCODE_ON_LOOP_BYTES
+            call = part.encode(seq_id) if is_small else await asyncio.to_thread(part.encode, seq_id)
+            # Only now: a request that could not be encoded never existed, and takes no number.
+            self._next_seq_id = max(self._next_seq_id, seq_id + 1)
+            started = time.monotonic()
+            room = self._holder.budgets.training.hold(part.size_bytes) if part.size_bytes else None
+            async with room or nullcontext():
+                reply = await self._holder.transport.call(call)
+            promise = parse(reply, types.UntypedAPIFuture)
+            return Accepted(promise.request_id, time.monotonic() - started)
+        except Exception as exc:
+            return exc

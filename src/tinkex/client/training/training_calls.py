@@ -24,7 +24,6 @@ from tinkex.client.session.holder import Holder
 from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
 from tinkex.wire import requests
-from tinkex.wire.chunking import combine
 
 logger = logging.getLogger("tinkex.training")
 T = TypeVar("T")
@@ -52,26 +51,24 @@ class TrainingCalls:
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
 
-    def _pass(
+    def _pass_parts(
         self,
         data: Sequence[types.Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None,
         *,
         forward_only: bool,
-    ) -> APIFuture[types.ForwardBackwardOutput]:
+    ) -> list[CallPart]:
+        """The requests of a pass, checked."""
         name = validation.check_loss(loss_fn, loss_fn_config)
         datums = validation.check_data(data, name)
         validation.check_routed_experts(datums, self.holder.flags.tinkex_routed_experts)
         if not forward_only and not validation.has_signal(datums):
             self._warn_of_no_signal()
         config = dict(loss_fn_config) if loss_fn_config else None
-        parts = codec.pass_parts(
+        return codec.pass_parts(
             self.holder.flags, self.model_id, datums, name, config, forward_only=forward_only
         )
-        method = "forward" if forward_only else "forward_backward"
-        expect = codec.EXPECT_FORWARD if forward_only else codec.EXPECT_FORWARD_BACKWARD
-        return self._submit(method, parts, expect, combine)
 
     def _warn_of_no_signal(self) -> None:
         """Once per client: a loop with sparse rewards meets such batches again and again."""
@@ -134,7 +131,6 @@ class TrainingCalls:
         waiting: Waiting,
         join: Callable[[Sequence[T]], T] | None,
     ) -> T:
-        assert submission.accepted is not None
         # Shielded: whoever stops waiting must not take the others' order with him.
         accepted = await asyncio.shield(submission.accepted)
         wait = self.holder.poller.wait

@@ -19,6 +19,7 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.direct import DirectFuture, awaited, submitted, threaded
 from tinkex.client.futures import APIFuture, Waiting, spawn
+from tinkex.client.http.codec import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
 from tinkex.client.training.sample_age import Fresh, keep_fresh
@@ -28,6 +29,7 @@ from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
+from tinkex.wire.chunking import combine
 from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ class TrainingClient(TrainingCalls):
         Raises:
             InvalidInputError: The loss or a datum is wrong; nothing was sent.
         """
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+        parts = self._pass_parts(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._submit("forward_backward", parts, EXPECT_FORWARD_BACKWARD, combine)
 
     forward_backward_async = submitted(forward_backward)
 
@@ -72,7 +75,8 @@ class TrainingClient(TrainingCalls):
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute the loss of a batch; no gradient is gathered."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        parts = self._pass_parts(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._submit("forward", parts, EXPECT_FORWARD, combine)
 
     forward_async = submitted(forward)
 

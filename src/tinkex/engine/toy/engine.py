@@ -137,21 +137,25 @@ class ToyEngine:
         except Exception as exc:
             self._finish(due.emit, failure(due.job.job_id, exc))
         else:
-            if result is not None:
-                self._deliver(due, result)
+            for at, event in self._events(due, result) if result is not None else ():
+                if self.config.token_latency_s == 0:
+                    self._finish(due.emit, event)
+                else:
+                    self._later(at, due, event)
 
-    def _deliver(self, due: Due, result: jobs.Result) -> None:
-        """Emit a result, sampled tokens first and each at its time."""
+    def _events(self, due: Due, result: jobs.Result) -> list[tuple[float, jobs.Event]]:
+        """A result and when it is told, sampled tokens first and each at its time."""
         job, at, token_s = due.job, due.at, self.config.token_latency_s
+        events: list[tuple[float, jobs.Event]] = []
         if isinstance(job, jobs.SampleJob) and (job.stream or token_s > 0):
             assert isinstance(result, jobs.SampleResult)
             starts = [self._start(at, len(s.tokens)) for s in result.sequences]
             if job.stream:
                 for place, event in _token_events(job.job_id, result):
-                    self._later(starts[event.sample_index] + token_s * (place + 1), due, event)
+                    events.append((starts[event.sample_index] + token_s * (place + 1), event))
             ends = zip(starts, result.sequences, strict=True)
             at = max([at, *(start + token_s * len(s.tokens) for start, s in ends)])
-        self._later(at, due, jobs.Done(job_id=job.job_id, result=result))
+        return [*events, (at, jobs.Done(job_id=job.job_id, result=result))]
 
     def _start(self, at: float, num_tokens: int) -> float:
         """When a sample of that length begins, and has a slot until it ends."""
@@ -162,9 +166,6 @@ class ToyEngine:
         return at
 
     def _later(self, at: float, due: Due, event: jobs.Event) -> None:
-        if self.config.token_latency_s == 0:
-            self._finish(due.emit, event)
-            return
         with self._wake:
             self._agenda.add(at, due.job, due.emit, event)
             self._wake.notify()

@@ -76,30 +76,24 @@ class Flights:
     def holds(self, request: QueuedRequest) -> bool:
         return any(flight.request is request for flight in self._all)
 
-    def send(self, request: QueuedRequest, job: Job) -> None:
+    def send(self, request: QueuedRequest, job: Job | InvalidInputError | EngineError) -> None:
+        """Run a job in its turn, or fail with an error where the request could not become one."""
         after = self._all[-1].posted if self._all else None
         posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._add(request, asyncio.create_task(self._run(request, job, after, posted)), posted)
-
-    def refuse(self, request: QueuedRequest, exc: InvalidInputError | EngineError) -> None:
-        """Have a request fail in its turn, without a job."""
-        posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._add(request, asyncio.create_task(_fail(exc, posted)), posted)
-
-    def _add(
-        self, request: QueuedRequest, task: asyncio.Task[Result], posted: asyncio.Future[None]
-    ) -> None:
+        task = asyncio.create_task(self._run(request, job, after, posted))
         task.add_done_callback(lambda _: self._on_ended())
         self._all.append(Flight(request, task, posted))
 
     async def _run(
         self,
         request: QueuedRequest,
-        job: Job,
+        job: Job | InvalidInputError | EngineError,
         after: asyncio.Future[None] | None,
         posted: asyncio.Future[None],
     ) -> Result:
         try:
+            if isinstance(job, InvalidInputError | EngineError):
+                raise job
             if after is not None:  # gates are fair between users, but never within one lane
                 await asyncio.shield(after)
             cost = max(1, request.size_bytes)
@@ -123,8 +117,3 @@ class Flights:
             flight.task.cancel()
         await asyncio.gather(*(flight.task for flight in flights), return_exceptions=True)
         return flights
-
-
-async def _fail(exc: InvalidInputError | EngineError, posted: asyncio.Future[None]) -> Result:
-    posted.set_result(None)
-    raise exc

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,61 +66,69 @@ class Inbox:
         newest = max(self._lane.newest_seq, self._newest)
         if seq_id is None:
             seq_id = newest + 1
-        taken = self._taken.get(seq_id)
-        if taken is not None:
+        if (taken := self._taken.get(seq_id)) is not None:
             return await self._again(taken, digest, seq_id)
         if self._lane.has_seen(seq_id):
             return await self._from_journal(digest, seq_id)
         self._check_number(seq_id, newest)
-        self._lane.means.room.require()
-        open_work, user_id = self._lane.means.open_work, self._lane.model.user_id
-        open_work.require(user_id)
-        # From here to the entry in the table nothing waits, so no repeat slips in between.
-        accepted: asyncio.Future[str | Exception] = asyncio.get_running_loop().create_future()
-        self._taken[seq_id] = _Taken(digest, accepted)
+        # From the look above to here nothing waits, so no repeat slips in between.
+        with self._take(seq_id, digest) as taken:
+            row, asked = await self._judged(operation, opened, user, seq_id, digest)
+            self._lane.means.ends.ride()
+            await asyncio.wrap_future(self._lane.means.store.journal.append(row))
+            if isinstance(asked, InvalidInputError):
+                self._lane.skip(seq_id)
+                raise asked
+            promise = self._lane.push(row, operation, asked)
+            taken.accepted.set_result(promise.request_id)
+        return promise
+
+    @contextmanager
+    def _take(self, seq_id: int, digest: bytes) -> Iterator[_Taken]:
+        """The number is taken from here on; it is free again if the trouble inside is our own."""
+        means, user_id = self._lane.means, self._lane.model.user_id
+        means.room.require()
+        means.open_work.require(user_id)
+        taken = self._taken[seq_id] = _Taken(digest, asyncio.get_running_loop().create_future())
         self._newest = max(self._newest, seq_id)
         self._trim()
-        open_work.begin(user_id)
+        means.open_work.begin(user_id)
         try:
-            promise = await self._write(operation, opened, user, seq_id, digest)
+            yield taken
         except Exception as exc:
-            open_work.end(user_id)
+            means.open_work.end(user_id)
             # A copy: the exception itself holds the frames it passed, and with them the body.
-            accepted.set_result(copy.copy(exc))
-            if not isinstance(exc, InvalidInputError):  # our own trouble: it may be sent again
+            taken.accepted.set_result(copy.copy(exc))
+            if not isinstance(exc, InvalidInputError):  # it may be sent again
                 self._taken.pop(seq_id, None)
                 self._newest = max(self._taken, default=-1)
             raise
-        accepted.set_result(promise.request_id)
-        return promise
 
-    async def _write(
+    async def _judged(
         self, operation: Operation[Any], opened: Opened, user: User, seq_id: int, digest: bytes
-    ) -> Promise:
-        lane = self._lane
-        asked, body, refused = None, b"", None
+    ) -> tuple[NewRow, Any]:
+        """The row of a request, and what is asked, or the error with which it is refused.
+
+        That is journaled too: the number is used up, and a repeat is refused alike.
+        """
+        model, body, refused = self._lane.model, b"", None
         try:
-            asked = await operation.check(opened, lane.model, user, seq_id)
+            asked = await operation.check(opened, model, user, seq_id)
             body = operation.pack(opened, asked)
         except InvalidInputError as exc:
-            refused = exc  # journaled too: the number is used up, and a repeat is refused alike
+            asked, refused = exc, str(exc)
         row = NewRow(
-            model_id=lane.model.model_id,
+            model_id=model.model_id,
             seq_id=seq_id,
             kind=operation.name,
-            request_id=f"{lane.model.model_id}:{seq_id}",
-            user_id=lane.model.user_id,
+            request_id=f"{model.model_id}:{seq_id}",
+            user_id=model.user_id,
             body=body,
             body_hash=digest,
-            refused=None if refused is None else str(refused),
+            refused=refused,
             key_id=user.key_id,
         )
-        lane.means.ends.ride()
-        await asyncio.wrap_future(lane.means.store.journal.append(row))
-        if refused is not None:
-            lane.skip(seq_id)
-            raise refused
-        return lane.push(row, operation, asked)
+        return row, asked
 
     async def _again(self, taken: _Taken, digest: bytes, seq_id: int) -> Promise:
         """The number is known: the same request gets the same answer, another one is refused."""

@@ -158,16 +158,15 @@ class Lane:
             self._held_bytes -= request.held_bytes
             request.let_go()
             request.spilled = True
-        self._put(request)
+        self._requests[seq_id] = request
+        self._last_seq = max(self._last_seq, seq_id)
+        self.kick()
         return promise
 
     def skip(self, seq_id: int) -> None:
         """Count the number of a request that was refused."""
-        self._put(QueuedRequest(seq_id, mode="skip"))
-
-    def _put(self, request: QueuedRequest) -> None:
-        self._requests[request.seq_id] = request
-        self._last_seq = max(self._last_seq, request.seq_id)
+        self._requests[seq_id] = QueuedRequest(seq_id, mode="skip")
+        self._last_seq = max(self._last_seq, seq_id)
         self.kick()
 
     def kick(self) -> None:
@@ -259,10 +258,20 @@ class Lane:
     # ------------------------------------------------------------------------ the driver
 
     async def _drive(self) -> None:
+        """Make sure the state is there, send what may go, publish the head when it is done."""
         try:
             async with self._exclusive:
                 while self._has_work:
-                    await self._advance()
+                    if self._stopped is not None:
+                        await self._give_up(self._stopped)
+                        continue
+                    try:
+                        await self._prepare()
+                        await self._fill()
+                        if (head := self._flights.head) is not None:
+                            await self._publish(head)
+                    except WorkerLostError:
+                        await self._take_back(blame=True)
         except asyncio.CancelledError:
             raise
         except Exception as exc:
@@ -279,23 +288,14 @@ class Lane:
         waits = self._next_seq in self._requests
         return waits or self._snapshot_due or self._stopped is not None
 
-    async def _advance(self) -> None:
-        """Make sure the state is there, send what may go, publish the head when it is done."""
-        if self._stopped is not None:
-            await self._give_up(self._stopped)
-            return
-        try:
-            if not self._state.is_here:
-                await self._restore()
-            if self._snapshot_due and not self._flights:
-                self._snapshot_due = False
-                # Not the last applied number: in the middle of a replay the state is an older one.
-                await self._state.begin_snapshot(self._next_seq - 1)
-            await self._fill()
-            if (head := self._flights.head) is not None:
-                await self._publish(head)
-        except WorkerLostError:
-            await self._take_back(blame=True)
+    async def _prepare(self) -> None:
+        """Have the state in the worker, and begin a snapshot of it when one is due."""
+        if not self._state.is_here:
+            await self._restore()
+        if self._snapshot_due and not self._flights:
+            self._snapshot_due = False
+            # Not the last applied number: in the middle of a replay the state is an older one.
+            await self._state.begin_snapshot(self._next_seq - 1)
 
     async def _restore(self) -> None:
         await self._take_back(blame=True)
@@ -342,30 +342,31 @@ class Lane:
                 return
             if request.mode == "skip":
                 self._retire(request)
-            elif self._broken is not None:
-                self._settle(request, self._broken)
+                continue
+            job = self._broken or await self._job(request)
+            if isinstance(job, Outcome):  # of a barrier, or all is lost: nothing is under way
+                self._settle(request, job)
             else:
-                await self._launch(request)
+                self._flights.send(request, job)
 
-    async def _launch(self, request: QueuedRequest) -> None:
+    async def _job(self, request: QueuedRequest) -> Job | Outcome | InvalidInputError | EngineError:
+        """What the engine runs; the outcome, or an error, when there is nothing to run."""
+        assert request.operation is not None
         self._num_launched += 1
         try:
-            job = await self._job(request)
+            asked = await self._asked(request, request.operation)
+            job = await request.operation.job(asked, self._turn(request))
         except InvalidInputError as exc:
-            self._flights.refuse(request, exc)
+            return exc
         except Exception as exc:  # no room for a folder, no answer from the database
             logger.exception("%s cannot be run", request.request_id)
-            self._flights.refuse(request, EngineError(disk.describe(exc)))
-        else:
-            if isinstance(job, Outcome):  # only of a barrier, so nothing is under way
-                self._settle(request, job)
-                return
+            return EngineError(disk.describe(exc))
+        if not isinstance(job, Outcome):
             request.job = job
-            self._flights.send(request, job)
+        return job
 
-    async def _job(self, request: QueuedRequest) -> Job | Outcome:
-        operation = request.operation
-        assert operation is not None
+    async def _asked(self, request: QueuedRequest, operation: Operation[Any]) -> Any:
+        """What its `check` gave on arrival, read again where it was not kept."""
         if request.spilled:
             row = await self.means.store.call(self.means.store.journal.get, request.request_id)
             if row is None or row.body is None:
@@ -374,7 +375,7 @@ class Lane:
         if request.asked is None:
             size = len(request.body)
             request.asked = await off_loop(size, operation.unpack, request.body, self.model)
-        return await operation.job(request.asked, self._turn(request))
+        return request.asked
 
     def _turn(self, request: QueuedRequest) -> OperationRun:
         return OperationRun(
@@ -457,17 +458,17 @@ class Lane:
         self._lost_replays.forget()
         if request.seq_id == 0 and not outcome.ok:
             self._broken = self._never_created(outcome.error)
-        self._tell(request, outcome, usage)
+        promise = self._let_go(request, ok=outcome.ok)
+        self.means.results.settle(promise, outcome, request.started_at, usage)
 
-    def _tell(
-        self, request: QueuedRequest, outcome: Outcome, usage: tuple[UsageCount, ...] = ()
-    ) -> None:
-        self._clean_up(request, ok=outcome.ok)
+    def _let_go(self, request: QueuedRequest, *, ok: bool) -> Promise:
+        """It has ended and is no open work any more; gives who is to be told."""
+        self._clean_up(request, ok=ok)
         self._held_bytes -= request.held_bytes
         request.let_go()
-        assert request.promise is not None
         self.means.open_work.end(self.model.user_id)
-        self.means.results.settle(request.promise, outcome, request.started_at, usage)
+        assert request.promise is not None
+        return request.promise
 
     def _clean_up(self, request: QueuedRequest, *, ok: bool) -> None:
         if request.operation is not None and request.job is not None:
@@ -523,7 +524,9 @@ class Lane:
         message = f"The worker died {times} times while it ran this request; it was given up."
         logger.error("%s: %s", request.request_id, message)
         if request.mode == "run":
-            self._tell(request, Outcome(error=message, category="server"))
+            promise = self._let_go(request, ok=False)
+            outcome = Outcome(error=message, category="server")
+            self.means.results.settle(promise, outcome, request.started_at)
         request.mode = "skip"
 
     async def _give_up(self, outcome: Outcome) -> None:

@@ -21,8 +21,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from tinkex.engine.hosting import Ready, Refused, take
-from tinkex.engine.jobs import Engine, Event
+from tinkex.engine.hosting import Cancel, Ready, Refused, submitting
+from tinkex.engine.jobs import Engine, Job
 from tinkex.engine.pulse import SIZE_BYTES
 from tinkex.errors import ConfigError
 
@@ -55,13 +55,17 @@ class FrameSocket:
         self._reader = sock.makefile("rb", buffering=1 << 16)
 
     def send(self, value: Any) -> None:
+        """The process ends when the other end is gone: nobody is left to work for."""
         payload = pickle.dumps(value, protocol=5)
         with self._lock:
-            if len(payload) < 1 << 16:
-                self._sock.sendall(HEADER.pack(len(payload)) + payload)
-            else:
-                self._sock.sendall(HEADER.pack(len(payload)))
-                self._sock.sendall(payload)
+            try:
+                if len(payload) < 1 << 16:
+                    self._sock.sendall(HEADER.pack(len(payload)) + payload)
+                else:
+                    self._sock.sendall(HEADER.pack(len(payload)))
+                    self._sock.sendall(payload)
+            except OSError:
+                os._exit(0)
 
     def receive(self) -> Any:
         """The next value; EOFError when the other end is gone."""
@@ -117,14 +121,13 @@ def serve(frames: FrameSocket, pulse_fd: int) -> None:
     frames.send(Ready(os.getpid()))
     engine.pulse.share(memoryview(mmap.mmap(pulse_fd, SIZE_BYTES)))
 
-    def emit(event: Event) -> None:
-        try:
-            frames.send(event)
-        except OSError:
-            os._exit(0)
-
     while True:
-        take(engine, frames.receive(), emit)
+        message: Job | Cancel = frames.receive()
+        if isinstance(message, Cancel):
+            engine.cancel(message.job_id)
+            continue
+        with submitting(message, frames.send):
+            engine.submit(message, frames.send)
 
 
 def main() -> None:

@@ -142,16 +142,16 @@ class Home:
         if self._queue or self._busy is not None or waits:
             answer: Answer = asyncio.get_running_loop().create_future()
             self._queue.append((job, on_event, answer))
+        elif isinstance(job, TrainJob):
+            answer = self._train(job, on_event, helpers)
         else:
-            answer = self._dispatch(job, on_event, helpers)
+            answer = self._dispatch(job, on_event)
         if is_of_step:
             answer.add_done_callback(lambda _: self.times.ended())
         return answer
 
-    def _dispatch(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
+    def _dispatch(self, job: Job, on_event: OnEvent | None) -> Answer:
         match job:
-            case TrainJob():
-                return self._train(job, on_event, helpers)
             case OptimJob() if len(self.seats) > 1:
                 return self._in_rounds(self._step(job))
             case SaveAdapterJob() if job.with_gradients and self._holders - {self.seats[0]}:
@@ -176,7 +176,9 @@ class Home:
 
     # ------------------------------------------------------------------------ passes
 
-    def _train(self, job: TrainJob, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
+    def _train(
+        self, job: TrainJob, on_event: OnEvent | None, helpers: Sequence[Worker] = ()
+    ) -> Answer:
         if not job.data:  # the engine's to refuse
             return self.seats[0].post(job, on_event)
         costs = [len(datum.tokens) for datum in job.data]
@@ -284,7 +286,10 @@ class Home:
         while self._queue and self._busy is None and self._joining is None:
             job, on_event, answer = self._queue.popleft()
             if not answer.done():
-                _chain(self._dispatch(job, on_event, ()), answer)
+                if isinstance(job, TrainJob):
+                    _chain(self._train(job, on_event), answer)
+                else:
+                    _chain(self._dispatch(job, on_event), answer)
 
     async def _step(self, job: OptimJob) -> Answer:
         """What was gathered comes together; when all have it, everybody adds it and steps."""

@@ -41,7 +41,6 @@ class ProcessWorker(SupervisedWorker):
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._outbox: list[bytes] = []
         self._pulse = memoryview(bytearray(pulse.SIZE_BYTES))
 
     @property
@@ -96,16 +95,11 @@ class ProcessWorker(SupervisedWorker):
         if self._process is not None:
             self._process.kill()
 
-    def _send(self, message: Any) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(_frame(message))
-
     def _flush(self) -> None:
-        """Write the jobs of this turn of the loop at once: each write would wake the child."""
+        """One write for all: each would wake the child."""
         outbox, self._outbox = self._outbox, []
         if self._writer is not None and not self._writer.is_closing():  # else all are lost anyway
-            self._writer.writelines(outbox)
+            self._writer.writelines([_frame(message) for message in outbox])
 
     def _look(self) -> pulse.Beat:
         return pulse.look(self._pulse)

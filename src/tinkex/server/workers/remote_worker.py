@@ -119,11 +119,15 @@ class RemoteWorker(SupervisedWorker):
 
     # ------------------------------------------------------------------------ jobs
 
-    def _send(self, message: Any) -> None:
-        if isinstance(message, Cancel):
-            self._tell(message)
-            return
-        job: Job = message
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        for message in outbox:
+            if isinstance(message, Cancel):
+                self._tell(message)
+            else:
+                self._send(message)
+
+    def _send(self, job: Job) -> None:
         adapter_id = getattr(job, "adapter_id", "")
         before = self._last_of.get(adapter_id)
         missing = self._bring(job)
@@ -145,7 +149,7 @@ class RemoteWorker(SupervisedWorker):
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(task)
         except EngineError as exc:
-            self._deliver(Failed(job_id=job.job_id, message=str(exc), category="server"))
+            self._take(Failed(job_id=job.job_id, message=str(exc), category="server"))
         except ConnectionError:
             self._kill()
         else:
@@ -216,13 +220,13 @@ class RemoteWorker(SupervisedWorker):
             self._kill()
         except (EngineError, OSError) as exc:
             failed = Failed(job_id=written.done.job_id, message=str(exc), category="server")
-            self._deliver(failed)
+            self._take(failed)
         else:
             if written.stays:
                 self._brought[written.path] = self._run(asyncio.sleep(0))
             else:
                 self._tell(Forget(written.path))
-            self._deliver(written.done)
+            self._take(written.done)
 
     def _run(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)

@@ -14,7 +14,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
@@ -47,6 +46,7 @@ class SupervisedWorker(ABC):
         self._on_refusal = on_refusal
         self._start_timeout_s = start_timeout_s
         self._pending: dict[str, tuple[asyncio.Future[Result], OnEvent | None]] = {}
+        self._outbox: list[Job | Cancel] = []
         self._ready = asyncio.Event()
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
@@ -72,8 +72,8 @@ class SupervisedWorker(ABC):
         """End an engine that hangs. `_live` notices."""
 
     @abstractmethod
-    def _send(self, message: Any) -> None:
-        """Give a job or a `Cancel` to the engine."""
+    def _flush(self) -> None:
+        """Give the engine the jobs and `Cancel`s of the outbox, in their order."""
 
     @abstractmethod
     def _look(self) -> Beat:
@@ -125,8 +125,14 @@ class SupervisedWorker(ABC):
         self._pending[job.job_id] = (future, on_event)
         self._watchdog.posted(job)
         future.add_done_callback(lambda done: self._forget(job.job_id, done))
-        self._send(job)
+        self._outbox.append(job)
+        self._flush_soon()
         return future
+
+    def _flush_soon(self) -> None:
+        """What is posted in one turn of the loop leaves together."""
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
         self._watchdog.ended(job_id)
@@ -135,7 +141,8 @@ class SupervisedWorker(ABC):
 
     def cancel(self, job_id: str) -> None:
         if self._ready.is_set():
-            self._send(Cancel(job_id))
+            self._outbox.append(Cancel(job_id))
+            self._flush_soon()
 
     async def close(self) -> None:
         self._closing = True
@@ -183,15 +190,25 @@ class SupervisedWorker(ABC):
         self._utilisation.note(beat.busy_s)
         return beat
 
-    def _take(self, message: Any) -> None:
-        """Act on what the engine's process said."""
+    def _take(self, message: Ready | Refused | Event) -> None:
+        """Act on what the engine's process said of itself, or of a job."""
         if isinstance(message, Ready):
             self._broken = ""
             self._ready.set()
-        elif isinstance(message, Refused):
+            return
+        if isinstance(message, Refused):
             self.refusal = message.text
-        else:
-            self._deliver(message)
+            return
+        self._watchdog.heard()
+        future, on_event = self._pending.get(message.job_id, (None, None))
+        if isinstance(message, Done):
+            if future is not None and not future.done():
+                future.set_result(message.result)
+        elif isinstance(message, Failed):
+            if future is not None and not future.done():
+                _fail(future, message)
+        elif on_event is not None:
+            on_event(message)
 
     def _end_stuck(self, watch: asyncio.Task[str]) -> None:
         """The engine hangs: fail the jobs to blame and end it; the others run again."""
@@ -214,18 +231,6 @@ class SupervisedWorker(ABC):
         self._kill()
 
     # ------------------------------------------------------------------------ jobs
-
-    def _deliver(self, event: Event) -> None:
-        self._watchdog.heard()
-        future, on_event = self._pending.get(event.job_id, (None, None))
-        if isinstance(event, Done):
-            if future is not None and not future.done():
-                future.set_result(event.result)
-        elif isinstance(event, Failed):
-            if future is not None and not future.done():
-                _fail(future, event)
-        elif on_event is not None:
-            on_event(event)
 
     def _fail_pending(self, is_blameless: Callable[[str], bool] = lambda _: False) -> None:
         for job_id, (future, _) in list(self._pending.items()):
