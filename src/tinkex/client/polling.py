@@ -14,8 +14,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-import orjson
-
 from tinkex import events
 from tinkex.client.futures import Waiting
 from tinkex.client.http.headers import JSON, PROTOBUF
@@ -224,11 +222,10 @@ class _Poll(Generic[T]):
         if not is_old:
             # Room is taken for a large payload before it travels: the size comes first, alone.
             body["allow_metadata_only"] = self.reserved is None
-        return Call(
-            method="POST",
-            path="retrieve_future",
+        return Call.json(
+            "retrieve_future",
+            body,
             pool="futures",
-            body=orjson.dumps(body),
             headers=headers,
             timeout_s=POLL_TIMEOUT_S,
             max_retries=0,

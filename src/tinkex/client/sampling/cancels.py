@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import orjson
-
 from tinkex.client.http.transport import Call, Transport
 
 logger = logging.getLogger("tinkex.sampling")
@@ -38,12 +36,6 @@ class SampleCancels:
                     logger.info("Cancelling a sample failed: %s", error)
 
     async def _cancel(self, request_id: str) -> None:
-        call = Call(
-            method="POST",
-            path="cancel_future",
-            pool="futures",
-            body=orjson.dumps({"request_id": request_id}),
-            timeout_s=30.0,
-            max_retries=0,
-        )
+        body = {"request_id": request_id}
+        call = Call.json("cancel_future", body, pool="futures", timeout_s=30.0, max_retries=0)
         await self._transport.call(call)

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import orjson
-
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.retry import BillingPause, PollRetry
@@ -178,13 +176,8 @@ class Collector:
             body["timeout"] = 0.0  # only an acknowledgement: nothing to wait for
         elif self._inline and self._untold:
             body["timeout"] = _FIRST_POLL_S
-        return Call(
-            method="POST",
-            path="retrieve_futures",
-            pool="poller",
-            body=orjson.dumps(body),
-            timeout_s=_POLL_TIMEOUT_S,
-            max_retries=0,
+        return Call.json(
+            "retrieve_futures", body, pool="poller", timeout_s=_POLL_TIMEOUT_S, max_retries=0
         )
 
     async def _refused(self, reply: Reply) -> None:

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-import orjson
 from pydantic import BaseModel, ValidationError
 
 from tinkex import types
@@ -162,8 +161,7 @@ class Holder:
         self._connected = True
 
     async def _fetch_flags(self) -> None:
-        body = orjson.dumps({"sdk_version": CONTRACT_VERSION})
-        call = Call(method="POST", path="client/config", pool="config", body=body)
+        call = Call.json("client/config", {"sdk_version": CONTRACT_VERSION}, pool="config")
         try:
             reply = await self.transport.call(call)
         except NotFoundError:
@@ -219,11 +217,10 @@ class Holder:
     async def _fetch_dynamic(self, *, window: bool) -> None:
         if self.flags.old_generation:
             return
-        call = Call(
-            method="POST",
-            path="client/dynamic_config",
+        call = Call.json(
+            "client/dynamic_config",
+            {"sdk_version": CONTRACT_VERSION},
             pool="session",
-            body=orjson.dumps({"sdk_version": CONTRACT_VERSION}),
             timeout_s=10.0,
             max_retries=0,
             window=window,

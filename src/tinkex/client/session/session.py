@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import orjson
-
 from tinkex import events, types
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.headers import CONTRACT_VERSION
@@ -61,11 +59,10 @@ class Session:
 
     async def beat(self, transport: Transport) -> None:
         """Tell the server that we live, once."""
-        call = Call(
-            method="POST",
-            path="session_heartbeat",
+        call = Call.json(
+            "session_heartbeat",
+            {"session_id": self.id, "type": "session_heartbeat"},
             pool="session",
-            body=orjson.dumps({"session_id": self.id, "type": "session_heartbeat"}),
             timeout_s=10.0,
             max_retries=0,
             window=False,
@@ -97,11 +94,10 @@ class Session:
         """Say goodbye, unless the session is not ours or nobody would hear it."""
         if self.id is None or self.is_shadow or self.is_over:
             return
-        call = Call(
-            method="POST",
-            path=f"sessions/{self.id}/finish",
+        call = Call.json(
+            f"sessions/{self.id}/finish",
             # The null is sent: the server tells "no detail" from "not given".
-            body=orjson.dumps({"reason": {"type": status}, "detail": detail}),
+            {"reason": {"type": status}, "detail": detail},
             timeout_s=_FINISH_TIMEOUT_S / 2,
             # Nobody starts a dead embedded server again for a goodbye.
             max_retries=0 if is_embedded else None,

@@ -139,11 +139,12 @@ class Reporter:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def flush(self) -> None:
-        """Send everything queued now; give up at the first failure."""
+    async def flush(self) -> bool:
+        """Send everything queued now; gives up at the first failure, and says so with False."""
         while self._queue and not self._stopped:
             if not await self._send_batch():
-                return
+                return False
+        return True
 
     # -- inside
 
@@ -181,27 +182,18 @@ class Reporter:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def _run(self) -> None:
-        retry_s = 0.0
-        while not self._stopped:
-            await self._wait(retry_s or self._config.interval_s, may_wake=not retry_s)
-            sent = True
-            while self._queue and sent and not self._stopped:
-                sent = await self._send_batch()
-            if sent:
-                retry_s = 0.0
-            else:
-                retry_s = min(
-                    max(self._config.first_retry_s, retry_s * 2), self._config.max_retry_s
-                )
-
-    async def _wait(self, seconds: float, *, may_wake: bool) -> None:
         assert self._wake is not None
-        if not may_wake:
-            await asyncio.sleep(seconds)
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds)
-        self._wake.clear()
+        config, retry_s = self._config, 0.0
+        while not self._stopped:
+            if retry_s:
+                await asyncio.sleep(retry_s)  # nothing wakes it: the server is the one in trouble
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), config.interval_s)
+                self._wake.clear()
+            is_sent = await self.flush()
+            longer_s = min(max(config.first_retry_s, retry_s * 2), config.max_retry_s)
+            retry_s = 0.0 if is_sent else longer_s
 
     async def _send_batch(self) -> bool:
         """Send the oldest events; they leave the queue once the server has them."""
