@@ -7,8 +7,8 @@ import threading
 import pytest
 from recovery_world import wait_until
 
-from tinkex.client.session import keeper
-from tinkex.client.session.keeper import Keeper
+from tinkex.client.recovery import keeper
+from tinkex.client.recovery.keeper import Keeper
 
 
 @pytest.fixture(autouse=True)

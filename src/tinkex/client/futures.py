@@ -124,7 +124,7 @@ class APIFuture(concurrent.futures.Future[T]):
         done, _ = await asyncio.wait([wrapped], timeout=timeout)
         if done:
             return wrapped.result()
-        status = self.status()
+        status = self.status()  # now: after the cancel it would say no more than that
         wrapped.cancel()
         self.cancel()
         raise ResultTimeoutError(f"No result within {timeout} s; the request was {status}.")
@@ -143,7 +143,7 @@ class APIFuture(concurrent.futures.Future[T]):
     def _check_can_block(self) -> None:
         if self.done():
             return
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # the loop that would end it was not copied by the fork
             raise TinkerError(
                 "This future was made before a fork and its result stays in the parent process. "
                 "Make clients in the process that uses them."
@@ -190,9 +190,11 @@ class APIFuture(concurrent.futures.Future[T]):
         """Stop waiting. True when the future had not ended before."""
         if self.cancelled() or not super().cancel():
             return False
+        # The base class ends a future at its first cancel and says True again at each later one.
         self._ended_s = time.monotonic()
-        self.set_running_or_notify_cancel()
+        self.set_running_or_notify_cancel()  # else `as_completed` and `wait` would not hear of it
         if self._ender is not None:
+            # A task belongs to its loop's thread; only there may it be cancelled.
             self._ender.submit(self._cancel_task)
         return True
 
@@ -207,6 +209,7 @@ class APIFuture(concurrent.futures.Future[T]):
         try:
             self.set_result(result)
         except concurrent.futures.InvalidStateError:
+            # The user's thread may cancel while the loop brings the result: the first one counts.
             return False
         return True
 
@@ -225,16 +228,17 @@ class APIFuture(concurrent.futures.Future[T]):
 
     def _launch(self, coroutine: Coroutine[Any, Any, T]) -> None:
         """On the loop: run the coroutine and end as it ends."""
-        if self.done():
+        if self.done():  # cancelled before the loop came to it
             coroutine.close()
             return
         self._task = asyncio.get_running_loop().create_task(coroutine)
         self._task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[T]) -> None:
-        self._task = None
+        self._task = None  # it holds the coroutine's frame, and with that the batch that was sent
         self._ended_s = self._ended_s or time.monotonic()  # before anyone is woken who may ask
         if task.cancelled():
+            # Something on the loop ended it (a client that closes): nobody may wait on for ever.
             if not self.cancelled() and super().cancel():
                 self.set_running_or_notify_cancel()
         elif (error := task.exception()) is not None:
@@ -259,7 +263,7 @@ def spawn(start: Callable[[Waiting], Coroutine[Any, Any, T]]) -> APIFuture[T]:
 async def gather_or_cancel(works: Iterable[Awaitable[T]]) -> list[T]:
     """All results in order; the first error cancels the rest and is raised."""
     waited = list(works)
-    if len(waited) == 1:
+    if len(waited) == 1:  # most calls are one request, and need no task of its own
         return [await waited[0]]
     tasks = [asyncio.ensure_future(work) for work in waited]
     try:
@@ -267,6 +271,7 @@ async def gather_or_cancel(works: Iterable[Awaitable[T]]) -> list[T]:
     except BaseException:
         for task in tasks:
             task.cancel()
+        # Waited for, so that what they hold (room for results) is free before the error is told.
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
 

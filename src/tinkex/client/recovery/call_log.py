@@ -125,6 +125,7 @@ class CallLog:
         self.saved.sort(key=lambda saved: saved.position)
         needed = self._needed()
         self._forgotten = max(self._forgotten, needed)
+        # The calls hold the batches: keeping them all would keep the whole training data.
         self.calls = [call for call in self.calls if call.position > needed or call.is_open]
         ours = [saved for saved in self.saved if saved.is_ours]
         best = self._best(ours)
@@ -162,6 +163,7 @@ class CallLog:
     def candidates(self, known: Sequence[SavedPoint]) -> list[SavedPoint]:
         """Checkpoints to try, the wanted one first. `known`: all there are, newest first."""
         known = [one for one in known if not self._was_saved_again(one)]
+        # The wanted ones first, then any other: an older state is better than none.
         first = [one for one in known if one is self._best(known)]
         if self.is_exact:
             first = [one for one in known if self._is_usable(one)]
@@ -206,6 +208,7 @@ class CallLog:
 
     def to_repeat(self, saved: SavedPoint) -> list[RecordedCall]:
         """What the checkpoint does not hold, and whatever can and must still be answered."""
+        # Settled calls that change nothing need no repeat: their answers stand, and cost time.
         if self.is_exact:
             after = [call for call in self.calls if call.position > saved.position]
             return [c for c in after if c.method in CHANGES_STATE or not c.is_settled]

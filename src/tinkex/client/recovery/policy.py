@@ -98,5 +98,6 @@ class RecoveryPolicy:
         """Seconds before attempt number `attempt`, from 1; `jitter` in [0, 1] adds up to 25 %."""
         if attempt <= 1:
             return 0.0
+        # The jitter keeps clients that lost one server from coming back to it in step.
         delay = min(self.initial_delay_s * 2.0 ** (attempt - 2), self.max_delay_s)
         return delay * (1.0 + 0.25 * jitter)

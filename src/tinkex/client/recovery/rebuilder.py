@@ -48,7 +48,7 @@ class Rebuilder:
         if self._policy.connect is not None:
             try:
                 return self._policy.connect()
-            except Exception as exc:
+            except Exception as exc:  # the user's own code: whatever it raises may pass
                 raise RetryableException(f"connect() failed: {exc!r}") from exc
         window_s = min(self._config.retry_window_s, self._policy.attempt_timeout_s)
         return ServiceClient(config=self._config.replace(retry_window_s=window_s))
@@ -67,6 +67,8 @@ class Rebuilder:
                 made = create(saved.path, user_metadata={"recovered_from": run_ids[-1]})
                 return saved, made.result()
             except (NotFoundError, BadRequestError, RequestFailedError) as exc:
+                # The server's own trouble says nothing about the checkpoint; an older one would
+                # throw work away. That is for the next attempt.
                 if exc.category != "user":
                     raise
                 logger.warning("Checkpoint %s cannot be loaded: %s", saved.path, exc)
@@ -80,6 +82,7 @@ class Rebuilder:
         """The checkpoints there are, newest first."""
         if self._policy.checkpoint.startswith("tinker://"):
             return [SavedPoint(self._policy.checkpoint, self._log.position)]
+        # What we saw being saved stands where we know; a listing is asked for only without it.
         if self._log.saved:
             return self._log.saved[::-1]
         rest = service.create_rest_client()

@@ -31,12 +31,12 @@ from tinkex import events
 from tinkex.client.futures import APIFuture
 from tinkex.client.polling import QueueWatch
 from tinkex.client.recovery.call_log import BLOCKS, CallLog, RecordedCall, SavedPoint
+from tinkex.client.recovery.keeper import Keeper
 from tinkex.client.recovery.policy import Callback, RecoveryEvent, RecoveryPolicy
 from tinkex.client.recovery.rebuilder import HopelessError, Rebuilder
 from tinkex.client.recovery.replay import CustomLossClient, RunMovedError, make_on
 from tinkex.client.recovery.run_monitor import Lookout, RunHealth, RunMonitor, check_service
 from tinkex.client.recovery.visited_sessions import VisitedSessions
-from tinkex.client.session.keeper import Keeper
 from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import (
     APIConnectionError,
@@ -134,6 +134,7 @@ class RecoveringTrainingClient(TrainingClient):
         """The client of the current run; another one after a recovery."""
         self.holder, self.model_id, self.model_seq_id = run.holder, run.model_id, run.model_seq_id
         self.base_model, self._steps = run.base_model, run._steps
+        # A subclass's `on_queue_state_change` hears of every run, not only of the first.
         run._watch = QueueWatch(f"Training of {run.model_id}", self)
         self._lost = self._rebuilding = None
         self.run_ids.append(run.model_id)
@@ -202,6 +203,7 @@ class RecoveringTrainingClient(TrainingClient):
         call.answer.add_done_callback(lambda _: self._unanswered.discard(call))
         self._log.add(call)
         self._place(call, future, run)
+        # Last: a future that has ended already calls back now, and must find its call in place.
         future.add_done_callback(functools.partial(self._ended, call))
         self._keeper.stay()
         if call.method == "optim_step":
@@ -228,9 +230,10 @@ class RecoveringTrainingClient(TrainingClient):
             self._keeper.submit(self._judge, call, future)
         else:
             call.has_succeeded = True
+            # Before anyone is woken: a save that they then ask for carries this metric.
             self._note(call, future.result())
             if call.answer._succeed(future.result()):
-                self._num_in_vain = 0
+                self._num_in_vain = 0  # the run got somewhere; only those lost at once count
 
     def _note(self, call: RecordedCall, answer: Any) -> None:
         if call.method.startswith("forward_backward"):
@@ -262,6 +265,7 @@ class RecoveringTrainingClient(TrainingClient):
         if now is not future:
             return  # the call has moved to another run meanwhile
         try:
+            # What an earlier run says about itself is no news of the current one.
             is_loss = run is self.client and self._is_loss(error, run)
         except Exception as exc:
             is_loss, error = False, exc
@@ -303,6 +307,7 @@ class RecoveringTrainingClient(TrainingClient):
         return Lookout(lambda: self._health(run), self.policy.unreachable_s)
 
     def _health(self, run: TrainingClient) -> RunHealth:
+        # The monitor or a cancelled call may have found out already; that spares a question.
         known = self._lost if run is self.client else None
         return RunHealth("lost", known) if known else self._monitor.check(run)
 
@@ -313,7 +318,7 @@ class RecoveringTrainingClient(TrainingClient):
     def _lose(self, run: TrainingClient, error: BaseException) -> None:
         """The run cannot go on. Rebuild it, or tell everyone who waits for it."""
         if self._over.is_set():
-            self._fail_all(lambda: error)
+            self._fail_all(lambda: error)  # closed: nobody wants another run
             return
         reason = _text(error)
         event = RecoveryEvent(run.model_id, reason)
@@ -339,6 +344,7 @@ class RecoveringTrainingClient(TrainingClient):
             attempt=done.attempt,
             checkpoint=done.checkpoint,
         )
+        # The callback first: whoever is woken by an answer finds what it set up for the new run.
         _tell(self.policy.on_recovered, done)
         answer()
 
@@ -348,6 +354,7 @@ class RecoveringTrainingClient(TrainingClient):
         _tell(self.policy.on_failed, replace(event, reason=str(error)))
         text = f"Run {event.run_id} was lost ({event.reason}) and could not be rebuilt: {error}"
 
+        # One object each: raised in several threads, one would gather the tracebacks of all.
         def failed() -> RecoveryFailedError:
             told = RecoveryFailedError(text)
             told.__cause__ = error
@@ -369,6 +376,7 @@ class RecoveringTrainingClient(TrainingClient):
 
     def _rebuild(self, event: RecoveryEvent) -> tuple[RecoveryEvent, Callable[[], None]]:
         """What there is to tell, and the call that then lets the new run answer."""
+        # Else a call that kills each run it is made on would be repeated for ever.
         if self._num_in_vain >= self.policy.max_attempts:
             raise HopelessError(f"{self._num_in_vain} new runs were lost at once")
         for attempt in range(1, self.policy.max_attempts + 1):
@@ -388,6 +396,8 @@ class RecoveringTrainingClient(TrainingClient):
     def _explain(self, reason: str) -> None:
         """Let `status()` of all who wait say why, from now on."""
         with self._lock:
+            # Saves that ended since then count: the newest is the least to repeat. From here on
+            # nothing is forgotten, because every call may have to be made again.
             self._rebuilding = None
             self._take_saves()
             self._rebuilding = reason
@@ -396,6 +406,7 @@ class RecoveringTrainingClient(TrainingClient):
                 call.answer.follow(None)
 
     def _attempt(self, event: RecoveryEvent) -> tuple[RecoveryEvent, Callable[[], None]]:
+        # Not the lost run's own service: its session may be what was lost.
         service = self._rebuilder.connect()
         try:
             saved, made, lost = self._move_to(service)
@@ -433,6 +444,8 @@ class RecoveringTrainingClient(TrainingClient):
         with watch.during(give_up):
             saved, run = self._rebuilder.load_first(service, self.run_ids)
         while True:
+            # Most is repeated without the lock, for it takes as long as the training did; calls
+            # go on being made meanwhile. Only those that came last are made under it.
             with self._watch_over(run).during(give_up):
                 for call in self._log.to_repeat(saved):
                     if call not in made:
@@ -470,6 +483,7 @@ class RecoveringTrainingClient(TrainingClient):
 
     def _abandon_run(self, lost: TrainingClient, saved: SavedPoint) -> None:
         """Nothing calls for it any more; who could not be answered from the checkpoint is told."""
+        # With a checkpoint that is not the latest, not every call is repeated.
         gone = f"Run {lost.model_id} was lost before it answered; it goes on from {saved.path}."
         lost._abandon(RetryableException(gone))
         for call in tuple(self._unanswered):

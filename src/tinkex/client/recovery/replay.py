@@ -46,6 +46,7 @@ def make_on(call: RecordedCall, seen: Any, run: TrainingClient) -> APIFuture[Any
     """Make the call on `run`, or on what stands for it."""
     args = [_rebound(arg, run) for arg in call.args]
     kwargs = {name: _rebound(arg, run) for name, arg in call.kwargs.items()}
+    # By the run's class, on what stands for it: a custom loss then makes its passes through `seen`.
     future: APIFuture[Any] = getattr(type(run), call.method)(seen, *args, **kwargs)
     return future
 

@@ -1,4 +1,4 @@
-"""Lookout a training run and say when it is gone.
+"""Watch a training run and say when it is gone.
 
 A run is lost when the server says so: it is unknown, was unloaded, its session is over, or its
 state is marked as corrupted. A server that does not answer proves nothing, so that is a state of
@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from tinkex import events, types
 from tinkex.client.futures import Waiting
 from tinkex.client.http.transport import Call
-from tinkex.errors import (
-    APIConnectionError,
-    APIStatusError,
-    InternalServerError,
-    RetryableException,
-    TinkerError,
-)
+from tinkex.errors import APIStatusError, RetryableException, TinkerError
 
 if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
@@ -67,7 +61,7 @@ class RunMonitor:
         self._lock = threading.Lock()
 
     def watch(self, client: TrainingClient) -> None:
-        """Lookout this client's run from now on."""
+        """Watch this client's run from now on."""
         with self._lock:
             self._client = client
             if self._thread is None:
@@ -84,26 +78,21 @@ class RunMonitor:
         """Ask once, now. Waits at most the monitor's timeout; never raises."""
         asked = client.holder.spawn(lambda waiting: _ask(client, waiting))
         try:
-            asked.result(self._timeout_s)
-        except _Corrupted as exc:
-            return RunHealth("lost", str(exc))
-        except InternalServerError as exc:
-            return RunHealth("unreachable", str(exc))
-        except APIStatusError as exc:
-            if exc.status_code in (400, 404, 410):
-                return RunHealth("lost", str(exc))
-            return RunHealth("unreachable", str(exc))
-        except (APIConnectionError, TimeoutError, TinkerError) as exc:
-            return RunHealth("unreachable", str(exc) or type(exc).__name__)
+            return asked.result(self._timeout_s)
+        except (TimeoutError, TinkerError) as exc:
+            # Only an answer that is about the run proves a loss. A 5xx, a refused key or silence
+            # is about the server, which may come back and have the run.
+            is_gone = isinstance(exc, APIStatusError) and exc.status_code in (400, 404, 410)
+            state: Literal["lost", "unreachable"] = "lost" if is_gone else "unreachable"
+            return RunHealth(state, str(exc) or type(exc).__name__)
         finally:
             asked.cancel()  # no effect once it ended
-        return RunHealth("ok")
 
     def _run(self) -> None:
         told: TrainingClient | None = None
         while not self._stop.wait(self._interval_s):
             client = self._client
-            if client is None or client is told:
+            if client is None or client is told:  # lost once is lost: asking on would tell it twice
                 continue
             health = self.check(client)
             if health.state == "lost":
@@ -114,11 +103,7 @@ class RunMonitor:
                     self._on_lost(client, health.reason)
 
 
-class _Corrupted(TinkerError):
-    """The server keeps the run but says that its state is broken."""
-
-
-async def _ask(client: TrainingClient, waiting: Waiting) -> None:
+async def _ask(client: TrainingClient, waiting: Waiting) -> RunHealth:
     holder = client.holder
     request = types.GetInfoRequest(model_id=client.model_id)
     await holder.post(
@@ -133,7 +118,9 @@ async def _ask(client: TrainingClient, waiting: Waiting) -> None:
     )
     reply = await holder.transport.call(call)
     if (reply.json() or {}).get("corrupted"):
-        raise _Corrupted(f"The server says that the state of {client.model_id} is corrupted.")
+        reason = f"The server says that the state of {client.model_id} is corrupted."
+        return RunHealth("lost", reason)
+    return RunHealth("ok")
 
 
 def check_service(service: ServiceClient, timeout_s: float = 10.0) -> RunHealth:
@@ -155,7 +142,7 @@ class Lookout:
 
     def __init__(self, check: Callable[[], RunHealth], patience_s: float) -> None:
         self._check, self._patience_s = check, patience_s
-        self._every_s = min(5.0, patience_s / 4)
+        self._every_s = min(5.0, patience_s / 4)  # a short patience still sees a few answers
         self._next_s = time.monotonic() + self._every_s
         self._silent_since_s: float | None = None
 
@@ -198,6 +185,7 @@ class Lookout:
             while not done.wait(SLICE_S):
                 if (reason := self.look()) is None:
                     continue
+                # Under the lock: a block that has just ended must not be given up any more.
                 with lock:
                     if not done.is_set():
                         reasons.append(reason)

@@ -36,6 +36,7 @@ class VisitedSessions:
         """Work goes on in `successor`; end those sessions that can serve nobody any more."""
         known = (self._first, *self._opened)
         old = [one for one in known if one.successor is None and one is not successor]
+        # All are asked before any is waited for: a dead server takes its whole timeout to say so.
         for holder, leaving in [(one, one.end_if_gone(successor)) for one in old]:
             try:
                 is_gone = leaving.result(_LEAVE_S)

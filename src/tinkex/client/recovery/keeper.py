@@ -20,6 +20,7 @@ from tinkex.errors import ClientClosedError
 
 logger = logging.getLogger("tinkex.recovery")
 
+# Between two steps of a loop it would end and start again for nothing.
 _LINGER_S = 10.0
 
 
@@ -66,6 +67,7 @@ class Keeper:
             except ClientClosedError:  # the program is ending
                 pass
             except Exception:
+                # The thread must not end here: futures that wait for it would never be answered.
                 logger.exception("Looking after a run failed; going on.")
             if self._may_end(time.monotonic() - needed_s):
                 return
@@ -81,6 +83,7 @@ class Keeper:
         return True
 
     def _may_end(self, idle_s: float) -> bool:
+        # Under the lock: work handed over in this moment either finds the thread or starts another.
         with self._wake:
             if self._work or self._is_needed or idle_s < _LINGER_S:
                 self._is_needed = False
