@@ -118,10 +118,8 @@ class QueueWatch:
             return
         from tinkex.types import QueueState
 
-        known = {member.value: member for member in QueueState}
-        state = known.get(seen[0], known.get("unknown"))
         try:
-            self._observer.on_queue_state_change(state, seen[1])
+            self._observer.on_queue_state_change(QueueState(seen[0]), seen[1])
         except Exception:
             logger.exception("A queue observer failed; going on without it.")
 

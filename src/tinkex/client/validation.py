@@ -71,9 +71,8 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
             raise InvalidInputError(
                 f"expected a Datum, got {type(datum).__name__}", path=f"data[{index}]"
             )
-        _check_inputs(datum.loss_fn_inputs, loss_fn, f"data[{index}].loss_fn_inputs")
         if loss_fn != CUSTOM:
-            _check_lengths(datum, f"data[{index}].loss_fn_inputs")
+            _check_datum(datum, loss_fn, f"data[{index}].loss_fn_inputs")
     return datums
 
 
@@ -101,34 +100,13 @@ def has_signal(data: Sequence[types.Datum]) -> bool:
     return not given or any(tensor is None or bool(tensor.array.any()) for tensor in given)
 
 
-def _check_lengths(datum: types.Datum, path: str) -> None:
-    """One target per token of the input, and one weight per target."""
-    targets = datum.loss_fn_inputs.get("target_tokens")
-    if targets is None or targets.is_sparse or targets.array.ndim == 0:
-        return
-    length = datum.model_input.length if _is_text(datum.model_input) else len(targets.array)
-    if len(targets.array) != length:
-        raise InvalidInputError(
-            f"{len(targets.array)} targets for {length} tokens of input; each token has the one "
-            "after it as its target: input tokens[:-1], targets tokens[1:]",
-            path=f"{path}.target_tokens",
-        )
-    weights = datum.loss_fn_inputs.get("weights")
-    if weights is not None and not weights.is_sparse and weights.array.size != targets.array.size:
-        raise InvalidInputError(
-            f"expected as many numbers as target_tokens ({targets.array.size}), got "
-            f"{weights.array.size}",
-            path=f"{path}.weights",
-        )
-
-
 def _is_text(model_input: types.ModelInput) -> bool:
     return all(isinstance(chunk, types.EncodedTextChunk) for chunk in model_input.chunks)
 
 
-def _check_inputs(inputs: Mapping[str, types.TensorData], loss_fn: str, path: str) -> None:
-    if loss_fn == CUSTOM:
-        return
+def _check_datum(datum: types.Datum, loss_fn: str, path: str) -> None:
+    """All inputs that the loss needs; one target per token of the input, one of each per target."""
+    inputs = datum.loss_fn_inputs
     needed = [TARGETS.name, *_needed_elsewhere(loss_fn)]
     if missing := [name for name in needed if name not in inputs]:
         raise InvalidInputError(
@@ -138,14 +116,24 @@ def _check_inputs(inputs: Mapping[str, types.TensorData], loss_fn: str, path: st
     targets = inputs[TARGETS.name]
     if targets.dtype != TARGETS.dtype:
         raise InvalidInputError("expected int64 token ids", path=f"{path}.target_tokens")
-    for name in needed[1:]:
-        tensor = inputs[name]
-        if not (tensor.is_sparse or targets.is_sparse) and tensor.array.size != targets.array.size:
-            raise InvalidInputError(
-                f"expected as many numbers as target_tokens ({targets.array.size}), got "
-                f"{tensor.array.size}",
-                path=f"{path}.{name}",
-            )
+    if targets.is_sparse:
+        return  # only the stored cells are here; the server compares the shapes
+    length = datum.model_input.length if _is_text(datum.model_input) else None
+    if length is not None and targets.array.ndim > 0 and len(targets.array) != length:
+        raise InvalidInputError(
+            f"{len(targets.array)} targets for {length} tokens of input; each token has the one "
+            "after it as its target: input tokens[:-1], targets tokens[1:]",
+            path=f"{path}.target_tokens",
+        )
+    for name in dict.fromkeys((*needed[1:], WEIGHTS.name)):
+        tensor = inputs.get(name)
+        if tensor is None or tensor.is_sparse or tensor.array.size == targets.array.size:
+            continue
+        raise InvalidInputError(
+            f"expected as many numbers as target_tokens ({targets.array.size}), got "
+            f"{tensor.array.size}",
+            path=f"{path}.{name}",
+        )
 
 
 def _needed_elsewhere(loss_fn: str) -> list[str]:

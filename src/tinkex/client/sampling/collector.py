@@ -224,6 +224,10 @@ class Collector:
                 waiter.set_result(outcome)
 
 
+_Sample = tuple[bytes, asyncio.Future[dict[str, Any]]]
+"""Its body, and where its entry of the answer goes."""
+
+
 class BatchSubmitter:
     """Join samples made in the same moment into one call. Lives on the background loop."""
 
@@ -232,7 +236,7 @@ class BatchSubmitter:
 
     def __init__(self, post: Callable[[Call], Awaitable[Reply]]) -> None:
         self._post = post
-        self._pending: list[tuple[bytes, asyncio.Future[dict[str, Any]]]] = []
+        self._pending: list[_Sample] = []
         self._scheduled = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -252,7 +256,7 @@ class BatchSubmitter:
     def _flush(self) -> None:
         self._scheduled = False
         pending, self._pending = self._pending, []
-        batch: list[tuple[bytes, asyncio.Future[dict[str, Any]]]] = []
+        batch: list[_Sample] = []
         size = 0
         for body, answer in pending:
             if batch and (len(batch) >= self.MAX_REQUESTS or size + len(body) > self.MAX_BYTES):
@@ -263,12 +267,12 @@ class BatchSubmitter:
         if batch:
             self._send(batch)
 
-    def _send(self, batch: list[tuple[bytes, asyncio.Future[dict[str, Any]]]]) -> None:
+    def _send(self, batch: list[_Sample]) -> None:
         task = asyncio.get_running_loop().create_task(self._deliver(batch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _deliver(self, batch: list[tuple[bytes, asyncio.Future[dict[str, Any]]]]) -> None:
+    async def _deliver(self, batch: list[_Sample]) -> None:
         try:
             promises = await self._ask([body for body, _ in batch])
         except BaseException as exc:

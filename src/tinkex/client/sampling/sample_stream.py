@@ -112,15 +112,12 @@ class SampleStream:
                 elif line.startswith("data:"):
                     event = orjson.loads(line[5:])
                     if kind == "progress":
-                        self._hear(waiting, str(event.get("reason")))
+                        state, reason = "paused_capacity", str(event.get("reason"))
+                        waiting.hear(state, reason)
+                        events.emit("queue.change", request_id="", state=state, reason=reason)
                     elif self._take(kind, event):
                         return
         raise APIConnectionError("The stream ended before the sample did. Sample again.")
-
-    @staticmethod
-    def _hear(waiting: Waiting, reason: str) -> None:
-        waiting.hear("paused_capacity", reason)
-        events.emit("queue.change", request_id="", state="paused_capacity", reason=reason)
 
     def _take(self, kind: str, event: dict[str, Any]) -> bool:
         """Handle one event; True when it was the last."""
