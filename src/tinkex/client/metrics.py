@@ -134,34 +134,32 @@ class Metrics:
 
     def _observe(self, name: str, duration_s: float) -> None:
         if name not in self._durations:
-            self._durations[name] = _Durations(self._window)
+            self._durations[name] = _Durations(deque(maxlen=self._window))
         self._durations[name].add(duration_s)
 
 
+@dataclass(slots=True)
 class _Durations:
-    __slots__ = ("_latest", "_max_s", "_num", "_sum_s")
-
-    def __init__(self, window: int) -> None:
-        self._latest: deque[float] = deque(maxlen=window)
-        self._num = 0
-        self._sum_s = 0.0
-        self._max_s = 0.0
+    latest: deque[float]
+    num: int = 0
+    sum_s: float = 0.0
+    max_s: float = 0.0
 
     def add(self, duration_s: float) -> None:
-        self._latest.append(duration_s)
-        self._num += 1
-        self._sum_s += duration_s
-        self._max_s = max(self._max_s, duration_s)
+        self.latest.append(duration_s)
+        self.num += 1
+        self.sum_s += duration_s
+        self.max_s = max(self.max_s, duration_s)
 
     def summary(self) -> Latency:
-        ordered = sorted(self._latest)
+        ordered = sorted(self.latest)
         return Latency(
-            num=self._num,
-            mean_s=self._sum_s / self._num,
+            num=self.num,
+            mean_s=self.sum_s / self.num,
             p50_s=percentile(ordered, 50),
             p95_s=percentile(ordered, 95),
             p99_s=percentile(ordered, 99),
-            max_s=self._max_s,
+            max_s=self.max_s,
         )
 
 

@@ -30,6 +30,7 @@ from tinkex.errors import (
     RequestFailedError,
     RetrieveError,
 )
+from tinkex.types.service.futures import QueueState
 from tinkex.wire import results
 
 logger = logging.getLogger("tinkex.futures")
@@ -107,21 +108,15 @@ class QueueWatch:
         if seen != self._last:
             self._last = seen
             events.emit("queue.change", request_id=request_id, state=seen[0], reason=reason)
-            self._tell(seen)
+            try:
+                if self._observer is not None:
+                    self._observer.on_queue_state_change(QueueState(seen[0]), reason)
+            except Exception:  # the user's own code
+                logger.exception("A queue observer failed; going on without it.")
         if seen[0] != "active" and self._clock() - self._logged >= 60:
             self._logged = self._clock()
             why = reason or _DEFAULT_REASONS.get(seen[0], f"queue state {seen[0]}")
             logger.warning("%s waits: %s", self._name, why)
-
-    def _tell(self, seen: tuple[str, str | None]) -> None:
-        if self._observer is None:
-            return
-        from tinkex.types import QueueState
-
-        try:
-            self._observer.on_queue_state_change(QueueState(seen[0]), seen[1])
-        except Exception:
-            logger.exception("A queue observer failed; going on without it.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class RecoveringTrainingClient(TrainingClient):
         self._metric: float | None = None
         self._lost: str | None = None
         self._rebuilding: str | None = None
-        self._lookout: tuple[TrainingClient, Lookout] | None = None
+        self._lookout: Lookout | None = None
         self._sessions = VisitedSessions(client.holder)
         self._keeper = Keeper("tinkex-recovery", self._look)
         self._ask_s = min(10.0, self.policy.unreachable_s)
@@ -136,7 +136,7 @@ class RecoveringTrainingClient(TrainingClient):
         self.base_model, self._steps = run.base_model, run._steps
         # A subclass's `on_queue_state_change` hears of every run, not only of the first.
         run._watch = QueueWatch(f"Training of {run.model_id}", self)
-        self._lost = self._rebuilding = None
+        self._lost = self._rebuilding = self._lookout = None
         self.run_ids.append(run.model_id)
         self._sessions.enter(run.holder)
         self._monitor.watch(run)
@@ -296,9 +296,8 @@ class RecoveringTrainingClient(TrainingClient):
             self._lookout = None
             return False
         run = self.client
-        if self._lookout is None or self._lookout[0] is not run:
-            self._lookout = run, self._watch_over(run)
-        if (reason := self._lost or self._lookout[1].look()) is not None:
+        self._lookout = self._lookout or self._watch_over(run)
+        if (reason := self._lost or self._lookout.look()) is not None:
             self._lookout = None
             self._lose(run, RetryableException(reason))
         return True

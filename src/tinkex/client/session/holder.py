@@ -28,7 +28,6 @@ from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import Budgets, RateLimiter
 from tinkex.client.http.transport import Call, Transport
 from tinkex.client.polling import Expect, Poller
-from tinkex.client.sampling.cancels import SampleCancels
 from tinkex.client.session.credentials import TokenProvider
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.open_calls import OpenCalls
@@ -89,7 +88,7 @@ class Holder:
         self.limiter: RateLimiter
         self.budgets: Budgets
         self.poller: Poller
-        self._cancels: SampleCancels
+        self._cancelling: asyncio.Semaphore
 
     @property
     def session_id(self) -> str | None:
@@ -192,7 +191,7 @@ class Holder:
             training_bytes=flags.fwdbwd_dispatch_bytes_semaphore_size,
             result_bytes=flags.inflight_response_bytes_semaphore_size,
         )
-        self._cancels = SampleCancels(self.transport)
+        self._cancelling = self._cancels_at_once()
         self.poller = Poller(
             self.transport.exchange,
             inflight=self.budgets.results,
@@ -227,6 +226,7 @@ class Holder:
         )
         with contextlib.suppress(NotFoundError):
             self.dynamic = DynamicFlags.from_json((await self.transport.call(call)).json())
+            self._cancelling = self._cancels_at_once()
 
     async def _create_session(self) -> None:
         answer = await self.post(
@@ -314,11 +314,21 @@ class Holder:
         return parse(await self.transport.call(call, waiting), answer)
 
     def cancel_sample(self, request_id: str) -> None:
-        """Ask the server, in the background, to stop a sample nobody waits for any more."""
+        """Ask the server, in the background, to stop a sample nobody waits for any more (4.3)."""
         if self.dynamic.sample_cancel_enabled and not self.is_closed:
-            self._cancels.max_batch_size = self.dynamic.sample_cancel_max_batch_size
-            if self._cancels.add(request_id):
-                self.calls.begin(self._cancels.run())
+            self.calls.begin(self._cancel_sample(request_id))
+
+    async def _cancel_sample(self, request_id: str) -> None:
+        body = {"request_id": request_id}
+        call = Call.json("cancel_future", body, pool="futures", timeout_s=30.0, max_retries=0)
+        async with self._cancelling:
+            try:
+                await self.transport.call(call)
+            except Exception as exc:  # nobody waits for it, so the log is the only one to tell
+                logger.info("Cancelling a sample failed: %s", exc)
+
+    def _cancels_at_once(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(max(self.dynamic.sample_cancel_max_batch_size, 1))
 
     # -- ending
 
