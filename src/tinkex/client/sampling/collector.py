@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -234,43 +234,36 @@ class BatchSubmitter:
     MAX_REQUESTS = 256
     MAX_BYTES = 4_000_000
 
-    def __init__(self, post: Callable[[Call], Awaitable[Reply]]) -> None:
+    def __init__(
+        self,
+        post: Callable[[Call], Awaitable[Reply]],
+        begin: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
         self._post = post
+        self._begin = begin
         self._pending: list[_Sample] = []
-        self._scheduled = False
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, body: bytes) -> dict[str, Any]:
         """One entry of the answer: a promise, or a refusal with its `status`."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
-        self._pending.append((body, answer))
-        if not self._scheduled:
-            self._scheduled = True
+        if not self._pending:
             loop.call_soon(self._flush)
+        self._pending.append((body, answer))
         return await answer
 
-    async def close(self) -> None:
-        await cancel_all(tuple(self._tasks))
-
     def _flush(self) -> None:
-        self._scheduled = False
         pending, self._pending = self._pending, []
         batch: list[_Sample] = []
         size = 0
         for body, answer in pending:
             if batch and (len(batch) >= self.MAX_REQUESTS or size + len(body) > self.MAX_BYTES):
-                self._send(batch)
+                self._begin(self._deliver(batch))
                 batch, size = [], 0
             batch.append((body, answer))
             size += len(body)
         if batch:
-            self._send(batch)
-
-    def _send(self, batch: list[_Sample]) -> None:
-        task = asyncio.get_running_loop().create_task(self._deliver(batch))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._begin(self._deliver(batch))
 
     async def _deliver(self, batch: list[_Sample]) -> None:
         try:

@@ -134,8 +134,7 @@ class SampleCalls:
             stuck_detection=flags.sample_enable_stuck_detection,
         )
         if flags.tinkex_sample_batch:
-            self._batch = BatchSubmitter(self.holder.transport.call)
-            self.holder.calls.close_first(self._batch)
+            self._batch = BatchSubmitter(self.holder.transport.call, self.holder.calls.begin)
 
     async def _join(self) -> None:
         """A clone takes a number of its own before its first sample."""
