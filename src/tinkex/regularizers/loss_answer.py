@@ -25,7 +25,10 @@ def check_answer(answer: Any, name: str) -> tuple[Tensor, dict[str, float]]:
     _check_scalar(loss, f"the loss of {name}")
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(f"the metrics of {name} must be a dict, got {metrics!r:.80}.")
-    return loss, {_metric_name(key, name): _number(v, key, name) for key, v in metrics.items()}
+    for key in metrics:
+        if not isinstance(key, str):
+            raise InvalidInputError(f"metric names of {name} must be strings, got {key!r}.")
+    return loss, {key: _number(value, key, name) for key, value in metrics.items()}
 
 
 def _check_scalar(value: Any, what: str) -> None:
@@ -49,12 +52,6 @@ def _check_scalar(value: Any, what: str) -> None:
             f"{what} is detached: it has no gradient with respect to the logprobs. Compute it from "
             "them with torch, without .detach(), .item() or numpy."
         )
-
-
-def _metric_name(key: Any, name: str) -> str:
-    if not isinstance(key, str):
-        raise InvalidInputError(f"metric names of {name} must be strings, got {key!r}.")
-    return key
 
 
 def _number(value: Any, key: str, name: str) -> float:

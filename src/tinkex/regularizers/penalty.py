@@ -9,7 +9,7 @@ nor the sum they enter.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -115,7 +115,7 @@ def resolve(
         found: Any = [_field(datum, reference, index) for index, datum in enumerate(data or ())]
     elif callable(reference) and not isinstance(reference, torch.Tensor):
         with torch.no_grad():
-            found = _called(reference, data, tensors)
+            found = reference(data, [tensor.detach() for tensor in tensors])
     else:
         found = reference
     others = as_tensors(_as_sequence(found), path)
@@ -125,10 +125,6 @@ def resolve(
         _like(other, tensor, path, i)
         for i, (other, tensor) in enumerate(zip(others, tensors, strict=True))
     ]
-
-
-def _called(fn: Callable[..., Any], data: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
-    return fn(data, [tensor.detach() for tensor in tensors])
 
 
 def _as_sequence(value: Any) -> Any:

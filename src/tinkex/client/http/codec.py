@@ -1,7 +1,7 @@
-"""Which bytes a training or sampling call sends, and how its result is read.
+"""Which requests a pass over training data becomes, and how its result is read.
 
-A thin layer over `tinkex.wire`: it picks the generation the server speaks and wraps bodies into
-calls. The functions are pure; those over large batches run on worker threads.
+It cuts the batch as the server wants it and picks the generation that the server speaks; the bytes
+are `tinkex.wire`'s. The functions are pure; those over large batches run on worker threads.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from tinkex.client.polling import Expect
 from tinkex.client.session.flags import ServerFlags
 from tinkex.client.training.submission import CallPart
 from tinkex.wire import chunking, requests
-
-# -------------------------------------------------------------------------------- training
 
 
 def pass_parts(
@@ -72,9 +70,3 @@ def _pass_encoder(
 
 EXPECT_FORWARD = Expect("Forward", types.ForwardBackwardOutput, in_protobuf=True)
 EXPECT_FORWARD_BACKWARD = Expect("ForwardBackward", types.ForwardBackwardOutput, in_protobuf=True)
-
-
-# -------------------------------------------------------------------------------- sampling
-
-
-EXPECT_SAMPLE = Expect("Sample", types.SampleResponse, in_protobuf=True)

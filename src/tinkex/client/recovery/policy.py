@@ -79,12 +79,11 @@ class RecoveryPolicy:
             )
         if self.metric_mode not in ("min", "max"):
             raise ConfigError(f"metric_mode must be 'min' or 'max', got {self.metric_mode!r}.")
-        for name in ("max_attempts", "keep"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("save_every_steps", "initial_delay_s", "monitor_interval_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        least = {"max_attempts": 1, "keep": 1}
+        least |= {"save_every_steps": 0, "initial_delay_s": 0, "monitor_interval_s": 0}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} must be at least {bound}, got {getattr(self, name)}.")
         if self.max_delay_s < self.initial_delay_s:
             raise ConfigError(
                 f"max_delay_s ({self.max_delay_s}) is below initial_delay_s "

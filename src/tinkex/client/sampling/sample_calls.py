@@ -15,11 +15,10 @@ from typing import Any
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.codec import EXPECT_SAMPLE
 from tinkex.client.http.headers import PROTOBUF
 from tinkex.client.http.retry import RetryConfig, SampleRetry
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import QueueWatch
+from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.sampling.collector import BatchSubmitter, Collector, FinishedSample
 from tinkex.client.sampling.sample_fields import SampleFields
 from tinkex.client.session.holder import Holder
@@ -34,6 +33,7 @@ from tinkex.errors import (
 from tinkex.wire import results
 
 CLONE_STRIDE = 10**9
+_EXPECT = Expect("Sample", types.SampleResponse, in_protobuf=True)
 
 
 class SampleCalls:
@@ -250,7 +250,7 @@ class SampleCalls:
     ) -> types.SampleResponse:
         return await self.holder.poller.wait(
             request_id,
-            EXPECT_SAMPLE,
+            _EXPECT,
             waiting=waiting,
             watch=self._watch,
             roundtrip_s=roundtrip_s,

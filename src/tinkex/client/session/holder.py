@@ -131,7 +131,7 @@ class Holder:
             if not self.session.is_shadow:
                 await self._fetch_dynamic(window=True)
             if self._with_session and self.session.id is None:
-                await self._create_session()
+                await self.session.open(self)
         except BaseException:
             if self._connected:
                 await self.transport.close()
@@ -227,16 +227,6 @@ class Holder:
         with contextlib.suppress(NotFoundError):
             self.dynamic = DynamicFlags.from_json((await self.transport.call(call)).json())
             self._cancelling = self._cancels_at_once()
-
-    async def _create_session(self) -> None:
-        answer = await self.post(
-            "create_session",
-            Session.request(self.config),
-            types.CreateSessionResponse,
-            pool="session",
-            window=False,
-        )
-        self.session.begin(answer)
 
     def _start_tasks(self) -> None:
         begin = self.calls.begin

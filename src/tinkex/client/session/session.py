@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from tinkex import events, types
-from tinkex.client.config import ClientConfig
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call, Transport
 from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
+
+if TYPE_CHECKING:
+    from tinkex.client.session.holder import Holder
 
 logger = logging.getLogger("tinkex.session")
 
@@ -37,17 +40,17 @@ class Session:
         self._counters[counter] = number + 1
         return number
 
-    @staticmethod
-    def request(config: ClientConfig) -> types.CreateSessionRequest:
-        return types.CreateSessionRequest(
+    async def open(self, holder: Holder) -> None:
+        config = holder.config
+        request = types.CreateSessionRequest(
             tags=list(config.tags),
             user_metadata=dict(config.user_metadata),
             sdk_version=CONTRACT_VERSION,
             project_id=config.project_id,
             display_name=config.display_name,
         )
-
-    def begin(self, answer: types.CreateSessionResponse) -> None:
+        kind = types.CreateSessionResponse
+        answer = await holder.post("create_session", request, kind, pool="session", window=False)
         self.id = answer.session_id
         for level, text in (
             (logging.INFO, answer.info_message),

@@ -62,9 +62,13 @@ def surrogate(fn: CustomLossFn, data: Sequence[Datum], logprobs: Sequence[Tensor
         InvalidInputError: `fn` did not return (finite scalar that depends on every datum's
             logprobs, dict of numbers).
     """
+    import torch
+
     # Fresh leaves, so that the gradient stops at the logprobs.
     tensors = [value.to_torch().requires_grad_(True) for value in logprobs]
-    loss, metrics = call_loss(fn, list(data), tensors)
+    with torch.enable_grad():  # the caller may be inside a no_grad; errors of `fn` pass through
+        answer = fn(list(data), tensors)
+    loss, metrics = check_answer(answer, getattr(fn, "__name__", type(fn).__name__))
     gradients = logprob_gradients(loss, tensors)
     batch = [
         _cross_entropy_datum(datum, index, -gradient)
@@ -102,20 +106,6 @@ def output_logprobs(output: ForwardBackwardOutput, num_data: int) -> list[Tensor
             path="loss_fn_outputs",
         )
     return [value for value in found if value is not None]
-
-
-# ------------------------------------------------------------------------------- calling the loss
-
-
-def call_loss(
-    fn: CustomLossFn, data: list[Datum], tensors: list[torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """Call `fn` and refuse an answer that cannot be trained on. Exceptions of `fn` pass through."""
-    import torch
-
-    with torch.enable_grad():
-        answer = fn(data, tensors)
-    return check_answer(answer, getattr(fn, "__name__", type(fn).__name__))
 
 
 def logprob_gradients(
