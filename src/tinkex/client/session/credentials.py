@@ -158,7 +158,7 @@ class TokenProvider:
         self._clock = clock
         self._exchange: Callable[[str], Awaitable[str]] | None = None
         self._token: str | None = None
-        self._lock: asyncio.Lock | None = None
+        self._lock = asyncio.Lock()
 
     def use_exchange(self, exchange: Callable[[str], Awaitable[str]]) -> None:
         """From now on, hand out exchanged tokens. A JWT given directly is used as it is."""
@@ -192,21 +192,16 @@ class TokenProvider:
         """What to send now; refreshes a token that is about to end."""
         if self._exchange is None:
             return await self.credential()
-        if self._remaining_s() > _USABLE_S and self._token is not None:
-            return self._token
-        self._lock = self._lock or asyncio.Lock()
-        async with self._lock:
-            if self._token is None or self._remaining_s() <= _USABLE_S:
-                await self._refresh_or_keep()
+        if self._remaining_s() <= _USABLE_S:
+            async with self._lock:
+                if self._remaining_s() <= _USABLE_S:  # else another call has refreshed it meanwhile
+                    try:
+                        await self.refresh()
+                    except TinkerError:
+                        if self._token is None:  # an old one may still do
+                            raise
         assert self._token is not None
         return self._token
-
-    async def _refresh_or_keep(self) -> None:
-        try:
-            await self.refresh()
-        except TinkerError:
-            if self._token is None:
-                raise
 
     async def refresh(self) -> None:
         assert self._exchange is not None
