@@ -130,18 +130,16 @@ def test_shards_side_by_side_are_the_shards_one_after_the_other(tiny, rng, loss_
     passes = []
     forward = beside.decoder.forward
 
-    def watched(tokens_T, positions_T, attend, *args, **options):
-        passes.append((len(tokens_T), list(attend.pieces)))
-        return forward(tokens_T, positions_T, attend, *args, **options)
+    def watched(tokens_T, positions_T, attend, lora, **options):
+        passes.append((len(tokens_T), lora.apart, len(lora.spans)))
+        return forward(tokens_T, positions_T, attend, lora, **options)
 
     monkeypatch.setattr(beside.decoder, "forward", watched)
     monkeypatch.setattr(beside.decoder, "batch_invariant", True)
     monkeypatch.setattr(beside.decoder, "keeps_pieces_apart", True)
     for _ in range(2):  # gradients are gathered
         (expected,), (got,) = train(after, job(data, loss_fn)), train(beside, job(data, loss_fn))
-    assert passes[0][0] == sum(len(datum.tokens) for datum in data)
-    assert sum(passes[0][1]) == len(data)
-    assert len(passes[0][1]) == 8
+    assert passes[0] == (sum(len(datum.tokens) for datum in data), True, 8)
     for ours, theirs in zip(got.outputs, expected.outputs, strict=True):
         np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], rtol=1e-5, atol=1e-5)
     ours, theirs = beside.adapters["a"].grads, after.adapters["a"].grads

@@ -34,6 +34,14 @@ def test_what_may_be_a_rectangle_is_one_and_the_rest_shares_calls():
     assert whole == flash.Rectangle(0, 4, 512)
 
 
+def test_pieces_that_are_kept_apart_are_stretches_of_their_own():
+    (whole,) = flash.ragged([3, 5, 2], [], torch.device("cpu"))
+    assert (whole.rows, whole.bounds.tolist()) == (slice(0, 10), [0, 3, 8, 10])
+    first, last = flash.ragged([3, 5, 2], [8, 10], torch.device("cpu"))
+    assert (first.rows, first.bounds.tolist(), first.longest) == (slice(0, 8), [0, 3, 8], 5)
+    assert (last.rows, last.bounds.tolist(), last.longest) == (slice(8, 10), [0, 2], 2)
+
+
 def test_lengths_are_rounded_to_few_and_by_little():
     lengths = range(flash.LONG, 32768)
     assert len({flash.rounded(n) for n in lengths}) == 4 * 16 + 1

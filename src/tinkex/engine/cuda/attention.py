@@ -250,7 +250,7 @@ def _paged_chunks(
         for block in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), BN):
             key = block + n
             real = key < length
-            # int64 from here on: a cache has more than 2^31 numbers.
+            # int64 from here on: a cache can have more than 2^31 numbers.
             page = tl.load(tables + b * table_stride + key // P, real, other=0).to(tl.int64)
             rows = ((page * P + key % P) * K + kh)[:, None] * d + i[None, :]
             kv = tl.load(k_cache + rows, real[:, None], other=0.0)

@@ -75,6 +75,7 @@ class Chunks:
 @triton.jit
 def _pre(x, conv, t, c, ok, before, x_stride, W: tl.constexpr):
     """The convolution of tokens t, whose places in their sequences are `before`."""
+    # An input before the sequence's first token is 0, and is another sequence's in memory.
     total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
     for j in tl.static_range(W):
         back = W - 1 - j
@@ -110,7 +111,10 @@ def _convolve_slope(
     dout, x, conv, place, before, slope, T, P, x_stride, scale,
     K: tl.constexpr, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what the convolution gave, before silu and unit lengths."""
+    """The gradient of what the convolution gave, before silu and unit lengths.
+
+    Stored, because a token's input gathers from W of them: see `_convolve_backward`.
+    """
     head = tl.program_id(1)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.arange(0, d)
@@ -124,6 +128,7 @@ def _convolve_slope(
         dy *= scale
     if head < 2 * K:
         unit = 1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS)
+        # Only what is across the vector moves its direction.
         along = tl.sum(dy * y, 1) * unit * unit
         dy = (dy - y * along[:, None]) * unit[:, None]
     to = slope + t.to(tl.int64)[:, None] * (tl.num_programs(1) * d) + (head * d + i)[None, :]
@@ -138,7 +143,7 @@ def _convolve_backward(
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     keep = (t < T)[:, None] & (c < C)[None, :]
-    left = tl.load(after + t, t < T, other=0)
+    left = tl.load(after + t, t < T, other=0)  # tokens of its sequence that come after it
     total = tl.zeros((BT, BC), tl.float32)
     for step in tl.static_range(W):
         at = slope + (t + step)[:, None] * C + c[None, :]
@@ -201,7 +206,7 @@ def _decays(g, at, c: tl.constexpr):
 def _decay(
     kk, qk, g, beta, system, inside, from_start, to_end, N, SHARE: tl.constexpr, c: tl.constexpr
 ):
-    """One chunk of one value head."""
+    """One chunk of one value head: a token corrects by those before it, and sees itself too."""
     n, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, c)
     cells = i[:, None] * c + i[None, :]
@@ -221,7 +226,8 @@ def _decay_backward(
     kk, qk, g, beta, dsystem, dinside, dfrom, dto, dkk, dqk, dg, dbeta, N,
     SHARE: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one key head: its value heads one after the other."""
+    """One chunk of one key head: its value heads one after the other, so that one program adds up
+    what they give to the products of their keys, and nothing is added atomically."""
     n, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, c)
     cells = i[:, None] * c + i[None, :]
@@ -238,12 +244,14 @@ def _decay_backward(
         sum_k += ds * strength
         sum_q += di
         tl.store(dbeta + one + i, tl.sum(ds * kv, 1))
+        # Of the log decay from token j to token i: it grows with i's total and falls with j's.
         dlog = ds * kv * strength + di * qv
         last = tl.sum(tl.where(i == c - 1, total, 0.0), 0)
         ending = tl.load(dto + one + i) * tl.exp((last - total).to(tl.float32))
         dtotal = tl.sum(dlog, 1) - tl.sum(dlog, 0) - ending
         dtotal += tl.load(dfrom + one + i) * tl.exp(total.to(tl.float32))
         dtotal += tl.where(i == c - 1, tl.sum(ending, 0), 0.0)
+        # A total is the sum of all decays up to its token: each decay takes from all behind it.
         tl.store(dg + one + i, tl.cumsum(dtotal, 0, reverse=True))
     tl.store(dkk + key, sum_k)
     tl.store(dqk + key, sum_q)
@@ -289,7 +297,11 @@ _EDGE = 16
 
 @triton.jit
 def _invert(a, out, c: tl.constexpr, s: tl.constexpr):
-    """(I + A)^-1 of a small triangle on the diagonal, row by row."""
+    """(I + A)^-1 of a small triangle on the diagonal, row by row.
+
+    Row r is -A[r] times the rows above, which are done. That is sequential, so triangles are small:
+    those of 64 took 1.6 ms a call (H200, `dev/LOG.md`).
+    """
     block = tl.program_id(1) * s
     at = tl.program_id(0).to(tl.int64) * c * c + block * c + block
     i = tl.arange(0, s)
@@ -310,6 +322,8 @@ def _join(a, out, c: tl.constexpr, s: tl.constexpr):
     cells = i[:, None] * c + i[None, :]
     x = tl.load(out + at + cells)
     y = tl.load(out + at + s * c + s + cells)
+    # Three products of rounded factors are nearly as exact as fp32; one would lose digits that
+    # later tokens of the chunk are computed from.
     between = tl.dot(tl.load(a + at + s * c + cells), x, input_precision="tf32x3")
     tl.store(out + at + s * c + cells, -tl.dot(y, between, input_precision="tf32x3"))
 
@@ -346,7 +360,11 @@ def _walk(
     new, old, keys, decay, bounds, change, states, N,
     d: tl.constexpr, c: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A sequence, a head and some columns of its state, from its first chunk to its last."""
+    """A sequence, a head and some columns of its state, from its first chunk to its last.
+
+    The state stays in registers. It is stored in front of every chunk: outputs and gradients of
+    all chunks are then batched products.
+    """
     seq, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, r = tl.arange(0, d), tl.arange(0, c)
     j = tl.program_id(2) * BV + tl.arange(0, BV)
@@ -368,7 +386,11 @@ def _walk_back(
     dchange, dstates, old, keys, decay, bounds, du, dafter, N,
     d: tl.constexpr, c: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The same backwards: gradients of `new`, and of the state behind every chunk."""
+    """The same backwards: gradients of `new`, and of the state behind every chunk.
+
+    Those of `old`, of the keys and of the decays are sums over all columns, which are several
+    programs': they are batched products afterwards.
+    """
     seq, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, r = tl.arange(0, d), tl.arange(0, c)
     j = tl.program_id(2) * BV + tl.arange(0, BV)

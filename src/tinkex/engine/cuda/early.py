@@ -24,6 +24,8 @@ _FEW = 256
 @triton.jit
 def wait(EARLY: tl.constexpr):
     """For the kernel ahead; the next one may come from here on."""
+    # In this order: the next kernel then comes when all before this one have ended, and may read
+    # what they wrote even before its own wait.
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

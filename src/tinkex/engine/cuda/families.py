@@ -146,6 +146,7 @@ class FamilyDecoder(CudaDecoder):
                 return torch.autograd.grad(mixed, leaf, dmixed)[0].contiguous()
         if self._is_fast:
             return super()._mix_backward(index, w, s, dmixed, stream)
+        # The way from the fused product to the heads is torch's; only attention itself is not.
         with torch.enable_grad():
             leaf = s.fused_TX.detach().requires_grad_()
             *made, gate = self._heads(w, leaf, *stream.angles)
@@ -154,6 +155,7 @@ class FamilyDecoder(CudaDecoder):
         attn = s.mixed_TX.view_as(q) if s.attn_THd is None else s.attn_THd
         dattn, dgates = dmixed.view_as(q), list[Tensor]()
         if gate is not None:
+            # mixed = attn * sigmoid(gate): the gate's slope here, attention's goes on below.
             open_THd = gate.detach().float().sigmoid()
             slope_THd = dattn.float() * attn.float() * open_THd * (1 - open_THd)
             made, dgates = [*made, gate], [slope_THd.to(gate.dtype)]
@@ -178,6 +180,7 @@ class FamilyDecoder(CudaDecoder):
         assert block.shared_gate_up is not None
         assert block.shared_down is not None
         out, gate_up = swiglu(y, block.shared_gate_up, block.shared_down, linears, "shared.")
+        # cuBLAS may sum a product with one column in an order that follows the number of rows.
         gate_T1 = torch.sigmoid(mixture_kernels.row_dot(y, block.shared_gate_1D))
         return delta + (out * gate_T1).to(delta.dtype), gate_up, saved
 
@@ -210,6 +213,7 @@ class FamilyDecoder(CudaDecoder):
         assert experts is not None
         y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
         if (plain := self._plain_batch(linears.lora)) is not None:
+            # Not the pass's own record: this is the forward again, and would be counted twice.
             routing = None if stream.routing is None else Routing(stream.routing.given)
             for span in plain.spans:
                 span.adapter.start_grad()

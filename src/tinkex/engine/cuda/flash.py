@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,11 +52,11 @@ class PackedFlash:
         lengths: Sequence[int],
         config: ModelConfig,
         device: torch.device,
-        pieces: Sequence[int] = (),
+        stops: Sequence[int] = (),
     ) -> None:
-        """`pieces`: see `PackedCausal`."""
+        """`stops`: the rows at which pieces end that must be kept apart; see `LoraBatch`."""
         self._config, self._lengths, self._device = config, lengths, device
-        self._pieces = pieces
+        self._stops = stops
         self._queries = attention.Queries.of(lengths, lengths, device)
         self._ragged: list[Stretch] = []
         self._stretches: list[Stretch] = []
@@ -119,12 +119,13 @@ class PackedFlash:
             grads.append(
                 stretch.backward(dout_THd[rows], qkv, out_THd[rows], lse_HT[:, rows], window)
             )
+        # Stretches cover all rows, in order, so their gradients only have to be put together.
         dqs, dks, dvs = zip(*grads, strict=True)
         return _joined(dqs), _joined(dks), _joined(dvs)
 
     def _stretches_of(self, window: int | None) -> list[Stretch]:
         if not self._ragged:
-            self._ragged = self._stretches = ragged(self._lengths, self._pieces, self._device)
+            self._ragged = self._stretches = ragged(self._lengths, self._stops, self._device)
             config = self._config
             heads = (config.num_heads, config.num_kv_heads, config.head_size)
             deterministic = torch.are_deterministic_algorithms_enabled()
@@ -138,17 +139,6 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 # ---------------------------------------------------------------------- the cut
-
-
-class Stretch(Protocol):
-    """Neighbouring sequences of a batch and the kernel that serves them."""
-
-    @property
-    def rows(self) -> slice: ...
-
-    def backward(
-        self, dout: Tensor, qkv: Three, out: Tensor, lse_HT: Tensor, window: int | None
-    ) -> Three: ...
 
 
 def cut(lengths: Sequence[int], device: torch.device) -> list[Stretch]:
@@ -165,6 +155,8 @@ def cut(lengths: Sequence[int], device: torch.device) -> list[Stretch]:
 
     for length, run in groupby(lengths):
         count = len(list(run))
+        # A plan is made for lengths that will come again: those of a run, which are so by intent,
+        # and those that are round, which filled-up sequences have too.
         if length >= _WORTH and (count >= _RUN or length == rounded(length)):
             shapes = [(count, length)]
         elif length >= LONG:
@@ -180,13 +172,17 @@ def cut(lengths: Sequence[int], device: torch.device) -> list[Stretch]:
     return stretches
 
 
-def ragged(lengths: Sequence[int], pieces: Sequence[int], device: torch.device) -> list[Stretch]:
+def ragged(lengths: Sequence[int], stops: Sequence[int], device: torch.device) -> list[Stretch]:
     """All for flash attention, piece by piece: its order of sums follows their number."""
     stretches: list[Stretch] = []
-    first, start = 0, 0
-    for count in pieces or [len(lengths)]:
-        stretches.append(Ragged.of(start, lengths[first : first + count], device))
-        first, start = first + count, stretches[-1].rows.stop
+    left, start = iter(lengths), 0
+    for stop in stops or [sum(lengths)]:
+        own, at = list[int](), start
+        while at < stop:
+            own.append(next(left))
+            at += own[-1]
+        stretches.append(Ragged.of(start, own, device))
+        start = stop
     return stretches
 
 
@@ -287,6 +283,10 @@ class Rectangle:
         return boxed_BHSd.transpose(1, 2).flatten(0, 1)[: self.count * self.length]
 
 
+Stretch = Ragged | Rectangle
+"""Neighbouring sequences of a batch and the kernel that serves them."""
+
+
 @lru_cache(maxsize=64)
 def _cudnn_state(
     heads: int, kv_heads: int, head_size: int, device: torch.device
@@ -326,6 +326,7 @@ def cudnn_agrees(heads: int, kv_heads: int, head_size: int, device: torch.device
             answers.append(stretch.backward(dout, (q, k, v), out, lse, None))
         except RuntimeError:
             return False
+    # Two per cent: both round to bf16 on their way, but a wrong mask or layout is off by far more.
     return all(
         torch.linalg.vector_norm((a - b).float()) < 0.02 * torch.linalg.vector_norm(a.float())
         for a, b in zip(*answers, strict=True)

@@ -31,7 +31,8 @@ from tinkex.engine.cuda.flash import PackedFlash, Three
 from tinkex.engine.cuda.product import product
 from tinkex.engine.cuda.small_passes import RecordedPass, Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.operand import EXPERTS, AdapterTokens, BatchOperands, LoraAddend
+from tinkex.engine.lora.layout import EXPERTS
+from tinkex.engine.lora.operand import AdapterTokens, BatchOperands, LoraAddend
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.decoder import Decoder, _Layer
 from tinkex.engine.model.mixture import Routing
@@ -165,8 +166,7 @@ class CudaDecoder(Decoder):
         return False
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        if torch.is_grad_enabled() and hidden_ND.requires_grad:
-            return super().head(hidden_ND, lora)
+        # Not for autograd: who wants gradients calls `head_backward`, as the scorer does.
         return self.logits(hidden_ND, BatchOperands(lora, len(hidden_ND), self.dtype).get("head"))
 
     def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
@@ -201,7 +201,10 @@ class CudaDecoder(Decoder):
         """What all layers of a pass have in common."""
         packed = attend if isinstance(attend, PackedCausal) else None
         if packed is not None:
-            attend = PackedFlash(packed.lengths, self.config, self.device, packed.pieces)
+            stops: list[int] = []
+            if isinstance(lora, BatchOperands) and lora.batch.apart:
+                stops = [span.stop for span in lora.batch.spans]
+            attend = PackedFlash(packed.lengths, self.config, self.device, stops)
         cached = isinstance(attend, CachedAttend)
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
         factor = self.config.rope.attention_factor
@@ -224,6 +227,8 @@ class CudaDecoder(Decoder):
         self, index: int, x: Tensor, delta: Tensor | None, stream: Stream, lora: Operands
     ) -> tuple[Tensor, Tensor, KeptLayer]:
         """One layer on (residual, what the layer below adds to it), and what its backward needs."""
+        # A block's output is added to the residual by the norm behind it: one kernel for both, and
+        # one pass over the rows less. So the last output is handed on, not added.
         w, eps, linears = self.layers[index], self.config.norm_eps, Linears(index, lora, {})
         x, y, rstd1 = kernels.add_rms_norm(x, delta, w.attn_norm, eps)
         fused = linears.forward("qkv", y, w.qkv, w.qkv_bias)
@@ -286,13 +291,15 @@ class CudaDecoder(Decoder):
         The adapters' gradients are gathered on the way. Consumes what the layer saved.
         """
         w, linears = self.layers[index], Linears(index, lora, s.inner)
+        # dx is the gradient of a block's output and of the residual beside it: the norm's backward
+        # adds what went through the block, and dx is that of the residual in front of it.
         dy = self._mlp_backward(w, s, dx, stream, linears)
         kernels.rms_norm_backward_(dx, dy, s.x2_TD, w.mlp_norm, s.rstd2_T)
         dmixed, dh = linears.backward("o", dx, w.out)
         linears.gather("o", s.mixed_TX, dx, dh)
         dfused = self._mix_backward(index, w, s, dmixed, stream)
         dy, dh = linears.backward("qkv", dfused, w.qkv)
-        if dh is not None:
+        if dh is not None:  # only an adapter's gradient needs the normed input again
             y1 = kernels.rms_norm_again(s.x_TD, w.attn_norm, s.rstd1_T)
             linears.gather("qkv", y1, dfused, dh)
         kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
@@ -305,7 +312,7 @@ class CudaDecoder(Decoder):
         dact, dh = linears.backward("down", dx, w.down)
         act = kernels.swiglu_backward_(dact, s.gate_up_TX)  # gate_up is its own gradient from here
         linears.gather("down", act, dx, dh)
-        del act, dact
+        del act, dact  # each is as wide as half of gate_up, whose product comes next
         dy, dh = linears.backward("gate_up", s.gate_up_TX, w.gate_up)
         if dh is not None:
             y2 = kernels.rms_norm_again(s.x2_TD, w.mlp_norm, s.rstd2_T)
@@ -318,6 +325,7 @@ class CudaDecoder(Decoder):
         """The gradient of the fused linear in front of the mixer."""
         assert s.fused_TX is not None
         assert s.lse_HT is not None
+        # Made again and not kept: the fused product is kept for the norms' gradients anyway.
         q, k, v = self._split(s.fused_TX, _norms(w), stream.angles, stream.target(index))
         attn, dattn = s.mixed_TX.view_as(q), dmixed.view_as(q)
         grads: Three = stream.attention.backward(index, dattn, q, k, v, attn, s.lse_HT)
@@ -347,7 +355,7 @@ class FusedPass:
             below = (x, delta)
             x, delta, layer = decoder.layer(index, x, delta, self.stream, self.lora)
             self.saved.append(self._kept(index, below, layer))
-            del below, layer
+            del below, layer  # what is not kept is free before the next layer asks for memory
         x, hidden_TD, rstd_T = kernels.add_rms_norm(
             x, delta, decoder.final_norm_D, decoder.config.norm_eps
         )
@@ -362,7 +370,7 @@ class FusedPass:
         dx_TD = kernels.rms_norm_backward_(
             torch.zeros_like(x_TD), dhidden_TD, x_TD, decoder.final_norm_D, rstd_T
         )
-        while self.saved:
+        while self.saved:  # popped, so that a layer's memory is free as soon as it is done
             layer, index = self.saved.pop(), len(self.saved)
             if isinstance(layer, tuple):
                 x, delta = layer
@@ -426,6 +434,7 @@ def _linear(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Any]:
     """(x W^T + adapters, the adapters' inner product)."""
+    # Started first: in a recorded step it runs on a stream of its own, beside the large product.
     inner = None if lora is None else lora.start(x_TX)
     y_TX = product(x_TX, weight, bias, dtype)
     if lora is not None:

@@ -23,7 +23,8 @@ from torch import Tensor
 from tinkex.engine.cuda import mixture_kernels as kernels
 from tinkex.engine.cuda.product import product
 from tinkex.engine.lora.adapter import Adapter, LoraPart
-from tinkex.engine.lora.operand import EXPERTS, AdapterTokens, Weights, grad_of
+from tinkex.engine.lora.layout import EXPERTS
+from tinkex.engine.lora.operand import AdapterTokens, Weights, grad_of
 from tinkex.engine.model.mixture import MixtureWeights, Routing
 from tinkex.engine.model.shape import ExpertsConfig
 from tinkex.engine.mxfp4 import expanded

@@ -37,10 +37,12 @@ def _halves(gp, M, keep, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _activate(gate_up, weight, out, M, limit, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of a sorted row."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < M
     a, _, b, _ = _halves(gate_up + row * 2 * M + cols, M, keep, limit, CLAMPED)
+    # Not rounded before the weight: a row is rounded once, and its token's sum is a plain one.
     act = a * b * tl.load(weight + row)
     tl.store(out + row * M + cols, act, keep)
 
@@ -61,6 +63,7 @@ def activate(gate_up_NX: Tensor, weight_N: Tensor, clamp: float | None) -> Tenso
 def _activate_backward(
     dact, gate_up, weight, act, dweight, M, limit, CLAMPED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """A whole sorted row, because the gradient of its weight is a sum over all of it."""
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(weight + row)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -96,6 +99,8 @@ def _gather_sum(
     x, back, bias, chosen, weights, out, D,
     k: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """BLOCK columns of a token. Best expert first, wherever the rows were sorted to: atomic adds by
+    the rows would come in any order."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = cols < D
@@ -130,6 +135,7 @@ def gather_sum(
 
 @triton.jit
 def _row_dot(x, w, out, D, BLOCK: tl.constexpr):
+    """One row, by one sum of one layout."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
@@ -157,6 +163,7 @@ def _pick(left, given, at, e, GIVEN: tl.constexpr):
     """The best expert that is left, of equal ones the first; or the one that was given."""
     best = tl.argmax(left, 0).to(tl.int64)
     if GIVEN:
+        # A given row is given as a whole: its first number says whether it is.
         told = tl.load(given + at)
         best = tl.where(tl.load(given) >= 0, told, best)
     return best, tl.where(e == best, float("-inf"), left)
@@ -184,7 +191,7 @@ def _route(
         tl.store(chosen + row * k + at, best)
         tl.store(weights + row * k + at, p_best)
         picked += p_best
-    if NORMALISED:
+    if NORMALISED:  # a loop's picks cannot be kept in an array, so they are made once more
         left = x
         for at in tl.static_range(k):
             best, left = _pick(left, given + row * k, at, e, GIVEN)
@@ -214,7 +221,11 @@ def route(
 
 @triton.jit
 def _sort(chosen, weights, rows, experts, stops, back, weight, N, k, BLOCK: tl.constexpr):
-    """The rows of one expert: how many go before them, then each one's place, in order."""
+    """The rows of one expert: how many go before them, then each one's place, in order.
+
+    Every program reads all choices, twice; there are few, and it is one launch instead of torch's
+    many. An expert's rows keep their order, as in a stable sort.
+    """
     e = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     less = tl.zeros((BLOCK,), tl.int32)

@@ -29,12 +29,12 @@ from tinkex.engine.cuda import attention, delta
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.operand import EXPERTS
+from tinkex.engine.lora.layout import EXPERTS
 from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.sample.expert_pages import ExpertPages
-from tinkex.engine.sample.paged import PagedCache, cells, slots_of
+from tinkex.engine.sample.paged import PagedCache, Placed, cells, slots_of, split
 from tinkex.engine.sample.scheduler import Chunk
 from tinkex.engine.sample.states import StateCache
 from tinkex.engine.transfer import send
@@ -67,16 +67,15 @@ class CudaPagedAttend:
         device = self.cache.k.device
         size = self.cache.block_size
         slots_T = send(slots_of(chunks, size), device)
-        starts = np.cumsum([0, *(chunk.length for chunk in chunks)])
-        rows = [(int(row), chunk) for row, chunk in zip(starts, chunks, strict=False)]
-        singles = [(row, chunk) for row, chunk in rows if chunk.length == 1]
-        longs = [(row, chunk) for row, chunk in rows if chunk.length > 1]
+        # The kernel of many queries would fill a tile of 128 with a single one.
+        singles, longs = split(chunks)
         self.prepare(
             slots_T,
             _Singles.of(singles, size, device) if singles else None,
             _Longs.of(longs, size, device) if longs else None,
         )
         if self.states is not None:
+            # A slot still holds what its last sequence left there.
             self.states.clear([chunk.seq.state for chunk in chunks if chunk.start == 0])
             slots, lengths = zip(*((c.seq.state, c.length) for c in chunks), strict=True)
             self._tokens = delta.TokenBounds.of(slots, lengths, device)
@@ -167,7 +166,7 @@ class _Singles:
     lengths_B: Tensor
 
     @classmethod
-    def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Singles:
+    def of(cls, members: Sequence[Placed], size: int, device: torch.device) -> _Singles:
         chunks = [chunk for _, chunk in members]
         return cls(
             send([row for row, _ in members], device),
@@ -185,7 +184,7 @@ class _Longs:
     queries: attention.Queries
 
     @classmethod
-    def of(cls, members: Sequence[tuple[int, Chunk]], size: int, device: torch.device) -> _Longs:
+    def of(cls, members: Sequence[Placed], size: int, device: torch.device) -> _Longs:
         queries = [chunk.length for _, chunk in members]
         keys = [chunk.start + chunk.length for _, chunk in members]
         rows = [np.arange(row, row + chunk.length) for row, chunk in members]
@@ -247,6 +246,7 @@ class _Static:
         else:
             tokens_N, row_of_chunk = drawn
             sent_2B = send(([*row_of_chunk, *[0] * spare], positions), device)
+            # On the device: the host has not seen these tokens, and does not wait for them.
             torch.index_select(tokens_N, 0, sent_2B[0], out=self.inputs_2B[0])
             self.inputs_2B[1].copy_(sent_2B[1])
         changed = [at for at, c in enumerate(chunks) if self._known[at] != c.seq.blocks]
@@ -359,6 +359,7 @@ class DecodeGraphs:
                     step()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
+            # One pool of memory for all graphs: no two of them are replayed at one time.
             with torch.cuda.graph(graph, pool=self._pool):
                 static.logits_BV = step()
         self._pool = self._pool or graph.pool()

@@ -111,6 +111,8 @@ class Recording:
         self.inputs_2T[0, : self._used] = tokens_T
         self.inputs_2T[1, : self._used] = positions_T
         self.inputs_2T[1, self._used :] = torch.arange(unused, device=device)
+        # Unused rows are a sequence too: rows that no tile writes would hold anything, and in sums
+        # over all rows 0 times no number is no number.
         filled = [*lengths, unused]
         filled += [0] * (_SEQUENCES - len(filled))
         queries = attention.Queries.of(filled, filled, device)
@@ -125,12 +127,14 @@ class Recording:
 
     def forward(self) -> Tensor:
         self._forward.replay()
+        # A copy: the next replay writes there, perhaps before autograd is done with this one.
         return self._hidden_TD[: self._used].clone()
 
     def backward(self, dhidden_TD: Tensor) -> None:
         self.dhidden_TD[: self._used] = dhidden_TD
         self.dhidden_TD[self._used :] = 0
         self._backward.replay()
+        # The recording's own gradient begins at zero in each replay; the adapter's goes on.
         self._adapter.start_grad()
         assert self._adapter.grad is not None
         self._adapter.grad.add_(self.grad_1P[0])

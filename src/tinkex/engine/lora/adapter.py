@@ -339,7 +339,8 @@ class LoraTerm:
 class LoraBatch:
     """Contiguous, non-overlapping spans; rows outside all spans see the base model only.
 
-    With `apart`, a span's gradients are to be a function of its own rows alone, to the bit.
+    With `apart`, each span is a piece of the batch whose gradients are to be a function of its own
+    rows alone, to the bit; decoders that `keeps_pieces_apart` honour it.
     """
 
     def __init__(self, spans: Iterable[AdapterSpan], *, apart: bool = False) -> None:

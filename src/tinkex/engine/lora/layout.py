@@ -5,7 +5,7 @@ Letters: R ranks of all modules of a linear, I inputs, O outputs, r rank of one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -13,10 +13,29 @@ from itertools import groupby
 import torch
 
 from tinkex.engine.cuda.lora_kernels import COLUMNS, SIDE, Factor, GradientTiles
-from tinkex.engine.lora.adapter import Adapter, LoraPart
+from tinkex.engine.lora.adapter import Adapter, Layout, LoraPart
 from tinkex.engine.transfer import send
 
+EXPERTS = ".experts."
+"""In the keys of an expert's linears."""
+_Signature = tuple[tuple[str, tuple[LoraPart, ...]], ...]
+_Place = tuple[int, tuple[int, int]]
+"""Where a matrix starts in the buffer, and its shape."""
 _Tile = tuple[int, ...]
+
+
+def linears(
+    signature: _Signature, layout: Layout
+) -> Iterator[tuple[str, _Place, list[tuple[LoraPart, _Place]]]]:
+    """Every linear of an adapter: its key, its A, and its modules with their Bs.
+
+    Not those of experts: there are thousands, which `cuda.mixture` sees as stacks.
+    """
+    places = iter(layout)
+    for key, parts in signature:
+        inner, outer = next(places), [(part, next(places)) for part in parts]
+        if EXPERTS not in key:
+            yield key, inner, outer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +58,7 @@ def layouts(adapter: Adapter) -> Mapping[str, LinearLayout]:
 
 @lru_cache(maxsize=64)
 def _layouts(
-    signature: tuple[tuple[str, tuple[LoraPart, ...]], ...],
-    places: tuple[tuple[int, tuple[int, int]], ...],
-    device: torch.device,
+    signature: _Signature, layout: Layout, device: torch.device
 ) -> dict[str, LinearLayout]:
     tiles: list[_Tile] = []
     """Of all linears, so that one copy sends them."""
@@ -50,15 +67,12 @@ def _layouts(
         tiles.extend(new)
         return slice(len(tiles) - len(new), len(tiles))
 
-    found, place = [], iter(places)
-    for key, parts in signature:
-        at, (ranks, num_in) = next(place)
-        modules = [(part, *next(place)) for part in parts]
-        if ".experts." in key:  # see `cuda.mixture`
-            continue
+    found = []
+    for key, (at, (ranks, num_in)), modules in linears(signature, layout):
+        # Modules of one rank and scale are one launch of `expand_`.
         modules.sort(key=lambda module: (module[0].rank, module[0].scale))
         outer = [
-            (rank, scale, stretch([t for part, start, _ in group for t in _outputs(part, start)]))
+            (rank, scale, stretch([t for part, (b, _) in group for t in _outputs(part, b)]))
             for (rank, scale), group in groupby(modules, lambda m: (m[0].rank, m[0].scale))
         ]
         inputs = range(0, num_in, COLUMNS)
@@ -98,22 +112,16 @@ def gradient_tiles(adapter: Adapter) -> Mapping[str, GradientTiles]:
 
 @lru_cache(maxsize=64)
 def _gradient_tiles(
-    signature: tuple[tuple[str, tuple[LoraPart, ...]], ...],
-    places: tuple[tuple[int, tuple[int, int]], ...],
-    device: torch.device,
+    signature: _Signature, layout: Layout, device: torch.device
 ) -> dict[str, GradientTiles]:
     tiles: list[_Tile] = []
     scales: list[float] = []
-    found, place = {}, iter(places)
-    for key, parts in signature:
-        at, (ranks, num_in) = next(place)
-        modules = [(part, *next(place)) for part in parts]
-        if ".experts." in key:  # see `cuda.mixture`
-            continue
+    found = {}
+    for key, (at, (ranks, num_in)), modules in linears(signature, layout):
         first = len(tiles)
         tiles += _squares((0, at, ranks, num_in), 0, 0)
         scales += [1.0] * (len(tiles) - len(scales))
-        for part, start, (num_out, rank) in modules:
+        for part, (start, (num_out, rank)) in modules:
             tiles += _squares((1, start, num_out, rank), part.target.start, part.row)
             scales += [part.scale] * (len(tiles) - len(scales))
         found[key] = slice(first, len(tiles))

@@ -25,11 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch, LoraPart
-from tinkex.engine.lora.layout import LinearLayout, gradient_tiles, layouts
+from tinkex.engine.lora.layout import LinearLayout, gradient_tiles, layouts, linears
 from tinkex.engine.transfer import send
-
-EXPERTS = ".experts."
-"""In the keys of an expert's linears."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +69,15 @@ class Weights:
 
 def weights_by_key(like: Adapter, stacked_GP: Tensor) -> dict[str, Weights]:
     """Buffers of one layout as the linears take them: views."""
-    out, places = {}, iter(like.layout)
     count, step, first = len(stacked_GP), stacked_GP.stride(0), stacked_GP.storage_offset()
-    for key, group in like.groups.items():
-        spots = [next(places) for _ in range(1 + len(group.parts))]
-        if EXPERTS in key:  # thousands of linears, seen as stacks by `cuda.mixture`
-            continue
-        A, *Bs = (
-            stacked_GP.as_strided((count, *shape), (step, shape[1], 1), first + at)
-            for at, shape in spots
-        )
-        out[key] = Weights(A, tuple(Bs), group.parts)
-    return out
+
+    def view(at: int, shape: tuple[int, int]) -> Tensor:
+        return stacked_GP.as_strided((count, *shape), (step, shape[1], 1), first + at)
+
+    return {
+        key: Weights(view(*a), tuple(view(*b) for _, b in bs), tuple(part for part, _ in bs))
+        for key, a, bs in linears(like.signature, like.layout)
+    }
 
 
 # ---------------------------------------------------------------------- stacks
@@ -223,14 +217,6 @@ class LoraOperand:
 # ---------------------------------------------------------------------- gradients
 
 
-class Gradients(Protocol):
-    """Where the gradients of one stack's part of one linear are gathered."""
-
-    def add(
-        self, linear: StackLinear, x_tI: Tensor, h_tR: Tensor, dy_tO: Tensor, dh_tR: Tensor
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class OwnGradients:
     """Of an adapter alone, or piece by piece of its twins: views of their buffers."""
@@ -261,6 +247,10 @@ class StackGradients:
         lora_kernels.gather_(dh_tR, x_tI, dy_tO, h_tR, self.tiles, self.addresses_G, stops_G)
 
 
+Gradients = OwnGradients | StackGradients
+"""Where the gradients of one stack's part of one linear are gathered."""
+
+
 def over_rows(a: Tensor, b: Tensor) -> Tensor:
     """The product of two matrices over their rows in fp32, [1, ...] as views of a stack are."""
     return torch.mm(a.t(), b, out_dtype=torch.float32)[None]
@@ -279,10 +269,12 @@ class BatchOperands:
     def __init__(self, lora: LoraBatch | None, num_rows: int, dtype: torch.dtype) -> None:
         spans = lora.spans if lora is not None else ()
         apart = lora is not None and lora.apart
+        # Rows of no adapter between the spans would belong to a neighbour's in grouped products.
         together = len(spans) > 1 and not apart and _tile(spans, num_rows)
         if together and can_group([span.adapter for span in spans]):
             self._stacks = [AdapterStack.of(spans, dtype)]
         elif apart:
+            # Twins share their weights' buffer, and so are one adapter in the forward pass.
             by_owner = groupby(spans, lambda span: id(span.adapter.flat))
             self._stacks = [AdapterStack.of_pieces(list(own), dtype) for _, own in by_owner]
         else:
@@ -389,6 +381,7 @@ def _copy_of(adapter: Adapter, dtype: torch.dtype) -> _Copy:
         weights = weights_by_key(adapter, flat[None])
         _COPIES[adapter.flat] = copy = _Copy(version, flat, weights, layouts(adapter))
     elif copy.version != version:
+        # In place: the views of `weights` stay, and what was launched before has read it by then.
         copy.flat.copy_(adapter.flat)
         copy.version = version
     return copy

@@ -31,6 +31,8 @@ class AdapterSlots:
     def __init__(self, like: Adapter, count: int, dtype: torch.dtype, *, max_rows: int) -> None:
         device, self.count = like.flat.device, count
         self.flat_SP = like.flat.new_zeros((count, like.flat.numel()), dtype=dtype)
+        # Every slot but the base's may end with a block that is not full; the first such is counted
+        # by the rounding up.
         num_blocks = -(-max_rows // lora_kernels.ROWS) + count - 2
         self.blocks_M3 = torch.zeros(num_blocks, 3, dtype=torch.int32, device=device)
         widest = max(len(group.a_RI) for group in like.groups.values())
@@ -89,6 +91,7 @@ class AdapterSlots:
         chosen = {}
         for adapter in adapters:
             at = chosen[adapter] = held[adapter] if adapter in held else free.pop()
+            # The version is torch's count of changes in place: a step makes the copy stale.
             if self._held[at] != (adapter, adapter.flat._version):
                 self.flat_SP[at].copy_(low_precision_flat(adapter, self.flat_SP.dtype))
                 self._held[at] = (adapter, adapter.flat._version)

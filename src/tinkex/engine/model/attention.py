@@ -67,9 +67,7 @@ class PackedCausal:
 
     `windows` holds the model's sliding window per layer (None: no window); empty means none at
     all. Runs of equally long sequences go through one batched kernel. With `exact`, on a CPU, a
-    token's bits are those that the sampler computes: see `exact_attention`. `pieces` are the
-    numbers of sequences whose gradients must not depend on who else is here, one after the other;
-    decoders that are `batch_invariant` honour them.
+    token's bits are those that the sampler computes: see `exact_attention`.
     """
 
     def __init__(
@@ -78,9 +76,8 @@ class PackedCausal:
         windows: Sequence[int | None] = (),
         *,
         exact: bool = False,
-        pieces: Sequence[int] = (),
     ) -> None:
-        self._exact, self.pieces = exact, pieces
+        self._exact = exact
         bounds = [int(bound) for bound in cu_seqlens]
         self.lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
         self.windows = tuple(windows)

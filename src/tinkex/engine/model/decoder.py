@@ -66,7 +66,7 @@ class DecoderLike(Protocol):
     batch_invariant: bool = False
     """Whether no bit of a row's forward depends on the other rows of a pass."""
     keeps_pieces_apart: bool = False
-    """Whether no bit of a piece's gradients (`PackedCausal.pieces`) depends on the other pieces."""
+    """Whether no bit of a piece's gradients (`LoraBatch.apart`) depends on the other pieces."""
     leaf_keys: Container[str] | None = None
     """Linears whose adapters get their gradients through leaves; None: all. See `start_grad`."""
 

@@ -99,6 +99,7 @@ class BlockPool:
 
     def publish(self, block: int, key: Key) -> None:
         """Let others find a block that is now full. An equal block published earlier stays."""
+        # Two sequences may have computed equal blocks; each goes on with its own.
         if key not in self._block_of and self._key_of[block] is None:
             self._block_of[key] = block
             self._key_of[block] = key

@@ -12,7 +12,7 @@ block, N blocks, B sequences of a group, L keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,8 @@ from tinkex.engine.sample.scheduler import Chunk
 from tinkex.engine.sample.state_pool import Copy
 from tinkex.engine.sample.states import StateCache
 
+Placed = tuple[int, Chunk]
+"""The first row of a chunk in its pass, and the chunk."""
 _SPREAD = 0.6
 """A group holds sequences at least this long, relative to its longest."""
 
@@ -43,6 +45,17 @@ def cells(blocks: Sequence[int], start: int, stop: int, size: int) -> NDArray[np
     """Where the tokens `start` to `stop` of a sequence are in flat pages."""
     at = np.arange(start, stop)
     return np.asarray(blocks, np.int64)[at // size] * size + at % size
+
+
+def split(chunks: Sequence[Chunk]) -> tuple[list[Placed], list[Placed]]:
+    """The chunks of one token, which attend together, and the longer ones, each with its row."""
+    singles: list[Placed] = []
+    longs: list[Placed] = []
+    row = 0
+    for chunk in chunks:
+        (singles if chunk.length == 1 else longs).append((row, chunk))
+        row += chunk.length
+    return singles, longs
 
 
 def slots_of(chunks: Sequence[Chunk], size: int) -> NDArray[np.int64]:
@@ -129,9 +142,7 @@ class PagedAttend:
     ) -> None:
         """With `exact`, on a CPU, a token's bits do not depend on the pass: `exact_attention`."""
         self.cache, self.states, self._exact = cache, states, exact
-        config = cache.config
-        self._windows = config.windows
-        self._num_kv_heads, self._head_size = config.num_kv_heads, config.head_size
+        self._num_kv_heads, self._head_size = cache.config.num_kv_heads, cache.config.head_size
         self._flat_k = [k.flatten(0, 1) for k in cache.k]
         self._flat_v = [v.flatten(0, 1) for v in cache.v]
         self._rows_k = [k.flatten(1) for k in cache.k]
@@ -149,27 +160,24 @@ class PagedAttend:
         device = self.cache.k.device
         slots = slots_of(chunks, self.cache.block_size)
         self._slots_T = torch.from_numpy(slots).to(device, non_blocking=True)
-        singles: list[tuple[int, Chunk]] = []
-        self._longs, row = [], 0
-        for chunk in chunks:
-            if chunk.length == 1:
-                singles.append((row, chunk))
-            else:
-                self._longs.append(self._long(row, chunk))
-            row += chunk.length
-        self._num_rows = row
+        self._num_rows = len(slots)
+        singles, longs = split(chunks)
+        self._longs = [self._long(row, chunk) for row, chunk in longs]
         if self.states is not None:
+            # A slot still holds what its last sequence left there.
             self.states.clear([chunk.seq.state for chunk in chunks if chunk.start == 0])
-            self._moves = list(self._moves_of(chunks))
+            together = [singles] if singles else []
+            self._moves = [self._move(some) for some in (*together, *([one] for one in longs))]
         self._groups = [self._group(members) for members in _by_length(singles)]
         largest = max(
             [group.num_blocks for group in self._groups] + [len(x.table) for x in self._longs]
         )
+        # Twice what is needed, so that sequences that grow do not ask for memory in each pass.
         if largest > len(self._scratch_k):
             self._scratch_k = self.cache.k.new_empty(2 * largest, self._rows_k[0].shape[1])
             self._scratch_v = torch.empty_like(self._scratch_k)
 
-    def _group(self, members: list[tuple[int, Chunk]]) -> _Group:
+    def _group(self, members: list[Placed]) -> _Group:
         size = self.cache.block_size
         rows = [row for row, _ in members]
         lengths = np.array([chunk.start + 1 for _, chunk in members])
@@ -204,20 +212,13 @@ class PagedAttend:
             table=table.to(self.cache.k.device, non_blocking=True),
         )
 
-    def _moves_of(self, chunks: Sequence[Chunk]) -> Iterator[_Move]:
-        """Tokens alone in their chunk move their states together, all others chunk by chunk."""
-        device, ends = self.cache.k.device, np.cumsum([chunk.length for chunk in chunks])
-        singles = [(end - 1, chunk) for end, chunk in zip(ends, chunks, strict=True)]
-        singles = [(row, chunk) for row, chunk in singles if chunk.length == 1]
-        if singles:
-            slots = torch.tensor([chunk.seq.state for _, chunk in singles], device=device)
-            rows = torch.tensor([int(row) for row, _ in singles], device=device)
-            yield _Move(rows, slots, 1)
-        for end, chunk in zip(ends, chunks, strict=True):
-            if chunk.length > 1:
-                slots = torch.tensor([chunk.seq.state], device=device)
-                rows = torch.arange(end - chunk.length, end, device=device)
-                yield _Move(rows, slots, chunk.length)
+    def _move(self, members: Sequence[Placed]) -> _Move:
+        """Chunks of one length, whose states move together."""
+        device, length = self.cache.k.device, members[0][1].length
+        slots = torch.tensor([chunk.seq.state for _, chunk in members], device=device)
+        first = torch.tensor([row for row, _ in members], device=device)
+        rows = (first[:, None] + torch.arange(length, device=device)).flatten()
+        return _Move(rows, slots, length)
 
     # ------------------------------------------------------------------------------ per layer
 
@@ -261,7 +262,7 @@ class PagedAttend:
         v_TKd: Tensor,
         sinks_H: Tensor | None,
     ) -> Tensor:
-        window = self._windows[layer_index] if self._windows else None
+        window = self.cache.config.window(layer_index)
         at = self.cache.place[layer_index]
         self._flat_k[at].index_copy_(0, self._slots_T, k_TKd)
         self._flat_v[at].index_copy_(0, self._slots_T, v_TKd)
@@ -341,23 +342,18 @@ class PagedAttend:
             shape = (-1, self._num_kv_heads, self._head_size)
             k_TKd = k.view(shape)[: chunk.start + chunk.length]
             v_TKd = v.view(shape)[: chunk.start + chunk.length]
+        q, k, v = (t.transpose(0, 1)[None] for t in (q_THd, k_TKd, v_TKd))
         if self._exact and sinks_H is None:
-            q, k, v = (t.transpose(0, 1)[None] for t in (q_THd, k_TKd, v_TKd))
             return exact_attention(q, k, v, torch.tensor([len(k_TKd)]), window)[0].transpose(0, 1)
         mask = self._long_mask(chunk, window)
         if sinks_H is not None:
             if mask is None:
                 every = torch.ones(len(q_THd), len(k_TKd), dtype=torch.bool, device=q_THd.device)
                 mask = every.tril()
-            q, k, v = (t.transpose(0, 1)[None] for t in (q_THd, k_TKd, v_TKd))
             return attend_with_sinks(q, k, v, mask, sinks_H)[0]
+        grouped = q_THd.shape[1] != self._num_kv_heads
         out_HTd = F.scaled_dot_product_attention(
-            q_THd.transpose(0, 1)[None],
-            k_TKd.transpose(0, 1)[None],
-            v_TKd.transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=q_THd.shape[1] != self._num_kv_heads,
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
         return out_HTd[0].transpose(0, 1)
 
@@ -391,9 +387,9 @@ def _placed(out_BHd: Tensor, rows_B: Tensor) -> Tensor:
     return placed
 
 
-def _by_length(singles: list[tuple[int, Chunk]]) -> list[list[tuple[int, Chunk]]]:
+def _by_length(singles: list[Placed]) -> list[list[Placed]]:
     """Split into groups of similar length, longest first; rows ascend inside a group."""
-    groups: list[list[tuple[int, Chunk]]] = []
+    groups: list[list[Placed]] = []
     longest = 0
     for row, chunk in sorted(singles, key=lambda single: -single[1].start):
         if not groups or chunk.start + 1 < _SPREAD * longest:

@@ -85,6 +85,7 @@ class PromptScores:
         for j in range(job.prompt_alt_tokens_k):
             key = sample_key(self.seed, j, PROMPT_ALT)
             uniform_N3 = send(uniform_table([key] * len(rows), rows), device)
+            # A copy, because `draw` overwrites its logits and the next alternative needs them too.
             tokens_N, logprobs_N = draw(logits_NV.clone(), settings, uniform_N3)
             self.alt.token_ids[rows.start : rows.stop, j] = tokens_N.cpu().numpy()
             self.alt.logprobs[rows.start : rows.stop, j] = logprobs_N.cpu().numpy()

@@ -44,6 +44,7 @@ class Relief:
     def failed(self) -> tuple[SchedulerConfig, bool]:
         """A pass found no memory: the config to go on with, and whether a job is to blame."""
         was_small, self._left = self._left > 0, NUM_SMALL
+        # An eighth of what the pass held, not of what it might have held: it may have been small.
         running = min(self._normal.max_running, self._num_samples)
         num_tokens = min(self._normal.max_pass_tokens, self._lengths.total())
         config = replace(

@@ -113,6 +113,7 @@ class Sample(Seq):
 
     def start_again(self) -> None:
         """Have nothing in any cache; what was drawn stays, the prompt is scored again."""
+        # Once it has drawn, its prompt is scored; only the first sample scores at all.
         scores = None if self.index or self.num_sampled else self.request.scores
         self.num_reusable = self.num_prompt if scores is None else scores.first_computed - 1
         self.blocks, self.followers, self.num_cached, self.state = [], [], 0, -1

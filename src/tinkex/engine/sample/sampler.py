@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -63,21 +63,18 @@ _LOGIT_CELLS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerConfig:
+class SamplerConfig(SchedulerConfig):
     kv_bytes: int = 2 << 30
     """Memory for keys and values of one base model."""
     block_size: int = 16
     """Tokens per block; prefixes are shared in whole blocks."""
-    max_running: int = 256
-    """Most samples in one pass; the others wait."""
-    max_pass_tokens: int = 512
-    """Most tokens of one pass; longer prompts are prefilled in several passes."""
     packed_weights: bool = True
     """On a CPU, keep a second copy of the weights that makes decoding faster, if memory allows."""
     exact: bool = False
     """On a CPU, compute a token's bits as a deterministic trainer does: no packed weights."""
 
     def __post_init__(self) -> None:
+        SchedulerConfig.__post_init__(self)
         if self.kv_bytes < 1 or self.block_size < 1:
             raise ConfigError(
                 "sampler.kv_bytes and sampler.block_size must be at least 1, got "
@@ -125,11 +122,8 @@ class Sampler:
         enough = max_running * -(-decoder.config.max_context_length // size)
         num_blocks = max(1, min(kv_bytes // per_block, enough))
         self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
-        self.scheduler = Scheduler(
-            SchedulerConfig(max_running=max_running, max_pass_tokens=self.config.max_pass_tokens),
-            BlockPool(num_blocks, size),
-            pool,
-        )
+        limits = replace(self.config, max_running=max_running)
+        self.scheduler = Scheduler(limits, BlockPool(num_blocks, size), pool)
         self._relief = Relief(self.scheduler.config)
         self._experts: ExpertPages | None = None
         if routing is not None:
@@ -208,6 +202,9 @@ class Sampler:
         del self._requests[request.job.job_id]
         pool = self.scheduler.pool
         for sample in request.samples:
+            # Numbers that are not finite may stand there, and a mask does not help: 0 times one of
+            # them is not 0. So nobody is to find these blocks by their prefix, and those that no
+            # other sequence holds are zeroed.
             blocks = list(sample.blocks)
             pool.unpublish(blocks)
             self.scheduler.remove(sample)
@@ -256,6 +253,7 @@ class Sampler:
             del self._requests[job_id]
             request.emit(jobs.Failed(job_id=job_id, message=text, category="server"))
         give_back()
+        # What the failed pass wrote is not known, so nothing in the caches counts any more.
         before = self.scheduler
         states = None if before.states is None else before.states.emptied()
         self.scheduler = Scheduler(config, before.pool.emptied(), states)
@@ -283,7 +281,7 @@ class Sampler:
         chunks = self.scheduler.plan()
         self._relief.planned(chunks)
         self._pass_clock.among(len(chunks))
-        if self.states is not None:
+        if self.states is not None:  # before the pass, which goes on from there
             self.states.copy(self.scheduler.take_restores())
         if self.scheduler.waiting:
             self._tell_who_waits()
@@ -302,6 +300,7 @@ class Sampler:
                 self._read(drawn)
             return len(chunks)
         hidden_TD = self._forward(chunks)
+        # Before anyone is forked: a follower shares what its leader has in the cache by now.
         for chunk in chunks:
             self.scheduler.done(chunk)
         if self.states is not None:
@@ -340,6 +339,7 @@ class Sampler:
         rows = [
             row
             for row, sample in enumerate(last.samples)
+            # One token of each is drawn and not read: who has no more than that left is done.
             if sample.blocks and sample.num_sampled + 1 < sample.request.max_tokens
         ]
         samples = [last.samples[row] for row in rows]
@@ -387,9 +387,8 @@ class Sampler:
     def _score_prompts(self, chunks: Sequence[Chunk], hidden_TD: Tensor) -> None:
         offset = 0
         for chunk in chunks:
-            seq, first = chunk.seq, offset
+            seq, first = sample_of(chunk), offset
             offset += chunk.length
-            assert isinstance(seq, Sample)
             scores = seq.request.scores
             if scores is None or seq.index or seq.num_reusable >= seq.num_prompt:
                 continue
@@ -415,18 +414,15 @@ class Sampler:
         last = -1
         for chunk in chunks:
             last += chunk.length
-            seq = chunk.seq
-            assert isinstance(seq, Sample)
+            seq = sample_of(chunk)
             if not chunk.completes:
                 continue
             forks = self.scheduler.fork(seq) if seq.followers else []
             copies += [fork.copy for fork in forks if fork.copy is not None]
             states += [fork.state for fork in forks if fork.state is not None]
+            # All draw from one row of logits: numbers of their own make them differ.
             for sample in (seq, *(fork.seq for fork in forks)):
-                assert isinstance(sample, Sample)
-                if sample.since_s is None:  # it was forked: recorded steps do not pass `_forward`
-                    sample.since_s = self._pass_clock.read_s()
-                samples.append(sample)
+                samples.append(owner_of(sample))
                 row_of_sample.append(len(rows))
             rows.append(last)
             owners.append((seq, 1))
@@ -437,6 +433,7 @@ class Sampler:
             self.states.copy(states)
         if not samples:
             return None
+        # The head is the widest product of all: only rows that draw go through it, each once.
         if len(rows) < len(hidden_TD):
             hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
         logits_NV = self._head(hidden_TD, owners)

@@ -131,6 +131,8 @@ class Scheduler:
 
     def plan(self) -> list[Chunk]:
         """The next pass. Decoding sequences come first, then prompts in the order admitted."""
+        # Who runs is served before newcomers: the other way round a newcomer would take the block
+        # that a running sequence needs now, and one of the two would be preempted at once.
         self._grow()
         self._admit()
         decoding, prefilling = [], []
@@ -156,6 +158,8 @@ class Scheduler:
         is_full = len(self.running) >= self.config.max_running
         if self.waiting and (not is_full or self._may_displace(self._next())):
             return []
+        # Blocks for all or for none: to preempt someone, what was drawn must be known, since a
+        # sequence that ends with it gives its blocks back.
         full = [seq for seq in decoding if seq.num_cached == len(seq.blocks) * self.pool.block_size]
         if (more := self.pool.allocate(len(full))) is None:
             return []
@@ -244,6 +248,7 @@ class Scheduler:
         first = seq.num_cached // size
         seq.num_cached = chunk.start + chunk.length
         last = seq.num_cached // size
+        # Offered now and not when they were planned: before the pass there is nothing in them.
         if last > first:
             for i, key in enumerate(seq.keys(last, size)[first:], first):
                 self.pool.publish(seq.blocks[i], key)
@@ -294,45 +299,45 @@ class Scheduler:
         One that does not fit is not overtaken by smaller ones: under load it would wait for ever.
         """
         while self.waiting:
-            is_full = len(self.running) >= self.config.max_running
-            if is_full and len(self._tenants) == 1:
-                return
             seq = self._next()
-            if is_full:
-                if not self._make_way(seq):
-                    return
-                continue
-            size = self.pool.block_size
-            # The last token is always computed: its hidden state gives the next token.
-            num_reusable = min(seq.num_reusable, len(seq.tokens) - 1) // size
-            keys = seq.keys(num_reusable, size)
+            if not self._start(seq) and not self._make_way(seq):
+                return
+
+    def _start(self, seq: Seq) -> bool:
+        """Let a waiting sequence run; False, changing nothing, when there is no room for it."""
+        if len(self.running) >= self.config.max_running:
+            return False
+        size = self.pool.block_size
+        # The last token is always computed: its hidden state gives the next token.
+        num_reusable = min(seq.num_reusable, len(seq.tokens) - 1) // size
+        keys = seq.keys(num_reusable, size)
+        found, idle = self.pool.num_idle_of(keys)
+        saved = -1
+        if self.states is not None:
+            found, saved = self.states.longest(keys[:found])
+            keys = keys[:found]
             found, idle = self.pool.num_idle_of(keys)
-            saved = -1
-            if self.states is not None:
-                found, saved = self.states.longest(keys[:found])
-                keys = keys[:found]
-                found, idle = self.pool.num_idle_of(keys)
-            # One token more than there are: the first that will be sampled needs a place too.
-            needed = self.pool.blocks_for(len(seq.tokens) + 1) - found
-            # Leave one block to each running sequence, or the newcomer is preempted at once.
-            spare = len(self.running)
-            if self.pool.num_available - idle < needed + spare:
-                if not self._make_way(seq):
-                    return
-                continue
-            self.waiting.remove(seq)
-            blocks = self.pool.match(keys)
-            fresh = self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - found)
-            assert fresh is not None
-            seq.blocks = blocks + fresh
-            seq.num_cached = found * size
-            if self.states is not None:
-                seq.state = self.states.take()
-                if found:
-                    self._restores.append((saved, seq.state))
-            if not seq._admitted_before:
-                seq.num_hit, seq._admitted_before = seq.num_cached, True
-            self.running.append(seq)
+        # One token more than there are: the first that will be sampled needs a place too.
+        needed = self.pool.blocks_for(len(seq.tokens) + 1) - found
+        # Leave one block to each running sequence, or the newcomer is preempted at once. Cached
+        # blocks of this very prefix count as available, and are about to be taken.
+        spare = len(self.running)
+        if self.pool.num_available - idle < needed + spare:
+            return False
+        self.waiting.remove(seq)
+        blocks = self.pool.match(keys)
+        fresh = self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - found)
+        assert fresh is not None
+        seq.blocks = blocks + fresh
+        seq.num_cached = found * size
+        if self.states is not None:
+            seq.state = self.states.take()
+            if found:
+                self._restores.append((saved, seq.state))
+        if not seq._admitted_before:
+            seq.num_hit, seq._admitted_before = seq.num_cached, True
+        self.running.append(seq)
+        return True
 
     def _next(self) -> Seq:
         """The first sequence of the tenant who has the fewest running."""
@@ -356,6 +361,7 @@ class Scheduler:
         if len(self._tenants) == 1:
             return False
         held = Counter(running.tenant for running in self.running)
+        # Who has fewer than a sixteenth of the places takes one from a tenant with more than half.
         few = max(self.config.max_running // 16, 1)
         most = max(held.values(), default=0)
         mine = held[seq.tenant]
@@ -378,6 +384,8 @@ class Scheduler:
         most = max(held.values())
         seq = next(seq for seq in reversed(self.running) if held[seq.tenant] == most)
         self.running.remove(seq)
+        # The full blocks of its prompt stay in the prefix index until someone needs the room, so
+        # mostly it finds them again.
         self._free(seq)
         self.waiting.appendleft(seq)
         self.num_preempted += 1

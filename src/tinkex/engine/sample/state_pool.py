@@ -39,6 +39,7 @@ class StatePool:
 
     def longest(self, keys: Sequence[Key]) -> tuple[int, int]:
         """How many of the leading blocks end at a saved state, and its slot; (0, -1) for none."""
+        # From the longest down: unlike keys and values, a state cannot be cut back to fewer tokens.
         for count in range(len(keys), 0, -1):
             if (slot := self._saved.get(keys[count - 1])) is not None:
                 self._saved.move_to_end(keys[count - 1])

@@ -424,7 +424,6 @@ class Trainer:
     ) -> None:
         decoder, device = self.decoder, self.decoder.device
         exact = config.deterministic and decoder.device.type == "cpu"
-        pieces = one.pieces if config.deterministic and decoder.keeps_pieces_apart else ()
         data = [tasks[item.job].data[item.datum] for item in one.items]
         tokens_T = torch.cat([datum.tokens_T for datum in data]).to(device)
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
@@ -432,14 +431,14 @@ class Trainer:
             AdapterSpan(start, stop, self._gatherer(owners[owner], shard))
             for start, stop, owner, shard in one.spans()
         ]
-        lora = LoraBatch(spans, apart=bool(pieces))
+        lora = LoraBatch(spans, apart=config.deterministic and decoder.keeps_pieces_apart)
         runs = list(runs_of(one, tasks, device))
         routing = _routing(decoder.config, data, device)
         with torch.set_grad_enabled(one.backward):
             hidden_TD = decoder.forward(
                 tokens_T,
                 positions_T,
-                PackedCausal(one.bounds, decoder.config.windows, exact=exact, pieces=pieces),
+                PackedCausal(one.bounds, decoder.config.windows, exact=exact),
                 lora,
                 room=config.activation_bytes,
                 routing=routing,
