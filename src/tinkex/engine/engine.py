@@ -107,12 +107,19 @@ class TorchEngine:
     def submit(self, job: jobs.Job, emit: jobs.Emit) -> None:
         if isinstance(job, jobs.MeetingJob):
             self._meetings.submit(job, emit)
-        else:
-            self._put((job, emit))
+            return
+        with self._wake:
+            if not self._closed:
+                self._inbox.append((job, emit))
+                self._wake.notify()
+                return
+        tell(emit, cancelled(job.job_id))
 
     def cancel(self, job_id: str) -> None:
         """A job that waits or samples ends as cancelled; one that is training runs to its end."""
-        self._put(job_id)
+        with self._wake:
+            self._inbox.append(job_id)  # nobody looks at it once the engine is closed
+            self._wake.notify()
 
     def close(self) -> None:
         self._meetings.close()
@@ -121,15 +128,6 @@ class TorchEngine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=60)
-
-    def _put(self, entry: tuple[jobs.Job, jobs.Emit] | str) -> None:
-        with self._wake:
-            if not self._closed:
-                self._inbox.append(entry)
-                self._wake.notify()
-                return
-        if not isinstance(entry, str):
-            tell(entry[1], cancelled(entry[0].job_id))
 
     # ---------------------------------------------------------------------------------- thread
 
