@@ -54,7 +54,7 @@ from tinkex.server.workers.process_worker import ProcessWorker
 PACKAGE = str(Path(tinkex.__file__).parent) + os.sep
 Function = tuple[str, str]
 """A file below the package, and the qualified name of a function in it."""
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 # Where the request is left for somebody else: the last function of ours there, or the library's
 # that takes it. The condition tells this request from the heartbeats and polls that pass there too.
@@ -180,12 +180,12 @@ class ThreadWorker(ProcessWorker):
 
     async def _spawn(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
-        shared = os.memfd_create("walk-pulse")
-        os.ftruncate(shared, len(self._pulse))
+        shared = tempfile.TemporaryFile()
+        shared.truncate(len(self._pulse))
 
         def serve() -> None:
             with contextlib.suppress(EOFError, ConnectionError):
-                child.serve(child.FrameSocket(theirs), shared)
+                child.serve(child.FrameSocket(theirs), shared.fileno())
 
         threading.Thread(target=serve, daemon=True).start()
         self.generation += 1
@@ -257,7 +257,7 @@ def measure(folder: Path) -> Recorder:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         record = measure(Path(folder))
     places = {*OUT, *BACK}
     found = {
