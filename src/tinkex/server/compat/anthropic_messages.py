@@ -7,21 +7,17 @@ import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
-import orjson
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import Field
 
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server.compat import fields, refusals
+from tinkex.server.compat import fields, refusals, replies
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
-from tinkex.server.compat.dialogue import Asked, Dialogue, ModelAnswer
-from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.trajectories import trajectory_of
-from tinkex.server.exchange import answer
+from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
+from tinkex.server.compat.fields import Stops
 from tinkex.types import SampleResponse
 
 router = APIRouter(prefix="/v1", tags=["anthropic"])
@@ -37,7 +33,7 @@ class _Turn(fields.ForeignBody):
     content: fields.Text | Blocks
 
 
-class MessagesRequest(SamplingFields):
+class MessagesRequest(Conversing):
     harmless: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "service_tier", "context_management", "betas", "container"}
     )
@@ -50,7 +46,6 @@ class MessagesRequest(SamplingFields):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     mcp_servers: list[Any] | None = None
-    trajectory: str | None = None
 
     def unheeded(self) -> set[str]:
         blocks = [b for m in self.messages if isinstance(m.content, list) for b in m.content]
@@ -67,7 +62,10 @@ class MessagesRequest(SamplingFields):
             fields.unknown_keys([self.output_config or {}], "output_config", "format"),
         )
 
-    def asked(self, trajectory: str | None = None) -> Asked:
+    def option_fields(self) -> dict[str, str]:
+        return {"enable_thinking": "thinking"}
+
+    def asked(self) -> Asked:
         fields.refuse(
             self.mcp_servers, "mcp_servers", "this server calls no tools; do it yourself."
         )
@@ -98,7 +96,6 @@ class MessagesRequest(SamplingFields):
             params=self.params(self.max_tokens),
             stops=self.stop_sequences or (),
             one_call=self._one_call(),
-            trajectory=trajectory,
         )
 
     def _one_call(self) -> bool:
@@ -202,19 +199,13 @@ async def count_tokens(request: Request, user: ForeignUser) -> Response:
     body = await fields.read(request, CountRequest)
     headers = fields.header_of(body.ignored())
     dialogue = await Dialogue.open(request, user, body.asked())
-    reply = answer({"input_tokens": len(dialogue.prompt)})
-    reply.headers.update(headers)
-    return reply
+    return replies.whole({"input_tokens": len(dialogue.prompt)}, headers)
 
 
 @router.post("/messages")
 async def messages(request: Request, user: ForeignUser) -> Response:
     _check_version(request)
-    body = await fields.read(request, MessagesRequest)
-    ignored = body.ignored()
-    asked = body.asked(trajectory_of(body.trajectory, request))
-    dialogue = await Dialogue.open(request, user, asked)
-    headers = fields.header_of([*ignored, *dialogue.unread({"enable_thinking": "thinking"})])
+    body, dialogue, headers = await converse(request, user, MessagesRequest)
     head = {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -222,17 +213,9 @@ async def messages(request: Request, user: ForeignUser) -> Response:
         "model": body.model,
     }
     if body.stream:
-        lines = _lines(head, dialogue)
-        first = await anext(lines)
-        return StreamingResponse(
-            _rest(first, lines),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
-        )
+        return await replies.streamed(_lines(head, dialogue), headers, refusals.anthropic_error)
     response, answers = await dialogue.whole()
-    reply = answer(_whole(head, dialogue, answers[0], response))
-    reply.headers.update(headers)
-    return reply
+    return replies.whole(_whole(head, dialogue, answers[0], response), headers)
 
 
 # ------------------------------------------------------------------------------------ whole
@@ -292,15 +275,6 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ stream
 
 
-async def _rest(first: bytes, lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    try:
-        async for one in lines:
-            yield one
-    except Exception as exc:  # the status is long out: the stream itself says what happened
-        yield _event("error", refusals.of_stream(exc, refusals.anthropic_error))
-
-
 async def _lines(head: dict[str, Any], dialogue: Dialogue) -> AsyncIterator[bytes]:
     prompt_usage = {"input_tokens": len(dialogue.prompt), "output_tokens": 0}
     begun = {
@@ -310,8 +284,8 @@ async def _lines(head: dict[str, Any], dialogue: Dialogue) -> AsyncIterator[byte
         "stop_sequence": None,
         "usage": prompt_usage,
     }
-    said = await dialogue.begun()
-    yield _event("message_start", {"type": "message_start", "message": begun})
+    said = await replies.begun(dialogue.pieces())
+    yield _event("message_start", message=begun)
     index, open_kind = -1, ""
     async for _, pieces, _ in said:
         for piece in pieces:
@@ -326,13 +300,9 @@ async def _lines(head: dict[str, Any], dialogue: Dialogue) -> AsyncIterator[byte
     if open_kind:
         yield _block("stop", index)
     response, answers = await dialogue.result()
-    ending = {
-        "type": "message_delta",
-        "delta": _ending(dialogue, answers[0]),
-        "usage": _usage(dialogue, response),
-    }
-    yield _event("message_delta", ending)
-    yield _event("message_stop", {"type": "message_stop"})
+    ending, counted = _ending(dialogue, answers[0]), _usage(dialogue, response)
+    yield _event("message_delta", delta=ending, usage=counted)
+    yield _event("message_stop")
 
 
 def _opened(piece: Piece) -> dict[str, Any]:
@@ -352,9 +322,8 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 
 def _block(verb: str, index: int, **body: Any) -> bytes:
-    kind = f"content_block_{verb}"
-    return _event(kind, {"type": kind, "index": index, **body})
+    return _event(f"content_block_{verb}", index=index, **body)
 
 
-def _event(kind: str, body: dict[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(body) + b"\n\n"
+def _event(kind: str, **body: Any) -> bytes:
+    return replies.event({"type": kind, **body}, kind)

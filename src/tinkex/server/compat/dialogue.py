@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -16,10 +16,17 @@ from fastapi import Request
 from tinkex.chat.messages import Message, Tool
 from tinkex.chat.reading import Piece, joined
 from tinkex.chat.template import TooLongError
+from tinkex.server.compat import fields
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.fields import SamplingFields
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.running_sample import NewTokens, RunningSample, SampleSpec
-from tinkex.server.compat.trajectories import RecordedPrefix, TrajectoryRecorder, fresh
+from tinkex.server.compat.trajectories import (
+    RecordedPrefix,
+    TrajectoryRecorder,
+    fresh,
+    trajectory_of,
+)
 from tinkex.server.compat.wording import AnswerText, num_thoughts
 from tinkex.server.exchange import service_of
 from tinkex.server.off_loop import LARGE_BYTES, off_loop
@@ -27,6 +34,7 @@ from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
 
 T = TypeVar("T")
+C = TypeVar("C", bound="Conversing")
 TOKEN_BYTES = 64
 """Of an answer, for each token and each of its likeliest."""
 MOMENT_S = 0.01
@@ -57,6 +65,20 @@ class Asked:
         calls = [call.arguments for message in self.messages for call in message.tool_calls]
         said = [part for m in self.messages for part in (m.content, m.reasoning)]
         return sum(map(len, (*said, *calls)))
+
+
+class Conversing(SamplingFields):
+    """A body with a conversation, in any dialect."""
+
+    trajectory: str | None = None
+
+    def asked(self) -> Asked:
+        """What it asks for; refuses what cannot be had."""
+        raise NotImplementedError
+
+    def option_fields(self) -> Mapping[str, str]:
+        """The fields that options of the chat template came from, where their names differ."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +138,6 @@ class Dialogue:
         generation = RunningSample(service, user, spec, request)
         return cls(asked, chat_format, recording, generation, trajectories)
 
-    def unread(self, names: Mapping[str, str]) -> set[str]:
-        """Wishes that this model's template does not know: option of a template -> field."""
-        return {names.get(n, n) for n in self.chat_format.chat.unread(self.asked.options)}
-
     @property
     def prompt(self) -> list[int]:
         return self.recording.prompt
@@ -152,18 +170,6 @@ class Dialogue:
             yield new.index, pieces, new.first(answer_text.num_tokens - before)
         for index, answer_text in enumerate(speakers):
             yield index, answer_text.end(), NewTokens(index, [], [])
-
-    async def begun(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
-        """`pieces`, of which the first is there: what is refused is refused here."""
-        pieces = self.pieces()
-        first = await anext(pieces)
-
-        async def everything() -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
-            yield first
-            async for one in pieces:
-                yield one
-
-        return everything()
 
     async def result(self) -> tuple[SampleResponse, list[ModelAnswer]]:
         response = self.generation.result
@@ -205,3 +211,19 @@ def _cut(sequence: SampledSequence, num_tokens: int) -> SampledSequence:
         None if sequence.logprobs_np is None else sequence.logprobs_np[:num_tokens],
         topk,
     )
+
+
+async def converse(
+    request: Request, user: User, kind: type[C]
+) -> tuple[C, Dialogue, dict[str, str]]:
+    """Read a call and open its dialogue; with the headers of the answer.
+
+    They name what does nothing, wishes that this model's template does not know among it.
+    """
+    body = await fields.read(request, kind)
+    ignored = body.ignored()
+    trajectory = trajectory_of(body.trajectory, request)
+    dialogue = await Dialogue.open(request, user, replace(body.asked(), trajectory=trajectory))
+    names = body.option_fields()
+    unread = dialogue.chat_format.chat.unread(dialogue.asked.options)
+    return body, dialogue, fields.header_of([*ignored, *(names.get(n, n) for n in unread)])

@@ -15,15 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server.compat import fields, openai_shapes
+from tinkex.server.compat import fields, replies
 from tinkex.server.compat.callers import ForeignUser
-from tinkex.server.compat.dialogue import Asked, Dialogue, ModelAnswer
-from tinkex.server.compat.fields import SamplingFields, Stops
+from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
+from tinkex.server.compat.fields import Stops
 from tinkex.server.compat.model_names import ModelNames
-from tinkex.server.compat.openai_shapes import chat_logprobs, line, usage
+from tinkex.server.compat.openai_shapes import chat_logprobs, usage
+from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import check_told
-from tinkex.server.compat.trajectories import trajectory_of
-from tinkex.server.exchange import Answer as Encoded
 from tinkex.server.exchange import answer
 from tinkex.types import SampledSequence, SampleResponse
 
@@ -98,7 +97,7 @@ class ChatTool(BaseModel):
         )
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(Conversing):
     """A conversation to go on with."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
@@ -123,7 +122,6 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     separate_reasoning: bool | None = True
     return_token_ids: bool | None = False
-    trajectory: str | None = None
 
     def unheeded(self) -> set[str]:
         functions = [tool.function for tool in self.tools or ()]
@@ -140,7 +138,10 @@ class ChatRequest(SamplingFields):
             fields.unknown_keys([self.stream_options or {}], "stream_options", "include_usage"),
         )
 
-    def asked(self, trajectory: str | None) -> Asked:
+    def option_fields(self) -> dict[str, str]:
+        return {name: f"chat_template_kwargs.{name}" for name in self.chat_template_kwargs or {}}
+
+    def asked(self) -> Asked:
         self._check()
         tools = [] if self.tool_choice == "none" else [t.tool() for t in self.tools or ()]
         options = dict(self.chat_template_kwargs or {})
@@ -158,7 +159,6 @@ class ChatRequest(SamplingFields):
             topk=(self.top_logprobs or 0) if self.logprobs else 0,
             keep_reasoning=self.separate_reasoning is False,
             one_call=self.parallel_tool_calls is False,
-            trajectory=trajectory,
         )
 
     def _check(self) -> None:
@@ -247,22 +247,15 @@ async def embeddings(request: Request, user: ForeignUser) -> Response:
 
 @router.post("/chat/completions")
 async def chat_completions(request: Request, user: ForeignUser) -> Response:
-    body = await fields.read(request, ChatRequest)
-    ignored = body.ignored()
-    trajectory = trajectory_of(body.trajectory, request)
-    dialogue = await Dialogue.open(request, user, body.asked(trajectory))
-    given = {name: f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs or {}}
-    headers = fields.header_of([*ignored, *dialogue.unread(given)])
+    body, dialogue, headers = await converse(request, user, ChatRequest)
     if body.logprobs or body.return_token_ids:
         spec, longest = dialogue.generation.spec, dialogue.chat_format.info.max_context_length
         length = min(spec.params.get("max_tokens", longest), longest)
         check_told(spec.num_samples * length, spec.topk_sample)
     turn = ChatAnswer(body, dialogue)
     if body.stream:
-        return await openai_shapes.streamed(turn.lines(), headers)
-    response = await turn.whole()
-    response.headers.update(headers)
-    return response
+        return await replies.streamed(turn.lines(), headers)
+    return replies.whole(await turn.whole(), headers)
 
 
 class ChatAnswer:
@@ -277,10 +270,9 @@ class ChatAnswer:
             "model": body.model,
         }
 
-    async def whole(self) -> Response:
+    async def whole(self) -> bytes:
         response, answers = await self._dialogue.whole()
-        made = await self._dialogue.off_loop(response, self._whole, response, answers)
-        return Encoded(made)
+        return await self._dialogue.off_loop(response, self._whole, response, answers)
 
     def _whole(self, response: SampleResponse, answers: Sequence[ModelAnswer]) -> bytes:
         # One by one, so that many answers never stand in memory as objects.
@@ -331,7 +323,7 @@ class ChatAnswer:
         late = bool(body.top_logprobs)
         scored = not late and bool(body.logprobs or body.return_token_ids)
         num_calls = [0] * (body.n or 1)
-        said = await dialogue.begun()
+        said = await replies.begun(dialogue.pieces())
         prompt = list(dialogue.prompt) if body.return_token_ids else None
         for index in range(body.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""}, prompt=prompt)
@@ -354,8 +346,8 @@ class ChatAnswer:
         if (body.stream_options or {}).get("include_usage"):
             counted = self._usage(response, answers)
             chunk = {**self._head, "object": "chat.completion.chunk", "choices": []}
-            yield line({**chunk, "usage": counted})
-        yield openai_shapes.DONE
+            yield event({**chunk, "usage": counted})
+        yield replies.DONE
 
     def _chunk(
         self,
@@ -375,7 +367,7 @@ class ChatAnswer:
         if self._body.return_token_ids and sequence is not None:
             choice["token_ids"] = [int(token) for token in sequence.tokens]
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        return line(chunk if prompt is None else {**chunk, "prompt_token_ids": prompt})
+        return event(chunk if prompt is None else {**chunk, "prompt_token_ids": prompt})
 
 
 def _delta(pieces: Sequence[Piece], num_calls: int) -> dict[str, Any]:

@@ -18,16 +18,17 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from tinkex.errors import InvalidInputError
-from tinkex.server.compat import fields, openai_shapes
+from tinkex.server.compat import fields, replies
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.model_names import ModelNames, SampleTarget
-from tinkex.server.compat.openai_shapes import likeliest, line, usage
+from tinkex.server.compat.openai_shapes import likeliest, usage
+from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check_told, prompt_scores
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.wording import AnswerText, token_text
-from tinkex.server.exchange import Answer, service_of
+from tinkex.server.exchange import service_of
 from tinkex.server.off_loop import LARGE_BYTES
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
@@ -144,11 +145,9 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     if body.logprobs is not None or body.return_token_ids:
         check_told(_num_told(body, prompts, chat_format), body.logprobs or 0)
     if body.stream:
-        return await openai_shapes.streamed(_lines(call, prompts[0]), headers)
+        return await replies.streamed(_lines(call, prompts[0]), headers)
     made = await _together([call.generation(prompt).whole() for prompt in prompts])
-    response = Answer(await asyncio.to_thread(_whole, call, prompts, made))
-    response.headers.update(headers)
-    return response
+    return replies.whole(await asyncio.to_thread(_whole, call, prompts, made), headers)
 
 
 def _num_told(body: CompletionRequest, prompts: list[list[int]], chat_format: ChatFormat) -> int:
@@ -287,7 +286,7 @@ async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
                 prompts_told.add(index)
                 choice["prompt_token_ids"] = prompt
         said[index] += len(text)
-        return line({**head, "choices": [choice]})
+        return event({**head, "choices": [choice]})
 
     # The likeliest tokens are known only when the sample is whole, and then they are told.
     late = bool(body.logprobs)
@@ -296,15 +295,12 @@ async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
         rows: list[Row] = [
             (token, score, []) for token, score in zip(new.tokens, new.logprobs, strict=True)
         ]
-        if not late:
-            yield chunk(new.index, text, rows)
-        else:
-            yield chunk(new.index, text, [])
+        yield chunk(new.index, text, [] if late else rows)
     response = generation.result
     assert response is not None
     for index, sequence in enumerate(response.sequences):
         rest = "".join(piece.text for piece in speakers[index].end())
         yield chunk(index, rest, _sampled_rows(sequence) if late else [], _finish(sequence))
     if (body.stream_options or {}).get("include_usage"):
-        yield line({**head, "choices": [], "usage": usage(len(prompt), response)})
-    yield openai_shapes.DONE
+        yield event({**head, "choices": [], "usage": usage(len(prompt), response)})
+    yield replies.DONE

@@ -18,13 +18,10 @@ from pydantic import Field
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server.compat import fields, openai_shapes
+from tinkex.server.compat import fields, openai_shapes, replies
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
-from tinkex.server.compat.dialogue import Asked, Dialogue, ModelAnswer
-from tinkex.server.compat.fields import SamplingFields
-from tinkex.server.compat.trajectories import trajectory_of
-from tinkex.server.exchange import answer
+from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
 from tinkex.types import SampleResponse
 
 router = APIRouter(tags=["openai"])
@@ -33,7 +30,7 @@ ITEM_FIELDS = "type role content id status name arguments call_id output summary
 """What items of all kinds have that is read, or said by us; the header names all else."""
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(Conversing):
     """A conversation in the form of OpenAI's second chat API."""
 
     harmless: ClassVar[frozenset[str]] = frozenset(
@@ -51,7 +48,6 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
-    trajectory: str | None = None
 
     def unheeded(self) -> set[str]:
         strict = {"tools.strict"} if any(t.get("strict") for t in self.tools or ()) else set()
@@ -66,7 +62,10 @@ class ResponsesRequest(SamplingFields):
             fields.unknown_keys(parts, "input.content", "type text annotations logprobs"),
         )
 
-    def asked(self, trajectory: str | None) -> Asked:
+    def option_fields(self) -> dict[str, str]:
+        return {"reasoning_effort": "reasoning.effort"}
+
+    def asked(self) -> Asked:
         why = "nothing is kept between calls; send the whole conversation in input."
         fields.refuse(self.previous_response_id, "previous_response_id", why)
         fields.refuse(self.conversation, "conversation", why)
@@ -88,7 +87,6 @@ class ResponsesRequest(SamplingFields):
             options={"reasoning_effort": str(effort)[:40]} if effort else {},
             params=self.params(self.max_output_tokens),
             one_call=self.parallel_tool_calls is False,
-            trajectory=trajectory,
         )
 
     def _declared(self) -> list[Tool]:
@@ -167,19 +165,12 @@ def _words(content: Any, path: str) -> str:
 
 @router.post("/responses")
 async def responses(request: Request, user: ForeignUser) -> Response:
-    body = await fields.read(request, ResponsesRequest)
-    ignored = body.ignored()
-    trajectory = trajectory_of(body.trajectory, request)
-    dialogue = await Dialogue.open(request, user, body.asked(trajectory))
-    unread = dialogue.unread({"reasoning_effort": "reasoning.effort"})
-    headers = fields.header_of([*ignored, *unread])
+    body, dialogue, headers = await converse(request, user, ResponsesRequest)
     made = _Response(body, dialogue)
     if body.stream:
-        return await openai_shapes.streamed(made.lines(), headers)
+        return await replies.streamed(made.lines(), headers)
     response, answers = await dialogue.whole()
-    reply = answer(made.whole(answers[0], response))
-    reply.headers.update(headers)
-    return reply
+    return replies.whole(made.whole(answers[0], response), headers)
 
 
 class _Response:
@@ -235,7 +226,7 @@ class _Response:
         }
 
     async def lines(self) -> AsyncIterator[bytes]:
-        said = await self._dialogue.begun()
+        said = await replies.begun(self._dialogue.pieces())
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=begun)
         items: list[dict[str, Any]] = []
@@ -315,8 +306,7 @@ class _Response:
 
     def _event(self, kind: str, **body: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        event = {"type": kind, "sequence_number": number, **body}
-        return b"event: " + kind.encode() + b"\n" + openai_shapes.line(event)
+        return replies.event({"type": kind, "sequence_number": number, **body}, kind)
 
 
 def _message(text: str) -> dict[str, Any]:

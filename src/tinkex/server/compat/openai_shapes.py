@@ -1,43 +1,15 @@
-"""OpenAI's way of saying things: usage, logprobs, and lines of a stream."""
+"""OpenAI's way of saying how many tokens there were, and how likely each."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from fastapi import Response
-from fastapi.responses import StreamingResponse
 
-from tinkex.server.compat import refusals
 from tinkex.server.compat.chat_formats import ChatFormat
 from tinkex.server.compat.wording import token_bytes, token_text
 from tinkex.types import SampledSequence, SampleResponse
-
-DONE = b"data: [DONE]\n\n"
-
-
-def line(body: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(body) + b"\n\n"
-
-
-async def streamed(lines: AsyncIterator[bytes], headers: dict[str, str]) -> Response:
-    """A stream whose first line is awaited here: what is refused is an answer of its own."""
-    first = await anext(lines)
-
-    async def all_lines() -> AsyncIterator[bytes]:
-        yield first
-        try:
-            async for one in lines:
-                yield one
-        except Exception as exc:  # the status is long out: the stream itself says what happened
-            yield line(refusals.of_stream(exc, refusals.openai_error))
-
-    return StreamingResponse(
-        all_lines(),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
-    )
 
 
 def usage(

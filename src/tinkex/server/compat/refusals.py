@@ -7,13 +7,10 @@ body too large, a quota that is spent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import orjson
 from fastapi import Response
-
-from tinkex.server import problems
 
 PREFIXES = ("/v1", "/oai/api/v1")
 """OpenAI's own, and the one of the hosted service."""
@@ -78,8 +75,3 @@ def anthropic_error(ours: Response) -> dict[str, Any]:
             "message": text if not path or text.startswith(path) else f"{path}: {text}",
         },
     }
-
-
-def of_stream(exc: Exception, said: Callable[[Response], dict[str, Any]]) -> dict[str, Any]:
-    """What a stream says of a failure, whose status is long out."""
-    return said(problems.response_for(exc))

@@ -46,7 +46,7 @@ async def count(
     """How many tokens the model would read."""
     if kind == "chat":
         chat_body = await fields.read(request, ChatRequest)
-        dialogue = await Dialogue.open(request, user, chat_body.asked(None))
+        dialogue = await Dialogue.open(request, user, chat_body.asked())
         return answer({"num_tokens": len(dialogue.prompt)})
     body = await fields.read(request, CompletionRequest)
     names: ModelNames = request.app.state.names
