@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.sweeper import TRAJECTORY_TTL_S, Sweeper
 from tinkex.store import Store, TrajectoryAnswer
@@ -29,7 +30,7 @@ async def test_a_recorded_conversation_is_kept_for_seven_days(tmp_path: Path):
     )
     old = replace(fresh, trajectory_id="old", created_at=now - TRAJECTORY_TTL_S - 60)
     store.trajectories.add([fresh, old])
-    await Sweeper(store, Shelf(store, tmp_path)).sweep(now)
+    await Sweeper(store, Shelf(store, tmp_path), ServerConfig()).sweep(now)
     assert store.trajectories.of("ann", "old") == []
     assert len(store.trajectories.of("ann", "new")) == 1
     store.close()

@@ -107,14 +107,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        work = Sweeper(
-            store,
-            shelf,
-            quarantine_ttl_s=config.quarantine_ttl_s,
-            audit_ttl_s=config.audit_ttl_s,
-            session_ttl_s=config.session_ttl_s,
-        )
-        sweeper = asyncio.create_task(work.run())
+        sweeper = asyncio.create_task(Sweeper(store, shelf, config).run())
         lag = asyncio.create_task(app.state.metrics.watch_loop())
         try:
             yield

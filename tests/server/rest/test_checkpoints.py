@@ -15,6 +15,7 @@ import store_rows as rows
 from rest_world import World
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.config import ServerConfig
 from tinkex.server.files import checkpoints
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
 from tinkex.server.files.sweeper import Sweeper
@@ -122,7 +123,7 @@ async def test_a_ttl_ends_a_checkpoint_and_null_keeps_it(world: World) -> None:
     kept = "/training_runs/s:train:0/checkpoints/weights/kept/ttl"
     await world.call("PUT", kept, 204, json={"ttl_seconds": 3600})
     await world.call("PUT", kept, 204, json={"ttl_seconds": None})
-    sweeper = Sweeper(world.store, world.shelf)
+    sweeper = Sweeper(world.store, world.shelf, ServerConfig())
     await sweeper.sweep(time.time() + 3500)
     assert (await world.shelf.folder_of(made)).exists()
     await sweeper.sweep(time.time() + 3700)
@@ -294,7 +295,7 @@ async def test_folders_without_a_row_go_to_quarantine_and_others_stay(world: Wor
 
 async def test_storage_is_counted_in_byte_hours(world: World) -> None:
     made = await world.save()
-    sweeper = Sweeper(world.store, world.shelf)
+    sweeper = Sweeper(world.store, world.shelf, ServerConfig())
     start = time.time() // 3600 * 3600
     await sweeper.sweep(start)
     await sweeper.sweep(start + 1800)

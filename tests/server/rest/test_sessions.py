@@ -10,6 +10,7 @@ import pytest
 import store_rows as rows
 from rest_world import World
 
+from tinkex.server.config import ServerConfig
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.store import UsageCount
 
@@ -208,7 +209,7 @@ async def test_an_unnamed_snapshot_goes_with_its_session(world: World) -> None:
     world.store.sampling.create(
         rows.sampling(folder=world.shelf.folders.name(folder), ephemeral=True)
     )
-    sweeper = Sweeper(world.store, world.shelf)
+    sweeper = Sweeper(world.store, world.shelf, ServerConfig())
     await sweeper.sweep(time.time() + 13 * 24 * 3600)
     assert folder.exists()
     done = {"reason": {"type": "success"}, "detail": None}
@@ -228,5 +229,5 @@ async def test_an_unnamed_snapshot_of_a_silent_session_goes_after_two_weeks(worl
     world.store.sampling.create(
         rows.sampling(folder=world.shelf.folders.name(folder), ephemeral=True)
     )
-    await Sweeper(world.store, world.shelf).sweep(time.time() + 15 * 24 * 3600)
+    await Sweeper(world.store, world.shelf, ServerConfig()).sweep(time.time() + 15 * 24 * 3600)
     assert not folder.exists()

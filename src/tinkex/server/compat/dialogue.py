@@ -19,7 +19,7 @@ from tinkex.chat.template import TooLongError
 from tinkex.server.compat import fields
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.fields import SamplingFields
-from tinkex.server.compat.model_names import ModelNames
+from tinkex.server.compat.model_names import ModelNames, SampleTarget
 from tinkex.server.compat.running_sample import NewTokens, RunningSample, SampleSpec
 from tinkex.server.compat.trajectories import (
     RecordedPrefix,
@@ -91,6 +91,13 @@ class ModelAnswer:
     """Tokens of it that were thoughts, read apart from the content."""
 
 
+async def find_model(request: Request, user: User, name: str) -> tuple[SampleTarget, ChatFormat]:
+    """The weights behind a name, and how to talk to them."""
+    names: ModelNames = request.app.state.names
+    target = await names.target(user, name)
+    return target, await request.app.state.chat_formats.of(target.base_model)
+
+
 async def _fresh(
     asked: Asked, chat_format: ChatFormat, chat_formats: ChatFormats, user: User
 ) -> RecordedPrefix:
@@ -117,12 +124,9 @@ class Dialogue:
         Raises:
             ApiError, InvalidInputError: The request cannot be honoured.
         """
-        service = service_of(request)
         chat_formats: ChatFormats = request.app.state.chat_formats
         trajectories: TrajectoryRecorder = request.app.state.trajectories
-        names: ModelNames = request.app.state.names
-        target = await names.target(user, asked.model)
-        chat_format = await chat_formats.of(target.base_model)
+        target, chat_format = await find_model(request, user, asked.model)
         if asked.trajectory is None:
             recording = await _fresh(asked, chat_format, chat_formats, user)
         else:
@@ -135,7 +139,7 @@ class Dialogue:
             num_samples=asked.num_answers,
             topk_sample=asked.topk,
         )
-        generation = RunningSample(service, user, spec, request)
+        generation = RunningSample(service_of(request), user, spec, request)
         return cls(asked, chat_format, recording, generation, trajectories)
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
@@ -30,27 +30,23 @@ router = APIRouter(tags=["openai"])
 TEMPLATE_OPTIONS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Part(fields.ForeignBody):
     type: Annotated[str, Field(max_length=100)]
     text: fields.Text | None = None
 
 
-class _Function(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Function(fields.ForeignBody):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: fields.Text = ""
 
 
-class _Call(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Call(fields.ForeignBody):
     id: Annotated[str, Field(max_length=256)] = ""
     type: Literal["function"] = "function"
     function: _Function
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class ChatMessage(fields.ForeignBody):
     role: Annotated[str, Field(max_length=40)]
     content: fields.Text | Annotated[list[_Part], Field(max_length=4096)] | None = None
     reasoning_content: fields.Text | None = None
@@ -76,16 +72,14 @@ class ChatMessage(BaseModel):
         )
 
 
-class _Declared(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class _Declared(fields.ForeignBody):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: fields.Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ChatTool(BaseModel):
-    model_config = ConfigDict(extra="allow")
+class ChatTool(fields.ForeignBody):
     type: Literal["function"]
     function: _Declared
 
@@ -124,17 +118,11 @@ class ChatRequest(Conversing):
     return_token_ids: bool | None = False
 
     def unheeded(self) -> set[str]:
-        functions = [tool.function for tool in self.tools or ()]
-        strict = {"tools.strict"} if any(function.strict for function in functions) else set()
-        parts = [p for m in self.messages if isinstance(m.content, list) for p in m.content]
-        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        is_strict = any(tool.function.strict for tool in self.tools or ())
+        strict = {"tools.strict"} if is_strict else set()
         return strict.union(
             fields.extras_of(self.messages, "messages"),
-            fields.extras_of(parts, "messages.content"),
-            fields.extras_of(calls, "messages.tool_calls"),
-            fields.extras_of([call.function for call in calls], "messages.tool_calls.function"),
             fields.extras_of(self.tools or (), "tools"),
-            fields.extras_of(functions, "tools.function"),
             fields.unknown_keys([self.stream_options or {}], "stream_options", "include_usage"),
         )
 

@@ -21,8 +21,9 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, replies
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.dialogue import find_model
 from tinkex.server.compat.fields import SamplingFields, Stops
-from tinkex.server.compat.model_names import ModelNames, SampleTarget
+from tinkex.server.compat.model_names import SampleTarget
 from tinkex.server.compat.openai_shapes import likeliest, usage
 from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check_told, prompt_scores
@@ -58,6 +59,11 @@ class CompletionRequest(SamplingFields):
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = False
 
+    @property
+    def num_new(self) -> int:
+        """Most tokens to make; with 0 the prompt is only scored."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
     def check(self) -> None:
         fields.refuse(self.suffix, "suffix", "text cannot be inserted before a suffix here.")
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -90,21 +96,12 @@ class _Call:
     user: User
     target: SampleTarget
     chat_format: ChatFormat
-    number: str
-    made_at: int
-
-    def head(self) -> dict[str, Any]:
-        return {
-            "id": self.number,
-            "object": "text_completion",
-            "created": self.made_at,
-            "model": self.body.model,
-        }
+    head: dict[str, Any]
 
     def generation(self, prompt: Sequence[int]) -> RunningSample:
         body = self.body
         stop = None if body.stop is None else [*self.chat_format.info.eos_token_ids, *body.stop]
-        params = body.params(max(body.max_tokens if body.max_tokens is not None else 16, 1))
+        params = body.params(max(body.num_new, 1))
         topk = body.logprobs or 0
         scored = bool(body.echo and body.logprobs is not None)
         spec = SampleSpec(
@@ -131,11 +128,14 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     why = "there are no turns here to go on from; use /chat/completions."
     fields.refuse(trajectory_of(None, request), "trajectory", why)
     chat_formats: ChatFormats = request.app.state.chat_formats
-    names: ModelNames = request.app.state.names
-    target = await names.target(user, body.model)
-    chat_format = await chat_formats.of(target.base_model)
-    number = f"cmpl-{secrets.token_hex(12)}"
-    call = _Call(body, request, user, target, chat_format, number, int(time.time()))
+    target, chat_format = await find_model(request, user, body.model)
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": body.model,
+    }
+    call = _Call(body, request, user, target, chat_format, head)
     given = body.prompts()
     size = sum(len(prompt) for prompt in given)
     if size < LARGE_BYTES:
@@ -152,9 +152,7 @@ async def completions(request: Request, user: ForeignUser) -> Response:
 
 def _num_told(body: CompletionRequest, prompts: list[list[int]], chat_format: ChatFormat) -> int:
     """Most tokens that the answers tell, with their prompts where those are told too."""
-    new = min(
-        16 if body.max_tokens is None else body.max_tokens, chat_format.info.max_context_length
-    )
+    new = min(body.num_new, chat_format.info.max_context_length)
     told_prompts = body.echo or body.return_token_ids
     return (body.n or 1) * sum((len(p) if told_prompts else 0) + new for p in prompts)
 
@@ -193,7 +191,7 @@ def _whole(call: _Call, prompts: list[list[int]], made: list[SampleResponse]) ->
         for name in totals:
             totals[name] += 0 if call.body.max_tokens == 0 else counted[name]
     told = orjson.Fragment(b"[" + b",".join(choices) + b"]")
-    return orjson.dumps({**call.head(), "choices": told, "usage": totals})
+    return orjson.dumps({**call.head, "choices": told, "usage": totals})
 
 
 def _choice(
@@ -203,7 +201,7 @@ def _choice(
     answer_text = call.answer_text()
     text = "".join(piece.text for piece in [*answer_text.feed(sequence.tokens), *answer_text.end()])
     silent = body.max_tokens == 0
-    rows = _rows(call, prompt, response) if body.echo else []
+    rows = _prompt_rows(prompt, response) if body.echo else []
     if not silent:
         rows += _sampled_rows(sequence)
     choice: dict[str, Any] = {
@@ -225,7 +223,7 @@ Row = tuple[int, float | None, Sequence[tuple[int, float]]]
 """A token, its logprob, and the likeliest at its place."""
 
 
-def _rows(call: _Call, prompt: list[int], response: SampleResponse) -> list[Row]:
+def _prompt_rows(prompt: list[int], response: SampleResponse) -> list[Row]:
     scores = prompt_scores(response, prompt)
     topk = response.topk_prompt_logprobs or []
     return [
@@ -267,12 +265,10 @@ def _logprobs(chat_format: ChatFormat, rows: Sequence[Row], start: int = 0) -> d
 
 
 async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
-    body = call.body
-    head = call.head()
+    body, head = call.body, call.head
     speakers = [call.answer_text() for _ in range(body.n or 1)]
     generation = call.generation(prompt)
     said = [0] * len(speakers)
-
     prompts_told: set[int] = set()
 
     def chunk(index: int, text: str, rows: list[Row], finish: str | None = None) -> bytes:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.console.source import PAGE, Query, age, age_of, number_in
+from tinkex.server.console.source import PAGE, Query, age, number_in, resume
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.work.curves import MAX_CURVES, Curve
@@ -38,6 +38,7 @@ FRESH_S = 60.0
 """A run whose file grew this lately is called running."""
 # What the list shows: of RL the reward, since its loss is near zero; the names of tinker-cookbook.
 _SHOWN = ("reward", "env/all/reward/total", "loss", "train_mean_nll", "test/nll")
+_NOT_SAVED = "# nothing of this run was saved"
 _TOKENS = ("num_tokens", "tokens", "num_loss_tokens")
 
 
@@ -189,8 +190,7 @@ class FolderRuns:
     def _head(self, run_id: str, folder: Folder) -> dict[str, Any]:
         config = _json_file(folder.path / "config.json")
         made = (folder.path / METRICS).stat().st_mtime
-        silent_s = time.time() - made
-        is_running = silent_s < FRESH_S
+        is_running = time.time() - made < FRESH_S
         return {
             "run_id": run_id,
             "name": self._name(folder.path),
@@ -201,7 +201,7 @@ class FolderRuns:
             "created_at": made,
             "age": age(made),
             "status": "running" if is_running else "finished",
-            "why": "its file grows" if is_running else f"last written {age_of(silent_s)}",
+            "why": "its file grows" if is_running else f"last written {age(made)}",
         }
 
     def _name(self, path: Path) -> str:
@@ -212,8 +212,9 @@ class FolderRuns:
 
     def _run(self, run_id: str) -> dict[str, Any]:
         folder = self._folder(run_id)
-        saved = list(Lines(folder.path / "checkpoints.jsonl").new()) if _has_saved(folder) else []
-        paths = [line for _, line in saved if isinstance(line.get("state_path"), str)]
+        file = folder.path / "checkpoints.jsonl"
+        saved = [line for _, line in Lines(file).new()] if file.is_file() else []
+        paths = [line for line in saved if isinstance(line.get("state_path"), str)]
         return {
             **self._head(run_id, folder),
             "settings": dict(_flat(_json_file(folder.path / "config.json"))),
@@ -223,7 +224,7 @@ class FolderRuns:
                 for kind in ("state_path", "sampler_path")
                 if line.get(kind)
             ],
-            "resume": _resume(paths[-1]["state_path"] if paths else None),
+            "resume": resume(paths[-1]["state_path"]) if paths else _NOT_SAVED,
             "folder": str(folder.path),
         }
 
@@ -287,16 +288,6 @@ def copy(curve: Curve) -> Curve:
 
 def _id_of(path: Path) -> str:
     return hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
-
-
-def _has_saved(folder: Folder) -> bool:
-    return (folder.path / "checkpoints.jsonl").is_file()
-
-
-def _resume(path: str | None) -> str:
-    if path is None:
-        return "# nothing of this run was saved"
-    return f"training = service.create_training_client_from_state_with_optimizer({path!r})"
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

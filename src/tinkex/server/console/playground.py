@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from tinkex.server.compat import fields
-from tinkex.server.compat.dialogue import Dialogue
-from tinkex.server.compat.model_names import ModelNames
+from tinkex.server.compat.dialogue import Dialogue, find_model
 from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
 from tinkex.server.console.shell import PageRoute, page
@@ -49,9 +48,7 @@ async def count(
         dialogue = await Dialogue.open(request, user, chat_body.asked())
         return answer({"num_tokens": len(dialogue.prompt)})
     body = await fields.read(request, CompletionRequest)
-    names: ModelNames = request.app.state.names
-    target = await names.target(user, body.model)
-    chat_format = await request.app.state.chat_formats.of(target.base_model)
+    chat_format = (await find_model(request, user, body.model))[1]
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
     counted = await asyncio.to_thread(lambda: sum(len(chat_format.encode(x)) for x in prompts))
     return answer({"num_tokens": counted})

@@ -24,10 +24,7 @@ _LEVELS = (0.9, 0.5, 0.2, 0.05)
 
 def rollout_view(answers: Sequence[dict[str, Any]], color: Coloring) -> dict[str, Any]:
     """`groups` of answers side by side, and the `bars` of a histogram over all of them."""
-    rewards = [one for one in (number_in(a.get("reward")) for a in answers) if one is not None]
-    advantages = [
-        one for one in (number_in(a.get("advantage")) for a in answers) if one is not None
-    ]
+    rewards, advantages = _numbers(answers, "reward"), _numbers(answers, "advantage")
     largest = max((abs(one) for one in advantages), default=0.0) or 1.0
     groups: dict[Any, list[dict[str, Any]]] = {}
     for one in answers[:MAX_ANSWERS]:
@@ -47,11 +44,10 @@ def rollout_view(answers: Sequence[dict[str, Any]], color: Coloring) -> dict[str
 def _group(
     name: str, members: Sequence[dict[str, Any]], color: Coloring, largest: float
 ) -> dict[str, Any]:
-    rewards = [one for one in (number_in(a.get("reward")) for a in members) if one is not None]
     return {
         "number": name,
         "prompt": str(members[0].get("prompt", ""))[:MAX_TEXT],
-        "mean": _mean(rewards),
+        "mean": _mean(_numbers(members, "reward")),
         "answers": [_answer(one, color, largest) for one in members],
     }
 
@@ -123,6 +119,11 @@ def bars(values: Sequence[float]) -> list[dict[str, Any]]:
         {"from": start, "to": end, "count": count, "height": count / top}
         for (start, end), count in zip(pairwise(edges), counts, strict=True)
     ]
+
+
+def _numbers(answers: Sequence[dict[str, Any]], name: str) -> list[float]:
+    found = (number_in(one.get(name)) for one in answers)
+    return [number for number in found if number is not None]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from collections.abc import Iterable
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
+from pydantic import BaseModel
 
 from tinkex.server.auth import is_configured
 from tinkex.server.console.shell import PageRoute, page
@@ -89,7 +91,7 @@ async def _facts(request: Request, find: str = "", users_page: int = 0) -> dict[
         "users_page": users_page,
         "users_pages": (num_users + MAX_USERS - 1) // MAX_USERS,
         **await _moving(request),
-        "users": [one.model_dump(mode="json") for one in users],
+        "users": _told(users),
         "num_users": num_users,
         "quotas": list(QUOTAS),
         "held_names": HELD,
@@ -105,7 +107,7 @@ async def _facts(request: Request, find: str = "", users_page: int = 0) -> dict[
             for key in keys
         ],
         "num_keys": num_keys,
-        "busy": [one.model_dump(mode="json") for one in runs],
+        "busy": _told(runs),
         "num_busy": num_busy,
         **await _usage(request),
         "audit": [
@@ -180,11 +182,13 @@ def _process_bytes(member: Worker) -> int:
 
 async def _usage(request: Request) -> dict[str, list[dict[str, Any]]]:
     """What each user, key and run used in the last day; most device time first."""
-    told = {}
-    for by in USED_BY:
-        found = await _oversight(request).usage(by, DAY_HOURS, MAX_USED)
-        told[f"usage_by_{by}"] = [one.model_dump(mode="json") for one in found]
-    return told
+    oversight = _oversight(request)
+    found = {by: await oversight.usage(by, DAY_HOURS, MAX_USED) for by in USED_BY}
+    return {f"usage_by_{by}": _told(used) for by, used in found.items()}
+
+
+def _told(found: Iterable[BaseModel]) -> list[dict[str, Any]]:
+    return [one.model_dump(mode="json") for one in found]
 
 
 # ------------------------------------------------------------------------------------ changes

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tinkex.server.compat.chat_formats import ChatFormats
-from tinkex.server.console.source import PAGE, Query, age, age_of
+from tinkex.server.console.source import PAGE, Query, age, resume, span
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
@@ -16,6 +16,7 @@ from tinkex.store import Checkpoint, Model, RunFilter, Session, User
 
 LISTED = ("reward", "loss", "loss_per_token", "learning_rate", "tokens")
 PARKED_S = 120.0
+_NOT_SAVED = "training.save_state('name')  # save first; nothing of this run can be loaded yet"
 
 
 class ServerRuns:
@@ -98,10 +99,9 @@ class ServerRuns:
         if model.unloaded:
             return "finished", "unloaded"
         seen = max(model.last_request_time, session.last_heartbeat if session else 0)
-        silent_s = time.time() - seen
-        if silent_s < PARKED_S:
+        if time.time() - seen < PARKED_S:
             return "idle", "waiting for its client"
-        return "parked", f"client last seen {age_of(silent_s)}"
+        return "parked", f"client last seen {age(seen)}"
 
     async def _model(self, user: User | None, run_id: str) -> Model:
         store = self._service.store
@@ -129,7 +129,7 @@ class ServerRuns:
                 "sdk_version": session.sdk_version if session else "",
             },
             "checkpoints": [_checkpoint(one) for one in checkpoints],
-            "resume": _resume(weights[-1].path if weights else None),
+            "resume": resume(weights[-1].path) if weights else _NOT_SAVED,
         }
 
     async def curves(self, run_id: str) -> dict[str, Curve]:
@@ -155,13 +155,6 @@ class ServerRuns:
         return self._service.rollouts.agreement(user.user_id)
 
 
-def _resume(path: str | None) -> str:
-    """The line of code that goes on from here."""
-    if path is None:
-        return "training.save_state('name')  # save first; nothing of this run can be loaded yet"
-    return f"training = service.create_training_client_from_state_with_optimizer({path!r})"
-
-
 def _checkpoint(one: Checkpoint) -> dict[str, Any]:
     return {
         "path": one.path,
@@ -171,16 +164,11 @@ def _checkpoint(one: Checkpoint) -> dict[str, Any]:
         "public": one.public,
         "age": age(one.created_at),
         "expires_at": one.expires_at,
-        "expires": until(one.expires_at),
+        "expires": _until(one.expires_at),
     }
 
 
-def until(moment: float | None) -> str:
+def _until(moment: float | None) -> str:
     if moment is None:
         return "never"
-    left_s = moment - time.time()
-    for length, noun in ((86_400, "day"), (3600, "hour"), (60, "minute")):
-        if left_s >= length:
-            number = int(left_s // length)
-            return f"in {number} {noun}{'' if number == 1 else 's'}"
-    return "soon"
+    return f"in {length}" if (length := span(moment - time.time())) else "soon"

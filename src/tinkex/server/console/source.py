@@ -139,12 +139,18 @@ class Growth:
 
 
 def age(moment: float) -> str:
-    return age_of(time.time() - moment)
+    return f"{length} ago" if (length := span(time.time() - moment)) else "just now"
 
 
-def age_of(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """The whole days, hours or minutes of a time; empty below a minute."""
     for length, noun in ((86_400, "day"), (3600, "hour"), (60, "minute")):
         if seconds >= length:
             number = int(seconds // length)
-            return f"{number} {noun}{'' if number == 1 else 's'} ago"
-    return "just now"
+            return f"{number} {noun}{'' if number == 1 else 's'}"
+    return ""
+
+
+def resume(path: str) -> str:
+    """The line of code that goes on from a checkpoint."""
+    return f"training = service.create_training_client_from_state_with_optimizer({path!r})"

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.steady_clock import SteadyClock
 from tinkex.store import Store, UsageCount
@@ -26,20 +27,10 @@ TRAJECTORY_TTL_S = 7 * 24 * 3600.0
 
 
 class Sweeper:
-    def __init__(
-        self,
-        store: Store,
-        shelf: Shelf,
-        *,
-        quarantine_ttl_s: float = 30 * 86_400.0,
-        audit_ttl_s: float = 365 * 86_400.0,
-        session_ttl_s: float = 90 * 86_400.0,
-    ) -> None:
+    def __init__(self, store: Store, shelf: Shelf, config: ServerConfig) -> None:
         self._store = store
         self._shelf = shelf
-        self._quarantine_ttl_s = quarantine_ttl_s
-        self._audit_ttl_s = audit_ttl_s
-        self._session_ttl_s = session_ttl_s
+        self._config = config
         self._clock = SteadyClock()
         self._last_count: float | None = None
 
@@ -56,8 +47,8 @@ class Sweeper:
         await self._shelf.expire(now)
         await self._store.call(self._store.journal.sweep, now)
         await self._store.call(self._store.checkpoints.forget_keys, now - 86_400)
-        await self._store.call(self._store.audit.forget, now - self._audit_ttl_s)
-        await self._store.call(self._store.sessions.forget, now - self._session_ttl_s)
+        await self._store.call(self._store.audit.forget, now - self._config.audit_ttl_s)
+        await self._store.call(self._store.sessions.forget, now - self._config.session_ttl_s)
         await self._store.call(self._store.trajectories.forget_before, now - TRAJECTORY_TTL_S)
         await self._store.call(self._count_storage, now)
         await self._drop_ephemeral(now)
@@ -65,7 +56,7 @@ class Sweeper:
         if self._shelf.depot is not None:
             await self._shelf.depot.trim()
         purge = self._shelf.folders.purge_quarantine
-        await asyncio.to_thread(purge, now - self._quarantine_ttl_s)
+        await asyncio.to_thread(purge, now - self._config.quarantine_ttl_s)
 
     def _count_storage(self, now: float) -> None:
         """Add the byte-hours since the last round; the first round only starts the clock."""

@@ -111,17 +111,6 @@ class ConnectionLimits:
             self._look_later(loop)
 
 
-def guarded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """The protocol class for uvicorn's `http` option."""
-
-    class Bound(Guarded):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.limits = limits
-
-    return Bound
-
-
 class Joined:
     """A transport that writes two pieces at once when it is told to."""
 
@@ -149,10 +138,11 @@ class Joined:
 
 
 class Guarded(HttpToolsProtocol):
-    limits: ConnectionLimits
+    """Give uvicorn `partial(Guarded, limits)` as its `http`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.limits = limits
         self._address: str | None = None
         self._head_bytes = 0
         self._read_bytes = 0
