@@ -98,3 +98,8 @@ def test_every_setting_is_documented() -> None:
         and isinstance(after.value, ast.Constant)
     }
     assert documented == {field.name for field in dataclasses.fields(ServerConfig)}
+
+
+@pytest.mark.parametrize("name", ["max_unnamed_samplers", "max_user_queued", "until_idle_s"])
+def test_a_setting_whose_0_means_something_takes_it(name: str) -> None:
+    assert getattr(load_config(env={}, flags={name: 0}), name) == 0

@@ -26,6 +26,7 @@ MAX_WORKERS = 256
 MAX_GROUP = 16
 _SECRET_FIELDS = frozenset({"api_keys", "database"})
 
+# Limits of one user (max_user_...) may be 0 besides, which means none.
 _MAY_BE_ZERO = frozenset(
     {
         "port",
@@ -33,28 +34,9 @@ _MAY_BE_ZERO = frozenset(
         "meeting_timeout_s",
         "parent_pid",
         "min_free_bytes",
-        "max_user_disk_bytes",
-        "max_user_sessions",
-        "max_user_models",
-        "max_user_queued",
-        "max_user_running",
-        "max_user_result_bytes",
-        "max_user_requests_per_minute",
+        "max_unnamed_samplers",
         "until_idle_s",
         "result_grace_s",
-    }
-)
-
-# Variables with our prefix that belong to the SDK or to one process, not to the server's config.
-_FOREIGN_ENV = frozenset(
-    {
-        "TINKEX_API_KEY",
-        "TINKEX_BASE_URL",
-        "TINKEX_TELEMETRY",
-        "TINKEX_LOG",
-        "TINKEX_HOME",
-        "TINKEX_CONFIG",
-        "TINKEX_PROJECT_ID",
     }
 )
 
@@ -217,8 +199,8 @@ class ServerConfig:
     def worker_devices(self) -> list[str]:
         """The device of each worker, or the devices of its group with a plus between them."""
         size, devices = self.group_size, list(self.devices)
-        if self._shares_device and max(1, self.num_workers) * size > 1:
-            total = max(1, self.num_workers) * size
+        total = max(1, self.num_workers) * size
+        if self._shares_device and total > 1:
             is_auto = devices[0] == "auto"
             devices = [f"auto:{i}" if is_auto else devices[0] for i in range(total)]
         return ["+".join(devices[at : at + size]) for at in range(0, len(devices), size)]
@@ -259,7 +241,8 @@ class ServerConfig:
             value = getattr(self, spec.name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            if value < 0 or (value == 0 and spec.name not in _MAY_BE_ZERO):
+            may_be_zero = spec.name in _MAY_BE_ZERO or spec.name.startswith("max_user_")
+            if value < 0 or (value == 0 and not may_be_zero):
                 raise ConfigError(f"{spec.name} must be positive, got {value}.")
 
     def _check_names(self) -> None:
@@ -411,16 +394,12 @@ def _from_file(file: Path) -> dict[str, Any]:
 
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    found = {
-        key.removeprefix(ENV_PREFIX).lower(): value
-        for key, value in env.items()
-        if key.startswith(ENV_PREFIX + "SERVER_")
-    }
-    found = {key.removeprefix("server_"): value for key, value in found.items()}
+    prefix = f"{ENV_PREFIX}SERVER_"
+    given = {key: value for key, value in env.items() if key.startswith(prefix)}
+    found = {key.removeprefix(prefix).lower(): value for key, value in given.items()}
     for spec in fields(ServerConfig):  # the short form TINKEX_PORT works too
-        key = ENV_PREFIX + spec.name.upper()
-        if key in env and key not in _FOREIGN_ENV:
-            found.setdefault(spec.name, env[key])
+        if (short := ENV_PREFIX + spec.name.upper()) in env:
+            found.setdefault(spec.name, env[short])
     return _known(found, f"{ENV_PREFIX}SERVER_* variable")
 
 

@@ -178,6 +178,7 @@ class _Response:
         self._body = body
         self._dialogue = dialogue
         self._number = 0
+        self._items: list[dict[str, Any]] = []  # what a stream has said
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -229,80 +230,71 @@ class _Response:
         said = await replies.begun(self._dialogue.pieces())
         begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
         yield self._event("response.created", response=begun)
-        items: list[dict[str, Any]] = []
         open_kind = ""
         async for _, pieces, _ in said:
             for piece in pieces:
                 if open_kind and piece.kind != open_kind:
-                    yield self._close(items)
+                    yield self._close()
                     open_kind = ""
                 if piece.call is not None:
-                    for one in self._called(items, piece.call):
-                        yield one
+                    yield self._called(piece.call)
                     continue
                 if not open_kind:
                     open_kind = piece.kind
-                    for one in self._open(items, piece):
-                        yield one
-                yield self._said(items, piece)
+                    yield self._open(piece)
+                yield self._said(piece)
         if open_kind:
-            yield self._close(items)
+            yield self._close()
         response, answers = await self._dialogue.result()
-        finished = self._finished(items, answers[0], response)
-        kind = "incomplete" if finished["status"] == "incomplete" else "completed"
-        yield self._event(f"response.{kind}", response=finished)
+        finished = self._finished(self._items, answers[0], response)
+        yield self._event(f"response.{finished['status']}", response=finished)
 
-    def _open(self, items: list[dict[str, Any]], piece: Piece) -> list[bytes]:
-        item = _message("") if piece.kind == "content" else _reasoning("")
-        item["status"] = "in_progress"
-        items.append(item)
-        at = {"output_index": len(items) - 1, "item_id": item["id"]}
-        events = [self._event("response.output_item.added", output_index=len(items) - 1, item=item)]
-        if piece.kind == "content":
-            part = item["content"][0]
-            events.append(
-                self._event("response.content_part.added", **at, content_index=0, part=part)
-            )
-        return events
+    def _open(self, piece: Piece) -> bytes:
+        if piece.kind != "content":
+            return self._added(_reasoning(""), status="in_progress")
+        item = _message("")
+        added = self._added(item, status="in_progress")
+        return added + self._of_last("content_part.added", content_index=0, part=item["content"][0])
 
-    def _said(self, items: list[dict[str, Any]], piece: Piece) -> bytes:
-        item = items[-1]
-        at = {"output_index": len(items) - 1, "item_id": item["id"], "content_index": 0}
-        item["content"][0]["text"] += piece.text
-        kind = "output_text" if piece.kind == "content" else "reasoning_text"
-        extra: dict[str, Any] = {"logprobs": []} if piece.kind == "content" else {}
-        return self._event(f"response.{kind}.delta", **at, delta=piece.text, **extra)
+    def _said(self, piece: Piece) -> bytes:
+        self._items[-1]["content"][0]["text"] += piece.text
+        if piece.kind != "content":
+            return self._of_last("reasoning_text.delta", content_index=0, delta=piece.text)
+        return self._of_last("output_text.delta", content_index=0, delta=piece.text, logprobs=[])
 
-    def _close(self, items: list[dict[str, Any]]) -> bytes:
-        item = items[-1]
-        item["status"] = "completed"
-        index = len(items) - 1
-        events = b""
+    def _close(self) -> bytes:
+        item, events = self._items[-1], b""
         if item["type"] == "message":
-            at = {"output_index": index, "item_id": item["id"], "content_index": 0}
-            text = item["content"][0]["text"]
-            events += self._event("response.output_text.done", **at, text=text, logprobs=[])
-            events += self._event("response.content_part.done", **at, part=item["content"][0])
-        return events + self._event("response.output_item.done", output_index=index, item=item)
+            part = item["content"][0]
+            text = part["text"]
+            events += self._of_last("output_text.done", content_index=0, text=text, logprobs=[])
+            events += self._of_last("content_part.done", content_index=0, part=part)
+        return events + self._done()
 
-    def _called(self, items: list[dict[str, Any]], call: ToolCall) -> list[bytes]:
+    def _called(self, call: ToolCall) -> bytes:
         item = _function_call(call)
-        items.append(item)
-        index = len(items) - 1
-        at = {"output_index": index, "item_id": item["id"]}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        arguments = item["arguments"]
-        return [
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.function_call_arguments.delta", **at, delta=arguments),
-            self._event(
-                "response.function_call_arguments.done",
-                **at,
-                name=item["name"],
-                arguments=arguments,
-            ),
-            self._event("response.output_item.done", output_index=index, item=item),
-        ]
+        given = {"name": call.name, "arguments": call.arguments}
+        return (
+            self._added(item, arguments="", status="in_progress")
+            + self._of_last("function_call_arguments.delta", delta=call.arguments)
+            + self._of_last("function_call_arguments.done", **given)
+            + self._done()
+        )
+
+    def _added(self, item: dict[str, Any], **changes: Any) -> bytes:
+        """An item begins, shown with what is not yet as it will be."""
+        self._items.append(item)
+        index = len(self._items) - 1
+        shown = {**item, **changes}
+        return self._event("response.output_item.added", output_index=index, item=shown)
+
+    def _of_last(self, kind: str, **body: Any) -> bytes:
+        at = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
+        return self._event(f"response.{kind}", **at, **body)
+
+    def _done(self) -> bytes:
+        index, item = len(self._items) - 1, self._items[-1]
+        return self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **body: Any) -> bytes:
         number, self._number = self._number, self._number + 1
