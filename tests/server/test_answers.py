@@ -9,7 +9,7 @@ from typing import Any, cast
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from tinkex.server.guard.connections import HOLD_HEAD, ConnectionLimits, Guarded
+from tinkex.server.guard.connections import HOLD_HEAD, ConnectionLimits, guarded
 
 SIZED = [(b"content-length", b"4")]
 REQUEST = b"POST /%s HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
@@ -51,8 +51,8 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 async def answered(*paths: bytes) -> list[bytes]:
     config = Config(app=app, log_config=None, lifespan="off", proxy_headers=False)
     config.load()
-    protocol = cast(Any, Guarded)(
-        ConnectionLimits(), config=config, server_state=ServerState(), app_state={}
+    protocol = cast(Any, guarded(ConnectionLimits()))(
+        config=config, server_state=ServerState(), app_state={}
     )
     wire = Wire()
     protocol.connection_made(wire)

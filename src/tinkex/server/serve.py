@@ -19,7 +19,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from tinkex.server.guard import logs
 from tinkex.server.guard.connections import (
     SPARE_FILES,
     ConnectionLimits,
-    Guarded,
+    guarded,
     raise_file_limit,
 )
 from tinkex.server.guard.quotas import read_quotas
@@ -178,7 +177,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
             announce = greeting(config, base_url, needs_key=not app.state.auth.is_open)
         options = uvicorn.Config(
             app,
-            http=partial(Guarded, app.state.connections),  # type: ignore[arg-type]
+            http=guarded(app.state.connections),
             ws="none",
             access_log=False,
             server_header=False,

@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -111,6 +112,11 @@ class ConnectionLimits:
             self._look_later(loop)
 
 
+def guarded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
+    """What uvicorn makes connections of, for its `http` option."""
+    return cast(type[asyncio.Protocol], partial(Guarded, limits))
+
+
 class Joined:
     """A transport that writes two pieces at once when it is told to."""
 
@@ -138,8 +144,6 @@ class Joined:
 
 
 class Guarded(HttpToolsProtocol):
-    """Give uvicorn `partial(Guarded, limits)` as its `http`."""
-
     def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits
