@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tinkex.server.console import source as sources
@@ -30,8 +30,6 @@ Number = Annotated[int, Query(ge=0, le=1_000_000)]
 Text = Annotated[str, Query(max_length=200)]
 RunIds = Annotated[list[str], Query(default_factory=list, max_length=100)]
 """Several, or one with commas between."""
-Sort = Literal["newest", "oldest", "active"]
-Status = Literal["", "running", "idle", "finished", "lost"]
 
 
 def _eyes(request: Request, user: User) -> User | None:
@@ -46,22 +44,7 @@ async def _runs(request: Request, user: User, query: sources.Query) -> dict[str,
     return {**found, "page": query.page}
 
 
-async def _query(
-    page: Number = 0,
-    q: Text = "",
-    tag: Text = "",
-    model: Text = "",
-    status: Status = "",
-    sort: Sort = "newest",
-    everyone: bool = False,
-) -> sources.Query:
-    """What of the runs an address asks for."""
-    return sources.Query(
-        page=page, search=q, tag=tag, model=model, status=status, sort=sort, everyone=everyone
-    )
-
-
-Asked = Annotated[sources.Query, Depends(_query)]
+Asked = Annotated[sources.Query, Query()]
 
 
 @router.get("")

@@ -7,11 +7,11 @@ pages as a server. Everything is plain data, the same for HTML and for JSON.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlencode
 
 from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field
 
 from tinkex.server.work.curves import Curve
 from tinkex.store import User
@@ -27,29 +27,26 @@ STATUSES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Query:
-    """What of the runs a visitor wants to see."""
+Text = Annotated[str, Field(max_length=200)]
 
-    page: int = 0
-    search: str = ""
-    tag: str = ""
-    model: str = ""
-    status: str = ""
-    sort: str = "newest"
+
+class Query(BaseModel):
+    """What of the runs a visitor wants to see, as the page's address says it."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+    page: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    search: Annotated[Text, Field(alias="q")] = ""
+    tag: Text = ""
+    model: Text = ""
+    status: Literal["", "running", "idle", "finished", "lost"] = ""
+    sort: Literal["newest", "oldest", "active"] = "newest"
     everyone: bool = False
     """Of all users, for administrators."""
 
     def address(self, **changes: Any) -> str:
         """The page's address with some of it changed; what is default is left out."""
-        wanted = replace(self, **{"page": 0, **changes})
-        plain = Query()
-        names = {"search": "q"}
-        given = {
-            names.get(name, name): getattr(wanted, name)
-            for name in self.__slots__
-            if getattr(wanted, name) != getattr(plain, name)
-        }
+        wanted = self.model_copy(update={"page": 0, **changes})
+        given = wanted.model_dump(by_alias=True, exclude_defaults=True)
         return f"/console?{urlencode(given)}" if given else "/console"
 
 

@@ -44,34 +44,26 @@ def put_off(request: Request, exc: Exception) -> Exception:
 
 
 async def visitor(request: Request) -> User:
-    """FastAPI dependency: the user behind the cookie, or a 401 that the pages turn into a login."""
+    """FastAPI dependency: the user behind the cookie, or a 401 that the pages turn into a login.
+
+    The request is counted among the visitor's, as the front door does where a key comes in a
+    header.
+    """
     auth: Auth = request.app.state.auth
     user = await auth.user_of(_cookie(request))
     request.state.is_admin = await auth.is_admin(_cookie(request))
-    _admit(request, user)
-    return user
-
-
-async def admin_visitor(request: Request) -> User:
-    """FastAPI dependency: the same for pages of administrators, or a 403."""
-    auth: Auth = request.app.state.auth
-    user = await auth.admin_of(_cookie(request))
-    request.state.is_admin = True
-    _admit(request, user)
-    return user
-
-
-def _admit(request: Request, user: User) -> None:
-    """Count a request among the visitor's, as the front door does where a key comes in a header.
-
-    Raises:
-        ApiError: 429.
-    """
     request.scope["tinkex.user"] = user.user_id
     quotas: Quotas | None = getattr(request.app.state, "quotas", None)
     if quotas is not None:  # folders on one's own disk have none
         quotas.note(user)
         quotas.spend(user)
+    return user
+
+
+async def admin_visitor(request: Request) -> User:
+    """FastAPI dependency: the same for pages of administrators, or a 403."""
+    await request.app.state.auth.admin_of(_cookie(request))
+    return await visitor(request)
 
 
 Visitor = Annotated[User, Depends(visitor)]
