@@ -16,8 +16,8 @@ from hostile import Server
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.http import codec
 from tinkex.client.http.http1 import Reply
+from tinkex.client.training import pass_requests
 
 
 class Swallow(Server):
@@ -91,13 +91,13 @@ def test_heartbeats_go_on_while_fifty_megabytes_are_sent(
     Eleven chunks on the loop would be a silence of more than five seconds; on a quiet machine the
     longest is 0.2 s with a beat every 0.1 s.
     """
-    encode = codec.requests.encode
+    encode = pass_requests.requests.encode
 
     def slow(*args: Any, **options: Any) -> Any:
         time.sleep(0.5)
         return encode(*args, **options)
 
-    monkeypatch.setattr(codec.requests, "encode", slow)
+    monkeypatch.setattr(pass_requests.requests, "encode", slow)
     server = Swallow(flags={"proto_compress_fwdbwd": compress}, compute_s=0.0)
     beats: list[float] = []
     with over_http(server) as base_url:

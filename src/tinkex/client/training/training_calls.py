@@ -17,10 +17,10 @@ from pydantic import BaseModel
 from tinkex import events, types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
-from tinkex.client.http import codec
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.session.holder import Holder
+from tinkex.client.training.pass_requests import pass_parts
 from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
 from tinkex.wire import requests
@@ -66,7 +66,7 @@ class TrainingCalls:
         if not forward_only and not validation.has_signal(datums):
             self._warn_of_no_signal()
         config = dict(loss_fn_config) if loss_fn_config else None
-        return codec.pass_parts(
+        return pass_parts(
             self.holder.flags, self.model_id, datums, name, config, forward_only=forward_only
         )
 

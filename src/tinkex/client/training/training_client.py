@@ -19,9 +19,9 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.direct import DirectFuture, awaited, submitted, threaded
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.codec import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect
+from tinkex.client.training.pass_requests import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
 from tinkex.client.training.sample_age import Fresh, keep_fresh
 from tinkex.client.training.submission import CallPart
 from tinkex.client.training.train_step import TrainStepResult

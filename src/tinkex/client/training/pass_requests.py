@@ -49,11 +49,8 @@ def _pass_encoder(
     path = "forward" if forward_only and flags.old_generation else "forward_backward"
 
     def encode(seq_id: int) -> Call:
-        request: types.ForwardRequest | types.ForwardBackwardRequest
-        if forward_only:
-            request = types.ForwardRequest(asked, model_id, seq_id)
-        else:
-            request = types.ForwardBackwardRequest(asked, model_id, seq_id)
+        kind = types.ForwardRequest if forward_only else types.ForwardBackwardRequest
+        request = kind(asked, model_id, seq_id)
         body = requests.encode(path, request, dialect, compress=flags.proto_compress_fwdbwd)
         headers = {"Content-Encoding": body.content_encoding} if body.content_encoding else None
         return Call(
