@@ -76,7 +76,7 @@ class Reporter:
         self._started_s = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
+        self._wake = asyncio.Event()
         self._stopped = False
         self._unsubscribe: Callable[[], None] = lambda: None
         if session_id is not None:
@@ -125,7 +125,6 @@ class Reporter:
     def start(self) -> None:
         """Begin to send; on the background loop."""
         self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
         self._task = self._loop.create_task(self._run())
         self._unsubscribe = events.subscribe(self._forward)
 
@@ -178,11 +177,10 @@ class Reporter:
         return True
 
     def _wake_up(self) -> None:
-        if self._loop is not None and self._wake is not None and not self._loop.is_closed():
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def _run(self) -> None:
-        assert self._wake is not None
         config, retry_s = self._config, 0.0
         while not self._stopped:
             if retry_s:
