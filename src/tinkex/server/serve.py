@@ -329,13 +329,14 @@ def _spec(config: ServerConfig, device: str, threads: int | None) -> WorkerSpec:
 def make_worker(
     config: ServerConfig, index: int, device: str, threads: int | None = None
 ) -> ProcessWorker:
-    return ProcessWorker(
+    worker = ProcessWorker(
         _spec(config, device, threads),
         name=f"worker-{index}",
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
-        on_refusal=_end_server,
     )
+    worker.on_refusal = _end_server
+    return worker
 
 
 def cores() -> int:

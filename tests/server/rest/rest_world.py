@@ -13,7 +13,8 @@ from wire_client import Caller
 
 from tinkex.server.app import create_app
 from tinkex.server.config import ServerConfig
-from tinkex.server.files.checkpoints import Shelf, TinkerPath, folder_size
+from tinkex.server.files.checkpoints import Shelf, TinkerPath
+from tinkex.server.files.folders import folder_size
 from tinkex.server.serve import make_pool
 from tinkex.store import Checkpoint, Store
 

@@ -43,18 +43,15 @@ class Beacon:
             yield
             return
         with contextlib.suppress(OSError):
-            self._write(self._file)
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            aside = self._file.with_suffix(".new")
+            aside.write_text(json.dumps(self._content), "utf-8")
+            os.replace(aside, self._file)
         try:
             yield
         finally:
             with contextlib.suppress(OSError):
                 self._file.unlink(missing_ok=True)
-
-    def _write(self, file: Path) -> None:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = file.with_suffix(".new")
-        aside.write_text(json.dumps(self._content), "utf-8")
-        os.replace(aside, file)
 
 
 def _remove_dead(folder: Path) -> None:

@@ -129,18 +129,16 @@ class Shelf:
     def new_folder(self, path: TinkerPath) -> Path:
         """A folder for the engine to write into; it does not exist yet, its parent does."""
         run = path.run_id.replace(":", "-")
-        folder = self.root / run / path.kind / f"{path.name}-{secrets.token_hex(6)}"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        self._in_progress.add(str(folder))
-        return folder
+        return self._new(self.root / run / path.kind / f"{path.name}-{secrets.token_hex(6)}")
 
     def new_ephemeral_folder(self, sampling_session_id: str) -> Path:
         """The folder of an unnamed sampler snapshot, which lives as long as its session."""
-        folder = self.ephemeral_root / f"{sampling_session_id}-{secrets.token_hex(6)}".replace(
-            ":", "-"
-        )
+        name = sampling_session_id.replace(":", "-")
+        return self._new(self.ephemeral_root / f"{name}-{secrets.token_hex(6)}")
+
+    def _new(self, folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._in_progress.add(str(folder))
+        self._in_progress.add(str(folder))  # it is no stray, though no row knows it yet
         return folder
 
     async def admit(
@@ -305,12 +303,15 @@ class Shelf:
         known = await self._store.call(self._store.folders.known)
         noted = set(await self._store.call(self._store.folders.deleted))
         strays = [f for f in found if self.folders.name(f) not in known | noted]
-        strays = [folder for folder in strays if not _belongs(folder, busy)]
+        # A save under way writes there, or aside under a name made of its own.
+        strays = [f for f in strays if not any(name in f.name for name in busy)]
         for folder in strays:
             await asyncio.to_thread(self.folders.quarantine, folder)
         await asyncio.to_thread(self._warn_of_missing, known)
         if self.depot is not None:
-            self._warn_of_unknown(self.depot, known | noted)
+            if unknown := self.depot.unknown(known | noted):
+                text = "%d folders in %s are in no listing and stay there, the first is %s"
+                log.warning(text, len(unknown), self.depot.url, unknown[0])
             await self.depot.move_in(known)
         return len(strays)
 
@@ -326,11 +327,6 @@ class Shelf:
             text = "%d listed folders are not in %s and cannot be loaded, the first is %s"
             log.warning(text, len(missing), self.folders.root, missing[0])
 
-    def _warn_of_unknown(self, depot: Depot, known: set[str]) -> None:
-        if unknown := depot.unknown(known):
-            text = "%d folders in %s are in no listing and stay there, the first is %s"
-            log.warning(text, len(unknown), depot.url, unknown[0])
-
     def log(self, user_id: str, event: str, path: str, **details: object) -> None:
         self._store.audit.record(user_id, event, {"tinker_path": path, **details})
 
@@ -339,10 +335,6 @@ def absent(path: str) -> ApiError:
     return ApiError(
         404, f"No checkpoint {path!r} that you may use. List yours with GET /checkpoints."
     )
-
-
-def folder_size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _saved(checkpoint: Checkpoint) -> UsageCount:
@@ -371,8 +363,3 @@ def _remove_traces(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.parent.rmdir()
         folder.parent.parent.rmdir()
-
-
-def _belongs(folder: Path, busy: set[str]) -> bool:
-    """Whether a save under way writes there, or aside under a name made of its own."""
-    return any(name in folder.name for name in busy)

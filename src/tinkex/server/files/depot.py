@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from tinkex.errors import ConfigError
-from tinkex.server.files.folders import DataFolder
-from tinkex.server.files.object_store import Bucket
+from tinkex.server.files.folders import DataFolder, folder_size
 from tinkex.store.binding import ID_FILE
+
+if TYPE_CHECKING:
+    from tinkex.server.files.object_store import Bucket
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,8 +55,13 @@ class Depot:
         """The one of a data folder that is bound to its database. Blocks.
 
         Raises:
-            ConfigError: The bucket cannot be used, or belongs to others.
+            ConfigError: The bucket cannot be used, or belongs to others, or `obstore` is missing.
         """
+        try:
+            from tinkex.server.files.object_store import Bucket
+        except ImportError as exc:
+            text = "storage in a bucket needs obstore: pip install 'tinkex[s3]'."
+            raise ConfigError(text) from exc
         bucket = Bucket(url)
         known = storage_of(data_dir)
         if known not in (None, bucket.url):
@@ -120,7 +127,7 @@ class Depot:
         await self._run(self._trim)
 
     def _trim(self) -> None:
-        sizes = {name: _size(self._folders.path(name)) for name in self._stored}
+        sizes = {name: folder_size(self._folders.path(name)) for name in self._stored}
         excess = sum(sizes.values()) - self._cache_bytes
         used_at = {name: self._used_at.get(name, -math.inf) for name in sizes if sizes[name]}
         limit = time.monotonic() - IN_USE_S
@@ -161,10 +168,3 @@ def refuse_without(data_dir: Path) -> None:
             f"The checkpoints of {data_dir} are in {known}: give --storage {known}. If they are "
             f"back in the folder, delete {data_dir / URL_FILE}."
         )
-
-
-def _size(folder: Path) -> int:
-    try:
-        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    except FileNotFoundError:  # it goes while we look
-        return 0

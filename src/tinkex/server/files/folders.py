@@ -8,7 +8,9 @@ no row knows (left by a crash, or known to another, older or lost database) move
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import shutil
 import time
@@ -78,3 +80,13 @@ class DataFolder:
             log.warning("%s was in quarantine long enough and is removed", lot)
             shutil.rmtree(lot, ignore_errors=True)
         return len(old)
+
+
+def folder_size(folder: Path) -> int:
+    """The bytes of its files; one that is not there, or goes while we look, has none."""
+    total = 0
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(inside, name)).st_size
+    return total

@@ -3,6 +3,8 @@
 The files of a folder `a/b` lie under `<prefix>/a/b/`, and `<prefix>/a/b.files` lists them with
 their sizes. The list is written after the files and removed before them, so a folder that has one
 is whole. Blocks; knows objects, not checkpoints, and removes nothing that it was not told to.
+
+`obstore` is an extra: only who has a bucket imports this module.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ import shutil
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+import obstore
 import orjson
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import S3Store
 
 from tinkex.engine.folders import make_safe
 from tinkex.errors import ConfigError, EngineError
-
-if TYPE_CHECKING:
-    from obstore.store import S3Store
 
 CHUNK_BYTES = 32 << 20
 LIST = ".files"
@@ -38,7 +40,7 @@ class Bucket:
         """Of `s3://bucket/prefix`; asks nothing of it yet.
 
         Raises:
-            ConfigError: It is no such URL, or `obstore` is not installed.
+            ConfigError: It is no such URL.
         """
         parts = urlsplit(url)
         if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment or "@" in url:
@@ -49,13 +51,6 @@ class Bucket:
         self._store = self._connect(max_retries=4, timeout_s=60)
 
     def _connect(self, *, max_retries: int, timeout_s: int) -> S3Store:
-        try:
-            from obstore.exceptions import BaseError
-            from obstore.store import S3Store
-        except ImportError as exc:
-            raise ConfigError(
-                "storage in a bucket needs obstore: pip install 'tinkex[s3]'."
-            ) from exc
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         options: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
         try:
@@ -84,9 +79,6 @@ class Bucket:
         Raises:
             ConfigError: One of these does not work; the text says why.
         """
-        import obstore
-        from obstore.exceptions import BaseError
-
         store = self._connect(max_retries=1, timeout_s=10)
         probe, text = f".probe-{secrets.token_hex(8)}", b"tinkex"
         try:
@@ -104,9 +96,6 @@ class Bucket:
         Raises:
             ConfigError: Another one's checkpoints are here.
         """
-        import obstore
-        from obstore.exceptions import AlreadyExistsError
-
         try:
             obstore.put(self._store, OWNER, store_id.encode(), mode="create")
         except AlreadyExistsError:
@@ -120,8 +109,6 @@ class Bucket:
 
     def stored(self) -> set[str]:
         """The names of all folders that are here whole."""
-        import obstore
-
         found: set[str] = set()
         for page in obstore.list(self._store):
             paths = (str(entry["path"]) for entry in page)
@@ -136,9 +123,6 @@ class Bucket:
         Raises:
             EngineError: It is not.
         """
-        import obstore
-        from obstore.exceptions import BaseError
-
         sizes: dict[str, int] = {}
         try:
             for file in sorted(f for f in folder.rglob("*") if f.is_file()):
@@ -158,9 +142,6 @@ class Bucket:
         Raises:
             EngineError: It cannot be read.
         """
-        import obstore
-        from obstore.exceptions import BaseError
-
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
         try:
@@ -183,8 +164,6 @@ class Bucket:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _get_file(self, path: str, target: Path, size: int) -> None:
-        import obstore
-
         with target.open("xb") as out:
             for start in range(0, size, CHUNK_BYTES):
                 end = min(start + CHUNK_BYTES, size)
@@ -194,16 +173,11 @@ class Bucket:
 
     def remove(self, name: str) -> bool:
         """Remove one that the database says was deleted; False when some of it is still there."""
-        import obstore
-        from obstore.exceptions import BaseError
-
         try:
             obstore.delete(self._store, f"{name}{LIST}")
             for page in obstore.list(self._store, prefix=f"{name}/"):
                 obstore.delete(self._store, [entry["path"] for entry in page])
-        except FileNotFoundError:
-            return False  # somebody else removes it too; the next round looks again
-        except BaseError:
+        except (BaseError, FileNotFoundError):  # it goes elsewhere too: the next round looks again
             return False
         return True
 

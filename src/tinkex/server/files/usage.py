@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinkex.server.files.backup import connect, database_of
-from tinkex.server.files.checkpoints import folder_size
-from tinkex.server.files.folders import DataFolder
+from tinkex.server.files.folders import DataFolder, folder_size
 from tinkex.store import Store
 from tinkex.types._bounds import INT64
 
@@ -76,15 +75,13 @@ def holdings(data_dir: Path) -> Holdings:
             is_open = not unloaded and status == "active"
             runs[run_id] = RunHoldings(run_id, base, name or "", used_at, is_open)
         for owner, kind, folder in connection.execute(_FOLDERS):
-            size = _size(folders.path(folder))
-            _of(runs, str(owner)).sizes[kind] += size
+            _of(runs, str(owner)).sizes[kind] += folder_size(folders.path(folder))
         for run_id, size in connection.execute(_BODIES):
             _of(runs, run_id).sizes["journal"] += size
     kept = sum(run.total - run.sizes["journal"] for run in runs.values())
     files = sum(file.stat().st_size for file in data_dir.glob("tinkex.db*"))
-    whole = sum(f.stat().st_size for f in data_dir.rglob("*") if f.is_file())
     found = sorted((run for run in runs.values() if run.total), key=lambda run: -run.total)
-    return Holdings(found, files, max(whole - kept - files, 0))
+    return Holdings(found, files, max(folder_size(data_dir) - kept - files, 0))
 
 
 def checkpoint_paths(data_dir: Path, *, limit: int) -> list[tuple[str, str]]:
@@ -100,10 +97,6 @@ def _of(runs: dict[str, RunHoldings], owner: str) -> RunHoldings:
         return runs[owner]
     first = next((run for run in runs.values() if run.run_id.startswith(f"{owner}:")), None)
     return first or runs.setdefault(owner, RunHoldings(owner))
-
-
-def _size(folder: Path) -> int:
-    return folder_size(folder) if folder.is_dir() else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from tinkex.engine.jobs import DropAdapterJob, LoadAdapterJob
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import read_body, serve, service_of
-from tinkex.server.files.checkpoints import TinkerPath, check_name, folder_size
+from tinkex.server.files.checkpoints import TinkerPath, check_name
+from tinkex.server.files.folders import folder_size
 from tinkex.server.rest import idle_run
 from tinkex.server.rest.inputs import Text
 from tinkex.server.service import Service

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import IO, Any
 
 from tinkex.engine import pulse
@@ -33,11 +32,8 @@ class ProcessWorker(SupervisedWorker):
         name: str = "worker",
         start_timeout_s: float = 300.0,
         budget: Budget | None = None,
-        on_refusal: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(
-            name=name, start_timeout_s=start_timeout_s, budget=budget, on_refusal=on_refusal
-        )
+        super().__init__(name=name, start_timeout_s=start_timeout_s, budget=budget)
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from tinkex.cluster import job_paths
@@ -42,16 +41,12 @@ class RemoteWorker(SupervisedWorker):
         spec: WorkerSpec,
         *,
         name: str,
-        num_devices: int = 1,
-        uses_gpus: bool = False,
-        start_timeout_s: float = 300.0,
-        budget: Budget | None = None,
-        on_refusal: Callable[[], None] | None = None,
+        num_devices: int,
+        uses_gpus: bool,
+        start_timeout_s: float,
+        budget: Budget,
     ) -> None:
-        budget = budget or Budget()
-        super().__init__(
-            name=name, start_timeout_s=start_timeout_s, budget=budget, on_refusal=on_refusal
-        )
+        super().__init__(name=name, start_timeout_s=start_timeout_s, budget=budget)
         self.node = node
         self.address = node.address
         self._cluster = cluster

@@ -31,19 +31,16 @@ class SupervisedWorker(ABC):
 
     address: str = ""
 
+    on_refusal: Callable[[], None] | None = None
+    """Told once when it cannot run with its settings."""
+
     def __init__(
-        self,
-        *,
-        name: str,
-        start_timeout_s: float,
-        budget: Budget | None,
-        on_refusal: Callable[[], None] | None,
+        self, *, name: str = "worker", start_timeout_s: float = 300.0, budget: Budget | None = None
     ) -> None:
         self.name = name
         self.generation = 0
         self.refusal = ""
         """Why the engine cannot run with its settings at all; empty while it can."""
-        self._on_refusal = on_refusal
         self._start_timeout_s = start_timeout_s
         self._pending: dict[str, tuple[asyncio.Future[Result], OnEvent | None]] = {}
         self._outbox: list[Job | Cancel] = []
@@ -176,8 +173,8 @@ class SupervisedWorker(ABC):
                 return
             if self.refusal:
                 self._broken = self.refusal
-                if self._on_refusal is not None:
-                    self._on_refusal()
+                if self.on_refusal is not None:
+                    self.on_refusal()
                 return
             failures = failures + 1 if time.monotonic() - started < 5 else 0
             logger.warning("%s %s; starting it again", self.name, end)
@@ -220,13 +217,12 @@ class SupervisedWorker(ABC):
         for job_id in blamed:
             future, _ = self._pending.get(job_id, (None, None))
             if future is not None and not future.done():
-                future.set_exception(
-                    EngineError(
-                        f"The engine did not get on with this request: {trouble}. It was given up, "
-                        "and the engine was started again. Send less at a time, or tell whoever "
-                        "runs the server."
-                    )
+                text = (
+                    f"The engine did not get on with this request: {trouble}. It was given up, and "
+                    "the engine was started again. Send less at a time, or tell whoever runs the "
+                    "server."
                 )
+                future.set_exception(EngineError(text))
         self._fail_pending(self._watchdog.is_blameless)
         self._kill()
 
