@@ -56,6 +56,7 @@ class Journal(StoredNoun):
         Raises:
             SeqConflictError: (In the future.) The seq_id was used for a different body or kind.
         """
+        # Rows that arrive together are one statement and share one fsync.
         return self._writer.bulk(_append_all, op)
 
     def note(self, notes: Sequence[Ended | Fetched]) -> Future[list[BaseException | None]]:
@@ -100,7 +101,7 @@ class Journal(StoredNoun):
         statement = (
             update(_table)
             .where(_table.c.model_id == model_id, _table.c.seq_id <= through_seq_id)
-            .where(_table.c.seq_id > after_seq_id)
+            .where(_table.c.seq_id > after_seq_id)  # else it reads every row of a long run
             .where(_table.c.body.is_not(None))
             .values(body=None)
         )
@@ -116,6 +117,7 @@ class Journal(StoredNoun):
         # Results first: a row without one is small, and is kept for days so that repeats find it.
         ripe = _some(_table.c.drop_result_at < now)
         self._repeat(update(_table).where(_table.c.request_id.in_(ripe)).values(gone))
+        # A row that has its body is one that no snapshot covers: a replay needs it, however old.
         old = _some(_table.c.finished_at < now - self._row_ttl_s, _table.c.body.is_(None))
         self._repeat(_table.delete().where(_table.c.request_id.in_(old)))
 
@@ -174,6 +176,7 @@ def _appended(connection: Connection, op: NewRow, row: dict[str, Any]) -> Append
     columns = (_table.c.request_id, _table.c.body_hash)
     same = (_table.c.model_id == op.model_id, _table.c.seq_id == op.seq_id)
     first = connection.execute(select(*columns).where(*same)).first()
+    # Given, not raised: the other rows of the group are new, and their clients wait.
     if first is None:
         return SeqConflictError(f"Request id {op.request_id!r} is in use for another seq_id.")
     if bytes(first.body_hash) != row["body_hash"]:

@@ -34,6 +34,7 @@ class Flight:
             return False
         if not task.done() or task.cancelled():
             return True
+        # The worker held it when it was lost; the watchdog may know that it only waited there.
         error = task.exception()
         return error is not None and not getattr(error, "is_blameless", False)
 
@@ -95,15 +96,18 @@ class Flights:
             if isinstance(job, InvalidInputError | EngineError):
                 raise job
             if after is not None:  # gates are fair between users, but never within one lane
-                await asyncio.shield(after)
+                await asyncio.shield(after)  # it is the other's, and outlives this one
             cost = max(1, request.size_bytes)
             line = self._place.training
             async with self._open_work.place(self._user_id), line.place(self._user_id, cost):
+                # Asked for now: a state that was lost while the job waited has another one, and
+                # the pool refuses what is not meant for the memory that it has.
                 answer = self._place.pool.post(job, request.note, generation=self._generation())
                 posted.set_result(None)
                 request.started_at = time.time()
                 return await answer
         finally:
+            # Taken back before it was posted: the next one must not wait for it for ever.
             if not posted.done():
                 posted.set_result(None)
 

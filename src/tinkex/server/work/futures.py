@@ -94,7 +94,7 @@ class Promise:
         """Set the outcome; the first one stays. Returns whether this was the first."""
         if self.outcome is not None:
             return False
-        self.outcome = outcome
+        self.outcome = outcome  # before the polls wake: they look at it
         # Nobody asks any more, and these hold the whole request in memory.
         self.reason, self.cancel = _settled, None
         self.polls.wake()
@@ -145,6 +145,7 @@ class PromiseTable:
         return self._promises.get(request_id)
 
     def settled(self, promise: Promise) -> None:
+        # The nearer of the two: the journal may have it already (`soon`).
         promise.expires_at = min(promise.expires_at, self._clock() + self._ttl_s)
 
     def fetched(self, promise: Promise) -> bool:

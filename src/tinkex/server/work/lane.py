@@ -40,7 +40,8 @@ from tinkex.store import JournalRow, Model, NewRow, Store, UsageCount
 logger = logging.getLogger(__name__)
 
 MAX_AHEAD = 8
-"""Compute jobs of one lane that the worker may hold together."""
+"""Compute jobs of one lane that the worker may hold together: enough that it never waits for the
+next, few enough that little is computed twice when it dies."""
 MAX_HELD_BYTES = 64_000_000
 """Bodies of one lane kept in memory; those beyond wait in the journal."""
 MAX_ATTEMPTS = 5
@@ -73,6 +74,7 @@ class Lane:
         self._project_id = project_id
         self._state = state
         self._requests: dict[int, QueuedRequest] = {}
+        # The number whose turn it is. A replay sets it back, so it may be behind `_applied_seq`.
         self._next_seq = 0
         self._applied_seq = -1  # the last number whose effect is in the state and published
         self._last_seq = -1  # the highest number that has arrived
@@ -132,6 +134,8 @@ class Lane:
         """
         start, rows = await self._state.journaled()
         ended = [row.seq_id for row in rows if row.state in ("done", "failed")]
+        # Ends may reach the journal out of order (a full disk): an accepted request may be behind
+        # one that ended. It runs in its place when the state is restored, see `_queue_replay`.
         self._applied_seq = max([start, *ended])
         for row in rows:
             if row.seq_id == 0 and row.state == "failed":
@@ -154,6 +158,7 @@ class Lane:
         )
         promise = self._promise(request, self.model.user_id)
         self._held_bytes += request.held_bytes
+        # Never the one whose turn it is: it would be read back at once.
         if self._held_bytes > MAX_HELD_BYTES and seq_id > self._next_seq:
             self._held_bytes -= request.held_bytes
             request.let_go()
@@ -172,6 +177,7 @@ class Lane:
     def kick(self) -> None:
         """Go on, if there is something to do."""
         self._wake.set()
+        # Nothing waits between the look and the task, so there is one driver at a time.
         if self._task is None and self._next_seq in self._requests:
             self._task = asyncio.create_task(self._drive(), name=f"lane-{self.model.model_id}")
         self._watch_gap()
@@ -184,6 +190,7 @@ class Lane:
         keep = save and self._broken is None
         if not await self._run_alone(lambda: self._state.park(seq_id, keep=keep)):
             return False
+        # A request that came while the state was saved has set the lane going again: it must stay.
         return self.is_idle and not self._requests
 
     def stop(self, outcome: Outcome) -> int:
@@ -281,6 +288,7 @@ class Lane:
             self._fail_all(Outcome(error=disk.describe(exc), category="server"))
         finally:
             self._task = None
+        # What came while this task ended found a task there, and started none.
         self.kick()
 
     @property
@@ -292,6 +300,8 @@ class Lane:
         """Have the state in the worker, and begin a snapshot of it when one is due."""
         if not self._state.is_here:
             await self._restore()
+        # A snapshot is the state between two requests: what was sent has ended, and nothing is
+        # posted before it. Jobs of one model run in the order in which they are posted.
         if self._snapshot_due and not self._flights:
             self._snapshot_due = False
             # Not the last applied number: in the middle of a replay the state is an older one.
@@ -311,6 +321,8 @@ class Lane:
         waiting = {n: request for n, request in self._requests.items() if request.mode == "run"}
         ahead = {n: request for n, request in self._requests.items() if n > applied}
         replays = replay.replays_of(rows, self.means.operations, through=applied)
+        # What waits goes on top: where the journal lost an end, a request that nobody was told of
+        # stands among the replays, and its client is told this time.
         self._requests = ahead | replays | waiting
         self._requests |= replay.skips_between(self._requests, after=start, through=applied)
         self._next_seq = start + 1
@@ -347,6 +359,8 @@ class Lane:
             if isinstance(job, Outcome):  # of a barrier, or all is lost: nothing is under way
                 self._settle(request, job)
             else:
+                # An error too, not at once: those before it are under way, and ends are told in
+                # order.
                 self._flights.send(request, job)
 
     async def _job(self, request: QueuedRequest) -> Job | Outcome | InvalidInputError | EngineError:
@@ -393,6 +407,7 @@ class Lane:
         while not flight.task.done():
             if self._stopped is not None:
                 return
+            # Cleared before `_fill`, which may wait: an end in the meantime sets it again.
             self._wake.clear()
             await self._fill()
             if not flight.task.done():
@@ -441,6 +456,8 @@ class Lane:
             self._snapshot_due |= operation.is_snapshot_forced
         if self._snapshot_due and request.is_barrier:
             # Before anybody knows of it: what the request depended on may go as soon as they do.
+            # Its end goes to the journal first, without what it used: a snapshot that covers a
+            # request takes the request's body, and one without an end would be run again.
             results = self.means.results
             results.record(request.request_id, concluded.outcome, request.started_at)
             self._applied_seq = request.seq_id
@@ -480,6 +497,7 @@ class Lane:
         self._held_bytes -= request.held_bytes
         request.held_bytes = 0
         self._next_seq = request.through_seq + 1
+        # A replay retires numbers that were applied before.
         self._applied_seq = max(self._applied_seq, request.through_seq)
 
     # ------------------------------------------------------------------------ what goes wrong
@@ -492,6 +510,7 @@ class Lane:
         if self._lost_replays.is_hopeless(request):
             self._lose_state(error)
         if request.operation is not None and request.operation.changes_state:
+            # What was sent after it ran, or will run, on a state that it may have half changed.
             self._state.distrust()
             await self._take_back(blame=False)
 
@@ -532,7 +551,7 @@ class Lane:
     async def _give_up(self, outcome: Outcome) -> None:
         """End what waits and what runs; state that the latter may have changed is restored."""
         self._stopped = None
-        if self._flights.num_running:
+        if self._flights.num_running:  # what waits for a place has changed nothing
             self._state.distrust()
         await self._flights.land()
         self._fail_all(outcome)

@@ -135,9 +135,12 @@ class ModelState:
         await self._worker.wait_ready()
         self.is_restoring = True
         try:
+            # A snapshot under way may still become the one to start from, and what the journal does
+            # not know as ended would be left out of the replay: both first, then the rows.
             await self.snapshot_ended()
             await self._ends_written()
             start, rows = await self.journaled()
+            # Read before the load: a worker that dies under it has another one afterwards.
             generation = self._worker.generation_of(self._model_id)
             await self._load(generation)
             self.generation = generation
@@ -149,6 +152,8 @@ class ModelState:
     async def _load(self, generation: int) -> None:
         snapshot = await self._store.call(self._store.models.get_snapshot, self._model_id)
         try:
+            # A half changed adapter may be left in the memory; what is loaded or replayed now must
+            # not meet it.
             await self._run(self._drop_job(), generation)
             if snapshot is not None:
                 await self._run(self._load_job(snapshot), generation)
@@ -214,6 +219,8 @@ class ModelState:
             with_optimizer=True,
             with_gradients=True,
         )
+        # Counted from here on, whether it succeeds or not: on a full disk the next try comes after
+        # as many requests again, not with each one.
         self._since = _Since()
         saved = self._worker.post(job, generation=self.generation)
         self._under_way = asyncio.create_task(self._finish(seq_id, folder, saved))
@@ -240,6 +247,7 @@ class ModelState:
             logger.exception("%s: no snapshot; the journal is kept instead", self._model_id)
 
     async def _adopt(self, seq_id: int, folder: Path) -> None:
+        # Without its body a request cannot run again, so its end must be known to the journal.
         if self._files.ends.is_behind:
             raise OSError("the journal does not know yet how earlier requests ended")
         self._files.ends.flush()  # a request before the snapshot must have its end in the journal
@@ -252,6 +260,7 @@ class ModelState:
         before = await self._store.call(self._store.models.save_snapshot, snapshot)
         # Only now: until this row is durable a restart replays from the snapshot before.
         self._store.journal.release_bodies(self._model_id, seq_id, before.seq_id if before else -1)
+        # Last: until now a crash would have started from the older one.
         ended = before.folder if before else ""
         await asyncio.to_thread(self._files.clear, folder.parent, ended, folder)
 
@@ -270,7 +279,7 @@ class ModelState:
         """Free the memory, the state saved first when there is something new to `keep`."""
         await self.snapshot_ended()
         if self.is_here:
-            with contextlib.suppress(WorkerLostError):
+            with contextlib.suppress(WorkerLostError):  # the memory is free then; a replay pays
                 if self._since.num_requests and keep:
                     await self.snapshot(seq_id)
                 await self._run(self._drop_job(), self.generation)

@@ -25,6 +25,7 @@ def replays_of(
     """What changed the state, up to the number `through`, by number."""
     found = {}
     for row in rows:
+        # A refused request changed nothing, and the state was restored after one that failed.
         if row.seq_id > through or row.state != "done":
             continue
         if (operation := operations[row.kind]).changes_state:

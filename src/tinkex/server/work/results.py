@@ -52,6 +52,7 @@ class Results:
             return None
         if row.state == "accepted":  # its lane has not been opened since the start
             await self._resume(row.model_id)
+        # Opening the lane made a promise for it, which `of_row` finds.
         return self.of_row(row)
 
     def of_row(self, row: JournalRow) -> Promise:
@@ -75,6 +76,7 @@ class Results:
         may not: who was told that a request was not run must not find its effect after a crash.
         """
         if outcome.ok:
+            # Put before it is settled: whoever fetches it at once puts `Fetched` behind its end.
             self.record(promise.request_id, outcome, started_at, usage)
             promise.settle(outcome)
         else:

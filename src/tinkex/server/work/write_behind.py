@@ -63,6 +63,7 @@ class WriteBehind:
 
     def ride(self) -> None:
         """A request is about to be written to the journal: what has waited its time goes along."""
+        # Behind, each ride would try again what failed, and hold the new request up with it.
         if not self._waiting or self.is_behind:
             return
         if asyncio.get_running_loop().time() >= self._ride_at:
@@ -73,6 +74,7 @@ class WriteBehind:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        # In the order of their ends: `Fetched` must not be written before the end it is about.
         notes = [*self._failed, *self._waiting]
         self._failed, self._waiting = [], []
         if not notes:
@@ -88,6 +90,7 @@ class WriteBehind:
     def _look(
         self, notes: list[tuple[Note, Then | None]], done: Future[list[BaseException | None]]
     ) -> None:
+        # All fail alike when another server took the database over; else each has its own answer.
         failure = done.exception()
         errors = done.result() if failure is None else [failure] * len(notes)
         written = []
