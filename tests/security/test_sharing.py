@@ -36,7 +36,7 @@ async def _overwrite(world: AppWorld, model: str, path: str, *, kind: str = "sav
 
     copy = shelf.new_folder(parse_path(path))
     copy.mkdir()
-    for file in (await shelf.folder_of(old)).iterdir():
+    for file in (await shelf.at_hand(old.folder)).iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     await shelf.register(replace(old, folder=shelf.folders.name(copy), public=False))
 

@@ -1,7 +1,7 @@
 """The journal: every accepted training request, and what became of it.
 
-A promise is given only after `append` resolved. (model_id, seq_id) is unique: a repeat gives back
-the first promise, another body under a used number is a `SeqConflictError`. Results live in the
+A promise is given only after `append` resolved. (model_id, seq_id) is unique: a repeat leaves the
+first row as it is, another body under a used number is a `SeqConflictError`. Results live in the
 same row until they were fetched (plus a grace) or their TTL ended; bodies live until a snapshot
 makes them useless. What is left of a row then is small, keeps repeats idempotent and feeds the
 trace export; `sweep` drops it after days. The store never looks into a body or a result.
@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Engine, bindparam, null, select, update
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
 from tinkex.store.noun import StoredNoun
-from tinkex.store.records import Appended, Ended, Fetched, JournalRow, NewRow
+from tinkex.store.records import Ended, Fetched, JournalRow, NewRow
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.usage import Usage
 from tinkex.store.writer import GroupWriter
@@ -50,8 +50,10 @@ class Journal(StoredNoun):
         self._result_ttl_s = result_ttl_s
         self._row_ttl_s = row_ttl_s
 
-    def append(self, op: NewRow) -> Future[Appended]:
+    def append(self, op: NewRow) -> Future[bool]:
         """Record a request; when the future is done the row is durable. Never blocks.
+
+        False: the same request was there before.
 
         Raises:
             SeqConflictError: (In the future.) The seq_id was used for a different body or kind.
@@ -149,14 +151,12 @@ def body_hash(kind: str, body: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
 
 
-def _append_all(connection: Connection, ops: Sequence[NewRow]) -> list[Appended | Exception]:
+def _append_all(connection: Connection, ops: Sequence[NewRow]) -> list[bool | Exception]:
     rows = [_row(op) for op in ops]
     # Nearly always all are new, and one statement says so; only else is each looked up.
     new = _insert(connection, rows)
     return [
-        Appended(request_id=op.request_id, created=True)
-        if op.request_id in new
-        else _appended(connection, op, row)
+        True if op.request_id in new else _appended(connection, op, row)
         for op, row in zip(ops, rows, strict=True)
     ]
 
@@ -171,7 +171,7 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> set[str]:
     return {row["request_id"] for row in rows} if written.rowcount == len(rows) else set()
 
 
-def _appended(connection: Connection, op: NewRow, row: dict[str, Any]) -> Appended | Exception:
+def _appended(connection: Connection, op: NewRow, row: dict[str, Any]) -> bool | Exception:
     """Some rows of a group were there before: look each of them up."""
     columns = (_table.c.request_id, _table.c.body_hash)
     same = (_table.c.model_id == op.model_id, _table.c.seq_id == op.seq_id)
@@ -184,7 +184,7 @@ def _appended(connection: Connection, op: NewRow, row: dict[str, Any]) -> Append
             f"seq_id {op.seq_id} of {op.model_id!r} was used before for another request. "
             "Every request needs a new number; only an exact repeat may reuse one."
         )
-    return Appended(request_id=first.request_id, created=first.request_id == op.request_id)
+    return bool(first.request_id == op.request_id)
 
 
 def _row(op: NewRow) -> dict[str, Any]:

@@ -136,14 +136,6 @@ class JournalRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Appended:
-    """`created` is False when the same (model_id, seq_id) with the same body was there before."""
-
-    request_id: str
-    created: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageCount:
     """Use to be counted: tokens, or checkpoints, or byte-hours of storage."""
 

@@ -104,7 +104,7 @@ async def test_deleting_removes_the_row_and_the_folder(world: World) -> None:
     made = await world.save()
     await world.call("DELETE", ONE, 204)
     await world.call("DELETE", ONE, 404)
-    assert not (await world.shelf.folder_of(made)).exists()
+    assert not (await world.shelf.at_hand(made.folder)).exists()
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 3599, 11 * 366 * 24 * 3600, 1.5, "x", True])
@@ -125,9 +125,9 @@ async def test_a_ttl_ends_a_checkpoint_and_null_keeps_it(world: World) -> None:
     await world.call("PUT", kept, 204, json={"ttl_seconds": None})
     sweeper = Sweeper(world.store, world.shelf, ServerConfig())
     await sweeper.sweep(time.time() + 3500)
-    assert (await world.shelf.folder_of(made)).exists()
+    assert (await world.shelf.at_hand(made.folder)).exists()
     await sweeper.sweep(time.time() + 3700)
-    assert not (await world.shelf.folder_of(made)).exists()
+    assert not (await world.shelf.at_hand(made.folder)).exists()
     body = await world.call("GET", "/training_runs/s:train:0/checkpoints", 200)
     assert [c["checkpoint_id"] for c in body["checkpoints"]] == ["weights/kept"]
 
@@ -208,7 +208,7 @@ async def test_copying_is_idempotent_and_independent_of_its_source(world: World)
     copy = world.store.checkpoints.get(paths.pop())
     assert copy is not None
     assert copy.folder != made.folder
-    assert ((await world.shelf.folder_of(copy)) / "adapter_config.json").exists()
+    assert ((await world.shelf.at_hand(copy.folder)) / "adapter_config.json").exists()
     assert (copy.user_id, copy.project_id, copy.public) == ("bob", "p", False)
     assert copy.expires_at is not None
     again = await world.call("POST", "/copy_weights", 404, key="tml-bob", json=request)
@@ -267,8 +267,8 @@ async def test_a_taken_name_is_refused_unless_overwrite_or_the_same_request(worl
     assert again.folder == first.folder
     assert await world.shelf.admit(path, overwrite=True) is None
     second = await world.save()
-    assert not (await world.shelf.folder_of(first)).exists()
-    assert (await world.shelf.folder_of(second)).exists()
+    assert not (await world.shelf.at_hand(first.folder)).exists()
+    assert (await world.shelf.at_hand(second.folder)).exists()
 
 
 async def test_folders_without_a_row_go_to_quarantine_and_others_stay(world: World) -> None:
@@ -281,7 +281,7 @@ async def test_folders_without_a_row_go_to_quarantine_and_others_stay(world: Wor
     saving = world.shelf.new_folder(checkpoints.parse_path(PATH))
     aside = saving.with_name(f".{saving.name}-x1y2")
     strays = [
-        (await world.shelf.folder_of(made)).parent / "half-written",
+        (await world.shelf.at_hand(made.folder)).parent / "half-written",
         world.shelf.ephemeral_root / "lost",
     ]
     for folder in (listed, aside, *strays):
@@ -290,7 +290,9 @@ async def test_folders_without_a_row_go_to_quarantine_and_others_stay(world: Wor
     assert not any(folder.exists() for folder in strays)
     aside_names = {f.name for f in world.shelf.folders.quarantine_root.rglob("*") if f.is_dir()}
     assert {folder.name for folder in strays} <= aside_names
-    assert all(folder.exists() for folder in (listed, aside, (await world.shelf.folder_of(made))))
+    assert all(
+        folder.exists() for folder in (listed, aside, (await world.shelf.at_hand(made.folder)))
+    )
 
 
 async def test_storage_is_counted_in_byte_hours(world: World) -> None:

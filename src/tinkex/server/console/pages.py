@@ -91,7 +91,7 @@ async def download(
     """A checkpoint of the visitor's own as a tar."""
     shelf = service_of(request).shelf
     found = await shelf.owned(parse_path(path), user)
-    folder = await shelf.folder_of(found)
+    folder = await shelf.at_hand(found.folder)
     return await asyncio.to_thread(archive, request, folder, f"{found.name}.tar")
 
 

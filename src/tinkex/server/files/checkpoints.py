@@ -107,12 +107,8 @@ class Shelf:
         self._in_progress: set[str] = set()
         self._clearing: set[asyncio.Task[None]] = set()
 
-    async def folder_of(self, checkpoint: Checkpoint) -> Path:
-        """Where its files lie, fetched from the object store when they are only there."""
-        return await self.at_hand(checkpoint.folder)
-
     async def at_hand(self, name: str) -> Path:
-        """The folder of a row, to be read soon.
+        """The folder of a row, to be read soon; fetched from the object store when it is only there.
 
         Raises:
             EngineError: It cannot be fetched from the object store.
@@ -259,7 +255,7 @@ class Shelf:
     ) -> Checkpoint:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
         async with self.making(target) as folder:
-            await asyncio.to_thread(_copy_folder, await self.folder_of(source), folder)
+            await asyncio.to_thread(_copy_folder, await self.at_hand(source.folder), folder)
             made = replace(
                 source,
                 path=str(target),

@@ -180,7 +180,7 @@ class LoadWeights(Operation[Loading]):
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
             base_model=self.tools.catalog.resolve(turn.model.base_model),
-            folder=str(await shelf.folder_of(asked.found)),
+            folder=str(await shelf.at_hand(asked.found.folder)),
             with_optimizer=asked.optimizer,
         )
 

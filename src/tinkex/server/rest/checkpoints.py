@@ -100,7 +100,7 @@ async def file_urls(request: Request, user: CurrentUser, path: Where) -> Respons
     """A signed link for each file. Works for every kind, not only for external weights."""
     shelf: Shelf = request.app.state.shelf
     found = await shelf.readable(str(path), user)
-    files = await asyncio.to_thread(_relative_files, await shelf.folder_of(found))
+    files = await asyncio.to_thread(_relative_files, await shelf.at_hand(found.folder))
     urls: dict[str, str] = {}
     expires = 0.0
     for file in files:

@@ -52,7 +52,7 @@ async def download(request: Request, token: Text, file_name: Text) -> Response:
         raise ApiError(403, "The key this link was made with is revoked. Ask for a new link.")
     if "trace" in resource:
         return await _trace(store, resource["trace"])
-    folder = await shelf.folder_of(await _checkpoint(store, resource))
+    folder = await shelf.at_hand((await _checkpoint(store, resource)).folder)
     if "archive" in resource:
         return await asyncio.to_thread(archive, request, folder, file_name)
     return await asyncio.to_thread(_file, folder, resource["name"])

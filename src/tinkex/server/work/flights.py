@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkex.engine.jobs import Job, Result
@@ -56,9 +56,6 @@ class Flights:
 
     def __len__(self) -> int:
         return len(self._all)
-
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(self._all)
 
     @property
     def head(self) -> Flight | None:
