@@ -108,7 +108,7 @@ class Shelf:
         self._clearing: set[asyncio.Task[None]] = set()
 
     async def at_hand(self, name: str) -> Path:
-        """The folder of a row, to be read soon; fetched from the object store when it is only there.
+        """The folder of a row, to be read soon; fetched where it is only in the object store.
 
         Raises:
             EngineError: It cannot be fetched from the object store.
