@@ -267,11 +267,8 @@ class ModelState:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if self._under_way is task:
             self._under_way = None
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, WorkerLostError):
-            logger.error(
-                "%s: no snapshot; the journal is kept instead", self._model_id, exc_info=error
-            )
+        if not task.cancelled():
+            task.exception()  # only a loss gets here, and the lane sees that by itself
 
     # ------------------------------------------------------------------------ letting go
 
