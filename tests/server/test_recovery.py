@@ -277,7 +277,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_replay_costs_no_state(tmp_p
         num_kills = 0
         while num_kills < 3 and not last.done():
             await asyncio.sleep(0.005)
-            if sum(f.request.mode == "replay" for f in lane._flights) >= 5:
+            if sum(f.request.mode == "replay" for f in lane._flights._all) >= 5:
                 generation, num_kills = worker.generation, num_kills + 1
                 worker._process.kill()  # type: ignore[attr-defined]
                 while worker.generation == generation:
