@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from app_world import AppWorld, open_app
 from wire_client import PROTO, loss_of, train_body
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.work.flights import Flights
+from tinkex.server.work.open_work import OpenWork
+from tinkex.server.work.queue import FairGate
+from tinkex.server.work.queued_request import QueuedRequest
+from tinkex.server.workers.place import Place
 
 TOKENS = [1, 2, 3, 4]
 
@@ -223,3 +229,26 @@ async def test_a_request_refused_on_its_way_to_the_worker_keeps_its_place(tmp_pa
         assert loss_of(await world.result(promises[0])) > 0
         assert (await world.result(promises[1]))["error"] == "gone"
         assert (await world.result(promises[2]))["metrics"]["step:max"] == 1.0
+
+
+async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() -> None:
+    """Jobs of one lane are posted in order, also when one of them never becomes a job."""
+    posted: list[str] = []
+
+    def post(job: str, *_: object, generation: int) -> asyncio.Future[str]:
+        posted.append(job)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        answer.set_result(job)
+        return answer
+
+    place = Place(SimpleNamespace(post=post), FairGate(1), FairGate(1))  # type: ignore[arg-type]
+    open_work = OpenWork(SimpleNamespace(limit=lambda *_: 0))  # type: ignore[arg-type]
+    flights = Flights("ann", place, open_work, generation=lambda: 0, on_ended=lambda: None)
+    await place.training.acquire("ben", 1.0)
+    for number, job in enumerate(("first", "second", InvalidInputError("no"), "last")):
+        flights.send(QueuedRequest(number), job)  # type: ignore[arg-type]
+    for _ in range(10):  # whoever may stand in line does
+        await asyncio.sleep(0)
+    place.training.release("ben")
+    await asyncio.gather(*(flight.task for flight in flights._all), return_exceptions=True)
+    assert posted == ["first", "second", "last"]

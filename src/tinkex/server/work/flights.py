@@ -90,10 +90,11 @@ class Flights:
         posted: asyncio.Future[None],
     ) -> Result:
         try:
-            if isinstance(job, InvalidInputError | EngineError):
-                raise job
             if after is not None:  # gates are fair between users, but never within one lane
                 await asyncio.shield(after)  # it is the other's, and outlives this one
+            # Only now: the one behind waits for this one alone, and would overtake those before.
+            if isinstance(job, InvalidInputError | EngineError):
+                raise job
             cost = max(1, request.size_bytes)
             line = self._place.training
             async with self._open_work.place(self._user_id), line.place(self._user_id, cost):
@@ -104,7 +105,7 @@ class Flights:
                 request.started_at = time.time()
                 return await answer
         finally:
-            # Taken back before it was posted: the next one must not wait for it for ever.
+            # It has no job, or was taken back before it had a place: the next one goes on.
             if not posted.done():
                 posted.set_result(None)
 

@@ -359,8 +359,7 @@ class Lane:
             if isinstance(job, Outcome):  # of a barrier, or all is lost: nothing is under way
                 self._settle(request, job)
             else:
-                # An error too, not at once: those before it are under way, and ends are told in
-                # order.
+                # An error too: those before it are under way, and ends are told in order.
                 self._flights.send(request, job)
 
     async def _job(self, request: QueuedRequest) -> Job | Outcome | InvalidInputError | EngineError:
