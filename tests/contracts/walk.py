@@ -142,7 +142,8 @@ class Recorder:
         kinds = {type(item) for item in each}
         forms = {f"{kind.__module__}.{kind.__name__}" for kind in kinds if "Datum" in kind.__name__}
         self.forms |= forms
-        is_check = frame.f_code.co_name.lstrip("_").startswith(("check", "validate"))
+        name = frame.f_code.co_name
+        is_check = name.lstrip("_").startswith(("check", "validate")) or name == "read_datum"
         if is_check and forms:
             self.checks.append(function)
 
