@@ -73,17 +73,25 @@ class Chunks:
 
 
 @triton.jit
-def _pre(x, conv, t, c, ok, before, x_stride, W: tl.constexpr):
-    """The convolution of tokens t, whose places in their sequences are `before`."""
-    # An input before the sequence's first token is 0, and is another sequence's in memory.
-    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
+def _tokens(
+    x, conv, place, before, T, P, x_stride, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr
+):
+    """One head of some tokens: which, whether they exist, their convolution, where they go."""
+    head = tl.program_id(1)
+    t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    i = tl.arange(0, d)
+    c, ok = head * d + i, t < T
+    first = tl.load(before + t, ok, other=0)
+    total = tl.zeros((BT, d), tl.float32)
     for j in tl.static_range(W):
         back = W - 1 - j
-        seen = (ok & (before >= back))[:, None]
-        at = x + (t - back).to(tl.int64)[:, None] * x_stride + c[None, :]
+        # An input before the sequence's first token is 0, and is another sequence's in memory.
+        seen = (ok & (first >= back))[:, None]
         tap = tl.load(conv + c * W + j).to(tl.float32)
-        total += tl.load(at, seen, other=0.0).to(tl.float32) * tap[None, :]
-    return total
+        new = tl.load(x + (t - back)[:, None] * x_stride + c[None, :], seen, other=0.0)
+        total += new.to(tl.float32) * tap[None, :]
+    at = (head.to(tl.int64) * P + tl.load(place + t, ok, other=0))[:, None] * d + i[None, :]
+    return t, ok[:, None], total, at
 
 
 @triton.jit
@@ -93,17 +101,13 @@ def _convolve(
 ):  # fmt: skip
     """One head of some tokens: convolution, silu, and unit length of queries and keys."""
     head = tl.program_id(1)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    i = tl.arange(0, d)
-    ok = t < T
-    pre = _pre(x, conv, t, head * d + i, ok, tl.load(before + t, ok, other=0), x_stride, W)
+    _, ok, pre, at = _tokens(x, conv, place, before, T, P, x_stride, d, W, BT)
     y = pre * tl.sigmoid(pre)
     if head < 2 * K:
         y *= (1.0 / tl.sqrt(tl.sum(y * y, 1) + _UNIT_EPS))[:, None]
     if head < K:
         y *= scale
-    to = out + (head.to(tl.int64) * P + tl.load(place + t, ok, other=0))[:, None] * d + i[None, :]
-    tl.store(to, y, ok[:, None])
+    tl.store(out + at, y, ok)
 
 
 @triton.jit
@@ -116,14 +120,10 @@ def _convolve_slope(
     Stored, because a token's input gathers from W of them: see `_convolve_backward`.
     """
     head = tl.program_id(1)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
-    i = tl.arange(0, d)
-    ok = t < T
-    pre = _pre(x, conv, t, head * d + i, ok, tl.load(before + t, ok, other=0), x_stride, W)
+    t, ok, pre, at = _tokens(x, conv, place, before, T, P, x_stride, d, W, BT)
     s = tl.sigmoid(pre)
     y = pre * s
-    at = (head.to(tl.int64) * P + tl.load(place + t, ok, other=0))[:, None] * d
-    dy = tl.load(dout + at + i[None, :], ok[:, None], other=0.0)
+    dy = tl.load(dout + at, ok, other=0.0)
     if head < K:
         dy *= scale
     if head < 2 * K:
@@ -131,8 +131,8 @@ def _convolve_slope(
         # Only what is across the vector moves its direction.
         along = tl.sum(dy * y, 1) * unit * unit
         dy = (dy - y * along[:, None]) * unit[:, None]
-    to = slope + t.to(tl.int64)[:, None] * (tl.num_programs(1) * d) + (head * d + i)[None, :]
-    tl.store(to, dy * (s + y * (1.0 - s)), ok[:, None])
+    to = slope + t[:, None] * (tl.num_programs(1) * d) + (head * d + tl.arange(0, d))[None, :]
+    tl.store(to, dy * (s + y * (1.0 - s)), ok)
 
 
 @triton.jit

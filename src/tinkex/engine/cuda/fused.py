@@ -16,7 +16,7 @@ fused width.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ from tinkex.engine.cuda import kernels, mixture
 from tinkex.engine.cuda.delta import WholeSequences
 from tinkex.engine.cuda.flash import PackedFlash, Three
 from tinkex.engine.cuda.product import product
-from tinkex.engine.cuda.small_passes import RecordedPass, Recording, SmallPasses
+from tinkex.engine.cuda.small_passes import Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.lora.layout import EXPERTS
 from tinkex.engine.lora.operand import AdapterTokens, BatchOperands, LoraAddend
@@ -145,14 +145,12 @@ class CudaDecoder(Decoder):
         leaf = next(lora.spans[0].adapter.parameters())
         if (small := self._recorded(packed.lengths, lora, room)) is not None:
             small.fill(tokens_T, positions_T, packed.lengths)
-            out: Tensor = RecordedPass.apply(small, leaf)  # type: ignore[no-untyped-call]
-            return out
+            return _by_hand(small.forward, small.backward, leaf)
         batch = BatchOperands(lora, len(tokens_T), self.dtype)
         one = FusedPass(
             self, self.stream(positions_T, packed, batch, routing, trains=True), batch, room
         )
-        out = _TrainingPass.apply(one, tokens_T, leaf)  # type: ignore[no-untyped-call]
-        return out
+        return _by_hand(lambda: one.forward(tokens_T), one.backward, leaf)
 
     def _recorded(self, lengths: Sequence[int], lora: LoraBatch, room: float) -> Recording | None:
         """A recording that this training pass fits; None: run it plainly."""
@@ -404,21 +402,27 @@ def _bytes(*tensors: Tensor | None) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
-class _TrainingPass(torch.autograd.Function):
+def _by_hand(
+    forward: Callable[[], Tensor], backward: Callable[[Tensor], None], leaf: Tensor
+) -> Tensor:
     """A pass as one autograd node.
 
-    One leaf is an argument only so that autograd calls the backward, which adds all gradients to
+    The leaf is an argument only so that autograd calls the backward, which adds all gradients to
     the adapters' buffers itself.
     """
+    out: Tensor = _ByHand.apply(forward, backward, leaf)  # type: ignore[no-untyped-call]
+    return out
 
+
+class _ByHand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, one: FusedPass, tokens_T: Tensor, leaf: Tensor) -> Tensor:
-        ctx.one = one
-        return one.forward(tokens_T)
+    def forward(ctx: Any, forward: Any, backward: Any, leaf: Tensor) -> Any:
+        ctx.back = backward
+        return forward()
 
     @staticmethod
     def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
-        ctx.one.backward(dhidden_TD.contiguous())
+        ctx.back(dhidden_TD.contiguous())
         return None, None, None
 
 

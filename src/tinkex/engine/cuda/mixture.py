@@ -137,7 +137,6 @@ class Routed:
     logits_TE: Tensor
     chosen_Tk: Tensor
     weights_Tk: Tensor
-    entropy_T: Tensor
     log_total_T: Tensor
 
 
@@ -194,7 +193,7 @@ class Block:
             if given_Tk is not None:
                 routing.own[self.layer_index] = logits_TE.topk(k, dim=-1).indices
             routing.entropy[self.layer_index] = entropy_T
-        return Routed(logits_TE, chosen_Tk, weights_Tk, entropy_T, total_T)
+        return Routed(logits_TE, chosen_Tk, weights_Tk, total_T)
 
     def gate_up(self, y_TD: Tensor, s: Sorted) -> tuple[Tensor, list[Tensor]]:
         """The first product of all experts, and the adapters' inner products."""

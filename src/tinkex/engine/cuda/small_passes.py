@@ -167,17 +167,3 @@ class Recording:
             self.pool = pool or self._forward.pool()
             with torch.cuda.graph(self._backward, pool=self.pool):
                 backward(one)
-
-
-class RecordedPass(torch.autograd.Function):
-    """A recording that has been filled, as an autograd node; see `fused._TrainingPass`."""
-
-    @staticmethod
-    def forward(ctx: Any, recording: Recording, leaf: Tensor) -> Tensor:
-        ctx.recording = recording
-        return recording.forward()
-
-    @staticmethod
-    def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
-        ctx.recording.backward(dhidden_TD)
-        return None, None

@@ -301,6 +301,7 @@ def fresh_adapter(
         bound = 1 / math.sqrt(target.in_size)
         for part in target.parts:
             if part.kind in wanted:
+                # The CPU's generator, whatever the device: a seed means the same matrices on all.
                 generator = torch.Generator().manual_seed(_module_seed(root, part.module))
                 a_rI = torch.empty(rank, target.in_size).uniform_(
                     -bound, bound, generator=generator
@@ -391,6 +392,7 @@ def add_low_rank(y_TO: Tensor, x_TI: Tensor, terms: Sequence[LoraTerm]) -> list[
             columns = y_TO[term.start : term.stop, part.target.start : part.target.stop]
             more = filled(h_tR[:, part.row : part.row + part.rank])
             sums = filled(columns)  # the columns themselves, unless they are few
+            # Added where it stands: a product of its own would be another tensor of that width.
             sums.addmm_(more, b_Or.to(y_TO.dtype).t())
             if sums is not columns:
                 columns.copy_(sums[: len(columns)])

@@ -50,6 +50,7 @@ class Intake:
         request = RunningJob(job, adapter, emit, max_tokens, frozenset(stop_ids), scores)
         prompt = [int(token) for token in job.prompt]
         for index in range(job.num_samples):
+            # Rows that are scored must be computed: the prefix cache may serve what is before them.
             scored = scores is not None and index == 0
             request.samples.append(
                 Sample(

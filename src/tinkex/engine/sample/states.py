@@ -37,6 +37,7 @@ class StateCache:
         assert delta is not None
         self._place = {layer: at for at, layer in enumerate(layers)}
         heads = (delta.value_heads, delta.key_size, delta.value_size)
+        # A state gathers over a whole sequence; in bf16 it would soon lose what a token adds.
         wide = torch.promote_types(dtype, torch.float32)
         self.spare = num_slots
         """One more slot, for rows of a pass that belong to no sequence."""
