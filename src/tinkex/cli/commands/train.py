@@ -5,11 +5,11 @@ The loops are in `tinkex.recipes`; this module turns options into a config and a
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,11 @@ from tinkex.cli.arguments import named
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
 from tinkex.cli.output import properties
-from tinkex.cli.progress import RESULTS, Steps, label, steps
+from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tinkex import ServiceClient
     from tinkex.recipes.loop import Result
 
 Command = Callable[..., Any]
@@ -129,14 +128,9 @@ _STOP: tuple[tuple[str, Any, str], ...] = (
 def sft(state: State, /, data: str, **options: Any) -> None:
     """Learn the answers in DATA: chat `messages` or prompt/completion rows, as JSONL, JSON, CSV
     or a Hugging Face dataset id."""
-    from tinkex.recipes.sft import SftConfig
-    from tinkex.recipes.sft import train as run
+    from tinkex.recipes import sft
 
-    show_plot = options.pop("show_plot")
-    config = SftConfig(data=data, **_given("sft", data, options))
-    with _recipe(state, "sft", config, data) as (service, on_step):
-        result = run(config, service, on_step, on_step.note)
-    _show(state, config.log_dir, result, show_plot)
+    _run(state, sft.train, partial(sft.SftConfig, data=data), options, rows=data)
 
 
 @train.command()
@@ -150,14 +144,9 @@ def sft(state: State, /, data: str, **options: Any) -> None:
 @pass_state
 def dpo(state: State, /, data: str, **options: Any) -> None:
     """Prefer `chosen` over `rejected` in the rows of DATA."""
-    from tinkex.recipes.dpo import DpoConfig
-    from tinkex.recipes.dpo import train as run
+    from tinkex.recipes import dpo
 
-    show_plot = options.pop("show_plot")
-    config = DpoConfig(data=data, **_given("dpo", data, options))
-    with _recipe(state, "dpo", config, data) as (service, on_step):
-        result = run(config, service, on_step, on_step.note)
-    _show(state, config.log_dir, result, show_plot)
+    _run(state, dpo.train, partial(dpo.DpoConfig, data=data), options, rows=data)
 
 
 @train.command()
@@ -194,20 +183,16 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
     An environment is a class with start() and step(answer), for several turns: see
     tinkex/recipes/episodes.py.
     """
-    from tinkex.recipes.rl import RlConfig
-    from tinkex.recipes.rl import train as run
+    from tinkex.recipes import rl
 
     module, function = load_function(reward)
     if prompts is None and not callable(getattr(module, "prompts", None)):
         raise click.UsageError(
             "Give --prompts FILE, or define prompts() beside the reward, returning rows."
         )
-    show_plot = options.pop("show_plot")
-    config = RlConfig(**_given("rl", reward.rpartition(":")[0], options))
     rows = prompts if prompts is not None else module.prompts()
-    with _recipe(state, "rl", config, prompts) as (service, on_step):
-        result = run(config, service, function, rows, on_step, on_step.note)
-    _show(state, config.log_dir, result, show_plot)
+    file = reward.rpartition(":")[0]
+    _run(state, rl.train, rl.RlConfig, options, function, rows, rows=prompts, named_after=file)
 
 
 @train.command()
@@ -230,14 +215,10 @@ def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> Non
 @pass_state
 def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None:
     """Learn to speak like a teacher: answer PROMPTS, and learn from the teacher's scores."""
-    from tinkex.recipes.distill import DistillConfig
-    from tinkex.recipes.distill import train as run
+    from tinkex.recipes import distill
 
-    show_plot = options.pop("show_plot")
-    config = DistillConfig(teacher=named(teacher) or teacher, **_given("distill", prompts, options))
-    with _recipe(state, "distill", config, prompts) as (service, on_step):
-        result = run(config, service, prompts, on_step, on_step.note)
-    _show(state, config.log_dir, result, show_plot)
+    config = partial(distill.DistillConfig, teacher=named(teacher) or teacher)
+    _run(state, distill.train, config, options, prompts, rows=prompts)
 
 
 def load_function(name: str) -> tuple[Any, Callable[..., float]]:
@@ -262,20 +243,35 @@ def load_function(name: str) -> tuple[Any, Callable[..., float]]:
     return module, function
 
 
-@contextlib.contextmanager
-def _recipe(
-    state: State, name: str, config: Any, source: str | None
-) -> Iterator[tuple[ServiceClient, Steps]]:
-    """The server, once the model is here; in its listings the run has the name of its folder."""
+def _run(
+    state: State,
+    train: Callable[..., Result],
+    config_of: Callable[..., Any],
+    options: dict[str, Any],
+    *inputs: Any,
+    rows: str | None,
+    named_after: str = "",
+) -> None:
+    """Train by a recipe, and show how it ended.
+
+    Args:
+        inputs: What `train` takes between the service and the callbacks.
+        rows: The file or dataset, where there is one; looked for before a model is fetched.
+        named_after: The file that names the run; `rows` by default.
+    """
     from tinkex.cli.commands.pull import prepare
     from tinkex.recipes.data import check_source
 
-    if source is not None:
-        check_source(source)  # before a model is fetched
+    recipe, show_plot = train.__module__.rpartition(".")[2], options.pop("show_plot")
+    config = config_of(**_given(recipe, named_after or rows or "", options))
+    if rows is not None:
+        check_source(rows)
     prepare(state, config.model)
-    run_name = Path(config.log_dir).name
-    with state.service(model=config.model, name=run_name) as service, steps(name) as on_step:
-        yield service, on_step
+    # In the server's listings the run has the name of its folder.
+    service = state.service(model=config.model, name=Path(config.log_dir).name)
+    with service as client, steps(recipe) as on_step:
+        result = train(config, client, *inputs, on_step, on_step.note)
+    _show(state, config.log_dir, result, show_plot)
 
 
 def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:

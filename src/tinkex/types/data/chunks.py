@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +95,8 @@ class _Image(Value):
     _type_given: bool
 
     type: str = ""
+    _OWN: ClassVar[str]
+    """The field that says which image: its bytes, or where they are."""
 
     def _fill(self, format: str, type: str | None, **counts: int | None) -> None:
         if format not in ("png", "jpeg"):
@@ -123,10 +125,14 @@ class _Image(Value):
         names = ("height", "tokens", "width", "expected_tokens")
         return {name: n for name in names if (n := getattr(self, name)) is not None}
 
+    def _content(self) -> tuple[Any, ...]:
+        return (getattr(self, self._OWN), self.format, *sorted(self._counts().items()))
 
-def _rest(value: dict[str, Any]) -> dict[str, Any]:
-    """What every image chunk may have beside its own fields."""
-    return {n: value.get(n) for n in ("expected_tokens", "type", "height", "width", "tokens")}
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        needed = {name: _field(value, name) for name in (cls._OWN, "format")}
+        others = ("expected_tokens", "type", "height", "width", "tokens")
+        return cls(**needed, **{name: value.get(name) for name in others})
 
 
 class ImageChunk(_Image):
@@ -139,6 +145,7 @@ class ImageChunk(_Image):
     data: bytes
 
     type: Literal["image"] = "image"
+    _OWN = "data"
 
     def __init__(
         self,
@@ -155,15 +162,8 @@ class ImageChunk(_Image):
         self._fill(format, type, expected_tokens=expected_tokens, **size)
         set_field(self, "data", _bytes(data, path="data"))
 
-    def _content(self) -> tuple[Any, ...]:
-        return (self.data, self.format, *sorted(self._counts().items()))
-
     def __repr__(self) -> str:
         return f"ImageChunk({len(self.data)} bytes, format={self.format!r}, {self._counts()})"
-
-    @classmethod
-    def _from_dict(cls, value: dict[str, Any]) -> Self:
-        return cls(_field(value, "data"), _field(value, "format"), **_rest(value))
 
     def to_dict(self) -> dict[str, Any]:
         data = base64.b64encode(self.data).decode()
@@ -177,6 +177,7 @@ class ImageAssetPointerChunk(_Image):
     location: str
 
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
+    _OWN = "location"
 
     def __init__(
         self,
@@ -195,15 +196,8 @@ class ImageAssetPointerChunk(_Image):
             raise InvalidInputError(f"expected text, got {short(location)}", path="location")
         set_field(self, "location", location)
 
-    def _content(self) -> tuple[Any, ...]:
-        return (self.location, self.format, *sorted(self._counts().items()))
-
     def __repr__(self) -> str:
         return f"ImageAssetPointerChunk({self.location!r}, {self.format!r}, {self._counts()})"
-
-    @classmethod
-    def _from_dict(cls, value: dict[str, Any]) -> Self:
-        return cls(_field(value, "format"), _field(value, "location"), **_rest(value))
 
     def to_dict(self) -> dict[str, Any]:
         counts = self._counts()
