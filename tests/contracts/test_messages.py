@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import TypeAdapter
 
+from tinkex.cli.checkpoints import delete
+from tinkex.store.records import CheckpointKind
+from tinkex.types._bounds import MAX_ID
+from tinkex.types.account.checkpoints import TYPE_BY_KIND
+from tinkex.types.training.forward_backward import MAX_MODEL_ID
 from tinkex.wire.endpoints import ENDPOINTS
 
 REQUESTS = [row.name for row in ENDPOINTS.values() if row.request is not None]
@@ -72,3 +77,10 @@ def test_the_walk_finds_what_has_no_bound() -> None:
 
 def test_paths_and_names_are_unique() -> None:
     assert len({(row.method, row.path) for row in ENDPOINTS.values()}) == len(ENDPOINTS)
+
+
+def test_what_cannot_read_a_declaration_says_the_same():
+    """The store imports nothing of ours, arrays and the command line do without pydantic."""
+    assert get_args(CheckpointKind) == tuple(TYPE_BY_KIND)
+    assert delete._TYPES == TYPE_BY_KIND | {kind: kind for kind in TYPE_BY_KIND.values()}
+    assert MAX_MODEL_ID == MAX_ID

@@ -17,6 +17,7 @@ from tinkex.contract.optimizers import OPTIMIZERS, read_params
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
+from tinkex.types.account.checkpoints import TYPE_BY_KIND
 
 
 def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
@@ -184,11 +185,8 @@ def check_access_scope(access_scope: str) -> str:
     return access_scope
 
 
-_KINDS = ("weights", "sampler_weights", "external_weights")
-
-
 def check_tinker_path(
-    path: Any, *, kinds: Sequence[str] = _KINDS, name: str = "tinker_path"
+    path: Any, *, kinds: Sequence[str] = tuple(TYPE_BY_KIND), name: str = "tinker_path"
 ) -> tuple[str, str]:
     """(training run id, `kind/name`) of a checkpoint path."""
     if not isinstance(path, str) or not path.startswith("tinker://"):
