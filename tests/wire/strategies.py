@@ -104,8 +104,10 @@ def passes(generation: str) -> st.SearchStrategy[Any]:
         types.ForwardBackwardInput, st.lists(datums(generation), max_size=3), TEXT, config
     )
     cls = st.sampled_from([types.ForwardBackwardRequest, types.ForwardRequest])
+    # Whose turn it is has bounds in every dialect: `wire.json_requests.Address`.
+    model_ids = st.text(STORABLE, min_size=1, max_size=8)
     return st.builds(
-        lambda kind, g, m, s: kind(g, m, s), cls, given, TEXT, st.integers(0, 2**31 - 1)
+        lambda kind, g, m, s: kind(g, m, s), cls, given, model_ids, st.integers(1, 2**31 - 1)
     )
 
 
