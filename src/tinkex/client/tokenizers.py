@@ -153,11 +153,16 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     return _of_transformers(folder, trust_remote_code)
 
 
-def _of_transformers(folder: Path, trust_remote_code: bool = False) -> Any:
+def _of_transformers(
+    name: str | Path, trust_remote_code: bool = False, *, local_files_only: bool = True
+) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
-        str(folder), use_fast=True, trust_remote_code=trust_remote_code, local_files_only=True
+        str(name),
+        use_fast=True,
+        trust_remote_code=trust_remote_code,
+        local_files_only=local_files_only,
     )
 
 
@@ -233,30 +238,22 @@ _TEXT_OPTIONS = frozenset({"add_generation_prompt", "tokenize"})
 
 
 def _from_transformers(name: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    options = {"use_fast": True, "trust_remote_code": trust_remote_code}
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, **options)
-    except (OSError, ValueError) as exc:
-        _check_remote_code(name, exc)
-    if not _is_on_hub(name):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError) as exc:
-        _check_remote_code(name, exc)
-        logger.info("No tokenizer %r on the hub: %s", name, str(exc).splitlines()[:1])
-        return None
-
-
-def _check_remote_code(name: str, error: Exception) -> None:
-    if "trust_remote_code" in str(error):
-        raise NotSupportedError(
-            f"the tokenizer of {name!r} runs Python code from the hub. Read it, then pass "
-            "trust_remote_code=True.",
-            path="trust_remote_code",
-        ) from error
+    """From the cache of transformers, else from the hub; None when neither has it."""
+    for is_local in (True, False):
+        if not is_local and not _is_on_hub(name):
+            break
+        try:
+            return _of_transformers(name, trust_remote_code, local_files_only=is_local)
+        except (OSError, ValueError) as exc:
+            if "trust_remote_code" in str(exc):
+                raise NotSupportedError(
+                    f"the tokenizer of {name!r} runs Python code from the hub. Read it, then pass "
+                    "trust_remote_code=True.",
+                    path="trust_remote_code",
+                ) from exc
+            if not is_local:
+                logger.info("No tokenizer %r on the hub: %s", name, str(exc).splitlines()[:1])
+    return None
 
 
 def _is_on_hub(name: str) -> bool:
