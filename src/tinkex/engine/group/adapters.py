@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkex.engine.group.cut import Cut, ModelCut, Pieces, put, take
+from tinkex.engine.group.cut import ModelCut, Pieces, put, take
 from tinkex.engine.group.group import Group
 from tinkex.engine.lora.adapter import (
     Adapter,
@@ -66,14 +66,13 @@ class AdapterCut:
         for key, group in whole.groups.items():
             owner = model.expert_owner(group.parts[0].target.module)
             cuts = [model.module(p.target.module) if owner is None else None for p in group.parts]
-            shapes = [(tensor.shape[0], tensor.shape[1]) for tensor in group.tensors()]
-            first = cuts[0]
-            assert first is not None or owner is not None, f"{key} is not cut"
-            by_input = first if first is not None and first.side == "in" else None
-            self._parameters.append(_parameter(shapes[0], 1, by_input, owner))
-            for shape, cut in zip(shapes[1:], cuts, strict=True):
-                by_output = cut if cut is not None and cut.side == "out" else None
-                self._parameters.append(_parameter(shape, 0, by_output, owner))
+            assert cuts[0] is not None or owner is not None, f"{key} is not cut"
+            # A goes with the inputs, which all parts share; each B with the outputs of its part.
+            sides = [("in", 1, cuts[0]), *(("out", 0, cut) for cut in cuts)]
+            for tensor, (side, dim, cut) in zip(group.tensors(), sides, strict=True):
+                pieces = cut.pieces if cut is not None and cut.side == side else None
+                shape = (tensor.shape[0], tensor.shape[1])
+                self._parameters.append(_Parameter(shape, dim, pieces, owner))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -130,10 +129,6 @@ class AdapterCut:
             a_RI, *b_Or = (next(left) for _ in range(1 + len(parts)))
             groups[key] = LoraGroup(a_RI, tuple(b_Or), parts)
         return Adapter(groups, trainable=False)
-
-
-def _parameter(shape: tuple[int, int], dim: int, cut: Cut | None, owner: int | None) -> _Parameter:
-    return _Parameter(shape, dim, None if cut is None else cut.pieces, owner)
 
 
 class CutAdapter(Adapter):

@@ -26,15 +26,6 @@ from tinkex.engine.model.layers import wide
 class Attend(Protocol):
     """Owns masks and caches; called once per layer, in layer order."""
 
-    def __call__(self, layer_index: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        """Attention output [T, H, d]; softmax scale 1/sqrt(d)."""
-        ...
-
-
-@runtime_checkable
-class WideAttend(Attend, Protocol):
-    """Also what some families do between tokens: attention sinks, and delta layers."""
-
     def __call__(
         self,
         layer_index: int,
@@ -43,8 +34,16 @@ class WideAttend(Attend, Protocol):
         v_TKd: Tensor,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """A sink takes part in its head's softmax and adds nothing."""
+        """Attention output [T, H, d]; softmax scale 1/sqrt(d).
+
+        A sink takes part in its head's softmax and adds nothing.
+        """
         ...
+
+
+@runtime_checkable
+class RecurrentAttend(Attend, Protocol):
+    """Also what delta layers do between tokens."""
 
     def recur(
         self, layer_index: int, weights: DeltaWeights, x_TC: Tensor, g_TH: Tensor, beta_TH: Tensor

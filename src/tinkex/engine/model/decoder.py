@@ -34,7 +34,7 @@ from tinkex.engine.lora.adapter import (
     low_rank_backward,
     low_rank_inner,
 )
-from tinkex.engine.model.attention import Attend, PackedCausal, WideAttend
+from tinkex.engine.model.attention import Attend, PackedCausal, RecurrentAttend
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate, wide
@@ -225,11 +225,7 @@ class Decoder(DecoderLike):
             mixed = self._delta(index, layer.delta, qkv, attend)
         else:
             q, k, v, gate = self._heads(layer, qkv, cos_Th, sin_Th)
-            if layer.sinks is None:
-                mixed = attend(index, q, k, v)
-            else:
-                assert isinstance(attend, WideAttend)
-                mixed = attend(index, q, k, v, layer.sinks)
+            mixed = attend(index, q, k, v, layer.sinks)
             mixed = (mixed if gate is None else mixed * gate.sigmoid()).flatten(1)
         terms = _terms(lora, f"{index}.o")
         x_TD = self._leave(linear, mixed, layer.out, layer.out_bias, terms, x_TD)
@@ -280,7 +276,7 @@ class Decoder(DecoderLike):
 
     def _delta(self, index: int, weights: DeltaWeights, fused: Tensor, attend: Attend) -> Tensor:
         """What a delta layer hands to its output linear."""
-        assert isinstance(attend, WideAttend)
+        assert isinstance(attend, RecurrentAttend)
         delta = weights.config
         sizes = (delta.channels, delta.values, delta.value_heads, delta.value_heads)
         x_TC, z_T, b_TH, a_TH = weights.in_order(fused).split(sizes, dim=1)

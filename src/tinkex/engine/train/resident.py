@@ -68,11 +68,6 @@ class ResidentAdapter:
         grads, self.grads = self.grads, {}
         return tree_sum(grads, lambda one, other: one.add_(other))
 
-    @property
-    def untouched_bytes(self) -> int:
-        """Of gradients and moments, before the first step."""
-        return (1 + len(self.optimizer.moments)) * self.adapter.flat.nbytes
-
     def shortage_for_a_step(self) -> str:
         """Why there is no memory for a step; empty when there is."""
         num_bytes = scratch_bytes(self.adapter, self.optimizer)
@@ -95,8 +90,9 @@ def shortage_for(new: ResidentAdapter, others: Iterable[ResidentAdapter]) -> str
     """
     if new.adapter.flat.device.type != "cpu":
         return ""
-    untouched = [one for one in others if one.optimizer.step == 0]
-    needed = sum(one.untouched_bytes for one in (*untouched, new))
+    untouched = [new, *(one for one in others if one.optimizer.step == 0)]
+    # Gradients and moments, which nobody has written to yet.
+    needed = sum((1 + len(one.optimizer.moments)) * one.adapter.flat.nbytes for one in untouched)
     free = free_bytes()
     if needed <= free:
         return ""
