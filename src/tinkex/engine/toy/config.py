@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from tinkex.errors import ConfigError
-
-
-def toy_decode(tokens: Sequence[int]) -> str:
-    """Text of toy tokens: one printable ASCII character each. Stop strings are matched in it."""
-    return "".join(chr(32 + t % 95) for t in tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +30,6 @@ class ToyConfig:
     """Training data that begins with it hangs the engine for good, as a bug would; -1: none."""
     deterministic: bool = True
     """Jobs without a seed take one from their content, so that equal jobs give equal samples."""
-    decode: Callable[[Sequence[int]], str] = toy_decode
     num_snapshots: int = 256
     """Sampling snapshots kept in memory; others are read again from their folder."""
 

@@ -400,7 +400,7 @@ class ToyEngine:
             if job.topk_sample_logprobs:
                 dense_V = log_softmax(row.dense()) if logprobs_V is None else logprobs_V
                 topk.append(top(dense_V, job.topk_sample_logprobs))
-            if context in ends or (stops and ends_with_stop(self.config.decode, tokens, stops)):
+            if context in ends or (stops and ends_with_stop(tokens, stops)):
                 reason = "stop"
         return jobs.SampledTokens(
             tokens=np.array(tokens, np.int32),

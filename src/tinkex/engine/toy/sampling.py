@@ -7,7 +7,6 @@ sampler use them as oracle. Knows rows of logits, not threads or checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,12 +102,10 @@ def stack(rows: list[tuple[NDArray[np.int32], NDArray[np.float32]]], k: int) -> 
     )
 
 
-def ends_with_stop(
-    decode: Callable[[Sequence[int]], str], tokens: list[int], stops: tuple[str, ...]
-) -> bool:
-    text = decode(tokens)
-    before = decode(tokens[:-1])
-    return any(stop in text and stop not in before for stop in stops)
+def ends_with_stop(tokens: list[int], stops: tuple[str, ...]) -> bool:
+    """Whether the last token completes a stop, in a text of one printable character a token."""
+    text = "".join(chr(32 + token % 95) for token in tokens)
+    return any(stop in text and stop not in text[:-1] for stop in stops)
 
 
 def prompt_scores(job: jobs.SampleJob, adapter: ToyAdapter, seed: int) -> dict[str, Any]:
