@@ -130,8 +130,7 @@ def _qwen3_5(raw: Raw) -> Fields:
         for i in range(_num_layers(raw))
     ]
     head = int(raw.get("head_dim") or 256)
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    share: Any = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
+    share: Any = _scaling(raw).get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
     return {
         "out_bias": _attention_bias(raw),
         "head_size": head,
@@ -256,7 +255,7 @@ def config_from_hf(whole: Raw, generation: Raw | None = None) -> ModelConfig:
 def _context_length(raw: Raw) -> int:
     """As the config says; a config may be stretched by YaRN and still name the shorter length."""
     length = int(raw.get("max_position_embeddings") or raw.get("n_positions") or 2048)
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = _scaling(raw)
     original = scaling.get("original_max_position_embeddings")
     if (scaling.get("rope_type") or scaling.get("type")) == "yarn" and original:
         length = max(length, int(original * float(scaling.get("factor") or 1.0)))
@@ -280,25 +279,27 @@ def _foreign_windows(raw: Raw) -> tuple[int | None, ...]:
     return _everywhere(raw, window)
 
 
+def _scaling(raw: Raw) -> Raw:
+    """How rotary embeddings are stretched, as transformers 5 or 4 spells it."""
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
 def _rope(raw: Raw) -> RopeConfig:
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    scaling = _scaling(raw)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     context = int(raw.get("max_position_embeddings") or 8192)
-    original = int(scaling.get("original_max_position_embeddings") or 8192)
-    if kind == "yarn":
-        original = int(scaling.get("original_max_position_embeddings") or context)
-    factor = float(scaling.get("factor") or (context / original if kind == "yarn" else 1.0))
+    is_yarn = kind == "yarn"
+    original = scaling.get("original_max_position_embeddings") or (context if is_yarn else 8192)
+    factor = float(scaling.get("factor") or (context / int(original) if is_yarn else 1.0))
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
     return RopeConfig(
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0),
         kind=kind,
         factor=factor,
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        original_max_position=original,
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        original_max_position=int(original),
         truncate=bool(scaling.get("truncate", True)),
-        attention_factor=_yarn_attention(scaling, factor) if kind == "yarn" else 1.0,
+        attention_factor=_yarn_attention(scaling, factor) if is_yarn else 1.0,
+        **{name: float(scaling[name]) for name in names if scaling.get(name)},
     )
 
 

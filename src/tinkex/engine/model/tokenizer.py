@@ -14,7 +14,8 @@ from typing import Any
 
 from tinkex.errors import NotSupportedError
 
-_NORMAL, _CONTROL = 1, 3
+_CONTROL = 3
+"""The kind of tokens that are no text."""
 
 
 def _byte_level(**options: Any) -> dict[str, Any]:
