@@ -135,9 +135,11 @@ def free_on(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
 
 
-def fits_expanded(whole: int, free: int) -> bool:
-    """Whether weights of `whole` bytes leave enough of `free` to work with."""
-    return whole <= _ROOM_TO_WORK * free
+def stays_packed(config: ModelConfig, dtype: torch.dtype, free: int) -> bool | None:
+    """Whether experts that are stored in 4 bits stay so; None: even so they do not fit."""
+    if weight_bytes(config, dtype) <= _ROOM_TO_WORK * free:
+        return False
+    return True if weight_bytes(config, dtype, packed=True) <= free else None
 
 
 def keeps_packed(
@@ -159,11 +161,11 @@ def keeps_packed(
         if whole > free:
             raise _too_large(name, f"{whole / 1e9:.1f} GB for its weights in {kind}", device, free)
         return False
-    packed = weight_bytes(config, dtype, packed=True)
-    if packed > free:
+    packed, stays = weight_bytes(config, dtype, packed=True), stays_packed(config, dtype, free)
+    if stays is None:
         what = f"{packed / 1e9:.1f} GB for its weights, even with its experts kept in 4 bits"
         raise _too_large(name, what, device, free)
-    if fits_expanded(whole, free):
+    if not stays:
         return False
     log.warning(
         "%s: its experts stay in 4 bits (MXFP4) and are expanded whenever they are used, which is "

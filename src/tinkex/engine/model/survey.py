@@ -14,7 +14,7 @@ import torch
 
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import native_targets
-from tinkex.engine.model.loading import fits_expanded, free_on, weight_bytes
+from tinkex.engine.model.loading import free_on, stays_packed, weight_bytes
 from tinkex.engine.model.published import holds_mxfp4, misfits, text_names
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
@@ -145,9 +145,6 @@ def _packed_here(config: ModelConfig) -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     free = free_on(device)
-    does = "stay in 4 bits"
-    if fits_expanded(weight_bytes(config, dtype), free):
-        does = "are expanded"
-    elif weight_bytes(config, dtype, packed=True) > free:
-        does = "do not fit even in 4 bits"
+    says = {True: "stay in 4 bits", False: "are expanded", None: "do not fit even in 4 bits"}
+    does = says[stays_packed(config, dtype, free)]
     return f"here ({device}, {free / 1e9:.1f} GB free) the experts {does}"
