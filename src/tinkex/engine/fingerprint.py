@@ -35,6 +35,7 @@ from tinkex.engine.model.weights import (
     expected_shapes,
     open_weights,
 )
+from tinkex.engine.mxfp4 import PackedExperts
 from tinkex.errors import WrongBaseError
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def digest(name: str, tensor: Tensor) -> bytes:
     return hashlib.sha256(head + values.detach().float().cpu().numpy().tobytes()).digest()
 
 
-class Witness:
+class Witness(WeightReader):
     """A `WeightReader` that takes note of the tensors it hands on."""
 
     def __init__(
@@ -77,6 +78,14 @@ class Witness:
                 self._tell_percent(self._tell)
         return tensor
 
+    @property
+    def in_mxfp4(self) -> bool:
+        return self._reader.in_mxfp4
+
+    def packed(self, name: str, dtype: torch.dtype) -> PackedExperts | None:
+        """Not noted: to expand them would take longer than to load them; see `fingerprint`."""
+        return self._reader.packed(name, dtype)
+
     def _tell_percent(self, tell: Callable[[int], None]) -> None:
         """In steps of ten, a few seconds apart: most models are there before the first."""
         percent, now = 100 * self._num_read // self._num_all, time.monotonic()
@@ -89,7 +98,9 @@ class Witness:
         whole = hashlib.sha256()
         for name in sorted(names):
             if name not in self._seen:
-                self.read(name)
+                packed = self._reader.packed(name, torch.bfloat16)
+                tensor = self._reader.read(name) if packed is None else packed.expanded()
+                self._seen[name] = digest(name, tensor)
             whole.update(self._seen[name])
         return whole.hexdigest()[:_LENGTH]
 

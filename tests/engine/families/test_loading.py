@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_arithmetic import noisy_adapter, packed, sequences_of
 
+from tinkex.engine.fingerprint import witness_of
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.loading import weight_bytes
 from tinkex.engine.model.survey import survey
-from tinkex.engine.model.weights import SafetensorsWeights
+from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 
@@ -139,6 +140,19 @@ def test_mxfp4_experts_stay_in_4_bits_where_they_would_not_fit(mxfp4, monkeypatc
     monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: small - 1)
     with pytest.raises(NotSupportedError, match=r"GB .*even with its experts kept in 4 bits"):
         load_decoder(str(packed_folder))
+
+
+def test_mxfp4_experts_stay_in_4_bits_where_an_engine_loads_them(mxfp4, monkeypatch):
+    """It reads through a witness, whose fingerprint is that of the numbers, kept in any way."""
+    source = resolve(str(mxfp4[0]))
+    config, roomy, tight = source.config(), witness_of(source), witness_of(source)
+    load_decoder(source, weights=roomy)
+    whole = weight_bytes(config, torch.float32)
+    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: whole)
+    decoder = load_decoder(source, weights=tight)
+    assert held(decoder) == weight_bytes(config, torch.float32, packed=True)
+    prints = {w.fingerprint(name for name, _ in expected_shapes(config)) for w in (roomy, tight)}
+    assert len(prints) == 1
 
 
 def test_a_doctor_says_both_sizes_of_mxfp4_and_what_this_machine_does(mxfp4, monkeypatch):

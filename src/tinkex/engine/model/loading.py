@@ -15,7 +15,6 @@ from torch import Tensor
 from tinkex.engine.model.delta import DeltaWeights, by_kind
 from tinkex.engine.model.mixture import MixtureWeights
 from tinkex.engine.model.packed_weights import free_bytes
-from tinkex.engine.model.published import PublishedWeights
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import WeightReader, expected_shapes
 from tinkex.engine.mxfp4 import BYTES_PER_GROUP, GROUP, Stack
@@ -55,11 +54,11 @@ class Loader:
 
     def experts(self, name: str) -> Stack:
         """The matrices of all experts of one linear, packed if they are to be kept so."""
-        if self._keep_packed and isinstance(self._weights, PublishedWeights):
-            if (packed := self._weights.packed(name, self._dtype)) is not None:
-                self._check(name, packed.shape)
-                return packed.to(self._device, self._dtype)
-        return self.one(name)
+        packed = self._weights.packed(name, self._dtype) if self._keep_packed else None
+        if packed is None:
+            return self.one(name)
+        self._check(name, packed.shape)
+        return packed.to(self._device, self._dtype)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """What is kept of a tensor: all of it, unless several devices share the model."""
@@ -157,7 +156,7 @@ def keeps_packed(
     free = free_on(device)
     whole = weight_bytes(config, dtype)
     kind = str(dtype).removeprefix("torch.")
-    if not (isinstance(reader, PublishedWeights) and reader.in_mxfp4):
+    if not reader.in_mxfp4:
         if whole > free:
             raise _too_large(name, f"{whole / 1e9:.1f} GB for its weights in {kind}", device, free)
         return False

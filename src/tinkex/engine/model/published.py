@@ -58,11 +58,9 @@ class PublishedWeights:
 
     @property
     def in_mxfp4(self) -> bool:
-        """Whether the experts are stored in 4 bits."""
         return holds_mxfp4(self._stored)
 
     def packed(self, name: str, dtype: torch.dtype) -> PackedExperts | None:
-        """The experts of one linear in 4 bits; None: they are stored otherwise."""
         if f"{name}_blocks" not in self._stored:
             return None
         found = PackedExperts(self._fetch(f"{name}_blocks"), self._fetch(f"{name}_scales"), dtype)

@@ -20,6 +20,7 @@ from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.gguf import GgufFile, unpermute_rope_rows
 from tinkex.engine.model.published import PublishedWeights, text_names
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.mxfp4 import PackedExperts
 from tinkex.errors import InvalidInputError
 
 
@@ -27,6 +28,15 @@ class WeightReader(Protocol):
     def names(self) -> Iterator[str]: ...
 
     def read(self, name: str) -> Tensor: ...
+
+    @property
+    def in_mxfp4(self) -> bool:
+        """Whether the experts are stored in 4 bits."""
+        return False
+
+    def packed(self, name: str, dtype: torch.dtype) -> PackedExperts | None:
+        """The experts of one linear in 4 bits; None: they are stored otherwise."""
+        return None
 
 
 def open_weights(source: ModelSource, config: ModelConfig | None = None) -> WeightReader:
@@ -37,7 +47,7 @@ def open_weights(source: ModelSource, config: ModelConfig | None = None) -> Weig
     return PublishedWeights(text_names(files.names()), files.read, config, source.name)
 
 
-class SafetensorsWeights:
+class SafetensorsWeights(WeightReader):
     """A folder with `model.safetensors`, or shards and their index."""
 
     def __init__(self, folder: Path) -> None:
@@ -110,7 +120,7 @@ _GGUF_TOP = {
 }
 
 
-class GgufWeights:
+class GgufWeights(WeightReader):
     """A GGUF file under Hugging Face names, with q and k rows in their original order."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
@@ -146,7 +156,7 @@ class GgufWeights:
         return torch.from_numpy(values.copy() if not values.flags.writeable else values)
 
 
-class RandomWeights:
+class RandomWeights(WeightReader):
     """Plausible random weights of a config's shape; equal seeds give equal weights."""
 
     def __init__(self, config: ModelConfig, *, seed: int = 0, device: str = "cpu") -> None:
