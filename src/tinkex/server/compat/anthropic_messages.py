@@ -75,6 +75,7 @@ class MessagesRequest(Conversing):
                 f"{str(kind)[:40]!r} is not known; known: {known}", path="thinking.type"
             )
         choice = (self.tool_choice or {}).get("type", "auto")
+        declared = [] if choice == "none" else self.tools or []
         if choice not in ("auto", "none"):
             raise NotSupportedError(
                 "a call cannot be forced here; use auto or none.", path="tool_choice"
@@ -91,7 +92,7 @@ class MessagesRequest(Conversing):
         return Asked(
             model=self.model,
             messages=messages,
-            tools=[] if choice == "none" else self._declared(),
+            tools=[_tool(one, f"tools[{at}]") for at, one in enumerate(declared)],
             options=options,
             params=self.params(self.max_tokens),
             stops=self.stop_sequences or (),
@@ -104,9 +105,6 @@ class MessagesRequest(Conversing):
             path = "tool_choice.disable_parallel_tool_use"
             raise InvalidInputError(f"must be true or false, got {str(given)[:40]!r}", path=path)
         return given
-
-    def _declared(self) -> list[Tool]:
-        return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
 
 
 class CountRequest(MessagesRequest):
@@ -247,7 +245,7 @@ def _ending(dialogue: Dialogue, made: ModelAnswer) -> dict[str, Any]:
     tokens = [int(token) for token in made.sequence.tokens]
     if tokens and tokens[-1] in dialogue.chat_format.end_ids:
         return {"stop_reason": "end_turn", "stop_sequence": None}
-    text = dialogue.chat_format.decode(tokens)
+    text = dialogue.chat_format.tokenizer.decode(tokens)
     found = [(at, stop) for stop in dialogue.asked.stops if (at := text.find(stop)) >= 0]
     stop = min(found)[1] if found else None
     return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}

@@ -35,13 +35,6 @@ class ChatFormat:
         self.silent_ids = conversation.silent_ids | ends
         """What says nothing in a chat."""
 
-    def encode(self, text: str) -> list[int]:
-        """Text as the model's tokenizer reads it, with the tokens it puts in front by itself."""
-        return self.tokenizer.encode(text)
-
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens)
-
 
 class ChatFormats:
     def __init__(self, catalog: Catalog) -> None:

@@ -82,15 +82,8 @@ class SamplingFields(ForeignBody):
 
     def params(self, max_tokens: int | None) -> dict[str, Any]:
         """As `/asample` takes them."""
-        given = {
-            "max_tokens": max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "logit_bias": self.logit_bias,
-        }
+        names = [name for name in SamplingFields.model_fields if name not in ("model", "stream")]
+        given = {"max_tokens": max_tokens, **{name: getattr(self, name) for name in names}}
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -168,9 +168,8 @@ async def _together(waiting: list[Any]) -> list[SampleResponse]:
 
 
 def _encoded(chat_format: ChatFormat, prompts: list[str | list[int]]) -> list[list[int]]:
-    found = [
-        chat_format.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
-    ]
+    encode = chat_format.tokenizer.encode
+    found = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     for index, tokens in enumerate(found):
         if not tokens:
             raise InvalidInputError("must not be empty", path=f"prompt[{index}]")
@@ -201,11 +200,12 @@ def _choice(
     answer_text = call.answer_text()
     text = "".join(piece.text for piece in [*answer_text.feed(sequence.tokens), *answer_text.end()])
     silent = body.max_tokens == 0
+    prompt_text = call.chat_format.tokenizer.decode(prompt) if body.echo else ""
     rows = _prompt_rows(prompt, response) if body.echo else []
     if not silent:
         rows += _sampled_rows(sequence)
     choice: dict[str, Any] = {
-        "text": (call.chat_format.decode(prompt) if body.echo else "") + ("" if silent else text),
+        "text": prompt_text + ("" if silent else text),
         "finish_reason": "length" if silent else _finish(sequence),
         "logprobs": None if body.logprobs is None else _logprobs(call.chat_format, rows),
     }

@@ -78,19 +78,17 @@ class ResponsesRequest(Conversing):
                 "a call cannot be forced here; use 'auto' or 'none'.", path="tool_choice"
             )
         effort = (self.reasoning or {}).get("effort")
+        declared = [] if self.tool_choice == "none" else self.tools or []
         messages = [Message(role="system", content=self.instructions)] if self.instructions else []
         messages += _messages(self.input)
         return Asked(
             model=self.model,
             messages=messages,
-            tools=[] if self.tool_choice == "none" else self._declared(),
+            tools=[_tool(one, f"tools[{at}]") for at, one in enumerate(declared)],
             options={"reasoning_effort": str(effort)[:40]} if effort else {},
             params=self.params(self.max_output_tokens),
             one_call=self.parallel_tool_calls is False,
         )
-
-    def _declared(self) -> list[Tool]:
-        return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools or ())]
 
 
 def _tool(given: dict[str, Any], path: str) -> Tool:

@@ -50,5 +50,6 @@ async def count(
     body = await fields.read(request, CompletionRequest)
     chat_format = (await find_model(request, user, body.model))[1]
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
-    counted = await asyncio.to_thread(lambda: sum(len(chat_format.encode(x)) for x in prompts))
+    encode = chat_format.tokenizer.encode
+    counted = await asyncio.to_thread(lambda: sum(len(encode(text)) for text in prompts))
     return answer({"num_tokens": counted})

@@ -22,13 +22,6 @@ from tinkex.types._models import FIRST, LAST
 
 router = APIRouter(prefix="/api/v1", tags=["admin"])
 MAX_WINDOW = timedelta(days=14)
-_PREFIXES = {
-    "all": None,
-    "checkpoints": ["checkpoint_"],
-    "projects": ["project_"],
-    "teams": ["team_"],
-    "organizations": ["organization_"],
-}
 Hour = Annotated[AwareDatetime, Query(ge=FIRST, le=LAST)]
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
@@ -41,12 +34,14 @@ async def audit_log(
     day: Annotated[date | None, Query()] = None,
 ) -> types.AuditLogResponse:
     """The entries of one day, UTC; of today when none is named."""
+    # Events are named by what they are about: checkpoint_saved, project_session_assigned.
+    prefixes = None if event_type == "all" else [f"{event_type.removesuffix('s')}_"]
     chosen = day or datetime.now(UTC).date()
     start = datetime(chosen.year, chosen.month, chosen.day, tzinfo=UTC).timestamp()
     entries = await store.call(
         store.audit.entries,
         user.user_id,
-        prefixes=_PREFIXES[event_type],
+        prefixes=prefixes,
         start=start,
         end=start + 86_400,
     )
@@ -81,7 +76,7 @@ async def storage_usage(
 ) -> types.CurrentCheckpointStorageUsageResponse:
     totals = await store.call(store.checkpoints.storage_by_project, user.user_id)
     rows = [
-        storage_view(user.user_id, user.name, user.email, project, *total)
+        storage_view(user, project, *total)
         for project, total in totals.items()
         if project_id is None or project == project_id
     ]

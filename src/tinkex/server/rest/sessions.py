@@ -110,7 +110,8 @@ def _search(store: Store, user: User, asked: Search) -> tuple[list[Session], Ses
     if isinstance(owner, types.UserSearchOwner):
         if user.user_id not in map(user_id_of_urn, owner.owner_urns):
             return [], None
-    before = _position(asked.cursor)
+    at = asked.cursor
+    before = None if at is None else (at.last_created_at.timestamp(), at.last_session_id)
     found: list[Session] = []
     for _ in range(MAX_SCANNED // SCAN_PAGE):
         page = store.sessions.search(_query(user, asked, before), SCAN_PAGE)
@@ -153,9 +154,3 @@ def _matches(session: Session, asked: Search) -> bool:
         )
         for wanted in asked.statuses
     )
-
-
-def _position(cursor: types.SessionSearchCursor | None) -> tuple[float, str] | None:
-    if cursor is None:
-        return None
-    return cursor.last_created_at.timestamp(), cursor.last_session_id

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from tinkex import types
 from tinkex.server.auth import ORGANIZATION, user_urn
 from tinkex.server.rest.inputs import moment
-from tinkex.store import AuditEntry, Checkpoint, Model, Session, UsageRow
+from tinkex.store import AuditEntry, Checkpoint, Model, Session, UsageRow, User
 from tinkex.types.account.checkpoints import TYPE_BY_KIND
 
 GIGABYTE = 1e9
@@ -114,13 +114,13 @@ def _event_info(row: UsageRow) -> types.BillingEventInfo:
 
 
 def storage_view(
-    user_id: str, user_name: str, email: str, project_id: str | None, number: int, size_bytes: int
+    user: User, project_id: str | None, number: int, size_bytes: int
 ) -> types.CurrentCheckpointStorageUsageItem:
     return types.CurrentCheckpointStorageUsageItem(
         project_id=project_id,
-        org_user_urn=f"tml:organization:{ORGANIZATION}:{user_urn(user_id)}",
-        user_email=email or None,
-        user_name=user_name,
+        org_user_urn=f"tml:organization:{ORGANIZATION}:{user_urn(user.user_id)}",
+        user_email=user.email or None,
+        user_name=user.name,
         checkpoint_count=number,
         size_bytes=size_bytes,
         size_gigabytes=size_bytes / GIGABYTE,
