@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.console.source import PAGE, Query, age, number_in, resume
+from tinkex.server.console.source import PAGE, Query, Source, age, number_in, resume
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.work.curves import MAX_CURVES, Curve
@@ -139,11 +139,10 @@ class Folder:
         return found
 
 
-class FolderRuns:
+class FolderRuns(Source):
     """All runs under one folder, for the pages."""
 
     is_local = True
-    is_ending = False
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -232,22 +231,13 @@ class FolderRuns:
         await asyncio.to_thread(self._folder, run_id)
 
     async def curves(self, run_id: str) -> dict[str, Curve]:
-        folder = await asyncio.to_thread(self._folder, run_id)
-        return await asyncio.to_thread(folder.look)
-
-    def doing(self, run_id: str) -> str:
-        return ""
+        return await asyncio.to_thread(lambda: self._folder(run_id).look())
 
     async def rollout_steps(self, run_id: str) -> list[int]:
-        folder = await asyncio.to_thread(self._folder, run_id)
-        return await asyncio.to_thread(folder.rollout_steps)
+        return await asyncio.to_thread(lambda: self._folder(run_id).rollout_steps())
 
     async def rollouts(self, run_id: str, step: int) -> list[dict[str, Any]]:
-        folder = await asyncio.to_thread(self._folder, run_id)
-        return await asyncio.to_thread(folder.answers, step)
-
-    def agreement(self, user: User) -> bool | None:
-        return None
+        return await asyncio.to_thread(lambda: self._folder(run_id).answers(step))
 
     # ------------------------------------------------------------------------ finding
 

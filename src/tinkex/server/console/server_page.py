@@ -18,6 +18,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel
 
 from tinkex.server.auth import is_configured
+from tinkex.server.console.run_pages import Number
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import age
 from tinkex.server.console.visitors import AdminVisitor, Changing
@@ -56,7 +57,6 @@ def _oversight(request: Request) -> Oversight:
 
 
 Find = Annotated[str, Query(max_length=200)]
-Number = Annotated[int, Query(ge=0, le=1_000_000)]
 
 
 @router.get("/server")

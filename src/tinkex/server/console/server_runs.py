@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from tinkex.server.compat.chat_formats import ChatFormats
-from tinkex.server.console.source import PAGE, Query, age, resume, span
+from tinkex.server.console.source import PAGE, Query, Source, age, resume, span
 from tinkex.server.console.sparks import spark
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
@@ -19,7 +19,7 @@ PARKED_S = 120.0
 _NOT_SAVED = "training.save_state('name')  # save first; nothing of this run can be loaded yet"
 
 
-class ServerRuns:
+class ServerRuns(Source):
     is_local = False
 
     def __init__(self, service: Service, chat_formats: ChatFormats) -> None:

@@ -55,7 +55,8 @@ class Source(Protocol):
     """Folders of the visitor's own: there is nothing to change and nobody to ask."""
 
     @property
-    def is_ending(self) -> bool: ...
+    def is_ending(self) -> bool:
+        return False
 
     async def page(self, user: User, query: Query) -> dict[str, Any]:
         """`runs` of one page, their `total`, `pages`, and the `models` there are to choose from."""
@@ -75,7 +76,9 @@ class Source(Protocol):
 
     async def curves(self, run_id: str) -> dict[str, Curve]: ...
 
-    def doing(self, run_id: str) -> str: ...
+    def doing(self, run_id: str) -> str:
+        """What the run does right now, where that is known."""
+        return ""
 
     async def rollout_steps(self, run_id: str) -> list[int]: ...
 
@@ -85,7 +88,7 @@ class Source(Protocol):
 
     def agreement(self, user: User) -> bool | None:
         """Whether the visitor's answers are kept; None: that is not for the visitor to say."""
-        ...
+        return None
 
 
 def source_of(request: Request) -> Source:
