@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinkex.server.work.futures import Promise
+from tinkex.server.work.queue import take_from
 
 logger = logging.getLogger(__name__)
 SMALL_BYTES = 4096
@@ -69,12 +70,12 @@ class KeptResults:
     def drop(self, promise: Promise) -> None:
         """Its result was fetched, or its time is over."""
         size = self._sizes.pop(promise.request_id, 0)
-        _take(self._kept, promise.user_id, size)
+        take_from(self._kept, promise.user_id, size)
         outcome = promise.outcome
         if outcome is not None and outcome.file is not None:
             asyncio.get_running_loop().run_in_executor(None, _unlink, outcome.file)
         else:
-            _take(self._in_memory, promise.user_id, size)
+            take_from(self._in_memory, promise.user_id, size)
 
     async def _spill(self, promise: Promise) -> None:
         outcome = promise.outcome
@@ -89,13 +90,7 @@ class KeptResults:
             await asyncio.to_thread(_unlink, file)
             return
         promise.outcome = replace(outcome, payload=b"", file=file, file_bytes=len(outcome.payload))
-        _take(self._in_memory, promise.user_id, len(outcome.payload))
-
-
-def _take(counter: Counter[str], user_id: str, size: int) -> None:
-    counter[user_id] -= size
-    if counter[user_id] <= 0:
-        del counter[user_id]
+        take_from(self._in_memory, promise.user_id, len(outcome.payload))
 
 
 def _write(file: Path, payload: bytes) -> None:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 
 from tinkex.server.guard.quotas import Quotas
-from tinkex.server.work.queue import Held
+from tinkex.server.work.queue import Held, take_from
 
 
 class OpenWork:
@@ -39,14 +39,14 @@ class OpenWork:
         self._open[user_id] += 1
 
     def end(self, user_id: str) -> None:
-        _less(self._open, user_id)
+        take_from(self._open, user_id)
 
     def place(self, user_id: str) -> Held:
         """`async with`: wait until the user may have one more at the workers."""
         return Held(self, user_id)
 
     def release(self, user_id: str) -> None:
-        _less(self._held, user_id)
+        take_from(self._held, user_id)
         self._grant(user_id)
 
     async def acquire(self, user_id: str, _cost: float = 1.0) -> None:
@@ -59,7 +59,7 @@ class OpenWork:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():  # granted and cancelled at once
-                _less(self._held, user_id)
+                take_from(self._held, user_id)
             elif granted in (line := self._lines.get(user_id, deque())):
                 line.remove(granted)
             self._grant(user_id)
@@ -80,9 +80,3 @@ class OpenWork:
                 granted.set_result(None)
         if not line:
             self._lines.pop(user_id, None)
-
-
-def _less(counter: Counter[str], user_id: str) -> None:
-    counter[user_id] -= 1
-    if counter[user_id] <= 0:
-        del counter[user_id]

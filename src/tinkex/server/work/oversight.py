@@ -178,9 +178,8 @@ class Oversight:
         self._service.sessions.forget(session_id)
         outcome = _ended(admin, "The session", reason)
         num_ended = self._service.samples.stop(outcome, session_id=session_id)
-        for lane in self._service.lanes:
-            if lane.model.session_id == session_id:
-                num_ended += lane.stop(outcome)
+        lanes = [lane for lane in self._service.lanes if lane.model.session_id == session_id]
+        num_ended += sum(lane.stop(outcome) for lane in lanes)
         details = {"session_id": session_id, "reason": reason, "num_ended": num_ended}
         self._record(admin, session.user_id, "session_stopped", details)
         return num_ended
@@ -203,15 +202,15 @@ class Oversight:
     async def stop_user(self, admin: User, user_id: str, reason: str = "") -> int:
         """End everything a user has queued and running; gives how many requests that was."""
         await self.known_user(user_id)
-        num_ended = self._stop_all(user_id, _ended(admin, "The request", reason))
-        details = {"reason": reason, "num_ended": num_ended}
-        self._record(admin, user_id, "user_stopped", details)
-        return num_ended
+        return self._stop_all(admin, user_id, reason, "user_stopped")
 
-    def _stop_all(self, user_id: str, outcome: Outcome) -> int:
+    def _stop_all(self, admin: User, user_id: str, reason: str, event: str) -> int:
+        outcome = _ended(admin, "The request", reason)
         num_ended = self._service.samples.stop(outcome, user_id=user_id)
         lanes = [lane for lane in self._service.lanes if lane.model.user_id == user_id]
-        return num_ended + sum(lane.stop(outcome) for lane in lanes)
+        num_ended += sum(lane.stop(outcome) for lane in lanes)
+        self._record(admin, user_id, event, {"reason": reason, "num_ended": num_ended})
+        return num_ended
 
     # ------------------------------------------------------------------------ users and keys
 
@@ -226,10 +225,7 @@ class Oversight:
         await self.known_user(user_id)
         await self._store.call(self._store.accounts.disable, user_id, time.time())
         self._auth.forget()
-        num_ended = self._stop_all(user_id, _ended(admin, "The request", reason))
-        details = {"reason": reason, "num_ended": num_ended}
-        self._record(admin, user_id, "user_disabled", details)
-        return num_ended
+        return self._stop_all(admin, user_id, reason, "user_disabled")
 
     async def enable(self, admin: User, user_id: str) -> None:
         await self.known_user(user_id)

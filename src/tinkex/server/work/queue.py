@@ -13,7 +13,16 @@ import asyncio
 import heapq
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+K = TypeVar("K")
+
+
+def take_from(counter: Counter[K], key: K, amount: int = 1) -> None:
+    """Count less of one; at nothing it is forgotten, so that a counter has who is here, no more."""
+    counter[key] -= amount
+    if counter[key] <= 0:
+        del counter[key]
 
 
 @dataclass(slots=True, eq=False)
@@ -86,9 +95,7 @@ class FairGate:
 
     def release(self, user: str) -> None:
         self._free += 1
-        self._held[user] -= 1
-        if self._held[user] <= 0:
-            del self._held[user]
+        take_from(self._held, user)
         self._grant()
 
     def _may_take(self, user: str) -> bool:

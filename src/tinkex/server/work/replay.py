@@ -42,6 +42,7 @@ def skips_between(taken: Iterable[int], *, after: int, through: int) -> dict[int
     One entry for each stretch of them, so that a hole costs memory by what stands around it, not by
     how many numbers it has.
     """
+    # Every number up to `through` has an entry then, and the lane never waits for one of them.
     skips, at = {}, after + 1
     for seq_id in [*sorted(n for n in taken if n <= through), through + 1]:
         if at < seq_id:
@@ -64,6 +65,8 @@ class LostReplays:
         """Count the loss of a request, if it was a replay; True when it was the last one."""
         if request.mode != "replay":
             return False
+        # Whoever was to blame: a request that is not at fault gets past this number another time,
+        # and then `forget` clears the count.
         self._by_number[request.seq_id] += 1
         return self._by_number[request.seq_id] >= MAX_LOSSES
 

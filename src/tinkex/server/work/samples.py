@@ -31,6 +31,7 @@ from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTab
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.origins import Origins
+from tinkex.server.work.queue import take_from
 from tinkex.server.work.sample_run import SampleRun
 from tinkex.server.workers.place import Place
 from tinkex.store import Checkpoint, SampleLedger, SamplingSession, Store, UsageKind, User
@@ -413,9 +414,7 @@ class Samples:
     def _ended(self, task: asyncio.Task[None], user_id: str) -> None:
         self._tasks.pop(task, None)
         self._open_work.end(user_id)
-        self._num_open[user_id] -= 1
-        if self._num_open[user_id] <= 0:
-            del self._num_open[user_id]
+        take_from(self._num_open, user_id)
 
     async def _run(self, run: SampleRun) -> None:
         run.promise.settle(await self._outcome(run))

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 
 from tinkex.engine.jobs import Result
+from tinkex.server.work.queue import take_from
 from tinkex.server.workers.worker import Worker
 
 
@@ -20,10 +21,4 @@ class Backlog:
         """Count the tokens of a job until it has its answer."""
         key = id(member)
         self._num_tokens[key] += num_tokens
-
-        def ended(_: asyncio.Future[Result]) -> None:
-            self._num_tokens[key] -= num_tokens
-            if self._num_tokens[key] <= 0:
-                del self._num_tokens[key]
-
-        answer.add_done_callback(ended)
+        answer.add_done_callback(lambda _: take_from(self._num_tokens, key, num_tokens))
