@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -142,7 +143,8 @@ class Service:
             every_s=config.snapshot_every_s,
         )
         self._lanes: dict[str, Lane] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        # A lock lives as long as somebody holds it or waits for it.
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._housekeeping: asyncio.Task[None] | None = None
         self._clock = SteadyClock()
 
@@ -233,15 +235,12 @@ class Service:
 
     async def _drop_state(self, model_id: str) -> bool:
         """Forget what a model could be restored from, unless it is in memory."""
-        try:
-            async with self._opening.setdefault(model_id, asyncio.Lock()):
-                if model_id in self._lanes:
-                    return False
-                await self.store.call(self.store.models.mark, model_id, unloaded=True)
-                await self._snapshots.forget(model_id)
-                return True
-        finally:
-            self._opening.pop(model_id, None)
+        async with self._opening.setdefault(model_id, asyncio.Lock()):
+            if model_id in self._lanes:
+                return False
+            await self.store.call(self.store.models.mark, model_id, unloaded=True)
+            await self._snapshots.forget(model_id)
+            return True
 
     async def finish_session(self, session_id: str) -> None:
         """Its client said goodbye: give the memory back as soon as the running work allows.
@@ -367,14 +366,12 @@ class Service:
         return promise
 
     async def _open_lane(self, model_id: str) -> Lane:
-        lock = self._opening.setdefault(model_id, asyncio.Lock())
-        async with lock:
+        async with self._opening.setdefault(model_id, asyncio.Lock()):
             lane = self._lanes.get(model_id)
             if lane is None:
                 lane = await self._make_lane(model_id)
                 await lane.open()
                 self._lanes[model_id] = lane
-        self._opening.pop(model_id, None)
         return lane
 
     async def _make_lane(self, model_id: str) -> Lane:

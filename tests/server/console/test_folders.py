@@ -13,6 +13,8 @@ import pytest
 from visits import HOSTILE
 
 from tinkex.server.console.folder_pages import create_app
+from tinkex.server.console.folder_runs import Folder
+from tinkex.server.work.curves import MAX_CURVES
 
 
 def write(file: Path, *lines: dict) -> None:
@@ -98,6 +100,13 @@ async def test_a_file_that_grows_or_starts_over_is_read_on(seen):
     assert await steps() == [0, 1, 2, 3]
     file.write_text('{"step": 0, "loss": 9.0}\n')
     assert await steps() == [0]
+
+
+def test_a_curve_with_a_long_name_grows_beside_all_that_there_is_room_for(tmp_path: Path):
+    line = {"x" * 150: 1.0, **{f"curve{index}": 1.0 for index in range(MAX_CURVES - 1)}}
+    write(tmp_path / "metrics.jsonl", line, line)
+    curves = Folder.at(tmp_path).look()
+    assert {len(curve.values) for curve in curves.values()} == {2}
 
 
 async def test_rollouts_stand_in_groups_with_their_rewards(seen):

@@ -107,11 +107,12 @@ class Folder:
         self.clock = (
             at if at is not None else self.clock + (number_in(line.get("time/total")) or 1.0)
         )
-        for name, value in line.items():
-            number = None if name in ("step", "time") else number_in(value)
-            if number is None or (name not in self.curves and len(self.curves) >= MAX_CURVES):
+        for given, value in line.items():
+            name, number = given[:100], number_in(value)
+            if number is None or given in ("step", "time"):
                 continue
-            self.curves.setdefault(name[:100], Curve()).add(self.last_step, number, self.clock)
+            if name in self.curves or len(self.curves) < MAX_CURVES:
+                self.curves.setdefault(name, Curve()).add(self.last_step, number, self.clock)
 
     def rollout_steps(self) -> list[int]:
         """The steps of which there are answers. Blocks."""
