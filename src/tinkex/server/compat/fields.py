@@ -111,15 +111,9 @@ def refuse(given: Any, path: str, why: str) -> None:
         raise NotSupportedError(why, path=path)
 
 
-def extras_of(parts: Iterable[Any], path: str) -> set[str]:
-    """Fields that the parts of a list have and we do not know, as `path.NAME`, at any depth."""
-    models = [part for part in parts if isinstance(part, BaseModel)]
-    found = unknown_keys((model.model_extra or {} for model in models), path)
-    for name in {name for model in models for name in type(model).model_fields}:
-        values = [getattr(model, name) for model in models]
-        inner = [one for value in values for one in (value if isinstance(value, list) else [value])]
-        found |= extras_of(inner, f"{path}.{name}")
-    return found
+def extras_of(parts: Iterable[BaseModel], path: str) -> set[str]:
+    """Fields that the parts of a list have and we do not know, as `path.NAME`."""
+    return unknown_keys((part.model_extra or {} for part in parts), path)
 
 
 def unknown_keys(parts: Iterable[Mapping[str, Any]], path: str, known: str = "") -> set[str]:
