@@ -27,7 +27,8 @@ async def test_sessions_without_a_run_go_and_those_with_one_stay(tmp_path: Path)
         sampler = (await world.ok("create_sampling_session", asked))["sampling_session_id"]
         store = world.service.store
         store.flush()
-        sweeper = Sweeper(store, world.service.shelf, session_ttl_s=30 * DAY_S)
+        config = ServerConfig(session_ttl_s=30 * DAY_S)
+        sweeper = Sweeper(store, world.service.shelf, config)
         await sweeper.sweep(time.time() + 29 * DAY_S)
         assert store.sessions.get(idle) is not None
         await sweeper.sweep(time.time() + 31 * DAY_S)
