@@ -243,3 +243,10 @@ def test_a_server_that_hiccups_is_not_worth_a_word(caplog) -> None:
     outage.failed(ConnectionError("reset"))
     outage.over()
     assert caplog.records == []
+
+
+def test_a_retry_config_takes_no_bound_and_refuses_none_at_all():
+    """The official SDK's own way to say "as many as there are"."""
+    assert RetryConfig(max_connections=None).max_connections is None
+    with pytest.raises(ValueError, match="max_connections must be at least 1, got 0"):
+        RetryConfig(max_connections=0)

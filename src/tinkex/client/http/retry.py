@@ -233,8 +233,8 @@ def _default_retryable() -> tuple[type[Exception], ...]:
 class RetryConfig:
     """How a SamplingClient retries whole samples."""
 
-    max_connections: int = 1000
-    """Most samples in flight; the server's own number wins where it has one."""
+    max_connections: int | None = 1000
+    """As in the official SDK the server's number always wins; None, no bound, is taken too."""
     progress_timeout: float = 7200.0
     """Seconds without any finished sample after which the waiting ones fail."""
     retry_delay_base: float = 0.5
@@ -245,7 +245,7 @@ class RetryConfig:
     retryable_exceptions: tuple[type[Exception], ...] = field(default_factory=_default_retryable)
 
     def __post_init__(self) -> None:
-        if self.max_connections < 1:
+        if self.max_connections is not None and self.max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, got {self.max_connections}.")
         if not 0 <= self.jitter_factor <= 1:
             raise ValueError(f"jitter_factor must be in 0..1, got {self.jitter_factor}.")
