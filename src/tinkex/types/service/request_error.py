@@ -25,8 +25,8 @@ def is_retryable_status(status: int) -> bool:
 def is_retryable(category: str, status: int | None = None) -> bool:
     """Whether the same request may succeed later (R4).
 
-    A user's mistake never does. Otherwise the status decides, and a failure without one (the
-    request ran and broke on the server) does.
+    A user's mistake never does. Otherwise 408, 409, 429 and 5xx do, other statuses do not, and a
+    failure without a status (the request ran and broke on the server) does.
     """
     if RequestErrorCategory(category) is RequestErrorCategory.User:
         return False
