@@ -38,6 +38,15 @@ def scratch_bytes(adapter: Adapter, state: OptimizerState) -> int:
     return num_numbers * adapter.flat.element_size()
 
 
+def make_room(adapter: Adapter, state: OptimizerState) -> None:
+    """Take the memory of a step and give it back, so that a step that begins also ends.
+
+    Raises:
+        RuntimeError, MemoryError: There is none; nothing has changed.
+    """
+    torch.empty(scratch_bytes(adapter, state), dtype=torch.uint8, device=adapter.flat.device)
+
+
 def apply_step(
     adapter: Adapter, state: OptimizerState, grad: Tensor, params: OptimizerParams
 ) -> float:

@@ -15,7 +15,7 @@ from tinkex.engine.holdings import is_out_of_memory
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.packed_weights import free_bytes
-from tinkex.engine.train.optim import OptimizerState, scratch_bytes
+from tinkex.engine.train.optim import OptimizerState, make_room
 from tinkex.engine.train.shards import tree_sum
 
 
@@ -70,10 +70,8 @@ class ResidentAdapter:
 
     def shortage_for_a_step(self) -> str:
         """Why there is no memory for a step; empty when there is."""
-        num_bytes = scratch_bytes(self.adapter, self.optimizer)
         try:
-            # Taken and given back: a step that begins also ends.
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.adapter.flat.device)
+            make_room(self.adapter, self.optimizer)
         except (RuntimeError, MemoryError) as exc:
             if not is_out_of_memory(exc):
                 raise
