@@ -87,9 +87,10 @@ def read_datum(
 
 
 def _read_tokens(tokens: Array, path: str, vocab_size: int) -> NDArray[np.int64]:
-    if not np.issubdtype(np.asarray(tokens).dtype, np.integer):
-        raise InvalidInputError(f"must be integers, got {np.asarray(tokens).dtype}", path=path)
-    ids = np.array(tokens, dtype=np.int64)
+    given = np.asarray(tokens)
+    if given.dtype.kind not in "iu":
+        raise InvalidInputError(f"must be integers, got {given.dtype}", path=path)
+    ids = given.astype(np.int64)
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
         bad = int(ids.max() if ids.min() >= 0 else ids.min())
         raise InvalidInputError(
@@ -134,7 +135,9 @@ def _read_floats(
     # An absent cell of sparse logprobs is a candidate of probability zero.
     may_be_empty = is_logprob and num_dims == 2
     floats = np.array(dense(value, path, pad=-np.inf if may_be_empty else 0.0), dtype=np.float32)
-    allowed = np.isfinite(floats) | (may_be_empty & (floats == -np.inf))
+    allowed = np.isfinite(floats)
+    if may_be_empty:
+        allowed |= floats == -np.inf
     if not allowed.all():
         where = int(np.flatnonzero(~allowed)[0])
         raise InvalidInputError(

@@ -28,9 +28,12 @@ def _weight_of(asked: TrainRequest) -> float | None:
     loss = LOSSES.get(asked.loss_fn)
     if loss is None or not loss.weighs_itself:
         return None
-    given = [datum.inputs[WEIGHTS.name] for datum in asked.data]
-    stored = [one.values if isinstance(one, CsrArray) else one for one in given]
-    return float(sum(np.abs(one).sum(dtype=np.float64) for one in stored))
+    total = 0.0
+    for datum in asked.data:
+        weights = datum.inputs[WEIGHTS.name]
+        stored = weights.values if isinstance(weights, CsrArray) else weights
+        total += float(np.abs(stored).sum())
+    return total
 
 
 class Forward(Operation[TrainRequest]):

@@ -39,9 +39,9 @@ def split(
         pins: The place of each virtual shard that has one; None: there are no shards.
     """
     shards = [] if pins is None else deal(costs)
-    if len(loads) == 1:
-        places = [0] * len(costs)
-    elif pins is None:
+    if len(loads) == 1:  # as nearly always
+        return [JobPart(0, tuple(range(len(costs))), tuple(shards), sum(costs))]
+    if pins is None:
         places = deal(costs, len(loads), loads)
     else:
         places_of = _places_of_shards(costs, shards, loads, pins)
