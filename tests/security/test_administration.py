@@ -12,6 +12,8 @@ import pytest
 from app_world import AppWorld, open_app
 from wire_client import loss_of
 
+from tinkex.server import app
+from tinkex.server.rest import administration
 from tinkex.wire.endpoints import ENDPOINTS
 
 ADMIN, BOB, ANN = "tml-admin", "tml-bob", "tml-ann"
@@ -300,3 +302,9 @@ async def test_a_sample_beyond_the_limit_is_refused_by_its_name(tmp_path: Path) 
         assert [answer.status_code for answer in answers] == [200, 200, 429]
         assert answers[2].json()["code"] == "quota"
         assert (await world.post("asample", sample, key=ANN)).status_code == 200
+
+
+def test_a_route_for_administrators_never_goes_the_short_way(monkeypatch):
+    """There the caller is known as a user, and nobody asks whether they are more."""
+    monkeypatch.setattr(app, "_OURS", (administration.router,))
+    assert app._hot_routes() == {}

@@ -9,6 +9,7 @@ with a store in a temporary folder and a worker of their choice. Routers find ev
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import random
 import time
@@ -23,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import tinkex
 from tinkex.server import openapi, problems
-from tinkex.server.auth import Auth, current_user
+from tinkex.server.auth import Auth, CurrentUser, current_user
 from tinkex.server.compat import install as compat
 from tinkex.server.compat.callers import foreign_sees_users, foreign_user
 from tinkex.server.compat.refusals import in_their_words, is_foreign
@@ -389,9 +390,15 @@ def _limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
 
 
 def _hot_routes() -> dict[str, Endpoint]:
+    """Only those that any user may call: nobody asks here whether the caller is an administrator.
+
+    A route that needs one goes the long way, where FastAPI resolves what it declares.
+    """
     found: dict[str, Endpoint] = {}
     for router in _OURS:
         for route in router.routes:
             if isinstance(route, APIRoute) and route.methods == {"POST"}:
-                found[route.path] = route.endpoint
+                declared = inspect.signature(route.endpoint, eval_str=True).parameters
+                if declared["user"].annotation == CurrentUser:
+                    found[route.path] = route.endpoint
     return found

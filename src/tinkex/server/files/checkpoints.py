@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
+from weakref import WeakValueDictionary
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.files.depot import Depot, is_stored
@@ -106,6 +107,8 @@ class Shelf:
         self.ephemeral_root = self.folders.root / "ephemeral"
         self._in_progress: set[str] = set()
         self._clearing: set[asyncio.Task[None]] = set()
+        self.copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By target: a repeat waits for the first one, and then finds its copy in the store."""
 
     async def at_hand(self, name: str) -> Path:
         """The folder of a row, to be read soon; fetched where it is only in the object store.

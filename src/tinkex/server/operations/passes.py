@@ -106,7 +106,9 @@ class Forward(Operation[TrainRequest]):
             key_id=turn.key_id,
         )
         if self.changes_state:
-            await self.tools.curves.passed(model.model_id, result.metrics, _weight_of(asked))
+            size = sum(datum.tokens.nbytes for datum in asked.data)
+            weight = await off_loop(size, _weight_of, asked)
+            await self.tools.curves.passed(model.model_id, result.metrics, weight)
             await self.tools.rollouts.trained(model.user_id, model.model_id, asked.data)
         outcome = Outcome(kind="train", payload=encode.train_payload(result))
         return Conclusion(outcome=outcome, usage=(used,))

@@ -12,7 +12,6 @@ import uuid
 from email.utils import formatdate
 from pathlib import Path
 from typing import Annotated
-from weakref import WeakValueDictionary
 
 from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import RedirectResponse
@@ -29,8 +28,6 @@ from tinkex.server.rest.views import checkpoint_view
 from tinkex.store import Checkpoint, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
-# A repeat of a copy waits for the first one. Once nobody holds a lock, the store knows the copy.
-_copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
 
 async def _path(run_id: Text, kind: Text, name: Text) -> TinkerPath:
@@ -129,7 +126,7 @@ async def copy_weights(
     # The key is bound to a run id first, so that a repeat meets the same target at any point.
     run_id = await store.call(store.checkpoints.remember, user.user_id, key, idle_run.new_run_id())
     target = TinkerPath(run_id, source.kind, source.name)
-    async with _copying.setdefault(str(target), asyncio.Lock()):
+    async with shelf.copying.setdefault(str(target), asyncio.Lock()):
         if await store.call(store.checkpoints.get, str(target)) is None:
             await _make_run(store, target, source, user, asked.destination_project_id)
             changes = {"expires_at": expires_at, "project_id": asked.destination_project_id}
