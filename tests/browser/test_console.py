@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -110,7 +111,8 @@ def page(request: pytest.FixtureRequest, world: SimpleNamespace) -> Iterator[Any
         context.on("request", lambda sent: asked.append(sent.url))
         page.goto(f"{world.base_url}/console")
         page.fill("#key", world.key)
-        page.click("main button")
+        with page.expect_navigation():
+            page.click("main button")
         page.wait_for_selector("tbody")
         page.scheme = request.param
         yield page
@@ -121,12 +123,30 @@ def page(request: pytest.FixtureRequest, world: SimpleNamespace) -> Iterator[Any
 
 
 def _until(page: Any, condition: str, timeout_s: float = 60.0) -> None:
-    """Ask again and again: the page's own policy forbids Playwright's way of waiting."""
+    """Ask again and again: the page's own policy forbids Playwright's way of waiting.
+
+    While a page is on its way, what the condition names may not be there: that is "not yet".
+    """
+    from playwright.sync_api import Error
+
+    last: object = False
     for _ in range(int(timeout_s / 0.2)):
-        if page.evaluate(condition):
+        try:
+            last = page.evaluate(condition)
+        except Error as fault:
+            last = fault
+        if last is True:
             return
         page.wait_for_timeout(200)
-    raise AssertionError(f"not within {timeout_s:g} s: {condition}")
+    raise AssertionError(f"not within {timeout_s:g} s: {condition}: {last}")
+
+
+def _expect(locator: Any) -> Any:
+    """Assertions that ask until they hold: what a click leads to comes a moment later."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    return expect(locator)
 
 
 def _picture(page: Any, name: str) -> None:
@@ -202,6 +222,7 @@ def test_a_run_shows_its_curves_by_step_and_by_tokens(page, world):
     page.goto(f"{world.base_url}/console/runs/{run.model_id}")
     page.wait_for_selector(".chart")
     count = "charts.get('loss_per_token').series[0].steps.length"
+    _until(page, f"{count} >= 1")
     before = page.evaluate(count)
     _train(run, 1e-3, 2)
     _until(page, f"{count} >= {before + 2}")
@@ -211,9 +232,9 @@ def test_a_run_shows_its_curves_by_step_and_by_tokens(page, world):
     assert page.evaluate(axis) > 2, "tokens, not steps"
     page.reload()
     page.wait_for_selector(".chart")
-    assert page.locator("#axis").input_value() == "tokens", "the address has it"
+    _expect(page.locator("#axis")).to_have_value("tokens")  # the address has it
     page.select_option("#axis", "step")
-    assert "#" not in page.url
+    page.wait_for_url(lambda url: "#" not in url)
     _picture(page, "run")
 
 
@@ -255,8 +276,7 @@ def test_a_chart_is_smoothed_zoomed_and_read_by_pointing_at_it(page, world):
     page.mouse.move(box["x"] + box["width"] / 2, middle)
     page.mouse.up()
     page.mouse.move(0, 0)
-    page.wait_for_timeout(100)
-    assert drawn() != plain, "a part of it is shown"
+    until(False)  # a part of it is shown
     chart.dblclick()
     page.mouse.move(0, 0)
     until(True)
@@ -267,12 +287,12 @@ def test_two_runs_are_compared_with_a_baseline(page, world):
         row.locator("input[type=checkbox]").check()
     page.click("#compare")
     page.wait_for_selector(".chart")
-    assert page.locator(".legend li").count() == 2
+    _expect(page.locator(".legend li")).to_have_count(2)
     assert "lora.rank" in page.content()
     page.locator(".legend li").nth(1).get_by_text("pin", exact=True).click()
     page.wait_for_url("**baseline=**")
     page.wait_for_selector(".chart")
-    assert page.locator(".legend li").first.get_by_text("baseline").count() == 1
+    _expect(page.locator(".legend li").first.get_by_text("baseline")).to_have_count(1)
     _picture(page, "compare")
 
 
@@ -296,18 +316,18 @@ def kept(page, world) -> Iterator[Any]:
 
 def test_rollouts_are_kept_after_the_agreement(kept):
     page = kept
-    assert page.locator("article.said").count() == 8
+    _expect(page.locator("article.said")).to_have_count(8)
     page.select_option("select[name=color]", "advantage")
     page.get_by_role("button", name="Show").click()
     page.wait_for_selector("article .up3")
-    assert page.locator("article .down3").count() > 0
+    page.wait_for_selector("article .down3")
     page.select_option("select[name=color]", "logprob")
     page.get_by_role("button", name="Show").click()
     page.wait_for_selector("article span[title^=logprob][class^=l]")
     _picture(page, "rollouts")
     page.get_by_role("button", name="Stop, and drop them").click()
     page.get_by_role("button", name="Keep mine").wait_for()
-    assert page.locator("article.said").count() == 0
+    _expect(page.locator("article.said")).to_have_count(0)
 
 
 @needs_axe
@@ -354,12 +374,12 @@ def test_a_chat_streams_beside_the_base_model(page, world):
     assert "Paris" in page.locator("#talk-left .model").text_content()
     page.locator("#talk-left .token").nth(2).hover()
     page.wait_for_selector("#others .chosen")
-    assert page.locator("#others tr").count() == 5
+    _expect(page.locator("#others tr")).to_have_count(5)
     _picture(page, "playground")
     page.click("#as-code summary")
-    assert "client.chat.completions.create(" in page.locator("#code").text_content()
+    _expect(page.locator("#code")).to_contain_text("client.chat.completions.create(")
     page.select_option("#language", "curl")
-    assert page.locator("#code").text_content().startswith("curl http://127.0.0.1")
+    _expect(page.locator("#code")).to_have_text(re.compile(r"^curl http://127\.0\.0\.1"))
 
 
 def test_a_completion_goes_on_from_a_text(page, world):
@@ -369,7 +389,7 @@ def test_a_completion_goes_on_from_a_text(page, world):
     page.fill("#max", "4")
     page.click("#send")
     _until(page, "document.querySelectorAll('.meta').length === 1")
-    assert page.locator("#talk-left .token").count() == 4
+    _expect(page.locator("#talk-left .token")).to_have_count(4)
 
 
 def test_a_checkpoint_is_published_and_deleted(page, world):
@@ -378,12 +398,10 @@ def test_a_checkpoint_is_published_and_deleted(page, world):
     page.goto(f"{world.base_url}/console/runs/{run.model_id}")
     row = page.locator("tr", has_text=f"gone-{page.scheme}")
     row.get_by_role("button", name="Publish").click()
-    page.wait_for_load_state()
-    assert "every user" in page.locator("tr", has_text=f"gone-{page.scheme}").text_content()
+    _expect(row).to_contain_text("every user")
     page.on("dialog", lambda dialog: dialog.accept())
     row.get_by_role("button", name="Delete").click()
-    page.wait_for_load_state()
-    assert page.locator("tr", has_text=f"gone-{page.scheme}").count() == 0
+    _expect(row).to_have_count(0)
 
 
 def test_a_key_is_added_and_revoked(page, world):
@@ -398,13 +416,12 @@ def test_a_key_is_added_and_revoked(page, world):
     page.on("dialog", lambda dialog: dialog.accept())
     row = page.locator("section:has(h2:text('Keys')) tr", has_text=user)
     row.get_by_role("button", name="Revoke").click()
-    page.wait_for_url("**/console/server")
-    assert row.count() == 0
+    _expect(row).to_have_count(0)
     other = page.context.browser.new_page()
     other.goto(f"{world.base_url}/console/login")
     other.fill("#key", key)
     other.click("main button")
-    assert "unknown here or was revoked" in other.locator("[role=alert]").text_content()
+    _expect(other.locator("[role=alert]")).to_contain_text("unknown here or was revoked")
 
 
 def test_nothing_of_a_hostile_run_is_executed(page, world):
@@ -417,7 +434,8 @@ def test_nothing_of_a_hostile_run_is_executed(page, world):
         training.log_metrics({HOSTILE: 1.0, "reward": 2.0}, step=1).result()
         page.goto(f"{world.base_url}/console/runs/{training.model_id}")
         page.fill("#tags", HOSTILE)
-        page.locator("form.tags button").click()
+        with page.expect_navigation():
+            page.locator("form.tags button").click()
         page.wait_for_selector(".chart")
         for path in ("", "/compare?runs=" + training.model_id, "/server"):
             page.goto(f"{world.base_url}/console{path}")
@@ -468,12 +486,9 @@ def test_a_curve_is_read_with_the_arrow_keys(page, world):
     assert "last" in chart.get_attribute("aria-label")
     chart.focus()
     said = page.locator(".chart", has=chart).locator("[role=status]")
-    page.keyboard.press("ArrowRight")
-    assert said.text_content().endswith(" at 1")
-    page.keyboard.press("ArrowRight")
-    assert said.text_content().endswith(" at 2")
-    page.keyboard.press("ArrowLeft")
-    assert said.text_content().endswith(" at 1")
+    for key, step in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
+        page.keyboard.press(key)
+        _expect(said).to_have_text(re.compile(f" at {step}$"))
 
 
 @needs_axe
