@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 
 import tinkex
 from tinkex.server.app import _OURS, REST
+from tinkex.server.compat import records
 from tinkex.server.operations.table import OPERATIONS
 from tinkex.wire.endpoints import ENDPOINTS
 
@@ -20,7 +21,7 @@ OPERATORS = {"/healthz", "/readyz", "/metrics"}
 
 
 def served() -> set[tuple[str, str]]:
-    routers = [*_OURS, *(module.router for module in REST)]
+    routers = [*_OURS, *(module.router for module in REST), records.router]
     routes = [route for router in routers for route in router.routes]
     return {
         (method, route.path)

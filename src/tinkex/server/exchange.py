@@ -202,7 +202,7 @@ def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Answer:
 
 
 _CALLERS = {"user": CurrentUser, "admin": CurrentAdmin}
-_PARTS = frozenset({"auth", "metrics", "oversight", "presence", "service", "shelf", "store"})
+_PARTS = frozenset("auth metrics names oversight presence service shelf store trajectories".split())
 """Of `app.state`, by the names that handlers ask for them."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 

@@ -28,9 +28,12 @@ from tinkex.types.account.administration import (
 )
 from tinkex.types.service.extensions import (
     CancelFutureResponse,
+    DeleteTrajectoryResponse,
     LogMetricsRequest,
     LogMetricsResponse,
+    NameCheckpointRequest,
     ProcessRequest,
+    RemoveNameResponse,
     SampleBatchRequest,
     SampleBatchResponse,
 )
@@ -83,11 +86,11 @@ def _put(name: str, path: str, request: Any, result: Any = None, **rest: Any) ->
     return Endpoint(name=name, method="PUT", path=path, request=request, result=result, **rest)
 
 
-def _delete(name: str, path: str) -> Endpoint:
-    return Endpoint(name=name, method="DELETE", path=path)
+def _delete(name: str, path: str, result: Any = None) -> Endpoint:
+    return Endpoint(name=name, method="DELETE", path=path, result=result)
 
 
-def _lane(name: str, request: Any, promised: Any, **rest: Any) -> Endpoint:
+def _promise(name: str, request: Any, promised: Any, **rest: Any) -> Endpoint:
     """A call that ends in a promise."""
     return _post(name, request, types.UntypedAPIFuture, promised=promised, **rest)
 
@@ -101,27 +104,29 @@ _CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
 _ADMIN = "/tinkex/v1/admin"
 _USER = f"{_ADMIN}/users/{{user_id}}"
 _SESSION = f"{API}/sessions/{{session_id}}"
+_NAMES = f"{API}/checkpoint_names"
+_TRAJECTORY = f"{API}/trajectories/{{trajectory_id}}"
 _COMPUTE = {"is_ordered": True, "size": "large"}
 _SAVE = {"is_ordered": True, "is_barrier": True}
 
 _ROWS = [
     # ---------------------------------------------------------------------------- training
-    _lane(
+    _promise(
         "forward_backward",
         types.ForwardBackwardRequest,
         types.ForwardBackwardOutput,
         changes_state=True,
         **_COMPUTE,
     ),
-    _lane("forward", types.ForwardRequest, types.ForwardBackwardOutput, **_COMPUTE),
-    _lane(
+    _promise("forward", types.ForwardRequest, types.ForwardBackwardOutput, **_COMPUTE),
+    _promise(
         "optim_step",
         types.OptimStepRequest,
         types.OptimStepResponse,
         is_ordered=True,
         changes_state=True,
     ),
-    _lane(
+    _promise(
         "load_weights",
         types.LoadWeightsRequest,
         types.LoadWeightsResponse,
@@ -129,37 +134,37 @@ _ROWS = [
         changes_state=True,
         is_barrier=True,
     ),
-    _lane("save_weights", types.SaveWeightsRequest, types.SaveWeightsResponse, **_SAVE),
-    _lane(
+    _promise("save_weights", types.SaveWeightsRequest, types.SaveWeightsResponse, **_SAVE),
+    _promise(
         "save_weights_for_sampler",
         types.SaveWeightsForSamplerRequest,
         types.SaveWeightsForSamplerResponseInternal,
         **_SAVE,
     ),
-    _lane(
+    _promise(
         "save_weights_external",
         types.SaveWeightsExternalRequest,
         types.SaveWeightsExternalResponseInternal,
         **_SAVE,
     ),
-    _lane(
+    _promise(
         "create_model",
         types.CreateModelRequest,
         types.CreateModelResponse,
         changes_state=True,
         is_barrier=True,
     ),
-    _lane(
+    _promise(
         "create_custom_loss",
         types.CreateCustomLossRequest,
         types.CreateCustomLossResponse,
         size="medium",
     ),
-    _lane("unload_model", types.UnloadModelRequest, types.UnloadModelResponse),
+    _promise("unload_model", types.UnloadModelRequest, types.UnloadModelResponse),
     _post("get_info", types.GetInfoRequest, types.GetInfoResponse),
     _post("log_metrics", LogMetricsRequest, LogMetricsResponse),
     # ---------------------------------------------------------------------------- sampling
-    _lane("asample", types.SampleRequest, types.SampleResponse, size="medium"),
+    _promise("asample", types.SampleRequest, types.SampleResponse, size="medium"),
     _post("asample_batch", SampleBatchRequest, SampleBatchResponse, size="large"),
     _post("sample_stream", types.SampleRequest, None, size="medium"),
     _post(
@@ -243,6 +248,12 @@ _ROWS = [
     _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse),
     _post("import_checkpoint", None, None, f"{API}/checkpoints/import", size="file"),
     _get("download", f"{API}/signed/{{token}}/{{file_name:path}}"),
+    _get("list_checkpoint_names", _NAMES, types.CheckpointNamesResponse),
+    _post("name_checkpoint", NameCheckpointRequest, types.CheckpointName, _NAMES),
+    _delete("remove_checkpoint_name", f"{_NAMES}/{{name}}", RemoveNameResponse),
+    # ---------------------------------------------------------------------------- trajectories
+    _get("get_trajectory", _TRAJECTORY, types.Trajectory),
+    _delete("delete_trajectory", _TRAJECTORY, DeleteTrajectoryResponse),
     # ---------------------------------------------------------------------------- account
     _get("health", f"{API}/healthz", types.HealthResponse),
     _post("exchange_token", None, types.AuthTokenResponse, f"{API}/auth/token"),

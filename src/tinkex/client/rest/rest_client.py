@@ -12,9 +12,8 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-import orjson
 from pydantic import BaseModel
 
 from tinkex import types
@@ -26,16 +25,15 @@ from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call
 from tinkex.client.session.holder import Holder, parse, shared_holder
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
+from tinkex.types.service.extensions import NameCheckpointRequest
 from tinkex.wire import requests
 from tinkex.wire.endpoints import API, ENDPOINTS
 
 if TYPE_CHECKING:
     from tinkex.client.rest.admin_client import AdminClient
 
-M = TypeVar("M", bound=BaseModel)
 AccessScope = Literal["owned", "accessible"]
 _TRACE_POLL_S = 5.0
-_NAMES = "checkpoint_names"
 
 
 class Caller:
@@ -256,24 +254,20 @@ class RestClient(Caller):
     def name_checkpoint(self, tinker_path: str, name: str) -> APIFuture[None]:
         """Give a checkpoint a short name; one that is in use moves to it. Tinkex servers only."""
         validation.check_tinker_path(tinker_path)
-        body = orjson.dumps({"name": name, "path": tinker_path})
-        headers = _sdk_headers("name_checkpoint")
-        return self._send(Call(method="POST", path=_NAMES, body=body, headers=headers))
+        request = NameCheckpointRequest(name=name, path=tinker_path)
+        return self._send(self._call("name_checkpoint", request=request))
 
     name_checkpoint_async = awaited(name_checkpoint)
 
     def list_checkpoint_names(self) -> APIFuture[types.CheckpointNamesResponse]:
         """The short names of the account's checkpoints. Tinkex servers only."""
-        call = Call(method="GET", path=_NAMES, headers=_sdk_headers("list_checkpoint_names"))
-        return self._send(call, types.CheckpointNamesResponse)
+        return self._ask("list_checkpoint_names")
 
     list_checkpoint_names_async = awaited(list_checkpoint_names)
 
     def remove_checkpoint_name(self, name: str) -> APIFuture[None]:
         """Take a short name back; the checkpoint stays. Tinkex servers only."""
-        path = f"{_NAMES}/{_segment(name, 'name')}"
-        headers = _sdk_headers("remove_checkpoint_name")
-        return self._send(Call(method="DELETE", path=path, headers=headers))
+        return self._send(self._call("remove_checkpoint_name", name=_segment(name, "name")))
 
     remove_checkpoint_name_async = awaited(remove_checkpoint_name)
 

@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import orjson
-from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from fastapi import APIRouter, Response
 
+from tinkex import types
 from tinkex.errors import InvalidInputError
-from tinkex.server.auth import CurrentUser
-from tinkex.server.compat import fields
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.trajectories import TrajectoryRecorder, check_id
-from tinkex.server.exchange import Answer, answer, service_of
+from tinkex.server.exchange import Answer, serve
 from tinkex.server.files.checkpoints import check_name
 from tinkex.server.problems import ApiError
-from tinkex.store import TrajectoryAnswer
+from tinkex.server.service import Service
+from tinkex.store import Store, TrajectoryAnswer, User
+from tinkex.types.service.extensions import (
+    DeleteTrajectoryResponse,
+    NameCheckpointRequest,
+    RemoveNameResponse,
+)
 
 router = APIRouter(prefix="/api/v1", tags=["records"])
 
 
-@router.get("/trajectories/{trajectory_id}")
-async def get_trajectory(request: Request, user: CurrentUser, trajectory_id: str) -> Response:
+@serve(router, "get_trajectory")
+async def get_trajectory(
+    trajectories: TrajectoryRecorder, user: User, trajectory_id: str
+) -> Response:
     """Every answer of a recorded conversation: tokens, logprobs, and which answer it follows."""
-    trajectories: TrajectoryRecorder = request.app.state.trajectories
     found = await trajectories.answers(user, trajectory_id)
     if not found:
         raise ApiError(404, f"No trajectory {trajectory_id[:200]!r} of yours.")
     return Answer(await asyncio.to_thread(_told, trajectory_id, found))
 
 
-@router.delete("/trajectories/{trajectory_id}")
-async def delete_trajectory(request: Request, user: CurrentUser, trajectory_id: str) -> Response:
-    store = service_of(request).store
+@serve(router, "delete_trajectory")
+async def delete_trajectory(
+    store: Store, user: User, trajectory_id: str
+) -> DeleteTrajectoryResponse:
     removed = await store.call(store.trajectories.remove, user.user_id, check_id(trajectory_id))
-    return answer({"trajectory_id": trajectory_id, "num_answers": removed})
+    return DeleteTrajectoryResponse(trajectory_id=trajectory_id, num_answers=removed)
 
 
 def _told(trajectory_id: str, found: Sequence[TrajectoryAnswer]) -> bytes:
@@ -64,43 +70,32 @@ def _view(one: TrajectoryAnswer) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ names
 
 
-class NameRequest(fields.ForeignBody):
-    """A short name for a checkpoint."""
-
-    name: Annotated[str, Field(min_length=1, max_length=200)]
-    path: fields.Name
-
-
-@router.get("/checkpoint_names")
-async def list_names(request: Request, user: CurrentUser) -> Response:
-    store = service_of(request).store
+@serve(router, "list_checkpoint_names")
+async def list_names(store: Store, user: User) -> types.CheckpointNamesResponse:
     found = await store.call(store.names.of_user, user.user_id)
-    return answer({"names": [{"name": one.name, "path": one.path} for one in found]})
+    names = [types.CheckpointName(name=one.name, path=one.path) for one in found]
+    return types.CheckpointNamesResponse(names=names)
 
 
-@router.post("/checkpoint_names")
-async def give_name(request: Request, user: CurrentUser) -> Response:
+@serve(router, "name_checkpoint")
+async def give_name(
+    service: Service, names: ModelNames, user: User, asked: NameCheckpointRequest
+) -> types.CheckpointName:
     """Name a checkpoint; a name that is in use moves."""
-    service = service_of(request)
-    body = await fields.read(request, NameRequest)
-    body.ignored()
-    check_name(body.name)
-    if body.name in service.catalog.names:
+    check_name(asked.name)
+    if asked.name in service.catalog.names:
         raise InvalidInputError(
-            f"{body.name!r} is a base model here; choose another name", path="name"
+            f"{asked.name!r} is a base model here; choose another name", path="name"
         )
-    found = await service.shelf.readable(body.path, user)
-    await service.store.call(service.store.names.put, user.user_id, body.name, found.path)
-    names: ModelNames = request.app.state.names
-    names.forget(user, body.name)
-    return answer({"name": body.name, "path": found.path})
+    found = await service.shelf.readable(asked.path, user)
+    await service.store.call(service.store.names.put, user.user_id, asked.name, found.path)
+    names.forget(user, asked.name)
+    return types.CheckpointName(name=asked.name, path=found.path)
 
 
-@router.delete("/checkpoint_names/{name}")
-async def remove_name(request: Request, user: CurrentUser, name: str) -> Response:
-    store = service_of(request).store
+@serve(router, "remove_checkpoint_name")
+async def remove_name(store: Store, names: ModelNames, user: User, name: str) -> RemoveNameResponse:
     if not await store.call(store.names.remove, user.user_id, name):
         raise ApiError(404, f"No checkpoint of yours is named {name[:200]!r}.")
-    names: ModelNames = request.app.state.names
     names.forget(user, name)
-    return answer({"name": name})
+    return RemoveNameResponse(name=name)

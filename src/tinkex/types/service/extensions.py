@@ -1,6 +1,7 @@
-"""Messages only Tinkex servers know: samples by the batch, and which processes use a server.
+"""Messages only Tinkex servers know: samples by the batch, metrics, short names, trajectories.
 
-A server announces them by flags in its client config, so that no other client meets them.
+What changes how a client works is announced by flags in the client config, so that no other client
+meets it; the rest is for whoever asks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
-from tinkex.types._bounds import INT32, Id, Number, listing, text
+from tinkex.types._bounds import INT32, Id, Number, Path, listing, text
 from tinkex.types._models import Listing, Request, Response
 from tinkex.types.sampling.request import SampleRequest
 
@@ -58,3 +59,23 @@ class CancelFutureResponse(Response):
     """What became of a request to cancel."""
 
     status: Literal["cancelled", "finished", "gone", "not_cancellable"]
+
+
+class NameCheckpointRequest(Request):
+    """Give a checkpoint a short name; one that is in use moves to it."""
+
+    name: Annotated[str, text(200, 1)]
+    path: Path
+
+
+class RemoveNameResponse(Response):
+    """The name that was taken back; its checkpoint stays."""
+
+    name: str
+
+
+class DeleteTrajectoryResponse(Response):
+    """How many recorded answers were removed."""
+
+    trajectory_id: str
+    num_answers: int
