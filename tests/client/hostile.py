@@ -20,11 +20,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import orjson
+from bodies import decode
 
 from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.http1 import ProtocolError, Reply
-from tinkex.wire import requests, results
+from tinkex.wire import results
 
 JSON = {"content-type": "application/json"}
 PROTO = {"content-type": "application/x-protobuf"}
@@ -120,11 +121,11 @@ class Server:
 
     def on_forward_backward(self, headers: Mapping[str, str], body: bytes) -> Reply:
         encoding = headers.get("Content-Encoding")
-        asked = requests.decode("forward_backward", body, headers["Content-Type"], encoding)
+        asked = decode("forward_backward", body, headers["Content-Type"], encoding)
         return self._train(asked.model_id, asked.seq_id, body, lambda: self._loss(asked))
 
     def on_forward(self, headers: Mapping[str, str], body: bytes) -> Reply:
-        asked = requests.decode("forward", body, headers["Content-Type"])
+        asked = decode("forward", body, headers["Content-Type"])
         return self._train(asked.model_id, asked.seq_id, body, lambda: self._loss(asked))
 
     def _loss(self, asked: Any) -> types.ForwardBackwardOutput:

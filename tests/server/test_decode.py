@@ -158,7 +158,7 @@ def test_a_wrong_field_is_invalid_input_and_a_broken_body_is_not() -> None:
     """Programs tell the two apart by `code`."""
     wrong = b'{"prompt": {"chunks": [{"tokens": [1, "a"]}]}, "sampling_params": {}}'
     with pytest.raises(InvalidInputError) as field:
-        requests.decode("asample", wrong)
+        requests.open_body("asample", wrong).read()
     assert (field.value.code, field.value.path) == ("invalid_input", "prompt.chunks[0].tokens[1]")
     message = pb.ForwardBackwardRequest(model_id="m")
     message.data.add().loss_fn_inputs["weights"].dense = b"abc"

@@ -25,6 +25,7 @@ import zstandard
 from tinkex import types
 from tinkex.errors import InvalidInputError
 from tinkex.wire import requests, results
+from tinkex.wire.body import unpack
 from tinkex.wire.generation import JSON, PROTOBUF
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -54,8 +55,12 @@ def seeds() -> list[Seed]:
     return found
 
 
+def _read(endpoint: str, raw: bytes, kind: str = JSON) -> Any:
+    return requests.open_body(endpoint, raw, kind).read()
+
+
 def _request(endpoint: str, kind: str) -> Decode:
-    return lambda raw: requests.decode(endpoint, raw, kind)
+    return lambda raw: _read(endpoint, raw, kind)
 
 
 def _result(name: str, kind: str) -> Decode:
@@ -120,16 +125,16 @@ def bombs() -> Iterator[Seed]:
     mib = 1024 * 1024
 
     def proto(raw: bytes) -> Any:
-        return requests.decode("forward_backward", raw, PROTOBUF)
+        return _read("forward_backward", raw, PROTOBUF)
 
     def sample(raw: bytes) -> Any:
-        return requests.decode("asample", raw)
+        return _read("asample", raw)
 
     def old_pass(raw: bytes) -> Any:
-        return requests.decode("forward_backward", raw, JSON)
+        return _read("forward_backward", raw, JSON)
 
     def squeezed(raw: bytes) -> Any:
-        return requests.decode("forward_backward", raw, PROTOBUF, "zstd")
+        return _read("forward_backward", unpack(raw, "zstd"), PROTOBUF)
 
     def framed(tag: bytes, raw: bytes) -> bytes:
         size, out = len(raw), bytearray()
@@ -168,12 +173,12 @@ def bombs() -> Iterator[Seed]:
     strings = b"[" + b'"ab",' * (6 * mib) + b'"ab"]'
     yield "many strings", b'{"prompt":{"chunks":[{"tokens":' + strings + b"}]}}", sample
     tags = b'{"tags":[' + b"1," * 500_000 + b'1],"user_metadata":null,"sdk_version":""}'
-    yield "many errors", tags, lambda raw: requests.decode("create_session", raw)
+    yield "many errors", tags, lambda raw: _read("create_session", raw)
     pairs = b",".join(b'"%d":1' % n for n in range(80_000))
     yield (
         "many bad pairs",
         b'{"model_id":"m","user_metadata":{' + pairs + b"}}",
-        (lambda raw: requests.decode("save_weights", raw)),
+        (lambda raw: _read("save_weights", raw)),
     )
     yield "long text", b'{"loss_fn_input":"' + b"x" * (23 * mib) + b'"}', old_pass
     yield "many digits", b'{"prompt":{"chunks":[{"tokens":[' + b"1" * mib + b"]}]}}", sample

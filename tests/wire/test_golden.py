@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "golden"))
 import record
 import request_cases
+from bodies import decode
 
 from tinkex import types
 from tinkex.wire import Generation, requests, results
@@ -38,7 +39,7 @@ BUILDERS = {
 }
 # Bodies of calls without a builder in request_cases.py: only the public clients make them.
 # No official SDK sends them.
-OURS = {"asample_batch", "sample_stream", "attach", "detach", "log_metrics"}
+OURS = {"asample_batch", "sample_stream", "attach", "detach", "log_metrics", "name_checkpoint"}
 PUBLIC = {
     "assign_session_project": types.AssignSessionProjectRequest(project_id="p"),
     "finish_session/detail": types.FinishSessionRequest(reason={"type": "errored"}, detail="why"),
@@ -90,12 +91,12 @@ def test_official_request_bytes_decode_to_the_value_that_was_sent(sdk: str, case
     endpoint, request = ours(sdk, case)
     theirs = recorded(sdk)["requests"][case]
     if "json" in theirs:
-        decoded = requests.decode(endpoint, theirs["json"].encode(), JSON)
+        decoded = decode(endpoint, theirs["json"].encode(), JSON)
         again = requests.encode(endpoint, decoded, GENERATIONS[sdk])
         assert again.content.decode() == theirs["json"]
     else:
         raw = base64.b64decode(theirs["proto"])
-        decoded = requests.decode(endpoint, raw, PROTOBUF)
+        decoded = decode(endpoint, raw, PROTOBUF)
         assert canonical(requests.encode(endpoint, decoded).content) == canonical(raw)
 
 

@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from bodies import decode
 
 from tinkex import types
 from tinkex.errors import InvalidInputError, NotSupportedError, WireError
@@ -62,7 +63,7 @@ def weights(**changes: object) -> dict:
 )  # fmt: skip
 def test_a_wrong_datum_is_named_by_its_path(changes, path, words):
     with pytest.raises(InvalidInputError) as caught:
-        requests.decode("forward_backward", old_pass(**changes))
+        decode("forward_backward", old_pass(**changes))
     assert caught.value.path == path
     assert words in str(caught.value)
 
@@ -75,20 +76,20 @@ def test_truth_is_no_number_however_long_the_list(length):
         with pytest.raises(
             InvalidInputError, match=f"data.{length - 1}.: expected a number, got {value}"
         ):
-            requests.decode("forward_backward", old_pass(**weights(data=data, shape=None)))
+            decode("forward_backward", old_pass(**weights(data=data, shape=None)))
     numbers = [0, 1, 0.0] + [1.0] * (length - 3)
     body = old_pass(**weights(data=numbers, shape=None))
-    assert requests.decode("forward_backward", body).input.data[1].loss_fn_inputs["weights"]
+    assert decode("forward_backward", body).input.data[1].loss_fn_inputs["weights"]
 
 
 def test_a_long_nested_list_is_refused():
     with pytest.raises(InvalidInputError, match="expected a number"):
-        requests.decode("forward_backward", old_pass(**weights(data=[[2.0]] * 300, shape=None)))
+        decode("forward_backward", old_pass(**weights(data=[[2.0]] * 300, shape=None)))
 
 
 def test_missing_loss_inputs_are_none_at_all():
     """SDK 0.4.1 leaves out what was not set."""
-    request = requests.decode("forward_backward", old_pass(loss_fn_inputs=None))
+    request = decode("forward_backward", old_pass(loss_fn_inputs=None))
     assert request.input.data[1].loss_fn_inputs == {}
 
 
@@ -103,7 +104,7 @@ def pass_with(name, values, shape):
 def test_only_logprobs_of_candidates_may_be_minus_infinity():
     """A candidate of probability zero; anything else that is not finite is a mistake."""
     values = [-1.0, -np.inf]
-    request = requests.decode("forward_backward", pass_with("logprobs", values, [1, 2]), PROTOBUF)
+    request = decode("forward_backward", pass_with("logprobs", values, [1, 2]), PROTOBUF)
     assert request.input.data[0].loss_fn_inputs["logprobs"].data == values
     for name, wrong, shape in (
         ("logprobs", values, [2]),
@@ -112,7 +113,7 @@ def test_only_logprobs_of_candidates_may_be_minus_infinity():
         ("logprobs", [-np.inf, np.inf], [1, 2]),
     ):
         with pytest.raises(InvalidInputError, match=rf"{name}.1.: must be finite"):
-            requests.decode("forward_backward", pass_with(name, wrong, shape), PROTOBUF)
+            decode("forward_backward", pass_with(name, wrong, shape), PROTOBUF)
 
 
 def test_settings_of_both_maps_count_and_the_newer_one_wins():
@@ -121,7 +122,7 @@ def test_settings_of_both_maps_count_and_the_newer_one_wins():
     message.loss_fn_config.update({"a": 1.0, "b": 2.0})
     message.loss_fn_config_v2["b"].number = 3.0
     message.loss_fn_config_v2["c"].text = "x"
-    request = requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
+    request = decode("forward_backward", message.SerializeToString(), PROTOBUF)
     assert request.input.loss_fn_config == {"a": 1.0, "b": 3.0, "c": "x"}
 
 
@@ -130,7 +131,7 @@ def test_a_setting_of_a_thousand_digits_is_refused():
     inner = b'{"data":[],"loss_fn":"ppo","loss_fn_config":{"a":' + b"9" * 1000 + b',"b":NaN}}'
     body = b'{"model_id":"m","forward_backward_input":' + inner + b"}"
     with pytest.raises(InvalidInputError, match="loss_fn_config.a: must be finite"):
-        requests.decode("forward_backward", body)
+        decode("forward_backward", body)
 
 
 def test_a_wrong_tensor_in_protobuf_is_named_by_its_path():
@@ -142,14 +143,13 @@ def test_a_wrong_tensor_in_protobuf_is_named_by_its_path():
     with pytest.raises(
         InvalidInputError, match="^data.1..loss_fn_inputs.weights: expected 128 values"
     ):
-        requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
+        decode("forward_backward", message.SerializeToString(), PROTOBUF)
 
 
 @pytest.mark.parametrize(
     ("change", "path"),
     [
         (lambda m: m.data[0].model_input.add(), "data[0].model_input.chunks[0]"),
-        (lambda m: m.data[0].model_input_spans.add(), "data[0].model_input_spans[0]"),
         (lambda m: m.loss_fn_config_v2["x"], "loss_fn_config.x"),
         (lambda m: m.loss_fn_config.update({"x": float("nan")}), "loss_fn_config.x"),
         (lambda m: setattr(m.data[0].loss_fn_inputs["w"], "dense", b"abc"),
@@ -161,16 +161,16 @@ def test_a_hollow_protobuf_message_is_refused(change, path):
     message.data.add()
     change(message)
     with pytest.raises(InvalidInputError) as caught:
-        requests.decode("forward_backward", message.SerializeToString(), PROTOBUF)
+        decode("forward_backward", message.SerializeToString(), PROTOBUF)
     assert caught.value.path == path
 
 
 def test_unknown_fields_are_ignored_at_every_depth():
     """A newer SDK must not break an older server."""
     body = {"model_id": "m", "new": 1, "adam_params": {"learning_rate": 1}}
-    request = requests.decode("optim_step", json.dumps(body).encode())
+    request = decode("optim_step", json.dumps(body).encode())
     assert request.adam_params == types.AdamParams(learning_rate=1.0)
-    request = requests.decode("forward_backward", old_pass(new={"deep": [1]}))
+    request = decode("forward_backward", old_pass(new={"deep": [1]}))
     assert len(request.input.data) == 2
 
 
@@ -184,7 +184,7 @@ def test_unknown_fields_are_ignored_at_every_depth():
 def test_an_unknown_number_of_a_step_is_refused(step):
     """Leaving it out would train another model."""
     with pytest.raises(InvalidInputError, match="no such field"):
-        requests.decode("optim_step", json.dumps({"model_id": "m", **step}).encode())
+        decode("optim_step", json.dumps({"model_id": "m", **step}).encode())
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_an_unknown_number_of_a_step_is_refused(step):
 )  # fmt: skip
 def test_a_wrong_field_is_named_by_its_path(name, body, path):
     with pytest.raises(InvalidInputError) as caught:
-        requests.decode(name, json.dumps(body).encode())
+        decode(name, json.dumps(body).encode())
     assert caught.value.path == path
 
 
@@ -212,7 +212,7 @@ def test_a_wrong_field_is_named_by_its_path(name, body, path):
 @pytest.mark.parametrize("name", ["optim_step", "asample", "forward_backward"])
 def test_what_is_not_an_object_is_refused(name, raw):
     with pytest.raises(InvalidInputError):
-        requests.decode(name, raw)
+        decode(name, raw)
 
 
 def test_a_field_the_older_server_does_not_know_is_refused_not_dropped():
@@ -280,11 +280,11 @@ def test_an_image_pointer_cannot_be_trained_on():
 
 def test_an_unknown_endpoint_and_a_wrong_type_are_refused():
     with pytest.raises(InvalidInputError, match="known: "):
-        requests.decode("teleport", b"{}")
+        decode("teleport", b"{}")
     with pytest.raises(InvalidInputError, match="OptimStepRequest"):
         requests.encode("optim_step", types.GetInfoRequest(model_id="m"))
     with pytest.raises(WireError, match="sent as JSON"):
-        requests.decode("optim_step", b"", PROTOBUF)
+        decode("optim_step", b"", PROTOBUF)
 
 
 # ------------------------------------------------------------------------------------ bodies

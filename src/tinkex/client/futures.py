@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import logging
 import os
 import sys
 import time
@@ -22,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 from tinkex.client.session.background_loop import background
 from tinkex.errors import ResultTimeoutError, TinkerError
 
-logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
 
 

@@ -16,7 +16,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tinkex import events
 from tinkex.client.futures import Waiting
-from tinkex.client.http.headers import JSON, PROTOBUF
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause, PollRetry
@@ -32,6 +31,7 @@ from tinkex.errors import (
 )
 from tinkex.types.service.futures import QueueState
 from tinkex.wire import results
+from tinkex.wire.generation import JSON, PROTOBUF
 
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")

@@ -359,7 +359,7 @@ def read(
             endings = tuple(f".lora_{side}{_shard_ending(shard)}" for side in "AB")
             if any(name.endswith(endings) for name in stored):
                 grads[shard] = _unname(adapter, stored, _shard_ending(shard), manifest)
-    return Stored(adapter, _spec(adapter, config, manifest), kind, optimizer, grads)
+    return Stored(adapter, _spec(adapter, manifest), kind, optimizer, grads)
 
 
 def content_of(folder: str | Path) -> str:
@@ -437,7 +437,7 @@ def _scale(config: Mapping[str, Any], alpha: Any, rank: int) -> float:
     return alpha / root
 
 
-def _spec(adapter: Adapter, config: Mapping[str, Any], manifest: Mapping[str, Any]) -> LoraSpec:
+def _spec(adapter: Adapter, manifest: Mapping[str, Any]) -> LoraSpec:
     parts = [part for part, _, _ in adapter.modules()]
     kinds = {part.target.kind for part in parts}
     rank = max(part.rank for part in parts)

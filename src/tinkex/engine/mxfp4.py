@@ -57,10 +57,6 @@ class PackedExperts:
         *rows, groups = self.scales_ERG.shape
         return (*rows, groups * GROUP)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.blocks_ERGb.numel() + self.scales_ERG.numel()
-
     def __getitem__(self, expert: int) -> PackedMatrix:
         return PackedMatrix(self.blocks_ERGb[expert], self.scales_ERG[expert], self.dtype)
 

@@ -8,7 +8,7 @@ body ends at them. Text is what every database stores: no NUL, no lone surrogate
 from __future__ import annotations
 
 from math import isfinite
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
@@ -45,8 +45,6 @@ SeqId: TypeAlias = Annotated[int, Field(ge=1, le=INT64)]
 """The place of a training request in its model's stream, from 1."""
 Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 TtlSeconds: TypeAlias = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
-
-T = TypeVar("T")
 
 
 def listing(max_length: int, min_length: int = 0) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Which dialect of the protocol a peer speaks.
 
-Three facts decide: the SDK version a client announces, the content type of what it sends, and what
-it accepts. A server reads both dialects from one handler; a client picks by what the server offers.
+A server reads both from one handler, by the content type of what is sent and what its caller
+accepts; a client picks by whether the server has a `/client/config`.
 """
 
 from __future__ import annotations

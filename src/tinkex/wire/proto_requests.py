@@ -9,7 +9,7 @@ and is the oracle of the tests.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +21,7 @@ from tinkex.types._value import nest, short
 from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
-from tinkex.types.data.provenance import (
-    PromptProvenanceSpan,
-    ProvenanceSpan,
-    ProvenanceSpans,
-    SampledProvenanceSpan,
-)
+from tinkex.types.data.provenance import PromptProvenanceSpan, ProvenanceSpan
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.training.forward_backward import (
     ForwardBackwardInput,
@@ -264,16 +259,16 @@ def parse(content: bytes) -> Any:
         raise WireError(f"the body is not a valid ForwardBackwardRequest: {exc}") from exc
 
 
-def read(message: Any, *, with_spans: bool = True) -> Pass:
+def read(message: Any) -> Pass:
     """The request in a message; `forward_only` gives a `ForwardRequest`.
 
-    Arrays are views of the message's bytes where the types agree. Without `with_spans`, where the
-    tokens came from is not looked at.
+    Arrays are views of the message's bytes where the types agree. Spans, which say where tokens
+    came from, are not looked at.
     """
     data = []
     for index, item in enumerate(message.data):
         with at(f"data[{index}]"):
-            data.append(_read_datum(item, with_spans))
+            data.append(_read_datum(item))
     given = ForwardBackwardInput(data, message.loss_fn, _read_config(message))
     given.check_bounds()
     kind = ForwardRequest if message.forward_only else ForwardBackwardRequest
@@ -296,7 +291,7 @@ def _read_config(message: Any) -> dict[str, float | str] | None:
     return config or None
 
 
-def _read_datum(message: Any, with_spans: bool) -> Datum:
+def _read_datum(message: Any) -> Datum:
     chunks = []
     for index, item in enumerate(message.model_input):
         with at(f"model_input.chunks[{index}]"):
@@ -305,15 +300,7 @@ def _read_datum(message: Any, with_spans: bool) -> Datum:
     for name, tensor in message.loss_fn_inputs.items():
         with at(f"loss_fn_inputs.{name[:80]}"):
             inputs[name] = check_finite(decode_tensor(tensor), name)
-    model_input = ModelInput.wrap(chunks)
-    if not with_spans or not (message.model_input_spans or message.loss_fn_input_spans):
-        return Datum.wrap(model_input, inputs)
-    return Datum(
-        model_input,
-        inputs,
-        _read_spans(message.model_input_spans, "model_input_spans"),
-        _read_spans(message.loss_fn_input_spans, "loss_fn_input_spans"),
-    )
+    return Datum.wrap(ModelInput.wrap(chunks), inputs)
 
 
 def _read_chunk(message: Any) -> ModelInputChunk:
@@ -327,18 +314,3 @@ def _read_chunk(message: Any) -> ModelInputChunk:
     if kind == "dmel":
         return DmelChunk(message.dmel.dmel)
     raise WireError("is neither text, image nor audio; send encoded_text")
-
-
-def _read_spans(messages: Sequence[Any], path: str) -> ProvenanceSpans:
-    spans: ProvenanceSpans = []
-    for index, message in enumerate(messages):
-        kind = message.WhichOneof("span")
-        if kind is None:
-            raise WireError("has neither prompt nor sampled tokens", path=f"{path}[{index}]")
-        found = getattr(message, kind)
-        cls = PromptProvenanceSpan if kind == "prompt_tokens" else SampledProvenanceSpan
-        with at(f"{path}[{index}]"):
-            spans.append(
-                cls(sequence_id=found.sequence_id, offset=found.offset, length=found.length)
-            )
-    return spans

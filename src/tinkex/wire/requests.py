@@ -2,7 +2,7 @@
 
 The client calls `encode`. The server calls `open_body`, which parses and looks at nothing, then
 `address` where the request is one of a model's ordered ones, and `read`, which judges the whole: a
-request is numbered even when the rest of it is refused. `decode` is both steps at once.
+request is numbered even when the rest of it is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from tinkex.errors import InvalidInputError, WireError
 from tinkex.types._value import short
 from tinkex.wire import json_codec, json_requests, proto_requests, sdk_0_4
-from tinkex.wire.body import Body, unpack
+from tinkex.wire.body import Body
 from tinkex.wire.endpoints import ENDPOINTS, Endpoint
 from tinkex.wire.generation import JSON, PROTOBUF, Generation, names_protobuf
 from tinkex.wire.json_requests import PASSES, Address
@@ -45,8 +45,8 @@ class Opened:
         seq_id = self.body.seq_id or None
         return json_codec.read(Address, {"model_id": self.body.model_id, "seq_id": seq_id})
 
-    def read(self, *, with_spans: bool = False) -> Any:
-        """The request; where its tokens came from only `with_spans`, as no engine asks for it.
+    def read(self) -> Any:
+        """The request, without where its tokens came from: no engine asks for that.
 
         Raises:
             InvalidInputError: With the path of the first thing that is wrong.
@@ -55,7 +55,7 @@ class Opened:
             return json_codec.read(self.endpoint.request, self.body)
         if not self.is_protobuf:
             return json_requests.read(self.endpoint.name, self.body)
-        return proto_requests.read(self.body, with_spans=with_spans)
+        return proto_requests.read(self.body)
 
 
 def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Opened:
@@ -70,21 +70,6 @@ def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Ope
     if name not in PASSES:
         raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
     return Opened(endpoint, content, proto_requests.parse(content))
-
-
-def decode(
-    name: str,
-    content: bytes,
-    content_type: str | None = JSON,
-    content_encoding: str | None = None,
-) -> Any:
-    """The request in a body. Unknown fields are ignored; wrong types, sizes and ranges are not.
-
-    A protobuf pass with its forward-only flag gives a `ForwardRequest`.
-    """
-    if content_encoding is not None:
-        content = unpack(content, content_encoding, max_bytes=_endpoint(name).max_bytes)
-    return open_body(name, content, content_type).read(with_spans=True)
 
 
 def encode(

@@ -12,9 +12,9 @@ import uuid
 from functools import cache
 from types import MappingProxyType
 
+from tinkex.wire.generation import JSON
+
 CONTRACT_VERSION = "0.36.0"
-JSON = "application/json"
-PROTOBUF = "application/x-protobuf"
 
 _SYSTEMS = {"darwin": "MacOS", "linux": "Linux", "windows": "Windows", "freebsd": "FreeBSD"}
 _SYSTEMS["openbsd"] = "OpenBSD"

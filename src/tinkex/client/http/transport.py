@@ -28,7 +28,7 @@ from tinkex.client.config import LOCAL_KEY, ClientConfig
 from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Backend, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
-from tinkex.client.http.headers import JSON, idempotency_key, standard_headers
+from tinkex.client.http.headers import idempotency_key, standard_headers
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import RateLimiter
 from tinkex.client.http.retry import (
@@ -49,6 +49,7 @@ from tinkex.errors import (
     RateLimitError,
     status_error_class,
 )
+from tinkex.wire.generation import JSON
 
 logger = logging.getLogger("tinkex.http")
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.headers import PROTOBUF
 from tinkex.client.http.retry import RetryConfig, SampleRetry
 from tinkex.client.http.transport import Call
 from tinkex.client.polling import Expect, QueueWatch
@@ -31,6 +30,7 @@ from tinkex.errors import (
     status_error_class,
 )
 from tinkex.wire import results
+from tinkex.wire.generation import PROTOBUF
 
 CLONE_STRIDE = 10**9
 _EXPECT = Expect("Sample", types.SampleResponse, in_protobuf=True)

@@ -3,7 +3,7 @@
 The engine's thread never waits for another engine: it trains and samples on while gradients that
 were put aside are added up here. Jobs of a meeting come straight from whoever submits them, so that
 no pass of another tenant makes the others wait; they run in the order in which they came. Whoever
-posts them (`server.workers.exchange`) sees to it that all members have the same order.
+posts them (`server/workers/gradient_exchange.py`) sees to it that all members have the same order.
 """
 
 from __future__ import annotations

@@ -146,20 +146,16 @@ class CutAdapter(Adapter):
 
     def join(self, flat: Tensor) -> list[Tensor]:
         """Whole tensors on the host, for the leader; nothing for the others."""
-        return self._joined(flat, self._group.to_leader)
+        flats = self._group.to_leader(self._filled(flat))
+        return self.cut.joined([flat.cpu() for flat in flats]) if flats else []
 
     def join_for_all(self, flat: Tensor) -> list[Tensor]:
-        return self._joined(flat, self._group.parts)
+        return self.cut.joined(self._group.parts(self._filled(flat)))
 
-    def _joined(self, flat: Tensor, gather: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+    def _filled(self, flat: Tensor) -> Tensor:
+        """As long as the longest member's buffer: collectives take equal shapes."""
         sizes = [self.cut.layout(rank)[1] for rank in range(self._group.size)]
-        filled = torch.nn.functional.pad(flat.detach(), (0, max(sizes) - len(flat)))
-        flats = gather(filled)
-        if not flats:
-            return []
-        if gather == self._group.to_leader:
-            flats = [flat.cpu() for flat in flats]
-        return self.cut.joined(flats)
+        return torch.nn.functional.pad(flat.detach(), (0, max(sizes) - len(flat)))
 
     def share(self, grad: Tensor) -> Tensor:
         """Add up, in place, the gradients of parameters that all members have."""

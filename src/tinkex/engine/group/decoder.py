@@ -13,7 +13,6 @@ Shapes: T tokens, D hidden, V vocabulary, v the member's part of it, N rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +26,6 @@ from tinkex.engine.group.cut import ModelCut, check_divides
 from tinkex.engine.group.group import Group
 from tinkex.engine.group.vocabulary import VocabularyPart
 from tinkex.engine.lora.adapter import LoraBatch, LoraTerm
-from tinkex.engine.model.attention import Attend
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import Decoder, _Layer, compute_dtype, native_targets
 from tinkex.engine.model.layers import rms_norm, wide
@@ -61,19 +59,10 @@ class GroupDecoder(Decoder):
     def _loader(self, weights: WeightReader, keep_packed: bool) -> Loader:
         return _PartLoader(self.cut, self.group.rank, weights, self.device, self.dtype)
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attend: Attend,
-        lora: LoraBatch | None = None,
-        *,
-        room: float = math.inf,
-        routing: Routing | None = None,
-    ) -> Tensor:
-        # A layer that is computed again is computed to its end: others wait for its sums.
+    def _recomputed_layer(self, *args: Any) -> Tensor:
+        # To its end, when it is computed again: others wait for its sums.
         with set_checkpoint_early_stop(False):
-            return super().forward(tokens_T, positions_T, attend, lora, room=room, routing=routing)
+            return super()._recomputed_layer(*args)
 
     def _embed(self, tokens_T: Tensor) -> Tensor:
         mine_T = (tokens_T >= self._tokens.start) & (tokens_T < self._tokens.stop)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -161,8 +161,7 @@ class Decoder(DecoderLike):
         cos_Th, sin_Th = self._rope(positions_T)
         for index in range(self.config.num_layers):
             if recompute and torch.is_grad_enabled():
-                args = (index, x_TD, cos_Th, sin_Th, attend, lora, routing)
-                x_TD = checkpoint(self._layer, *args, use_reentrant=False)
+                x_TD = self._recomputed_layer(index, x_TD, cos_Th, sin_Th, attend, lora, routing)
             else:
                 x_TD = self._layer(index, x_TD, cos_Th, sin_Th, attend, lora, routing)
         return rms_norm(x_TD, self.final_norm_D, self.config.norm_eps)
@@ -239,6 +238,11 @@ class Decoder(DecoderLike):
         return self._leave(glu_linear, gate_up, layer.down, layer.down_bias, terms, x_TD)
 
     # What a decoder whose weights are cut over several devices does otherwise.
+
+    def _recomputed_layer(self, *args: Any) -> Tensor:
+        """A `_layer` that is computed again for its backward pass."""
+        x_TD: Tensor = checkpoint(self._layer, *args, use_reentrant=False)
+        return x_TD
 
     def _enter(self, x_TD: Tensor) -> Tensor:
         """The stream, where a block reads it."""

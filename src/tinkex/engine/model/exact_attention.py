@@ -3,8 +3,8 @@
 As on a GPU (`engine.cuda.attention`): keys in chunks of `CHUNK` positions, each chunk one product,
 one sum of weights and one weighted sum of values, chunks merged in order. A last chunk is filled up
 with zeros, so every product has the same shape but for its number of rows, on which its sums do not
-depend (`rows`). So a training pass, a prompt's chunk and a decode
-step give a token the same bits. The backward is torch's own, from our output and log-sum.
+depend (`rows`). So a training pass, a prompt's chunk and a decode step give a token the same bits.
+The backward is torch's own, from our output and log-sum.
 
 Shapes: B sequences, H query heads, K key heads, G = H / K, t queries, l keys, d head size.
 """

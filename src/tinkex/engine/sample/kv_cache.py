@@ -20,7 +20,7 @@ Key = bytes
 
 
 def root_key(version: str) -> Key:
-    """The start of every chain of one adapter version (a folder name; the base model is '')."""
+    """The start of every chain of one tenant and adapter version."""
     return blake2b(version.encode(), digest_size=16).digest()
 
 

@@ -1,10 +1,10 @@
 """Attention over a paged KV cache: where keys and values are written, and how they are read.
 
 `PagedCache` owns the memory, `PagedAttend` is the `Attend` of one pass of the sampler; what delta
-layers keep instead of keys and values is in `states`. Tokens that
-are alone in their chunk (decoding sequences) attend in groups of similar length, so that padding
-stays small; a longer chunk of a prompt attends by itself. Knows blocks and lengths, not samples or
-adapters. `begin` prepares masks and indexes once; the call per layer does only device work.
+layers keep instead of keys and values is in `states`. Tokens that are alone in their chunk, those
+of decoding sequences, attend in groups of similar length, so that padding stays small; a longer
+chunk of a prompt attends by itself. Knows blocks and lengths, not samples or adapters. `begin`
+prepares masks and indexes once; the call per layer does only device work.
 
 Shapes: T tokens of the pass, H query heads, K key/value heads, G = H / K, d head size, P tokens per
 block, N blocks, B sequences of a group, L keys.

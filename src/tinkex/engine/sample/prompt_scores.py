@@ -1,8 +1,8 @@
 """What a sample job asks about its prompt, gathered pass by pass while the prompt is prefilled.
 
 Row t of the logits predicts prompt position t + 1. Everything is at temperature 1, except the
-alternative draws, which follow the job's own temperature, top_k and top_p. Knows logits and
-positions, not models or caches.
+alternative draws, which follow the job's own settings. Knows logits and positions, not models or
+caches.
 
 Shapes: T prompt tokens, N rows of a pass, V vocabulary, K columns.
 """
