@@ -7,6 +7,7 @@ Inputs or settings that a loss would have to ignore are refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -173,6 +174,10 @@ _DECLARED = (
 LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _DECLARED}
 CUSTOM = "custom"
 """The loss of a user's own, traced; its inputs are declared by its graph."""
+MAX_CUSTOM_INPUTS = 16
+CUSTOM_INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+CUSTOM_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+"""How many inputs such a loss may have, and what it may call them and its metrics."""
 UNDEFINED: Mapping[str, str] = {
     "stable_reinforce": "stable_reinforce has no public definition: the hosted service's pages say "
     "how to call it, not what it computes. It is not offered here; use importance_sampling, ppo, "

@@ -17,6 +17,8 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 MAX_STOP_TEXTS, MAX_STOP_TOKENS = 128, 4096
 MAX_STOP_CHARACTERS = 4096
 _INT32 = 2**31 - 1
+EMPTY_LOGPROB = -99999.0
+"""With token id 0, the mark of a cell of likeliest tokens that holds nothing."""
 
 MaxTokens: TypeAlias = Annotated[
     int,

@@ -12,7 +12,7 @@ are already complete. Both raise the same errors, so client, server and engine a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -185,12 +185,6 @@ def _join(path: str, name: str) -> str:
 # ------------------------------------------------------------------------------ of dataclasses
 
 
-def settings_of(declaration: type) -> tuple[Setting, ...]:
-    """The annotated fields of a dataclass as settings; fields without a rule are left out."""
-    return _settings_of(declaration)
-
-
-@cache  # Apart from the name above, because to mypy a `type` is no key.
 def _settings_of(declaration: Any) -> tuple[Setting, ...]:
     hints = get_type_hints(declaration, include_extras=True)
     found = []
@@ -210,6 +204,10 @@ def _without_none(hint: Any) -> Any:
         return hint
     parts = [part for part in get_args(hint) if part is not NoneType]
     return parts[0] if len(parts) == 1 else hint
+
+
+settings_of: Callable[[type], tuple[Setting, ...]] = cache(_settings_of)
+"""The annotated fields of a dataclass as settings; fields without a rule are left out."""
 
 
 def read(

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.contract.models import MAX_RANK
 from tinkex.contract.optimizers import find_optimizer
 from tinkex.engine.fingerprint import Base
 from tinkex.engine.folders import write_whole
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import (
-    MAX_RANK,
     Adapter,
     LoraPart,
     ModuleInit,

@@ -289,7 +289,7 @@ class SampleJob(Job, SampleOptions, DrawSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class TopK:
-    """[N, K] ids and logprobs; an empty cell is id 0 and -99999.0."""
+    """[N, K] ids and logprobs; an empty cell is id 0 and `EMPTY_LOGPROB`."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]

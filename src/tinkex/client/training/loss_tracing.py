@@ -14,12 +14,12 @@ import hashlib
 import inspect
 import json
 import math
-import re
 import types as pytypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tinkex.contract.losses import CUSTOM_INPUT, CUSTOM_METRIC, MAX_CUSTOM_INPUTS
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.datum import Datum
 from tinkex.types.training.custom_loss import CustomLossInput
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 PerDatumLossFn = Callable[..., "tuple[torch.Tensor, dict[str, torch.Tensor]]"]
 """`fn(logprobs, *loss_fn_inputs) -> (scalar, metrics)` for one datum."""
 
-MAX_PARAMETERS = 16
-_PARAMETER = re.compile(r"[a-z_][a-z0-9_]{0,63}")
-_METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _LEAVES_TORCH = frozenset({"backward", "item", "numpy", "tolist"})
 _EFFECT_MODULES = frozenset(
     """asyncio ctypes http httpx importlib io logging multiprocessing nt os pathlib pickle posix
@@ -108,10 +105,12 @@ def _check_parameters(
             raise _refuse(name, f"may not have *args, **kwargs or keyword-only {parameter.name!r}")
         if parameter.default is not parameter.empty:
             raise _refuse(name, f"parameter {parameter.name!r} may not have a default")
-        if not _PARAMETER.fullmatch(parameter.name):
-            raise _refuse(name, f"parameter {parameter.name!r} must match {_PARAMETER.pattern}")
-    if len(names) > MAX_PARAMETERS:
-        raise _refuse(name, f"takes {len(names)} parameters, at most {MAX_PARAMETERS} are allowed")
+        if not CUSTOM_INPUT.fullmatch(parameter.name):
+            raise _refuse(name, f"parameter {parameter.name!r} must match {CUSTOM_INPUT.pattern}")
+    if len(names) > MAX_CUSTOM_INPUTS:
+        raise _refuse(
+            name, f"takes {len(names)} parameters, at most {MAX_CUSTOM_INPUTS} are allowed"
+        )
     if set(input_ranks) != set(names):
         raise _refuse(name, f"takes {names}, so input_ranks must too; got {sorted(input_ranks)}")
     for parameter_name, rank in input_ranks.items():
@@ -206,7 +205,7 @@ def _check_output(value: Any, name: str) -> None:
     if not isinstance(loss, torch.fx.Node):
         raise _refuse(name, f"must return a tensor as its loss, got {loss!r}")
     for key, metric in metrics.items():
-        if not isinstance(key, str) or not _METRIC.fullmatch(key):
+        if not isinstance(key, str) or not CUSTOM_METRIC.fullmatch(key):
             raise _refuse(name, f"metric {key!r} must be named custom/NAME:sum or custom/NAME:mean")
         if not isinstance(metric, torch.fx.Node):
             raise _refuse(name, f"metric {key!r} must be a tensor, got {metric!r}")

@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkex.contract.models import MAX_RANK
 from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.rows import filled
 from tinkex.errors import InvalidInputError
 
 Kind = Literal["attn", "mlp", "unembed"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-MAX_RANK = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tinkex.contract.sampling import EMPTY_LOGPROB
 from tinkex.engine import jobs
 from tinkex.engine.model.softmax import log_total, logprobs_of
 from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniform_table
 from tinkex.engine.sample.sampling_math import (
-    EMPTY_LOGPROB,
     Settings,
     draw,
     top_logprobs,

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkex.contract.sampling import DrawSettings
+from tinkex.contract.sampling import EMPTY_LOGPROB, DrawSettings
 from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.model.softmax import log_total, logprobs_of
 from tinkex.engine.transfer import send
 
-EMPTY_LOGPROB = -99999.0
 _ONE = float(1 << 40)
 """The weight of a row's likeliest token."""
 _WIDTH = 64

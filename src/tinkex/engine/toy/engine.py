@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.models import MAX_RANK
 from tinkex.engine import jobs
 from tinkex.engine.exchange import gradient_file
 from tinkex.engine.metrics import Tally
@@ -249,8 +250,10 @@ class ToyEngine:
     # ------------------------------------------------------------------------------- adapters
 
     def _create(self, job: jobs.CreateAdapterJob) -> jobs.AdapterResult:
-        if not 1 <= job.lora.rank <= 512:
-            raise InvalidInputError(f"must be 1 to 512, got {job.lora.rank}", path="lora.rank")
+        if not 1 <= job.lora.rank <= MAX_RANK:
+            raise InvalidInputError(
+                f"must be 1 to {MAX_RANK}, got {job.lora.rank}", path="lora.rank"
+            )
         if job.adapter_id in self._adapters:
             raise InvalidInputError(f"adapter {job.adapter_id!r} exists already; drop it first")
         self._base(job.base_model)

@@ -24,7 +24,6 @@ from tinkex.engine.train.updates import UPDATES
 
 GAIN = 100.0
 """Logits per unit of parameter, so that the learning rates users try (1e-4 to 1e-2) move it."""
-EMPTY_LOGPROB = -99999.0
 _NUM_FAVOURED = 6
 _EOS = 2
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinkex.contract.sampling import DrawSettings
+from tinkex.contract.sampling import EMPTY_LOGPROB, DrawSettings
 from tinkex.engine import jobs
 from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniform
-from tinkex.engine.toy.model import EMPTY_LOGPROB, Row, ToyAdapter
+from tinkex.engine.toy.model import Row, ToyAdapter
 
 
 def log_softmax(logits_V: NDArray[np.float64]) -> NDArray[np.float64]:

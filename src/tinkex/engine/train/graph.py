@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinkex.contract.losses import CUSTOM_INPUT, CUSTOM_METRIC, MAX_CUSTOM_INPUTS
 from tinkex.engine.jobs import TracedLoss
 from tinkex.engine.train import graph_ops as ops
 from tinkex.errors import InvalidInputError, NotSupportedError
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     LossFunction = Callable[[Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
-MAX_INPUTS = 16
 MAX_NODES = 1024
 MAX_VALUES = 20_000
 """JSON values in all arguments of a graph together."""
@@ -42,9 +42,7 @@ MAX_TOTAL_ELEMENTS = 2**26
 """Most elements in all outputs together, for one datum: autograd keeps them until the backward."""
 MAX_INTEGER = 2**63
 
-_INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _NODE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
-_METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
@@ -116,16 +114,17 @@ def _check_inputs(inputs: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], .
         raise InvalidInputError(
             f"the first input must be 'logprobs', got {names[:1]}.", path="inputs"
         )
-    if len(names) > MAX_INPUTS or len(set(names)) != len(names):
+    if len(names) > MAX_CUSTOM_INPUTS or len(set(names)) != len(names):
         raise InvalidInputError(
-            f"a loss takes at most {MAX_INPUTS} distinct inputs, got {len(names)}: {names[:20]}.",
+            f"a loss takes at most {MAX_CUSTOM_INPUTS} distinct inputs, got {len(names)}: "
+            f"{names[:20]}.",
             path="inputs",
         )
     for name, rank in inputs:
-        if not _INPUT_NAME.fullmatch(name) or rank not in (0, 1, 2):
+        if not CUSTOM_INPUT.fullmatch(name) or rank not in (0, 1, 2):
             raise InvalidInputError(
                 f"input {name[:80]!r} of rank {rank!r} is not allowed; names match "
-                f"{_INPUT_NAME.pattern} and ranks are 0, 1 or 2.",
+                f"{CUSTOM_INPUT.pattern} and ranks are 0, 1 or 2.",
                 path="inputs",
             )
     if inputs[0][1] not in (1, 2):
@@ -212,8 +211,8 @@ def _parse_output(node: Mapping[str, Any], decoder: _Decoder) -> tuple[_Ref, dic
     if not isinstance(loss, _Ref):
         raise _bad(node["name"], f"the loss must be a tensor, got {loss!r}")
     for key, value in metrics.items():
-        if not _METRIC_NAME.fullmatch(key):
-            raise _bad(node["name"], f"metric {key[:80]!r} must match {_METRIC_NAME.pattern}")
+        if not CUSTOM_METRIC.fullmatch(key):
+            raise _bad(node["name"], f"metric {key[:80]!r} must match {CUSTOM_METRIC.pattern}")
         if not isinstance(value, _Ref):
             raise _bad(node["name"], f"metric {key!r} must be a tensor, got {value!r}")
     return loss, metrics

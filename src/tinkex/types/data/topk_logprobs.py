@@ -8,11 +8,9 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.sampling import EMPTY_LOGPROB
 from tinkex.errors import InvalidInputError
 from tinkex.types._value import Value, comparable, readonly, set_field, short
-
-EMPTY_LOGPROB = np.float32(-99999.0)
-"""With token id 0, the mark of a cell that holds nothing."""
 
 _MAX_CELLS = 2**22
 

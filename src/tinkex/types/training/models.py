@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from tinkex.contract.bounds import Between
+from tinkex.contract.models import MAX_RANK
 from tinkex.types._bounds import Count, Id, Name, Plain, Seed
 from tinkex.types._models import Request, Response, all_known
 from tinkex.types.service.identifiers import ModelID
@@ -15,7 +17,7 @@ from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 class LoraConfig(Request):
     """The shape of a LoRA adapter: its rank, its seed, and which layers get one."""
 
-    rank: Annotated[int, Field(ge=1, le=512)]
+    rank: Annotated[int, Between(1, MAX_RANK)]
     seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
