@@ -126,7 +126,9 @@ async def test_a_server_without_the_endpoint_is_left_alone():
     server = FakeServer(*[status(NotFoundError, 404)] * 50)
     reporter = Reporter(server, "s-1", FAST)
     reporter.start()
-    await asyncio.sleep(0.2)
+    while not server.num_calls:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.2)  # ten times as long as it would wait for the next
     assert server.num_calls == 1
     assert reporter.log("later") is False
     await reporter.drain()
