@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,27 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(cli, tmp_path, monkeypatch):
     lines = (tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == list(range(6))
+
+
+@pytest.mark.usefixtures("default_model_dir")
+@pytest.mark.parametrize("field", ["state_path", "seed"])
+def test_a_run_that_cannot_go_on_is_refused_before_any_model_is_asked(cli, tmp_path, field):
+    """Its checkpoint is on another server, or it was made with other settings."""
+    assert cli("quickstart", "--epochs", "0.1").code == 0
+    folder = tmp_path / "quickstart"
+    file = folder / ("checkpoints.jsonl" if field == "state_path" else "config.json")
+    text = file.read_text()
+    gone = "00000000-0000-0000-0000-000000000000:train:0"
+    changed = re.sub(r"[0-9a-f-]{36}:train:0", gone, text).replace('"seed": 0', '"seed": 1')
+    assert changed != text
+    file.write_text(changed)
+    refused = cli("quickstart", "--epochs", "0.1")
+    assert refused.code == 1
+    assert str(folder.name) in refused.err
+    assert "log folder" in refused.err
+    assert "Asking the untrained model" not in refused.err
+    file.write_text(text)
+    assert "of an earlier run" in cli("quickstart", "--epochs", "0.1").out
 
 
 def test_fresh_never_deletes_a_folder_that_is_not_its_own(cli, tmp_path):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -105,13 +106,13 @@ def _open_training(
     try:
         training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
     except (APIStatusError, RequestFailedError) as exc:
-        raise _elsewhere(log, exc) from exc
+        raise _elsewhere(log.folder, exc) from exc
     return training, log.last.step
 
 
-def _elsewhere(log: RunLog, exc: Exception) -> ConfigError:
+def _elsewhere(folder: Path, exc: Exception) -> ConfigError:
     return ConfigError(
-        f"{log.folder} holds a run whose checkpoint this server does not have ({exc}). Use the "
+        f"{folder} holds a run whose checkpoint this server does not have ({exc}). Use the "
         "server it ran on, or start over in another log folder (quickstart: --fresh)."
     )
 
@@ -127,13 +128,22 @@ def finished(service: ServiceClient, log: RunLog, on_note: OnNote) -> Result | N
     if log.end is None:
         return None
     result = Result(**log.end)
-    try:
-        service.create_rest_client().get_weights_info_by_tinker_path(result.sampler_path).result()
-    except (APIStatusError, RequestFailedError) as exc:
-        raise _elsewhere(log, exc) from exc
+    check_here(service, log.folder, result.sampler_path)
     note_if_finished(on_note, log, result.step, result.step)
     log.close()
     return result
+
+
+def check_here(service: ServiceClient, folder: Path, path: str) -> None:
+    """Refuse to go on with the run of a folder whose checkpoint another server has.
+
+    Raises:
+        ConfigError: The checkpoint is not on this server.
+    """
+    try:
+        service.create_rest_client().get_weights_info_by_tinker_path(path).result()
+    except (APIStatusError, RequestFailedError) as exc:
+        raise _elsewhere(folder, exc) from exc
 
 
 def sampler_of(service: ServiceClient, model: str) -> SamplingClient:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.recipes import lines
-from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result
+from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result, check_here, open_log
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.runs import find
 from tinkex.recipes.sft import SftConfig, train
 
 if TYPE_CHECKING:
@@ -71,11 +70,14 @@ def run(
     """Train, or go on where an earlier call in this folder was interrupted."""
     folder.mkdir(parents=True, exist_ok=True)
     config = sft_config(folder, model=model, epochs=epochs)
+    saved = open_log(config, may_change=["epochs"]).last  # refuses what `train` would, but sooner
+    if saved is not None:
+        check_here(service, folder, saved.state_path)
     Path(config.data).write_text("".join(json.dumps(row) + "\n" for row in rows()))
     on_note("Asking the untrained model ...")
     before = ask(service.create_sampling_client(base_model=model), QUESTIONS_TO_SHOW)
     on_note(f"Training on {len(rows())} questions and answers ...")
-    start = saved.step if (saved := find(str(folder))) is not None else 0
+    start = saved.step if saved is not None else 0
     result = train(config, service, on_step, on_note)
     losses = _held_out_losses(folder)
     outcome = QuickstartResult(
