@@ -30,6 +30,14 @@ def test_a_result_is_waited_for_and_then_kept() -> None:
     assert future.status().state == "done"
 
 
+def test_who_forgets_to_wait_is_told_so() -> None:
+    future = make(7)
+    with pytest.raises(AttributeError, match=r"no attribute 'metrics'.* Call .result\(\)"):
+        future.metrics  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(future, "__array__")
+    assert future.result(5) == 7
+
+
 async def test_it_can_be_awaited_more_than_once_and_gathered() -> None:
     future = make(7)
     assert await future == 7

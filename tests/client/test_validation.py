@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hostile import Network, Server
 from virtual_time import run_virtual
@@ -23,6 +24,7 @@ RL = types.Datum(
     {"target_tokens": [2, 3], "logprobs": [-1.0], "advantages": [1.0, 1.0]},
 )
 UNSHIFTED = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [1, 2, 3]})
+BATCHED = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": np.array([[2, 3]])})
 SHORT = types.Datum(types.ModelInput.from_ints([1, 2]), {"target_tokens": [2, 3], "weights": [1.0]})
 PARAMS = types.SamplingParams(max_tokens=1)
 PROMPT = types.ModelInput.from_ints([1])
@@ -67,6 +69,18 @@ MISTAKES: list[tuple[Any, str]] = [
     (
         lambda: training().forward([UNSHIFTED], "cross_entropy"),
         r"target_tokens: 3 targets for 2 tokens of input; .* input tokens\[:-1\]",
+    ),
+    (
+        lambda: training().forward([BATCHED], "cross_entropy"),
+        r"target_tokens: has shape \[1, 2\]: .* Take its first row, \[0\]",
+    ),
+    (
+        lambda: types.Datum("hello", {}),
+        r"model_input: expected a ModelInput, got str. Use ModelInput.from_ints\(tokens\)",
+    ),
+    (
+        lambda: types.Datum(types.ModelInput.empty(), {"labels": [1]}),
+        "loss_fn_inputs.labels: no named loss has such an input; they have target_tokens, weights",
     ),
     (
         lambda: training().forward([SHORT], "cross_entropy"),

@@ -155,7 +155,7 @@ def datum(**inputs) -> TrainDatum:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weights": None}, "lacks weights"),
+        ({"weights": None}, "loss 'cross_entropy' needs weights; given: target_tokens"),
         ({"advantages": np.ones(3, np.float32)}, "no use for advantages"),
         ({"weights": np.ones(4, np.float32)}, r"shape \[4\], target_tokens has \[3\]"),
         ({"weights": np.array([1, np.nan, 1])}, "nan at position 1 is not finite"),

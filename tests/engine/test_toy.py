@@ -242,7 +242,7 @@ def test_a_forgotten_snapshot_is_read_again(tmp_path):
         ({"data": ()}, "at least one datum"),
         ({"data": (train_datum([1, 99999]),)}, "token 99999 is outside"),
         ({"adapter_id": "ghost"}, "no adapter 'ghost'"),
-        ({"loss_fn": "ppo"}, "data[0].loss_fn_inputs: lacks logprobs, advantages"),
+        ({"loss_fn": "ppo"}, "data[0].loss_fn_inputs: loss 'ppo' needs logprobs, advantages"),
     ],
 )
 def test_bad_training_input_is_a_user_error_and_changes_nothing(client, change, message):

@@ -145,7 +145,9 @@ def test_what_a_tokenizer_returns_by_default_is_told_apart_from_tokens(tokens, s
 def test_the_missing_first_logprob_of_a_prompt_is_explained():
     with pytest.raises(InvalidInputError, match=r"logprobs\[0\].*None.*leave it out with \[1:\]"):
         types.Datum(types.ModelInput.from_ints([1, 2]), {"logprobs": [None, -1.0]})
-    with pytest.raises(InvalidInputError, match="weigths: .*known: target_tokens, weights"):
+    with pytest.raises(
+        InvalidInputError, match="weigths: no named loss has .* target_tokens, weights"
+    ):
         types.Datum(types.ModelInput.from_ints([1, 2]), {"weigths": [1.0, 1.0]})
 
 

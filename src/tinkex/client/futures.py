@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinkex.client.session.background_loop import background
 from tinkex.errors import ResultTimeoutError, TinkerError
@@ -86,6 +86,15 @@ class APIFuture(concurrent.futures.Future[T]):
         self._ended_s: float | None = None
         self._followed: APIFuture[Any] | None = None
         self.waiting = Waiting()
+
+    if not TYPE_CHECKING:  # a type checker says so by itself
+
+        def __getattr__(self, name: str) -> Any:
+            # Only asked for what a future does not have, which is mostly something of its result.
+            text = f"'{type(self).__name__}' object has no attribute {name!r}"
+            if not name.startswith("_"):
+                text += ": it is a result that is still to come. Call .result() on it, or await it"
+            raise AttributeError(text, name=name, obj=self)
 
     # -- waiting
 

@@ -120,6 +120,12 @@ def _check_datum(datum: types.Datum, loss_fn: str, path: str) -> None:
     if targets.is_sparse:
         return  # only the stored cells are here; the server compares the shapes
     length = datum.model_input.length if _is_text(datum.model_input) else None
+    if length is not None and targets.array.shape == (1, length) and length > 1:
+        raise InvalidInputError(
+            f"has shape [1, {length}]: a datum is one sequence, without a dimension for the batch. "
+            "Take its first row, [0].",
+            path=f"{path}.target_tokens",
+        )
     if length is not None and targets.array.ndim > 0 and len(targets.array) != length:
         raise InvalidInputError(
             f"{len(targets.array)} targets for {length} tokens of input; each token has the one "

@@ -241,8 +241,10 @@ def check_names(loss: Loss | None, given: Mapping[str, Any], path: str) -> None:
     """Every needed input is there, and none that the loss would have to ignore."""
     needed = (TARGETS,) if loss is None else (TARGETS, *loss.needs)
     if missing := [each.name for each in needed if each.name not in given]:
+        what = "a custom loss" if loss is None else f"loss {loss.name!r}"
         raise InvalidInputError(
-            f"lacks {', '.join(missing)}; given: {', '.join(sorted(given)) or 'nothing'}", path=path
+            f"{what} needs {', '.join(missing)}; given: {', '.join(sorted(given)) or 'nothing'}",
+            path=path,
         )
     if loss is None:
         return

@@ -53,7 +53,7 @@ class Datum(Value):
         loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> None:
         if not isinstance(model_input, ModelInput):
-            model_input = ModelInput._validate(model_input)
+            model_input = _model_input(model_input)
         inputs = {name: _tensor(name, v) for name, v in (loss_fn_inputs or {}).items()}
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise InvalidInputError(
@@ -108,11 +108,7 @@ class Datum(Value):
             raise InvalidInputError("expected an object", path="loss_fn_inputs")
         if not isinstance(value.get("model_input"), dict):
             raise InvalidInputError("expected an object", path="model_input")
-        try:
-            model_input = ModelInput._from_dict(value["model_input"])
-        except InvalidInputError as exc:
-            raise nest(exc, "model_input") from exc
-        return cls(model_input, inputs)
+        return cls(value["model_input"], inputs)
 
     @classmethod
     def _schema(cls) -> dict[str, Any]:
@@ -127,6 +123,18 @@ class Datum(Value):
     def to_dict(self) -> dict[str, Any]:
         inputs = {name: tensor.to_dict() for name, tensor in self.loss_fn_inputs.items()}
         return {"loss_fn_inputs": inputs, "model_input": self.model_input.to_dict()}
+
+
+def _model_input(value: object) -> ModelInput:
+    if not isinstance(value, dict):
+        raise InvalidInputError(
+            f"expected a ModelInput, got {type(value).__name__}. Use ModelInput.from_ints(tokens).",
+            path="model_input",
+        )
+    try:
+        return ModelInput._from_dict(value)
+    except InvalidInputError as exc:
+        raise nest(exc, "model_input") from exc
 
 
 def _tensor(name: str, value: Any) -> TensorData:
@@ -146,8 +154,9 @@ def _convert(name: str, value: Any) -> TensorData:
     if isinstance(value, (list, tuple)):
         if (dtype := LIST_DTYPES.get(name)) is None:
             raise InvalidInputError(
-                "a list has no dtype, and this is none of the inputs whose dtype is known: "
-                f"{', '.join(LIST_DTYPES)}. Give a numpy array, a torch tensor or a TensorData."
+                f"no named loss has such an input; they have {', '.join(LIST_DTYPES)}. For a loss "
+                "of your own give a numpy array, a torch tensor or a TensorData: a list has no "
+                "dtype."
             )
         return from_list(value, dtype)
     if isinstance(value, np.ndarray):
