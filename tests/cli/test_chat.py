@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
 
+import httpx
 import pytest
+from patience import until
 
-WAIT_S = 90
+WAIT_S = 180
+OPEN = r"^tinkex_user_open_requests\{.*\} [1-9]"
 
 
 class Terminal:
@@ -133,12 +137,13 @@ def test_a_conversation_with_banner_commands_and_history(chat, tmp_path, saved):
 def test_ctrl_c_stops_the_answer_and_not_the_program(tmp_path, start_server):
     folder = tmp_path / "server"
     folder.mkdir()
-    with start_server(folder, "--engine", "toy:token_latency_s=30") as base_url:
+    with start_server(folder, "--engine", "toy:token_latency_s=600") as base_url:
         terminal = Terminal(tmp_path, "--base-url", base_url, "chat", "--max-tokens", "30000")
         terminal.until("you> ")
         terminal.type("Count to a million\n")
         terminal.until("million\r\n")
-        time.sleep(1.0)  # the answer is asked for, and its first token takes half a minute
+        # The answer is asked for when its sample is there; its first token takes ten minutes.
+        until(lambda: re.search(OPEN, httpx.get(f"{base_url}/metrics").text, re.MULTILINE))
         terminal.type("\x03")
         terminal.until("(stopped)")
         terminal.until("you> ")

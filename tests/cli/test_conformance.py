@@ -75,7 +75,7 @@ def broken_proxy(toy_server):
 
 
 def outcomes(base_url, only):
-    probe = Probe(base_url, "tml-x", timeout_s=10)
+    probe = Probe(base_url, "tml-x", timeout_s=60)
     try:
         return {outcome.claim: outcome for outcome in run_suite(probe, only)}
     finally:

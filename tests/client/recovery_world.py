@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from held_port import HeldPort
+from patience import until as wait_until
 
 from tinkex.client.config import ClientConfig
 from tinkex.client.recovery.policy import RecoveryPolicy
@@ -22,6 +24,10 @@ from tinkex.types import AdamParams, Datum, ModelInput
 ADAM = AdamParams(learning_rate=0.05)
 
 
+REQUEST_S = 100.0
+"""What a single request may take: only a server that does not answer spends it."""
+
+
 class Server:
     """A server process on a data directory; killed without warning, started again elsewhere."""
 
@@ -29,10 +35,15 @@ class Server:
         self._folder = folder
         self._child: subprocess.Popen[bytes] | None = None
         self._services: list[ServiceClient] = []
+        self._ports: list[HeldPort] = []
         self.latency_s = 0.0
         self.base_url = ""
 
     def start(self, port: int = 0) -> None:
+        """On a port of its own, unless that of a server before it is named."""
+        if not port:
+            self._ports.append(HeldPort())
+            port = self._ports[-1].number
         engine = f"toy:latency_s={self.latency_s}"
         command = [sys.executable, "-m", "tinkex.server", "--engine", engine, "--port", str(port)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
@@ -54,7 +65,7 @@ class Server:
             return
         assert self._child is not None
         self._child.send_signal(signal.SIGKILL)
-        self._child.wait(30)
+        self._child.wait(60)
         assert self._child.stdout is not None
         self._child.stdout.close()
 
@@ -78,8 +89,7 @@ class Server:
             env={},
             retry_window_s=retry_window_s,
             max_retries=1,
-            connect_timeout_s=1.0,
-            timeout_s=10.0,
+            timeout_s=REQUEST_S,
         )
         self._services.append(ServiceClient(config=config))
         return self._services[-1]
@@ -96,18 +106,19 @@ def batch(step: int) -> list[Datum]:
     return [Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "weights": [1.0] * 12})]
 
 
-PATIENT = 60
+PATIENT = 300
 """Attempts enough for a server that takes long to start on a busy machine."""
 
 
 def quick(server: Server, **options) -> RecoveryPolicy:
     defaults = {
+        "max_attempts": PATIENT,
         "save_every_steps": 3,
         "initial_delay_s": 0.1,
         "max_delay_s": 0.5,
-        "attempt_timeout_s": 10.0,
+        "attempt_timeout_s": REQUEST_S,
         "monitor_interval_s": 0.0,
-        "unreachable_s": 2.0,
+        "unreachable_s": 5.0,  # a busy machine may keep a server silent for a second or two
         "connect": server.connect,
     }
     return RecoveryPolicy(**{**defaults, **options})
@@ -117,7 +128,9 @@ def train(client, steps, *, disturb=lambda step: None) -> list[float]:
     losses = []
     for step in steps:
         disturb(step)
-        losses.append(client.train_step(batch(step), "cross_entropy", ADAM).result(60).loss)
+        losses.append(
+            client.train_step(batch(step), "cross_entropy", ADAM).result(2 * REQUEST_S).loss
+        )
     return losses
 
 
@@ -138,17 +151,10 @@ def delete_run(server: Server, client) -> None:
 
     def gone() -> bool:
         try:
-            stranger.unload_model().result(30)
+            stranger.unload_model().result(60)
         except BadRequestError as exc:  # a checkpoint is still being saved
             return "under way" not in str(exc)
         return True
 
     wait_until(gone)
-    other.close().result(10)
-
-
-def wait_until(condition, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    other.close().result(60)

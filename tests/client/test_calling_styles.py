@@ -28,7 +28,7 @@ def service(toy_server: str) -> Iterator[tinkex.ServiceClient]:
 
 
 def loss(client: Any) -> float:
-    value: float = client.forward([DATUM], "cross_entropy").result(30).metrics["loss:sum"]
+    value: float = client.forward([DATUM], "cross_entropy").result(60).metrics["loss:sum"]
     return value
 
 
@@ -81,14 +81,14 @@ async def test_it_is_awaited_without_stopping_the_loop(
 
 
 def test_a_loop_of_the_new_style_without_asyncio(service: tinkex.ServiceClient) -> None:
-    training = service.create_lora_training_client(MODEL, rank=4).result(30)
+    training = service.create_lora_training_client(MODEL, rank=4).result(60)
     done = training.forward_backward([DATUM], "cross_entropy")
     step = training.optim_step(types.AdamParams())
-    assert done.result(30).metrics["loss:sum"] > 0
-    assert step.future().result(30).metrics is not None
-    sampler = training.save_weights_and_get_sampling_client().result(30)
-    assert sampler.sample(PROMPT, 1, PARAMS).result(30).sequences[0].tokens
-    assert service.get_server_capabilities().result(30).supported_models[0].model_name == MODEL
+    assert done.result(60).metrics["loss:sum"] > 0
+    assert step.future().result(60).metrics is not None
+    sampler = training.save_weights_and_get_sampling_client().result(60)
+    assert sampler.sample(PROMPT, 1, PARAMS).result(60).sequences[0].tokens
+    assert service.get_server_capabilities().result(60).supported_models[0].model_name == MODEL
 
 
 async def test_a_loop_of_the_new_style_with_asyncio(toy_server: str) -> None:
@@ -114,7 +114,7 @@ def test_the_old_direct_use(service: tinkex.ServiceClient) -> None:
     assert loss(training) > 0
     assert training.model_id.endswith(":train:0")
     sampler = training.save_weights_and_get_sampling_client()
-    assert len(sampler.sample(PROMPT, 2, PARAMS).result(30).sequences) == 2
+    assert len(sampler.sample(PROMPT, 2, PARAMS).result(60).sequences) == 2
     name = sampler.get_base_model()
     assert name == MODEL
     assert isinstance(name, str)
@@ -178,5 +178,5 @@ def test_reprs_say_what_a_person_asks_first(service: tinkex.ServiceClient) -> No
     assert repr(sampler) == named
     assert repr(service.create_rest_client()) == f"<RestClient of {where}>"
     done = training.forward([DATUM], "cross_entropy")
-    done.result(30)
+    done.result(60)
     assert repr(done).startswith("<APIFuture done (")

@@ -48,7 +48,7 @@ def test_train_step_lowers_the_loss_and_returns_both_halves(
         )
         for _ in range(5)
     ]
-    losses = [step.result(30).loss for step in steps]
+    losses = [step.result(60).loss for step in steps]
     assert losses == sorted(losses, reverse=True)
     last = steps[-1].result()
     assert last.metrics["step:max"] == 5.0
@@ -84,11 +84,11 @@ def test_an_error_in_one_call_leaves_the_client_usable(training: tinkex.Training
     first = training.forward_backward([good], "cross_entropy")
     broken = training.forward_backward([bad], "cross_entropy")
     last = training.forward([good], "cross_entropy")
-    assert first.result(30).metrics["loss:sum"] > 0
+    assert first.result(60).metrics["loss:sum"] > 0
     with pytest.raises((tinkex.BadRequestError, tinkex.RequestFailedError)) as caught:
-        broken.result(30)
+        broken.result(60)
     assert caught.value.category == "user"
-    assert last.result(30).metrics == pytest.approx(first.result().metrics)
+    assert last.result(60).metrics == pytest.approx(first.result().metrics)
 
 
 def test_a_large_batch_travels_in_chunks_and_comes_back_whole(
@@ -108,15 +108,15 @@ def test_state_is_saved_and_resumed_exactly(
 ) -> None:
     data, adam = [datum([1, 2, 3, 4])], types.AdamParams(learning_rate=0.01)
     training.train_step(data, "cross_entropy", adam)
-    path = training.save_state("here", ttl_seconds=7200).result(30).path
+    path = training.save_state("here", ttl_seconds=7200).result(60).path
     expected = training.train_step(data, "cross_entropy", adam)
-    after = training.forward(data, "cross_entropy").result(30).metrics["loss:sum"]
+    after = training.forward(data, "cross_entropy").result(60).metrics["loss:sum"]
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    assert resumed.train_step(data, "cross_entropy", adam).result(30).loss == expected.result().loss
-    assert resumed.forward(data, "cross_entropy").result(30).metrics["loss:sum"] == after
+    assert resumed.train_step(data, "cross_entropy", adam).result(60).loss == expected.result().loss
+    assert resumed.forward(data, "cross_entropy").result(60).metrics["loss:sum"] == after
     fresh = service.create_training_client_from_state(path)
-    fresh.train_step(data, "cross_entropy", adam).result(30)
-    assert fresh.forward(data, "cross_entropy").result(30).metrics["loss:sum"] != after
+    fresh.train_step(data, "cross_entropy", adam).result(60)
+    assert fresh.forward(data, "cross_entropy").result(60).metrics["loss:sum"] != after
 
 
 def test_a_custom_loss_is_the_callable_s_own(training: tinkex.TrainingClient) -> None:
@@ -127,15 +127,15 @@ def test_a_custom_loss_is_the_callable_s_own(training: tinkex.TrainingClient) ->
         return loss, {"mine:sum": 3.0}
 
     data = [datum([1, 2, 3])]
-    plain = training.forward(data, "cross_entropy").result(30).metrics["loss:sum"]
-    result = training.forward_backward_custom(data, twice).result(30)
+    plain = training.forward(data, "cross_entropy").result(60).metrics["loss:sum"]
+    result = training.forward_backward_custom(data, twice).result(60)
     assert result.metrics["loss:sum"] == pytest.approx(2 * plain, rel=1e-5)
     assert result.metrics["mine:sum"] == 3.0
 
 
 def test_unload_and_info(training: tinkex.TrainingClient) -> None:
     assert training.get_info().model_data.model_name == MODEL
-    assert training.unload_model().result(30).model_id == training.model_id
+    assert training.unload_model().result(60).model_id == training.model_id
 
 
 async def test_every_call_has_an_async_twin_that_does_not_block(toy_server: str) -> None:
@@ -175,7 +175,7 @@ def test_tokens_stream_while_they_are_generated(service: tinkex.ServiceClient) -
     sampler = service.create_sampling_client(base_model=MODEL)
     stream = sampler.stream(PROMPT, PARAMS)
     pieces = list(stream)
-    whole = sampler.sample(PROMPT, 1, PARAMS).result(30).sequences[0]
+    whole = sampler.sample(PROMPT, 1, PARAMS).result(60).sequences[0]
     assert len(pieces) > 1
     assert (
         [t for piece in pieces for t in piece.tokens]
@@ -190,18 +190,18 @@ def test_a_prompt_of_one_token_has_one_logprob_and_it_is_none(
     service: tinkex.ServiceClient,
 ) -> None:
     sampler = service.create_sampling_client(base_model=MODEL)
-    assert sampler.compute_logprobs(types.ModelInput.from_ints([1])).result(30) == [None]
+    assert sampler.compute_logprobs(types.ModelInput.from_ints([1])).result(60) == [None]
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (
-            lambda s, t: t.forward([IGNORED], "cross_entropy").result(30),
+            lambda s, t: t.forward([IGNORED], "cross_entropy").result(60),
             r"target_tokens: token -100 .* keep its token and give it weight 0",
         ),
         (
-            lambda s, t: s.sample(FULL, 1, PARAMS).result(30),
+            lambda s, t: s.sample(FULL, 1, PARAMS).result(60),
             r"leaves room for 0 .*; shorten the prompt",
         ),
     ],
@@ -211,7 +211,7 @@ def test_the_server_names_the_fix_too(service: tinkex.ServiceClient, call: Any, 
     training = service.create_lora_training_client(MODEL, rank=4)
     with pytest.raises(tinkex.BadRequestError, match=says):
         call(sampler, training)
-    assert training.forward([datum([1, 2])], "cross_entropy").result(30).metrics["loss:sum"] > 0
+    assert training.forward([datum([1, 2])], "cross_entropy").result(60).metrics["loss:sum"] > 0
 
 
 def test_a_stream_of_a_closed_client_is_an_error_not_a_wait(toy_server: str) -> None:
@@ -241,13 +241,13 @@ def _sample_elsewhere(pickled: bytes, queue: Any) -> None:
 def test_a_sampling_client_works_in_another_process(service: tinkex.ServiceClient) -> None:
     """R13: pickled, with a clone number of its own."""
     sampler = service.create_sampling_client(base_model=MODEL)
-    here = sampler.sample(PROMPT, 1, PARAMS).result(30).sequences[0]
+    here = sampler.sample(PROMPT, 1, PARAMS).result(60).sequences[0]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=_sample_elsewhere, args=(pickle.dumps(sampler), queue))
     child.start()
     tokens, sequence_id = queue.get(timeout=90)
-    child.join(30)
+    child.join(60)
     assert tokens == here.tokens
     assert sequence_id != here.sequence_id
 
@@ -259,7 +259,7 @@ def test_a_handle_carries_no_credential(service: tinkex.ServiceClient) -> None:
     handle = sampler.get_sampler_handle()
     assert b"tml-clients" not in base64.urlsafe_b64decode(handle)
     again = tinkex.SamplingClient.from_sampler_handle(handle, api_key="tml-clients")
-    assert again.sample(PROMPT, 1, PARAMS).result(30).sequences[0].tokens
+    assert again.sample(PROMPT, 1, PARAMS).result(60).sequences[0].tokens
     with pytest.raises(tinkex.InvalidInputError, match="not a sampler handle"):
         tinkex.SamplingClient.from_sampler_handle("bm9uc2Vuc2U=")
 
@@ -273,34 +273,34 @@ def test_rest_lists_what_was_made(
     service: tinkex.ServiceClient, training: tinkex.TrainingClient
 ) -> None:
     """R16."""
-    path = training.save_state("listed").result(30).path
+    path = training.save_state("listed").result(60).path
     rest = service.create_rest_client()
     assert (
-        rest.get_training_run_by_tinker_path(path).result(30).training_run_id == training.model_id
+        rest.get_training_run_by_tinker_path(path).result(60).training_run_id == training.model_id
     )
     assert [
-        c.checkpoint_id for c in rest.list_checkpoints(training.model_id).result(30).checkpoints
+        c.checkpoint_id for c in rest.list_checkpoints(training.model_id).result(60).checkpoints
     ] == ["weights/listed"]
-    rest.publish_checkpoint_from_tinker_path(path).result(30)
-    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(30)
-    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(30)
-    rest.unpublish_checkpoint_from_tinker_path(path).result(30)
-    assert rest.get_weights_info_by_tinker_path(path).result(30).lora_rank == 4
+    rest.publish_checkpoint_from_tinker_path(path).result(60)
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(60)
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(60)
+    rest.unpublish_checkpoint_from_tinker_path(path).result(60)
+    assert rest.get_weights_info_by_tinker_path(path).result(60).lora_rank == 4
     assert training.model_id in {run.training_run_id for run in rest.iter_training_runs()}
     assert path in {checkpoint.tinker_path for checkpoint in rest.iter_user_checkpoints()}
-    rest.delete_checkpoint_from_tinker_path(path).result(30)
-    assert rest.list_checkpoints(training.model_id).result(30).checkpoints == []
+    rest.delete_checkpoint_from_tinker_path(path).result(60)
+    assert rest.list_checkpoints(training.model_id).result(60).checkpoints == []
     with pytest.raises(tinkex.NotFoundError):
-        rest.get_training_run("nobody:train:0").result(30)
+        rest.get_training_run("nobody:train:0").result(60)
 
 
 def test_a_closed_client_says_so_and_ends_its_waiting_calls(toy_server: str) -> None:
     service = tinkex.ServiceClient(base_url=toy_server, api_key="tml-clients")
     client = service.create_lora_training_client(MODEL, rank=4)
-    service.close("success").result(30)
-    service.close("success").result(30)
+    service.close("success").result(60)
+    service.close("success").result(60)
     with pytest.raises(tinkex.ClientClosedError):
-        client.forward([datum([1, 2])], "cross_entropy").result(30)
+        client.forward([datum([1, 2])], "cross_entropy").result(60)
 
 
 def test_several_services_live_side_by_side(toy_server: str) -> None:
@@ -311,10 +311,10 @@ def test_several_services_live_side_by_side(toy_server: str) -> None:
     services = [tinkex.ServiceClient(config=config) for config in configs]
     samplers = [service.create_sampling_client(base_model=MODEL) for service in services]
     assert len({service.holder.session_id for service in services}) == 3
-    tokens = {tuple(s.sample(PROMPT, 1, PARAMS).result(30).sequences[0].tokens) for s in samplers}
+    tokens = {tuple(s.sample(PROMPT, 1, PARAMS).result(60).sequences[0].tokens) for s in samplers}
     assert len(tokens) == 1
     for service in services:
-        service.close("success").result(30)
+        service.close("success").result(60)
 
 
 def _policy_datum(advantage: float) -> types.Datum:
@@ -326,11 +326,11 @@ def test_a_batch_without_any_advantage_is_told_once(
     training: tinkex.TrainingClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     some, none = _policy_datum(0.5), _policy_datum(0.0)
-    training.forward_backward([some, none], "importance_sampling").result(30)
-    training.forward([none], "importance_sampling").result(30)
+    training.forward_backward([some, none], "importance_sampling").result(60)
+    training.forward([none], "importance_sampling").result(60)
     assert "advantage" not in caplog.text
     for _ in range(2):
-        training.forward_backward([none], "importance_sampling").result(30)
+        training.forward_backward([none], "importance_sampling").result(60)
     assert caplog.text.count("Every advantage of this batch is zero") == 1
 
 
@@ -338,20 +338,20 @@ def test_a_step_without_signal_is_skipped_where_that_is_asked_for(
     training: tinkex.TrainingClient,
 ) -> None:
     adam, none = types.AdamParams(learning_rate=0.1), [_policy_datum(0.0)]
-    before = training.forward(none, "importance_sampling").result(30).loss_fn_outputs
+    before = training.forward(none, "importance_sampling").result(60).loss_fn_outputs
     skipped = training.train_step(none, "importance_sampling", adam, skip_without_signal=True)
-    assert skipped.result(30).metrics["skipped:max"] == 1.0
-    assert training.forward(none, "importance_sampling").result(30).loss_fn_outputs == before
+    assert skipped.result(60).metrics["skipped:max"] == 1.0
+    assert training.forward(none, "importance_sampling").result(60).loss_fn_outputs == before
     made = training.train_step([_policy_datum(0.5)], "ppo", adam, skip_without_signal=True)
-    assert made.result(30).metrics["step:max"] == 1.0
+    assert made.result(60).metrics["step:max"] == 1.0
 
 
 def test_an_error_names_the_call_that_was_made(training: tinkex.TrainingClient) -> None:
     bad = types.Datum(types.ModelInput.from_ints([10**8]), {"target_tokens": [1], "weights": [1.0]})
     with pytest.raises(tinkex.TinkerError, match="on forward - "):
-        training.forward([bad], "cross_entropy").result(30)
+        training.forward([bad], "cross_entropy").result(60)
     with pytest.raises(tinkex.TinkerError, match="on forward_backward - "):
-        training.forward_backward([bad], "cross_entropy").result(30)
+        training.forward_backward([bad], "cross_entropy").result(60)
 
 
 def test_a_loss_name_as_base_says_which_one_works(training: tinkex.TrainingClient) -> None:
@@ -372,7 +372,7 @@ def test_a_sample_that_runs_is_not_called_queued(tmp_path: Path) -> None:
     while not future.done():
         states.add(future.status().state)
         time.sleep(0.02)
-    service.close().result(30)
+    service.close().result(60)
     server.kill()
     assert "running" in states
     assert "queued" not in states

@@ -86,10 +86,10 @@ def test_a_span_tells_its_exception_and_lets_it_through(seen):
 
 def test_without_a_subscriber_an_event_costs_next_to_nothing():
     def cost(n: int = 20_000) -> float:
-        begin = time.perf_counter()
+        begin = time.thread_time()  # ours alone, however busy the machine is
         for _ in range(n):
             events.emit("x.y", a=1, b="two")
-        return (time.perf_counter() - begin) / n
+        return (time.thread_time() - begin) / n
 
     assert min(cost() for _ in range(5)) < 5e-6
 

@@ -28,7 +28,7 @@ from tinkex.client.session.background_loop import background
 def mine():
     answered = threading.Event()
     background().submit(answered.set)
-    print("before", answered.wait(10))
+    print("before", answered.wait(60))
 
 atexit.register(mine)
 

@@ -6,9 +6,9 @@ import asyncio
 import concurrent.futures
 import os
 import threading
-import time
 
 import pytest
+from patience import until
 
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.errors import ResultTimeoutError, TinkerError
@@ -19,13 +19,19 @@ async def _value(value: int, delay_s: float = 0.01) -> int:
     return value
 
 
+async def _once(event: threading.Event, value: int) -> int:
+    """The value, when somebody says so."""
+    assert await asyncio.to_thread(event.wait, 60)
+    return value
+
+
 def make(value: int, delay_s: float = 0.01) -> APIFuture[int]:
     return spawn(lambda waiting: _value(value, delay_s))
 
 
 def test_a_result_is_waited_for_and_then_kept() -> None:
     future = make(7)
-    assert future.result(5) == 7
+    assert future.result(60) == 7
     assert future.result(0) == 7
     assert future.status().state == "done"
 
@@ -58,54 +64,58 @@ def test_it_can_be_awaited_from_several_loops_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert results == [5, 5, 5]
 
 
 def test_it_works_with_the_standard_library_of_futures() -> None:
     futures = [make(n, 0.01 * n) for n in range(5)]
-    done = list(concurrent.futures.as_completed(futures, timeout=5))
+    done = list(concurrent.futures.as_completed(futures, timeout=60))
     assert sorted(future.result() for future in done) == list(range(5))
 
 
 def test_a_timeout_says_what_the_request_is_doing_and_leaves_it_alone() -> None:
+    may_end = threading.Event()
+
     def start(waiting: Waiting):  # type: ignore[no-untyped-def]
         waiting.state, waiting.reason, waiting.request_id = "queued", "3 requests ahead", "r9"
-        return _value(1, 0.3)
+        return _once(may_end, 1)
 
     future = spawn(start)
     with pytest.raises(ResultTimeoutError, match="queued: 3 requests ahead"):
         future.result(0.05)
     status = future.status()
     assert (status.state, status.reason, status.request_id) == ("queued", "3 requests ahead", "r9")
-    assert future.result(5) == 1
+    may_end.set()
+    assert future.result(60) == 1
     assert isinstance(ResultTimeoutError("x"), TimeoutError)
 
 
 async def test_an_async_timeout_cancels_the_request() -> None:
-    future = make(1, 5)
+    future = make(1, 600)
     with pytest.raises(ResultTimeoutError):
         await future.result_async(0.05)
     assert future.cancelled()
 
 
 def test_cancelling_stops_the_work_once() -> None:
-    stopped = threading.Event()
+    started, stopped = threading.Event(), threading.Event()
 
     async def work() -> None:
+        started.set()
         try:
             await asyncio.sleep(60)
         finally:
             stopped.set()
 
     future = spawn(lambda waiting: work())
-    time.sleep(0.05)
+    assert started.wait(60)
     assert future.cancel() is True
     assert future.cancel() is False
-    assert stopped.wait(5)
+    assert stopped.wait(60)
     assert future.status().state == "cancelled"
     with pytest.raises(concurrent.futures.CancelledError):
-        future.result(1)
+        future.result(60)
 
 
 async def test_cancelling_the_waiter_cancels_the_request() -> None:
@@ -126,7 +136,7 @@ def test_a_crash_in_the_machinery_reaches_the_caller() -> None:
 
     future = spawn(lambda waiting: crash())
     with pytest.raises(ZeroDivisionError, match="in the machinery"):
-        future.result(5)
+        future.result(60)
     assert future.status().state == "failed"
     assert isinstance(future.exception(0), ZeroDivisionError)
 
@@ -136,12 +146,13 @@ async def test_a_result_that_is_itself_a_timeout_error_is_not_mistaken_for_ours(
         raise TimeoutError("the server's")
 
     with pytest.raises(TimeoutError, match="the server's"):
-        spawn(lambda waiting: fail()).result(5)
+        spawn(lambda waiting: fail()).result(60)
 
 
 def test_blocking_in_a_callback_is_refused_instead_of_hanging() -> None:
     caught: list[BaseException] = []
-    slow = make(1, 0.2)
+    may_end = threading.Event()
+    slow = spawn(lambda waiting: _once(may_end, 1))
 
     def callback(_: object) -> None:
         try:
@@ -149,10 +160,14 @@ def test_blocking_in_a_callback_is_refused_instead_of_hanging() -> None:
         except BaseException as exc:
             caught.append(exc)
 
-    first = make(0)
+    may_begin = threading.Event()
+    first = spawn(lambda waiting: _once(may_begin, 0))
     first.add_done_callback(callback)
-    first.result(5)
-    assert slow.result(5) == 1
+    may_begin.set()
+    first.result(60)
+    until(lambda: caught)
+    may_end.set()
+    assert slow.result(60) == 1
     assert isinstance(caught[0], TinkerError)
 
 
@@ -164,16 +179,16 @@ def test_a_forked_child_starts_its_own_loop_and_cannot_wait_for_the_parents_futu
     if child == 0:  # pragma: no cover - another process
         try:
             try:
-                pending.result(1)
+                pending.result(60)
                 os._exit(1)
             except TinkerError:
                 pass
-            os._exit(0 if make(5).result(5) == 5 else 2)
+            os._exit(0 if make(5).result(60) == 5 else 2)
         except BaseException:
             os._exit(3)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert pending.result(5) == 1
+    assert pending.result(60) == 1
 
 
 def test_calls_from_many_threads_keep_their_own_order() -> None:
@@ -190,6 +205,6 @@ def test_calls_from_many_threads_keep_their_own_order() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    make(0).result(5)
+    make(0).result(60)
     for n in range(4):
         assert [number for thread, number in seen if thread == n] == list(range(200))

@@ -22,9 +22,11 @@ def threads() -> list[str]:
 
 
 def test_it_does_one_thing_after_another_on_one_thread():
-    done, kept = [], Keeper("the-keeper", lambda: False)
+    done, kept, all_given = [], Keeper("the-keeper", lambda: False), threading.Event()
+    kept.submit(all_given.wait)
     for number in range(20):
         kept.submit(lambda n=number: done.append((n, threading.get_ident(), kept.is_current)))
+    all_given.set()
     wait_until(lambda: len(done) == 20)
     assert [number for number, _, _ in done] == list(range(20))
     assert {(thread, there) for _, thread, there in done} == {(done[0][1], True)}

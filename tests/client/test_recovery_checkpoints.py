@@ -85,7 +85,7 @@ def test_old_checkpoints_of_its_own_are_deleted(server):
     rest = server.connect().create_rest_client()
 
     def names():
-        client.forward(batch(0), "cross_entropy").result(30)  # finished saves are counted by calls
+        client.forward(batch(0), "cross_entropy").result(60)  # finished saves are counted by calls
         found = rest.list_checkpoints(client.model_id).result().checkpoints
         return sorted(one.checkpoint_id for one in found)
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_gone_is_passed_over(server):
     wait_until(lambda: client._take_saves() or client._log.saved[-1].path.endswith("-000004"))
     newest = client._log.saved[-1].path
     rest = server.connect().create_rest_client()
-    rest.delete_checkpoint_from_tinker_path(newest).result(30)
+    rest.delete_checkpoint_from_tinker_path(newest).result(60)
     delete_run(server, client)
     assert losses + train(client, range(5, 6)) == expected
     assert told[0].checkpoint.endswith("-000002")
@@ -118,7 +118,7 @@ def lose_the_answer(client, make) -> APIFuture:
     answer = make()
     del client._ended
     call = client._log.calls[-1]
-    call.made[0].result(30)
+    call.made[0].result(60)
     call.made = (APIFuture(), call.made[1])
     client._log._done.clear()
     return answer
@@ -128,7 +128,7 @@ def test_a_call_is_never_answered_from_a_later_state(server):
     """Checkpoints after a call whose answer never came cannot give that answer."""
     client = new_client(server).with_recovery(quick(server, save_every_steps=1))
     train(client, range(1))
-    expected = client.forward(batch(9), "cross_entropy").result(30).metrics["loss:sum"]
+    expected = client.forward(batch(9), "cross_entropy").result(60).metrics["loss:sum"]
     asked = lose_the_answer(client, lambda: client.forward(batch(9), "cross_entropy"))
     train(client, range(1, 4))
     delete_run(server, client)
@@ -141,7 +141,7 @@ def test_a_name_being_saved_again_is_not_trusted(server):
     """It may hold the state before or after; repeating calls on the wrong one would be silent."""
     client = new_client(server).with_recovery(quick(server, save_every_steps=0))
     train(client, range(1))
-    client.save_state("last").result(30)
+    client.save_state("last").result(60)
     train(client, range(1, 2))
     lose_the_answer(client, lambda: client.save_state("last", overwrite=True))
     delete_run(server, client)
@@ -156,12 +156,12 @@ def test_a_name_being_saved_again_is_not_trusted(server):
 def test_a_call_that_cannot_be_repeated_is_told(server, is_awaited):
     """Without its effect the new run would be another one; nobody would notice."""
     client = new_client(server).with_recovery(quick(server))
-    path = client.save_state("mine").result(30).path
+    path = client.save_state("mine").result(60).path
     train(client, range(1))
     loading = client.load_state_with_optimizer(path)
     assert is_awaited or loading.cancel()
-    client.forward(batch(0), "cross_entropy").result(30)
-    server.connect().create_rest_client().delete_checkpoint_from_tinker_path(path).result(30)
+    client.forward(batch(0), "cross_entropy").result(60)
+    server.connect().create_rest_client().delete_checkpoint_from_tinker_path(path).result(60)
     delete_run(server, client)
     for _ in range(2):  # and it stays so
         with pytest.raises(RecoveryFailedError, match="load_state_with_optimizer had succeeded"):
@@ -176,7 +176,7 @@ def test_a_call_that_failed_fails_again_and_nothing_else(server):
     client = new_client(server).with_recovery(quick(server))
     losses = train(client, range(1))
     with pytest.raises(BadRequestError):
-        client.load_state(f"tinker://{client.model_id}/weights/nothing").result(30)
+        client.load_state(f"tinker://{client.model_id}/weights/nothing").result(60)
     delete_run(server, client)
     assert losses + train(client, range(1, 2)) == expected
     client.close()
@@ -187,7 +187,7 @@ def test_a_mistake_that_was_told_is_not_remembered(server):
     client = new_client(server).with_recovery(quick(server, save_every_steps=1))
     wrong = [Datum(ModelInput.from_ints([10**8]), {"target_tokens": [1], "weights": [1.0]})]
     with pytest.raises((RequestFailedError, InvalidInputError, ValueError)):
-        client.forward_backward(wrong, "cross_entropy").result(30)
+        client.forward_backward(wrong, "cross_entropy").result(60)
     train(client, range(6))
     wait_until(lambda: client._take_saves() or len(client._log.calls) <= 6)
     client.close()

@@ -10,6 +10,7 @@ import inspect
 import threading
 
 import pytest
+from patience import soon
 from recovery_world import (
     ADAM,
     Server,
@@ -131,7 +132,7 @@ def test_a_cancelled_call_still_counts(server):
         assert step.cancel()
     assert step.status().state == "cancelled"
     with pytest.raises(concurrent.futures.CancelledError):
-        step.result(5)
+        step.result(60)
     assert [first.result(60).loss, *train(client, range(2, 4))] == expected[:1] + expected[2:]
     assert not step.cancel()
     client.close()
@@ -141,8 +142,8 @@ async def test_an_awaited_future_gives_up_in_time(server):
     client = await asyncio.to_thread(new_client, server)
     client = await asyncio.to_thread(client.with_recovery, quick(server))
     future = await client.forward_async(batch(0), "cross_entropy")
-    assert (await asyncio.wait_for(future, 30)) is await future.result_async(1)
-    server.latency_s = 1.0
+    assert (await asyncio.wait_for(future, 60)) is await future.result_async(60)
+    server.latency_s = 5.0
     await asyncio.to_thread(server.restart)
     slow = await client.forward_async(batch(0), "cross_entropy")
     with pytest.raises(ResultTimeoutError, match="No result within"):
@@ -205,7 +206,7 @@ async def test_a_custom_loss_awaited_while_the_run_is_rebuilt_is_repeated_too(se
     expected = await (await plain.forward_backward_custom_async(batch(0), loss))
     with held_back(server) as client:
         coming = asyncio.ensure_future(client.forward_backward_custom_async(batch(0), loss))
-        await asyncio.sleep(0.3)
+        await soon(lambda: client._unanswered)
     assert (await (await coming)).metrics == expected.metrics
     assert client.num_recoveries == 1
     client.close()
@@ -246,7 +247,7 @@ def test_a_client_of_the_users_own_keeps_its_methods(server):
     plain = new_client(server)
     own = Counting(plain.holder, plain.model_seq_id, plain.model_id)
     client = own.with_recovery(quick(server))
-    client.forward(batch(0), "cross_entropy").result(30)
+    client.forward(batch(0), "cross_entropy").result(60)
     assert len(counted) == 1
     client.close()
 

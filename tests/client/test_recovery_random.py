@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from recovery_world import ADAM, PATIENT, Server, batch, new_client, quick
+from recovery_world import ADAM, Server, batch, new_client, quick
 
 from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import TinkerError
@@ -129,9 +129,7 @@ def slow_server(server: Server) -> Iterator[Server]:
 
 def recovering(server: Server, rng: random.Random):
     every = rng.choice((1, 2, 3, 5))
-    return new_client(server).with_recovery(
-        quick(server, max_attempts=PATIENT, save_every_steps=every)
-    )
+    return new_client(server).with_recovery(quick(server, save_every_steps=every))
 
 
 @pytest.mark.slow

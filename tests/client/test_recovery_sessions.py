@@ -64,15 +64,15 @@ def test_a_service_client_moves_to_the_new_session_with_its_run(server):
     assert service.holder.session_id not in (None, before)
     assert service.holder.session_id in service.get_console_url()
     assert service.get_server_capabilities().supported_models[0].model_name == base
-    path = client.save_weights_for_sampler("now").result(30).path
+    path = client.save_weights_for_sampler("now").result(60).path
     assert len(sample(service.create_sampling_client(path))) == 4
-    runs = service.create_rest_client().list_training_runs().result(30).training_runs
+    runs = service.create_rest_client().list_training_runs().result(60).training_runs
     assert client.model_id in [run.training_run_id for run in runs]
     second = service.create_lora_training_client(base, rank=4, seed=1)
     client.close()  # the session is the service client's now, and lives on
-    assert second.train_step(batch(0), "cross_entropy", ADAM).result(30).loss
+    assert second.train_step(batch(0), "cross_entropy", ADAM).result(60).loss
     assert len(sample(service.create_sampling_client(base_model=base))) == 4
-    service.close().result(30)
+    service.close().result(60)
     assert client.holder.is_closed
 
 
@@ -114,13 +114,13 @@ def test_a_service_client_that_was_closed_stays_closed(server):
     client = first.with_recovery(quick(server))
     delete_run(server, client)
     train(client, range(1))
-    service.close().result(30)
+    service.close().result(60)
     server.kill()
     server.start()
     train(client, range(1))
     assert client.num_recoveries == 2
     with pytest.raises(ClientClosedError):
-        service.create_rest_client().list_training_runs().result(10)
+        service.create_rest_client().list_training_runs().result(60)
     client.close()
 
 

@@ -64,10 +64,10 @@ def test_a_server_without_a_client_config_is_spoken_to_in_json(toy_server: str) 
     assert step.result().loss is not None
     assert lower < step.result().loss
     sampler = client.save_weights_and_get_sampling_client()
-    assert len(sampler.sample(types.ModelInput.from_ints([1]), 2, PARAMS).result(30).sequences) == 2
+    assert len(sampler.sample(types.ModelInput.from_ints([1]), 2, PARAMS).result(60).sequences) == 2
     assert "forward application/json" in WithoutConfig.seen
     assert "forward_backward application/json" in WithoutConfig.seen
-    service.close("success").result(30)
+    service.close("success").result(60)
 
 
 # --------------------------------------------------------------------------- TLS and HTTP/2
@@ -127,13 +127,13 @@ def tls_server(certificate: Path) -> Iterator[tuple[str, list[str]]]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     loop, stop, port = bound
     try:
         yield f"https://127.0.0.1:{port}", protocols
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
 
 
 def test_http2_is_spoken_where_tls_offers_it(tls_server: tuple[str, list[str]]) -> None:
@@ -144,7 +144,7 @@ def test_http2_is_spoken_where_tls_offers_it(tls_server: tuple[str, list[str]]) 
     service = tinkex.ServiceClient(config=config)
     assert service.get_server_capabilities().supported_models == []
     assert set(protocols) == {"h2"}
-    service.close("success").result(30)
+    service.close("success").result(60)
 
 
 def test_an_unknown_certificate_is_refused(tls_server: tuple[str, list[str]]) -> None:
@@ -222,7 +222,7 @@ sampler = service.create_sampling_client(base_model={MODEL!r})
 prompt = tinkex.ModelInput.from_ints([1])
 params = tinkex.SamplingParams(max_tokens=3, seed=1, stop=[])
 futures = [sampler.sample(prompt, 1, params) for _ in range(20)]
-print(len(futures[0].result(30).sequences[0].tokens))
+print(len(futures[0].result(60).sequences[0].tokens))
 """
     done = subprocess.run(
         [sys.executable, "-W", "error", "-X", "dev", "-c", program],
@@ -249,7 +249,7 @@ def test_ctrl_c_interrupts_a_wait_and_is_told_to_the_server(toy_server: str) -> 
         program()
     session_id = service.holder.session_id
     rest = tinkex.RestClient(base_url=toy_server, api_key="tml-int")
-    found = rest.search_sessions(types.SessionSearchRequest(session_id=session_id)).result(30)
+    found = rest.search_sessions(types.SessionSearchRequest(session_id=session_id)).result(60)
     assert found.sessions[0].status is not None
     assert found.sessions[0].status.type == "client_finished"
     assert found.sessions[0].status.reason.type == "interrupted"

@@ -32,7 +32,7 @@ class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-t
         if events or timeout == 0:
             return events
         if timeout is None:  # only another thread can wake us
-            events = super().select(2.0)
+            events = super().select(60.0)
             if not events:
                 raise Hang("the loop waits for ever")
             return events

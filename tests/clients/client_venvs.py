@@ -40,8 +40,9 @@ def client_python(name: str) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
-        )
+    """Three times at most: a package index may be away for a moment."""
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+        if done.returncode == 0:
+            return
+    raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")

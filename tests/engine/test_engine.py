@@ -220,8 +220,9 @@ def test_deterministic_mode_gives_equal_bits_whatever_the_company(start, tmp_pat
 def test_tokens_stream_while_a_long_batch_trains_and_both_end(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    long = client.train(data=tuple(random_datum(60, i) for i in range(80)))
-    stream = client.sample(max_tokens=30, stream=True)
+    with held_up(client):
+        long = client.train(data=tuple(random_datum(60, i) for i in range(80)))
+        stream = client.sample(max_tokens=30, stream=True)
     assert stream.result.num_sampled_tokens == 30
     assert long.result.num_tokens == 4800
     assert client.ended[-2:] == [stream.job.job_id, long.job.job_id]

@@ -56,11 +56,12 @@ def _build(folder: Path, version: str) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
+    """Three times at most: a package index may be away for a moment."""
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        if done.returncode == 0:
+            return
+    raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_parallel_terms_run_at_the_same_time():
     together = threading.Barrier(3)
 
     def meets(data, x):
-        together.wait(timeout=10)
+        together.wait(timeout=60)
         return x.sum(), {}
 
     specs = [RegularizerSpec(meets, 1.0, f"r{i}") for i in range(3)]
@@ -106,17 +106,17 @@ def test_an_overdue_term_fails_by_name_and_in_time(parallel):
     release = threading.Event()
 
     def slow(data, x):
-        release.wait(20)
+        release.wait(200)
         return x.sum(), {}
 
     specs = [RegularizerSpec(L1(), 1.0, "quick"), RegularizerSpec(slow, 1.0, "slow")]
     begin = time.monotonic()
     with pytest.raises(
-        RegularizerTimeoutError, match="regularizer 'slow': not done after 0.2 s"
+        RegularizerTimeoutError, match="regularizer 'slow': not done after 2 s"
     ) as e:
-        Pipeline(base, specs, parallel=parallel, timeout_s=0.2).compute([], logprobs())
+        Pipeline(base, specs, parallel=parallel, timeout_s=2.0).compute([], logprobs())
     release.set()
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 100
     assert isinstance(e.value, TimeoutError)
 
 

@@ -79,7 +79,7 @@ def test_no_expression_of_a_strangers_folder_is_run(pattern: str) -> None:
     started = time.perf_counter()
     with pytest.raises(NotSupportedError):
         ModulePatterns({pattern: 1}, field="alpha_pattern")
-    assert time.perf_counter() - started < 5  # run, the first one takes hours
+    assert time.perf_counter() - started < 60  # run, the first one takes hours
 
 
 def test_what_people_write_in_alpha_pattern_means_what_it_means_in_peft() -> None:

@@ -54,7 +54,7 @@ async def test_who_leaves_the_line_again_and_again_leaves_nothing_behind() -> No
     waiting = asyncio.create_task(gate.acquire("eve"))
     await asyncio.sleep(0)
     gate.release("ann")
-    await asyncio.wait_for(waiting, 30)
+    await asyncio.wait_for(waiting, 60)
     assert not gate._order
 
 
@@ -70,7 +70,7 @@ async def test_work_that_is_cancelled_while_it_waits_for_its_user_is_forgotten()
         await _cancelled(waiting)
     assert len(open_work._lines["eve"]) == 1
     await held.__aexit__(None, None, None)
-    await asyncio.wait_for(first, 30)
+    await asyncio.wait_for(first, 60)
 
 
 # ------------------------------------------------------------------------------------ requests

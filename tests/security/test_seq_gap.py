@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from app_world import AppWorld, open_app
+from patience import soon
 from server_process import ServerProcess
 from wire_client import Failed, WireClient, loss_of
 
-from tinkex.server.work.futures import Outcome
+from tinkex.server.work.futures import Outcome, Promise
 from tinkex.store import NewRow
 
 TOKENS = [1, 2, 3, 4]
@@ -88,19 +89,15 @@ async def test_a_failure_is_told_only_when_the_journal_has_it(
     """Else a crash in between runs what its owner was told was not run."""
     async with open_app(tmp_path, gap_limit_s=0.2, hold_s=0.5) as world:
         model = await world.model()
-        waiting = (await world.train(model, 2, TOKENS)).json()
-        promise = world.service.promises.get(waiting["request_id"])
-        assert promise is not None
         states: list[str] = []
 
-        def settled(_: Outcome) -> bool:
-            row = world.app.state.store.journal.get(waiting["request_id"])
-            states.append(row.state)
+        def settled(self: Promise, _: Outcome) -> bool:
+            states.append(world.app.state.store.journal.get(self.request_id).state)
             return True
 
-        monkeypatch.setattr(type(promise), "settle", lambda self, outcome: settled(outcome))
-        while not states:
-            await asyncio.sleep(0.01)
+        monkeypatch.setattr(Promise, "settle", settled)
+        await world.train(model, 2, TOKENS)
+        await soon(lambda: states)
         assert states == ["failed"]
 
 

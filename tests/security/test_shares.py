@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from app_world import AppWorld, open_app
 from fastapi import Request, Response
+from patience import soon
 
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.scheduler import Scheduler, SchedulerConfig, Seq
@@ -69,7 +69,7 @@ async def test_a_newcomer_finds_a_place_while_another_holds_all_it_may() -> None
     hog = [asyncio.create_task(gate.acquire("hog", 1000)) for _ in range(40)]
     await asyncio.sleep(0)
     assert sum(task.done() for task in hog) == 14
-    await asyncio.wait_for(gate.acquire("polite", 1), 1)
+    await asyncio.wait_for(gate.acquire("polite", 1), 60)
     for task in hog:
         task.cancel()
     await asyncio.gather(*hog, return_exceptions=True)
@@ -139,16 +139,15 @@ async def test_the_toy_says_nothing_either(two_keys: AppWorld) -> None:
 
 
 async def test_a_full_queue_lets_a_small_user_in(tmp_path: Path) -> None:
-    settings = {"max_queued_samples": 40, "max_running_samples": 8, "engine": "toy:latency_s=0.2"}
+    settings = {"max_queued_samples": 40, "max_running_samples": 8, "engine": "toy:latency_s=1"}
     async with open_app(tmp_path, api_keys=KEYS, **settings) as world:
         hog, polite = await _sampler(world, HOG), await _sampler(world, POLITE)
         flood = [world.post("asample", _sample(hog, n), key=HOG) for n in range(1, 80)]
         statuses = [answer.status_code for answer in await asyncio.gather(*flood)]
         assert 429 in statuses
-        started = time.monotonic()
         promise = await world.ok("asample", _sample(polite, 1), key=POLITE)
         assert isinstance(await world.result(promise, key=POLITE), bytes)
-        assert time.monotonic() - started < 15
+        assert world.service.samples.waiting(hog, 0, 99), "it did not stand behind all of them"
 
 
 # ------------------------------------------------------------------------------------ results
@@ -183,9 +182,8 @@ async def test_results_beyond_the_memory_go_to_disk_and_come_back(tmp_path: Path
         assert promise.outcome.size_bytes == 10_000
         assert promise.outcome.content() == bytes([n]) * 10_000
         kept.drop(promise)
-    await asyncio.sleep(0.2)
     assert (kept.memory_bytes, kept.kept_bytes) == (0, 0)
-    assert list((tmp_path / "results").iterdir()) == []
+    await soon(lambda: list((tmp_path / "results").iterdir()) == [])
 
 
 async def test_who_does_not_fetch_is_not_given_more(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
+from held_port import HeldPort
 
 
 class ServerProcess:
@@ -23,7 +25,8 @@ class ServerProcess:
         self.folder = folder
         self._one_thread = one_thread
         self._program = program
-        self.port = _free_port()
+        self._held = HeldPort()
+        self.port = self._held.number
         self.base_url = f"http://127.0.0.1:{self.port}"
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
@@ -76,7 +79,7 @@ class ServerProcess:
         if process is None:
             return 0
         process.send_signal(sig)
-        code = process.wait(timeout=30)
+        code = process.wait(timeout=60)
         assert process.stdout is not None
         process.stdout.close()
         return code
@@ -92,9 +95,3 @@ class ServerProcess:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

@@ -38,7 +38,7 @@ class World:
 
     def files_in_the_end(self, pattern: str, expected: list[str]) -> list[str]:
         """What a failed save left is removed just after the failure is told."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while (found := self.files(pattern)) != expected and time.monotonic() < until:
             time.sleep(0.05)
         return found

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from app_world import AppWorld, open_app
+from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
 from tinkex.errors import InvalidInputError
@@ -82,14 +83,14 @@ async def test_a_request_the_engine_refuses_does_not_stop_the_lane(app_world: Ap
 
 
 async def test_a_gap_is_the_reason_of_waiting_and_then_an_error(tmp_path: Path) -> None:
-    async with open_app(tmp_path, gap_limit_s=1.5, hold_s=0.3) as world:
+    async with open_app(tmp_path, gap_limit_s=600, hold_s=0.3) as world:
         model = await world.model()
         waiting = (await world.train(model, 3, TOKENS)).json()
         poll = await world.post("retrieve_future", {"request_id": waiting["request_id"]})
         assert poll.status_code == 408
         assert "waiting for seq_id 1" in poll.json()["queue_state_reason"]
         assert poll.json()["queue_state"] == "paused_capacity"
-        await asyncio.sleep(1.5)
+        world.service._lanes[model]._fail_gap()  # ten minutes have passed
         failed = await world.result(waiting)
         assert failed["category"] == "user"
         assert "seq_id 1, 2" in failed["error"]
@@ -203,11 +204,7 @@ async def test_large_results_leave_the_memory_and_can_still_be_fetched(
     monkeypatch.setattr("tinkex.server.work.results.LARGE_RESULT_BYTES", 10)
     model = await app_world.model()
     promise = (await app_world.train(model, 1, TOKENS)).json()
-    for _ in range(200):
-        if app_world.service.promises.get(promise["request_id"]) is None:
-            break
-        await asyncio.sleep(0.01)
-    assert app_world.service.promises.get(promise["request_id"]) is None
+    await soon(lambda: app_world.service.promises.get(promise["request_id"]) is None)
     assert loss_of(await app_world.result(promise)) > 0
 
 

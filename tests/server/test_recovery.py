@@ -190,11 +190,19 @@ async def test_a_worker_that_dies_with_a_snapshot_under_way_costs_a_replay(tmp_p
         tmp_path / "killed", snapshot_every_ops=4, engine="toy:latency_s=0.05"
     ) as world:
         model = await world.model()
+        state, worker = world.service._lanes[model]._state, world.service.place.pool.members[0]
+        begin, killed_at = state.begin_snapshot, []
+
+        async def begin_and_die(seq_id: int) -> None:
+            await begin(seq_id)
+            if not killed_at:
+                killed_at.append(seq_id)
+                worker._process.kill()  # type: ignore[attr-defined]
+
+        state.begin_snapshot = begin_and_die  # type: ignore[method-assign]
         await train_steps(world, model, 1, 2)
-        while world.service._lanes[model]._state._under_way is None:
-            await asyncio.sleep(0)
-        world.service.place.pool.members[0]._process.kill()  # type: ignore[union-attr]
         assert await train_steps(world, model, 5, 6) == expected
+        assert killed_at == [4]
 
 
 async def test_loading_a_checkpoint_survives_its_deletion_and_a_crash(tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ async def test_saved_optimizer_state_continues_bit_for_bit_and_weights_only_star
 
 
 async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_path: Path) -> None:
-    async with open_app(tmp_path, engine="toy:latency_s=0.15") as world:
+    async with open_app(tmp_path, engine="toy:latency_s=1.5") as world:
         model = await world.model()
         promise = (await world.train(model, 1, TOKENS)).json()
 
@@ -253,7 +261,7 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_p
 
         task = asyncio.create_task(killer())
         body = {"request_id": promise["request_id"]}
-        for _ in range(10):
+        for _ in range(40):
             response = await world.post("retrieve_future", body)
             if response.status_code == 200:
                 break
@@ -268,7 +276,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_replay_costs_no_state(tmp_p
     """Many requests are under way then, and they all are lost together: that is one loss."""
     async with open_app(tmp_path / "calm") as world:
         expected = await train_steps(world, await world.model(), 1, 8)
-    async with open_app(tmp_path / "killed", engine="toy:latency_s=0.1") as world:
+    async with open_app(tmp_path / "killed", engine="toy:latency_s=0.2") as world:
         model = await world.model()
         await train_steps(world, model, 1, 7)
         worker, lane = world.service.place.pool.members[0], world.service._lanes[model]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import orjson
 import pytest
 from app_world import AppWorld, open_app
+from patience import soon, until
 from server_process import ServerProcess
 
 import tinkex
@@ -69,10 +69,11 @@ async def test_the_same_number_gives_the_same_promise_once(app_world: AppWorld) 
 
 async def test_a_full_queue_is_429_and_drains(tmp_path: Path) -> None:
     async with open_app(
-        tmp_path, max_queued_samples=3, max_running_samples=1, engine="toy:latency_s=0.1"
+        tmp_path, max_queued_samples=3, max_running_samples=1, engine="toy:latency_s=1"
     ) as world:
         sampler = await open_sampler(world)
-        answers = [await world.post("asample", body_of(sampler, n)) for n in range(8)]
+        asked = (world.post("asample", body_of(sampler, n)) for n in range(8))
+        answers = await asyncio.gather(*asked)
         refused = [answer for answer in answers if answer.status_code == 429]
         assert refused
         assert refused[0].headers["retry-after"] == "1"
@@ -87,12 +88,12 @@ async def test_a_cancelled_sample_frees_its_place_at_once(tmp_path: Path) -> Non
     async with open_app(tmp_path, max_running_samples=1, engine="toy:token_latency_s=0.5") as world:
         sampler = await open_sampler(world)
         slow = await world.ok(
-            "asample", body_of(sampler, 0, params={"max_tokens": 100, "stop": []})
+            "asample", body_of(sampler, 0, params={"max_tokens": 1000, "stop": []})
         )
         await asyncio.sleep(0.2)
         quick = await world.ok("asample", body_of(sampler, 1, params={"max_tokens": 1}))
         assert (await world.ok("cancel_future", slow))["status"] == "cancelled"
-        await asyncio.wait_for(world.result(quick), 3)
+        await asyncio.wait_for(world.result(quick), 60)
         assert "cancelled" in (await world.result(slow))["error"]
 
 
@@ -319,7 +320,9 @@ async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Pa
         await world.model()  # loads the base model
         session = await open_sampler(world)
         for number in range(3):
-            await world.ok("asample", body_of(session, number, params={"max_tokens": 50}))
+            await world.ok("asample", body_of(session, number, params={"max_tokens": 1000}))
+        first = world.service.samples.waiting(session, 0, 1)[0]
+        await soon(lambda: first.reason() == "sampling", first.reason)
         target = {"type": "sampling_session", "sampling_session_id": session}
         poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
         (size,) = struct.unpack_from("<I", poll.content)
@@ -334,10 +337,8 @@ async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Pa
         poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
         waiting = world.service.samples.waiting(session, 0, 9)
         assert [p.request_id for p in waiting] == [f"{session}:1", f"{session}:2"]
-        deadline = time.monotonic() + 60  # the place that was freed is given on a moment later
-        while waiting[1].reason() != "next in line":
-            assert time.monotonic() < deadline, waiting[1].reason()
-            await asyncio.sleep(0.01)
+        # The place that was freed is given on a moment later.
+        await soon(lambda: waiting[1].reason() == "next in line", waiting[1].reason)
 
 
 def test_the_status_of_a_waiting_sample_says_why(tmp_path: Path) -> None:
@@ -352,10 +353,10 @@ def test_the_status_of_a_waiting_sample_says_why(tmp_path: Path) -> None:
             sampler.sample(prompt, 1, tinkex.types.SamplingParams(max_tokens=1)).result()
             params = tinkex.types.SamplingParams(max_tokens=200)  # none ends while we look
             futures = [sampler.sample(prompt, 1, params) for _ in range(3)]
-            deadline = time.monotonic() + 60
-            while not _one_runs_and_two_wait(futures):
-                assert time.monotonic() < deadline, [future.status() for future in futures]
-                time.sleep(0.1)
+            until(
+                lambda: _one_runs_and_two_wait(futures),
+                lambda: [future.status() for future in futures],
+            )
             for future in futures:
                 future.cancel()
 

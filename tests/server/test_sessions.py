@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from app_world import AppWorld, open_app
+from patience import soon
 
 from tinkex.server.presence import Presence, is_alive
 from tinkex.server.work.live_sessions import LiveSessions
@@ -47,12 +47,8 @@ async def test_silence_parks_the_models_without_being_asked(
     async with open_app(tmp_path, park_after_s=0.3) as world:
         model = await world.model()
         await world.result((await world.train(model, 1, [1, 2, 3])).json())
-        assert world.service.num_lanes == 1
-        for _ in range(100):
-            if world.service.num_lanes == 0:
-                break
-            await asyncio.sleep(0.05)
-        assert world.service.num_lanes == 0
+        await soon(lambda: world.service.num_lanes == 0)
+        assert len(list((tmp_path / "state").glob("*/*"))) == 1, "its state is saved"
         done = (await world.step(model, 2)).json()
         assert (await world.result(done))["metrics"]["step:max"] == 1.0
 

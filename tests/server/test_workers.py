@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import pytest
+from patience import soon
 
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
@@ -26,11 +27,11 @@ async def started(engine: str = "toy", **spec: Any) -> ProcessWorker:
 
 
 async def test_a_dead_child_fails_its_jobs_and_is_replaced() -> None:
-    worker = await started("toy:latency_s=5")
+    worker = await started("toy:latency_s=600")
     await worker.wait_ready()
     first, pid = worker.generation, worker.pid
     job = asyncio.create_task(run(worker, describe()))
-    await asyncio.sleep(0.1)
+    await soon(lambda: worker._pending)
     os.kill(pid, 9)
     with pytest.raises(WorkerLostError):
         await job
@@ -66,16 +67,16 @@ async def test_cancelling_reaches_the_engine() -> None:
         base_model="toy",
         adapter_folder=None,
         prompt=np.array([1], dtype=np.int64),
-        max_tokens=50,
+        max_tokens=500,
         stop_tokens=(),
     )
     task = asyncio.create_task(run(worker, job))
-    await asyncio.sleep(0.1)
+    await soon(lambda: worker._pending)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert worker._pending == {}
-    assert isinstance(await asyncio.wait_for(run(worker, describe()), 5), ModelInfo)
+    assert isinstance(await asyncio.wait_for(run(worker, describe()), 60), ModelInfo)
     await worker.close()
 
 

@@ -10,9 +10,10 @@ if command -v apt-get >/dev/null; then
   # create_main_cluster=false: we want the programs, not a running service.
   $sudo mkdir -p /etc/postgresql-common &&
     echo "create_main_cluster = false" | $sudo tee /etc/postgresql-common/createcluster.conf >/dev/null
-  $sudo apt-get install -y -q --no-install-recommends postgresql >/dev/null 2>&1 ||
-    { $sudo apt-get update -q >/dev/null 2>&1 &&
-      $sudo apt-get install -y -q --no-install-recommends postgresql >/dev/null 2>&1; }
+  get="$sudo apt-get -o Acquire::Retries=5 -o DPkg::Lock::Timeout=300"
+  $get install -y -q --no-install-recommends postgresql >/dev/null 2>&1 ||
+    { $get update -q >/dev/null 2>&1
+      $get install -y -q --no-install-recommends postgresql >/dev/null 2>&1; }
 fi
 [ -n "$(find_initdb)" ] && exit 0
 echo "######################################################################" >&2

@@ -191,5 +191,5 @@ def test_the_command_serves_the_folder(tmp_path: Path):
         assert "run" in page.text
     finally:
         child.terminate()
-        child.wait(timeout=30)
+        child.wait(timeout=60)
         child.stdout.close()

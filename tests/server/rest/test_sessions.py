@@ -137,9 +137,9 @@ async def test_the_audit_log_tells_the_life_of_a_checkpoint(world: World) -> Non
 
 async def test_a_trace_is_made_of_journal_timings(world: World) -> None:
     now = time.time()
-    world.store.journal.append(rows.op(1, accepted_at=now - 3)).result(timeout=5)
-    world.store.journal.append(rows.op(2, accepted_at=now - 2)).result(timeout=5)
-    world.store.journal.note([rows.ended(1, started_at=now - 1)]).result(timeout=5)
+    world.store.journal.append(rows.op(1, accepted_at=now - 3)).result(timeout=60)
+    world.store.journal.append(rows.op(2, accepted_at=now - 2)).result(timeout=60)
+    world.store.journal.note([rows.ended(1, started_at=now - 1)]).result(timeout=60)
     body = await world.call("GET", "/sessions/s/trace_export", 200)
     assert body["status"] == "ready"
     trace = (await world.http.get(body["url"])).json()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import obstore
+from held_port import HeldPort
 from obstore.store import S3Store
 
 BUCKET = "tinkex-test"
@@ -18,7 +18,8 @@ BUCKET = "tinkex-test"
 
 class MotoServer:
     def __init__(self, folder: Path) -> None:
-        self.port = _free_port()
+        self._held = HeldPort()
+        self.port = self._held.number
         self.url = f"http://127.0.0.1:{self.port}"
         self.env = {
             "AWS_ENDPOINT_URL": self.url,
@@ -37,11 +38,11 @@ class MotoServer:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             try:
-                httpx.get(f"{self.url}/moto-api/", timeout=5)
+                httpx.get(f"{self.url}/moto-api/", timeout=60)
                 break
             except httpx.HTTPError:
                 time.sleep(0.1)
-        httpx.put(f"{self.url}/{BUCKET}", timeout=30).raise_for_status()
+        httpx.put(f"{self.url}/{BUCKET}", timeout=60).raise_for_status()
 
     def end(self) -> None:
         if self._process is not None:
@@ -56,7 +57,7 @@ class MotoServer:
     def demand_keys(self, after: int) -> None:
         """From the request of that number on only known keys are let in."""
         url = f"{self.url}/moto-api/reset-auth"
-        httpx.post(url, content=str(after), timeout=30).raise_for_status()
+        httpx.post(url, content=str(after), timeout=60).raise_for_status()
 
     def objects(self, prefix: str) -> dict[str, bytes]:
         store = S3Store(
@@ -70,9 +71,3 @@ class MotoServer:
         )
         paths = [entry["path"] for page in obstore.list(store) for entry in page]
         return {path: bytes(obstore.get(store, path).bytes()) for path in sorted(paths)}
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
