@@ -107,6 +107,8 @@ MISTAKES: list[tuple[Any, str]] = [
         "loss_fn_config.a: expected a number or text",
     ),
     (lambda: training().forward([DATUM], "cross_entropy", {"a": float("nan")}), "finite"),
+    (lambda: training().forward([DATUM], "ppo", {"a": 10**400}), "a: expected a finite number"),
+    (lambda: training().forward([DATUM], "ppo", {"a": 10**5000}), "a: .* too long to be shown"),
     (lambda: training().forward([DATUM], "custom"), "loss_id"),
     (lambda: training().optim_step(), "exactly one of optim_params and adam_params"),
     (lambda: training().optim_step(adam(), adam_params=adam()), "exactly one"),
@@ -118,7 +120,7 @@ MISTAKES: list[tuple[Any, str]] = [
         lambda: training().optim_step(adam(beta2=1.0)),
         "beta2: must be below 1",
     ),
-    (lambda: training().optim_step(adam(eps=0.0)), "eps: must be above 0"),
+    (lambda: training().optim_step(adam(eps=0.0)), "eps: must be at least 1e-30"),
     (
         lambda: training().train_step([DATUM], "cross_entropy", adam(beta1=-0.1)),
         "beta1",

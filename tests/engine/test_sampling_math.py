@@ -127,6 +127,18 @@ def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
     assert 1500 < len(seen) <= 1801
 
 
+def test_top_p_is_a_share_of_a_wide_top_k_in_any_company():
+    """The short cut has 512 candidates, top_k leaves 600, and a neighbour has no top_k."""
+    rows = [DrawSettings(top_k=600, top_p=0.1), DrawSettings(top_p=0.5)]
+    logits_NV = torch.randn(1, 2000, generator=torch.Generator().manual_seed(3)).repeat(2, 1)
+    for i in range(20):
+        u = numbers([sample_key(5, i)] * 2)
+        together, together_lp = draw(logits_NV.clone(), Settings.of(rows, 2000), u)
+        alone, alone_lp = draw(logits_NV[:1].clone(), Settings.of(rows[:1], 2000), u[:1])
+        assert alone.item() == together[0].item()
+        assert alone_lp.item() == pytest.approx(together_lp[0].item(), abs=1e-5)
+
+
 def test_min_p_sorts_everything_when_more_than_few_candidates_are_likely_enough():
     flat = torch.randn(400, 2000, generator=torch.Generator().manual_seed(1)) * 0.1
     u = numbers(sample_key(11, i) for i in range(400))

@@ -198,6 +198,20 @@ def test_prompt_scores_have_their_shapes_and_agree(client):
     assert result.sequences[0].topk.token_ids.shape == (1, 2)
 
 
+def test_more_alternatives_than_tokens_and_alternatives_to_no_token_have_their_shapes():
+    engine = ToyEngine(ToyConfig(vocab_size=7))
+    asked = {"topk_prompt_logprobs": 9, "topk_sample_logprobs": 9, "prompt_logprobs": True}
+    try:
+        for num_tokens in (0, 2):
+            result = Client(engine).sample([5, 6], max_tokens=num_tokens, stop_tokens=(), **asked)
+            (sequence,) = result.sequences
+            assert sequence.topk.token_ids.shape == sequence.topk.logprobs.shape == (num_tokens, 9)
+            assert (sequence.topk.logprobs[:, 7:] == -99999.0).all()
+            assert (result.topk_prompt.logprobs[1] > -99999.0).sum() == 7
+    finally:
+        engine.close()
+
+
 def test_last_n_hides_the_earlier_prompt(client):
     result = client.sample(
         [5, 6, 7, 8], max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=2

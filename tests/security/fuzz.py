@@ -16,6 +16,7 @@ import asyncio
 import copy
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -89,7 +90,7 @@ SETTINGS = {
 
 
 class WrongAnswerError(AssertionError):
-    """A request that was answered with 500, in another shape, or not at all."""
+    """A request answered with 500, in another shape or not at all, or failed by a fault of ours."""
 
 
 @dataclass
@@ -353,6 +354,8 @@ class Attack:
         self._maker = Maker(seed)
         self.statuses: Counter[int] = Counter()
         self.slowest_s = 0.0
+        self._promised: dict[str, str] = {}
+        """What was asked, by the id under which its result will be."""
 
     async def run(self, chosen: list[Target], count: int) -> None:
         for number, target in enumerate(chosen):
@@ -362,9 +365,24 @@ class Attack:
                     await self._renew()
                 batch = [self._maker.request(target) for _ in range(min(AT_ONCE, count - done))]
                 await asyncio.gather(*(self._send(target, request) for request in batch))
+        await self._look_at_results()
+
+    async def _look_at_results(self) -> None:
+        """What was taken and has ended by now did not end by a fault of ours."""
+        promised, self._promised = list(self._promised.items()), {}
+        for start in range(0, len(promised), AT_ONCE):
+            some = promised[start : start + AT_ONCE]
+            polls = (
+                self._world.post("retrieve_future", {"request_id": id}, headers=KEY)
+                for id, _ in some
+            )
+            for (_, request), answer in zip(some, await asyncio.gather(*polls), strict=True):
+                if b'"category":"server"' in answer.content:
+                    raise WrongAnswerError(f"{answer.text[:500]}. {request}")
 
     async def _renew(self) -> None:
         """End what the last requests left behind, and give the next ones ids that exist."""
+        await self._look_at_results()
         world, store = self._world, self._world.service.store
         user = await store.call(store.accounts.ensure_user, "local")
         await world.app.state.oversight.enable(user, "local")
@@ -414,6 +432,8 @@ class Attack:
             raise WrongAnswerError(f"{target.name}: {exc!r}. {_shown(request)}") from exc
         self.slowest_s = max(self.slowest_s, time.monotonic() - started)
         self.statuses[answer.status_code] += 1
+        for promised in re.findall(rb'"request_id":"([^"]+)"', answer.content):
+            self._promised[promised.decode()] = _shown(request)
         if answer.status_code >= 500:
             told = f"{answer.status_code} {answer.text[:500]}"
             raise WrongAnswerError(f"{target.name}: {told}. {_shown(request)}")
@@ -446,7 +466,8 @@ async def attack(folder: Path, *, count: int, seed: int, only: str = "") -> dict
     """Attack a server of its own; gives what was answered.
 
     Raises:
-        WrongAnswerError: Something was answered with 500, or not at all.
+        WrongAnswerError: Something was answered with 500, or not at all, or failed later by a fault
+            of the server.
     """
     async with open_app(folder / "data", **SETTINGS, **talking_toy(folder / "model")) as world:
         await world.facts()

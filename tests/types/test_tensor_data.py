@@ -98,6 +98,11 @@ def test_sparse_is_used_only_when_it_is_smaller():
         (lambda: TensorData([1], "int64", [2, 2], [0, 1], [0]), "sparse_crow_indices", "3"),
         (lambda: TensorData([1], "int64", [1, 2], [0, 1], [2]), "sparse_col_indices", "0..1"),
         (lambda: TensorData([1], "int64", [1, 2], [1, 1], [0]), "sparse_crow_indices", "rise"),
+        (
+            lambda: TensorData([1, 2, 3, 4], "int64", [2, 3], [0, 1, 4], [2, 1, 0, 1]),
+            "sparse_col_indices",
+            "row 1 has column 1 twice",
+        ),
         (lambda: TensorData([1], "int64", [1, 2], [0, 1], [0, 1]), "sparse_col_indices", "got 2"),
         (lambda: TensorData([1], "int64").to_numpy(True), "pad_value", "True"),
     ],

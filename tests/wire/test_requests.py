@@ -228,6 +228,21 @@ def test_a_field_the_older_server_does_not_know_is_refused_not_dropped():
         requests.encode("load_weights", load, Generation.V0_4)
 
 
+def test_sparse_logprobs_are_refused_where_zeros_would_stand_for_what_is_left_out():
+    """A candidate that is left out has probability 0; a 0 among logprobs has probability 1."""
+    sparse = {"sparse_crow_indices": [0, 1], "sparse_col_indices": [1]}
+    inputs = {
+        "target_tokens": types.TensorData([1, 2], "int64", [1, 2]),
+        "logprobs": types.TensorData([-0.5], "float32", [1, 2], **sparse),
+    }
+    datum = types.Datum(types.ModelInput.from_ints([1]), inputs)
+    asked = types.ForwardBackwardRequest(
+        types.ForwardBackwardInput([datum], "kl_divergence"), "m", 1
+    )
+    with pytest.raises(NotSupportedError, match=r"loss_fn_inputs\.logprobs"):
+        requests.encode("forward_backward", asked, Generation.V0_4)
+
+
 def test_the_two_explicit_nulls_are_sent():
     ttl = types.SetCheckpointTtlRequest(ttl_seconds=None)
     assert requests.encode("set_checkpoint_ttl", ttl).content == b'{"ttl_seconds":null}'

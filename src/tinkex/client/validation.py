@@ -7,7 +7,6 @@ from a queue costs minutes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from tinkex import types
 from tinkex.contract.losses import CUSTOM, LOSSES, TARGETS, WEIGHTS, LossFnType, read_settings
 from tinkex.contract.optimizers import OPTIMIZERS, read_params
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.contract.settings import is_finite, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 from tinkex.types.account.checkpoints import TYPE_BY_KIND
@@ -54,9 +54,9 @@ def _check_sendable(key: str, value: Any) -> None:
         raise InvalidInputError(
             f"expected a number or text, got {value!r}", path=f"loss_fn_config.{key}"
         )
-    if not isinstance(value, str) and not math.isfinite(value):
+    if not isinstance(value, str) and not is_finite(value):
         raise InvalidInputError(
-            f"expected a finite number, got {value!r}", path=f"loss_fn_config.{key}"
+            f"expected a finite number, got {shown(value)}", path=f"loss_fn_config.{key}"
         )
 
 

@@ -91,10 +91,14 @@ class Loss:
         return WEIGHTS in self.needs
 
 
+MOST = 1e30
+"""Losses are computed in float32; more than this would overflow on the way."""
+
+
 def _clip(low: float, high: float) -> tuple[Setting, ...]:
     return (
-        Setting("clip_low_threshold", low, Between(0.0)),
-        Setting("clip_high_threshold", high, Between("clip_low_threshold")),
+        Setting("clip_low_threshold", low, Between(0.0, MOST)),
+        Setting("clip_high_threshold", high, Between("clip_low_threshold", MOST)),
     )
 
 
@@ -134,7 +138,7 @@ _DECLARED = (
         name="dro",
         says="`-(logp * A - beta / 2 * (logp - q)^2)`",
         needs=_RL,
-        settings=(Setting("beta", 0.05, Between(0.0)),),
+        settings=(Setting("beta", 0.05, Between(0.0, MOST)),),
     ),
     Loss(
         name="gspo",
@@ -149,7 +153,7 @@ _DECLARED = (
         says="`-r * A`, masked where the probability has moved over the threshold and would move "
         "further",
         needs=_RL,
-        settings=(Setting("divergence_threshold", 0.2, Between(0.0)),),
+        settings=(Setting("divergence_threshold", 0.2, Between(0.0, MOST)),),
         gates=(ADVANTAGES, WEIGHTS),
     ),
     Loss(

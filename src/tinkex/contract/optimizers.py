@@ -15,11 +15,13 @@ from tinkex.contract.bounds import Between
 from tinkex.contract.settings import check, read, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 
-Rate: TypeAlias = Annotated[float, Between(0), "How far a step goes."]
-Decay: TypeAlias = Annotated[float, Between(0), "Decoupled weight decay."]
+# A step is computed in float32. Beyond these numbers it would overflow half-way, when moments and
+# weights have changed already, or an `eps` would be 0.
+Rate: TypeAlias = Annotated[float, Between(0, 1_000_000), "How far a step goes."]
+Decay: TypeAlias = Annotated[float, Between(0, 1_000_000), "Decoupled weight decay."]
 ClipNorm: TypeAlias = Annotated[float, Between(0), "Gradient norm to clip at; 0: no clipping."]
 Fraction: TypeAlias = Annotated[float, Between(0, below=1)]
-Positive: TypeAlias = Annotated[float, Between(above=0)]
+Epsilon: TypeAlias = Annotated[float, Between(1e-30, 1e30)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class AdamParams(OptimizerParams):
     learning_rate: Rate = 1e-4
     beta1: Annotated[Fraction, "Decay of the first moment."] = 0.9
     beta2: Annotated[Fraction, "Decay of the second moment."] = 0.95
-    eps: Annotated[Positive, "Keeps untouched weights from 0/0."] = 1e-12
+    eps: Annotated[Epsilon, "Keeps untouched weights from 0/0."] = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

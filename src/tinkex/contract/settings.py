@@ -103,17 +103,23 @@ def _is_of(kind: type, value: Any) -> bool:
     """Whether it is a number of that kind; true and false are none, nor are NaN and infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if kind is int:
-        return isinstance(value, int)
+    return isinstance(value, int) if kind is int else is_finite(value)
+
+
+def is_finite(number: float) -> bool:
+    """Whether it is a float, or a whole number that has one."""
     try:
-        return math.isfinite(value)
+        return math.isfinite(number)
     except OverflowError:  # a whole number beyond all floats
         return False
 
 
 def shown(value: Any) -> str:
     """A value as an error shows it, however long it is."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        text = f"something of {type(value).__name__} that is too long to be shown"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

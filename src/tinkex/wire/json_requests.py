@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from tinkex.contract.settings import is_finite
 from tinkex.errors import InvalidInputError
 from tinkex.types._bounds import Id, SeqId
 from tinkex.types._models import Request
@@ -99,13 +99,6 @@ def _config(value: Any) -> dict[str, float | str] | None:
         path = f"loss_fn_config.{key[:80]}"
         if isinstance(item, bool) or not isinstance(item, int | float | str):
             raise InvalidInputError(f"expected a number or text, got {short(item)}", path=path)
-        if not isinstance(item, str) and not _is_finite(item):
+        if not isinstance(item, str) and not is_finite(item):
             raise InvalidInputError(f"must be finite, got {short(item)}", path=path)
     return value
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer of more than 308 digits
-        return False

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from tinkex.contract.losses import LOGPROBS
 from tinkex.errors import NotSupportedError
 from tinkex.types._value import short
 from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
@@ -132,6 +133,13 @@ def _image_size(chunk: ImageChunk | ImageAssetPointerChunk) -> dict[str, int]:
 
 
 def _datum(datum: Datum) -> dict[str, Any]:
+    for name, tensor in datum.loss_fn_inputs.items():
+        if name == LOGPROBS.name and tensor.is_sparse:
+            raise NotSupportedError(
+                "a server of the 0.4.1 generation has no sparse form, and a candidate that is left "
+                "out has no logprob that JSON can write",
+                path=f"loss_fn_inputs.{name}",
+            )
     inputs = {name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
     return {"loss_fn_inputs": inputs, "model_input": _model_input(datum.model_input)}
 

@@ -191,6 +191,9 @@ def filtered(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         mass_N = (values_NK.exp().sum(1) / scaled_NV.exp().sum(1)) - 1e-4
         enough_N = (mass_N >= settings.top_p_N) | (settings.top_k_N <= few)
         enough_N |= values_NK[:, -1] < settings.log_min_p_N
+        # Its top_p is a share of what top_k leaves, and not all of that is among the few.
+        is_wider_N = (settings.top_k_N > few) & (settings.top_k_N < scaled_NV.shape[1])
+        enough_N &= ~(is_wider_N & (settings.top_p_N < 1))
         if bool((enough_N | settings.is_plain_N(scaled_NV.shape[1])).all()):
             return ids_NK, _cut(values_NK, settings, scaled_NV)
     values_NK, ids_NK = scaled_NV.topk(num_candidates, dim=1)

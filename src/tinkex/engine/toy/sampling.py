@@ -86,19 +86,18 @@ def _draw_sparse(row: Row, u: float) -> int:
 
 
 def top(logprobs_V: NDArray[np.float64], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    ids = np.argsort(-logprobs_V, kind="stable")[:k]
-    values = logprobs_V[ids]
-    alive = np.isfinite(values)
-    return (
-        np.where(alive, ids, 0).astype(np.int32),
-        np.where(alive, values, EMPTY_LOGPROB).astype(np.float32),
-    )
+    """The k likeliest; cells that a filter or a small vocabulary leaves empty are at the end."""
+    best = np.argsort(-logprobs_V, kind="stable")[:k]
+    best = best[np.isfinite(logprobs_V[best])]
+    ids, values = np.zeros(k, np.int32), np.full(k, EMPTY_LOGPROB, np.float32)
+    ids[: len(best)], values[: len(best)] = best, logprobs_V[best]
+    return ids, values
 
 
 def stack(rows: list[tuple[NDArray[np.int32], NDArray[np.float32]]], k: int) -> jobs.TopK:
     return jobs.TopK(
-        token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(len(rows), -1),
-        logprobs=np.array([values for _, values in rows], np.float32).reshape(len(rows), -1),
+        token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(len(rows), k),
+        logprobs=np.array([values for _, values in rows], np.float32).reshape(len(rows), k),
     )
 
 

@@ -400,4 +400,20 @@ def _checked_csr(
             f"columns must be in 0..{sizes[1] - 1}, got {int(col.min())}..{int(col.max())}",
             path="sparse_col_indices",
         )
+    if (twice := _stored_twice(crow, col)) is not None:
+        raise InvalidInputError(
+            f"row {twice[0]} has column {twice[1]} twice; which value counts?",
+            path="sparse_col_indices",
+        )
     return sizes
+
+
+def _stored_twice(crow: NDArray[np.int64], col: NDArray[np.int64]) -> tuple[int, int] | None:
+    """A cell (row, column) that has two values, if there is one."""
+    falls = np.flatnonzero(np.diff(col) <= 0) + 1  # where a value is not to the right of the last
+    if np.isin(falls, crow).all():
+        return None  # only where rows begin: columns rise inside each row
+    cells = np.stack([np.repeat(np.arange(len(crow) - 1), np.diff(crow)), col])
+    found, counts = np.unique(cells, axis=1, return_counts=True)
+    twice = np.flatnonzero(counts > 1)
+    return None if not len(twice) else (int(found[0, twice[0]]), int(found[1, twice[0]]))

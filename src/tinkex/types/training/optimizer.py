@@ -69,7 +69,7 @@ class AdamParams(Request):
     learning_rate: optimizers.Rate = _ADAM.learning_rate
     beta1: optimizers.Fraction = _ADAM.beta1
     beta2: optimizers.Fraction = _ADAM.beta2
-    eps: optimizers.Positive = _ADAM.eps
+    eps: optimizers.Epsilon = _ADAM.eps
     weight_decay: optimizers.Decay = _ADAM.weight_decay
     grad_clip_norm: optimizers.ClipNorm = _ADAM.grad_clip_norm
 
