@@ -85,7 +85,6 @@ BELLS = {
 BACK: dict[Function, Condition] = {
     ("server/workers/child.py", "FrameSocket.send"): _is_result,
     ("server/workers/supervised_worker.py", "SupervisedWorker._take"): _is_result,
-    ("server/workers/home.py", "_chain.<locals>.ended"): _always,
     ("server/work/futures.py", "Promise.settle"): _always,
     ("http/httptools_impl.py", "RequestResponseCycle.send"): _is_poll,
     ("client/http/http1.py", "_Connection._finish"): _always,

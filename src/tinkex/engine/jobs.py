@@ -168,8 +168,8 @@ class TrainJob(AdapterJob):
 class TrainResult:
     outputs: tuple[Mapping[str, Array], ...]
     """Per datum, in the order given; `logprobs` has the shape of `target_tokens`."""
-    metrics: Mapping[str, float]
-    """`name:reduction` keys, one colon; `loss:sum` always present."""
+    metrics: dict[str, float]
+    """`name:reduction` keys, one colon; `loss:sum` always present. Who hands it on may add some."""
     num_tokens: int
     tally: Tally = field(default_factory=Tally)
     """What the metrics are made of, to be joined with those of other parts."""

@@ -1,7 +1,7 @@
 """What the toy has to do, by the time it is due; samples come last, fair between tenants.
 
 Of the samples that are due, the oldest of the tenant who had the fewest tokens goes first. Not
-thread-safe: the engine holds its lock.
+thread-safe: it is the engine's thread's own.
 """
 
 from __future__ import annotations

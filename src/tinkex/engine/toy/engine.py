@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Literal
 
 import numpy as np
@@ -43,6 +44,10 @@ from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedErr
 
 log = logging.getLogger(__name__)
 
+_Entry = tuple[float, jobs.Job, jobs.Emit, jobs.Event | None] | str | None
+"""What the engine's thread is told: a job and when it came, an event and when it is to be told, the
+id of a job to cancel; None, the last one: the engine is closed."""
+
 
 class ToyEngine:
     """See `jobs.Engine`. `close` ends the thread; jobs still waiting fail as cancelled."""
@@ -50,6 +55,9 @@ class ToyEngine:
     def __init__(self, config: ToyConfig | None = None) -> None:
         self.config = config or ToyConfig()
         self.pulse = Pulse()
+        self._limits = Limits(
+            vocab_size=self.config.vocab_size, max_length=self.config.max_context_length
+        )
         self._adapters: dict[str, ToyAdapter] = {}
         self._snapshots: Recent[str, ToyAdapter] = Recent(self.config.num_snapshots)
         self._bases: dict[str, ToyAdapter] = {}
@@ -58,9 +66,9 @@ class ToyEngine:
         self._lane_free_at: dict[str, float] = {}
         self._device_free_at = 0.0
         self._slots: list[float] = [0.0] * self.config.max_running  # a heap: when each is free
-        self._cancelled: set[str] = set()
         self._live: dict[str, jobs.Emit] = {}
-        self._wake = threading.Condition()
+        self._inbox: SimpleQueue[_Entry] = SimpleQueue()
+        self._door = threading.Lock()
         self._closed = False
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="toy-engine-disk")
         self._thread = threading.Thread(target=self._loop, name="toy-engine", daemon=True)
@@ -69,60 +77,72 @@ class ToyEngine:
     # ----------------------------------------------------------------------------- jobs.Engine
 
     def submit(self, job: jobs.Job, emit: jobs.Emit) -> None:
-        with self._wake:
-            if self._closed:
-                emit(jobs.Failed(job_id=job.job_id, message="engine closed", category="cancelled"))
+        with self._door:
+            if not self._closed:
+                self._inbox.put((time.monotonic(), job, emit, None))
                 return
-            lane = getattr(job, "adapter_id", job.job_id)
-            at = max(time.monotonic(), self._lane_free_at.get(lane, 0.0)) + self.config.latency_s
-            if (pass_s := self._pass_s(job)) > 0:
-                at = self._device_free_at = max(at, self._device_free_at) + pass_s
-            if lane != job.job_id:
-                self._lane_free_at[lane] = at
-            self._live[job.job_id] = emit
-            self._agenda.add(at, job, emit)
-            self._wake.notify()
-
-    def _pass_s(self, job: jobs.Job) -> float:
-        if not isinstance(job, jobs.TrainJob):
-            return 0.0
-        return self.config.train_token_latency_s * sum(len(datum.tokens) for datum in job.data)
+        emit(jobs.Failed(job_id=job.job_id, message="engine closed", category="cancelled"))
 
     def cancel(self, job_id: str) -> None:
-        with self._wake:
-            if job_id in self._live:
-                self._cancelled.add(job_id)
-                self._wake.notify()
+        self._inbox.put(job_id)
 
     def close(self) -> None:
-        with self._wake:
+        with self._door:
             self._closed = True
-            self._wake.notify()
+            self._inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
 
     # ---------------------------------------------------------------------------------- thread
 
     def _loop(self) -> None:
-        while True:
-            with self._wake:
-                if not (self._closed or self._cancelled or self._agenda.is_due):
-                    # One wait per round: what arrives may be due later than what was waited for.
-                    self._wake.wait(timeout=self._agenda.idle_s())
-                ended = list(self._live if self._closed else self._cancelled)
-                self._cancelled.clear()
-                dropped = {job_id: self._live.pop(job_id) for job_id in ended}
-                if dropped:
-                    self._agenda.forget(dropped)
-                due = self._agenda.take()
-                closed = self._closed
-            for job_id, emit in dropped.items():
-                tell(emit, cancelled(job_id))
-            if closed:
-                self._disk.shutdown()
-                return
-            if due is not None:
+        while self._take_in():
+            if (due := self._agenda.take()) is not None:
                 self._attend(due)
+        self._drop(list(self._live))
+        self._disk.shutdown()
+
+    def _take_in(self) -> bool:
+        """Note what has come; when nothing is due, wait for it. False: the engine is closed."""
+        entries: list[_Entry] = []
+        if not self._agenda.is_due:
+            try:
+                entries.append(self._inbox.get(timeout=self._agenda.idle_s()))
+            except Empty:
+                return True
+        while not self._inbox.empty():
+            entries.append(self._inbox.get())
+        for entry in entries:
+            if isinstance(entry, tuple):
+                self._plan(*entry)
+        self._drop([entry for entry in entries if isinstance(entry, str)])
+        return None not in entries
+
+    def _plan(self, at: float, job: jobs.Job, emit: jobs.Emit, event: jobs.Event | None) -> None:
+        """An event is told at its time; a job that has come runs after those before it."""
+        if event is None:
+            lane = getattr(job, "adapter_id", "")
+            at = max(at, self._lane_free_at.get(lane, 0.0)) + self.config.latency_s
+            if (pass_s := self._pass_s(job)) > 0:
+                at = self._device_free_at = max(at, self._device_free_at) + pass_s
+            if lane:
+                self._lane_free_at[lane] = at
+            self._live[job.job_id] = emit
+        self._agenda.add(at, job, emit, event)
+
+    def _pass_s(self, job: jobs.Job) -> float:
+        token_s = self.config.train_token_latency_s
+        if token_s == 0 or not isinstance(job, jobs.TrainJob):
+            return 0.0
+        return token_s * sum(len(datum.tokens) for datum in job.data)
+
+    def _drop(self, job_ids: list[str]) -> None:
+        """End these jobs as cancelled, those that have no end yet."""
+        if job_ids:
+            self._agenda.forget(set(job_ids))
+        for job_id in job_ids:
+            if (emit := self._live.pop(job_id, None)) is not None:
+                tell(emit, cancelled(job_id))
 
     def _attend(self, due: Due) -> None:
         if due.event is not None:
@@ -142,7 +162,7 @@ class ToyEngine:
                 if self.config.token_latency_s == 0:
                     self._finish(due.emit, event)
                 else:
-                    self._later(at, due, event)
+                    self._inbox.put((at, due.job, due.emit, event))
 
     def _events(self, due: Due, result: jobs.Result) -> list[tuple[float, jobs.Event]]:
         """A result and when it is told, sampled tokens first and each at its time."""
@@ -166,18 +186,9 @@ class ToyEngine:
         heapq.heappush(self._slots, at + self.config.token_latency_s * num_tokens)
         return at
 
-    def _later(self, at: float, due: Due, event: jobs.Event) -> None:
-        with self._wake:
-            self._agenda.add(at, due.job, due.emit, event)
-            self._wake.notify()
-
     def _finish(self, emit: jobs.Emit, event: jobs.Event) -> None:
-        if isinstance(event, jobs.Done | jobs.Failed):
-            with self._wake:
-                if self._live.pop(event.job_id, None) is None:
-                    return
-                self._cancelled.discard(event.job_id)
-        tell(emit, event)
+        if isinstance(event, jobs.Tokens) or self._live.pop(event.job_id, None) is not None:
+            tell(emit, event)
 
     def _run(self, due: Due) -> jobs.Result | None:
         match job := due.job:
@@ -193,9 +204,8 @@ class ToyEngine:
                 return self._save(job, due)
             case jobs.DropAdapterJob():
                 self._adapters.pop(job.adapter_id, None)
-                with self._wake:
-                    if self._lane_free_at.get(job.adapter_id, 0.0) <= time.monotonic():
-                        self._lane_free_at.pop(job.adapter_id, None)  # nothing waits behind us
+                if self._lane_free_at.get(job.adapter_id, 0.0) <= time.monotonic():
+                    self._lane_free_at.pop(job.adapter_id, None)  # nothing waits behind us
                 return jobs.AdapterResult()
             case jobs.OptimJob():
                 metrics = self._adapter(job.adapter_id).optim_step(job.params)
@@ -320,9 +330,8 @@ class ToyEngine:
 
     def _train(self, job: jobs.TrainJob) -> jobs.TrainResult:
         adapter, config, loss = self._adapter(job.adapter_id), self.config, loss_of(job)
-        limits = Limits(vocab_size=config.vocab_size, max_length=config.max_context_length)
         data = [
-            read_datum(datum, loss, path=f"data[{i}]", limits=limits)
+            read_datum(datum, loss, path=f"data[{i}]", limits=self._limits)
             for i, datum in enumerate(job.data)
         ]
         while data[0].tokens_T[0] == config.hang_token:
@@ -336,16 +345,19 @@ class ToyEngine:
             shards = job.shards or deal(lengths)
             for datum, done, shard in zip(data, work, shards, strict=True):
                 adapter.backward(datum.tokens_T, datum.targets, done.slopes, shard)
-        sums, pass_s = {"num_tokens:sum": float(sum(lengths))}, self._pass_s(job)
+        num_tokens = sum(lengths)
+        sums = {"num_tokens:sum": float(num_tokens)}
+        if pass_s := self._pass_s(job):
+            sums["train_time_s:sum"] = pass_s
         tally = Tally(
-            losses=tuple(done.loss for done in work),
-            sums=sums | ({"train_time_s:sum": pass_s} if pass_s else {}),
-            gaps=tuple(gap for done in work for gap in done.gaps),
-            custom=tuple(done.metrics for done in work),
+            losses=tuple([done.loss for done in work]),
+            sums=sums,
+            gaps=tuple([gap for done in work for gap in done.gaps]),
+            custom=tuple([done.metrics for done in work]),
         )
-        outputs = tuple({"logprobs": done.logp.astype(np.float32)} for done in work)
+        outputs = tuple([{"logprobs": done.logp.astype(np.float32)} for done in work])
         return jobs.TrainResult(
-            outputs=outputs, metrics=tally.metrics(), num_tokens=sum(lengths), tally=tally
+            outputs=outputs, metrics=tally.metrics(), num_tokens=num_tokens, tally=tally
         )
 
     # ------------------------------------------------------------------------------- sampling

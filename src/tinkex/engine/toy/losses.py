@@ -5,6 +5,7 @@ The formulas are `train.formulas`, the settings `contract.losses`. Knows arrays,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ def evaluate(
         floats = {name: value.astype(np.float64) for name, value in inputs.items()}
         name, found = loss.name, loss_and_slopes(loss.name, logp, floats, config)
         done = Evaluated(logp, *found, gaps=_gaps(logp, floats))
-    if not np.isfinite(done.loss):
+    if not math.isfinite(done.loss):
         raise InvalidInputError(f"loss {name} is {done.loss}; look at logprobs and weights")
     return done
 

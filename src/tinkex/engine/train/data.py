@@ -91,7 +91,8 @@ def _read_tokens(tokens: Array, path: str, vocab_size: int) -> NDArray[np.int64]
     if given.dtype.kind not in "iu":
         raise InvalidInputError(f"must be integers, got {given.dtype}", path=path)
     ids = given.astype(np.int64)
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+    # Without its sign a negative id is larger than any vocabulary: one look at them finds both.
+    if ids.size and ids.view(np.uint64).max() >= vocab_size:
         bad = int(ids.max() if ids.min() >= 0 else ids.min())
         raise InvalidInputError(
             f"token {bad} is outside the vocabulary 0..{vocab_size - 1}", path=path

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -197,7 +197,8 @@ class Home:
         for seat, part, answer in zip(seats, parts, answers, strict=True):
             self._shared.backlog.add(seat.member, part.num_tokens, answer)
         if whole:
-            return _chained(answers[0], lambda end: self._measured([end], end, job.backward, began))
+            answers[0].add_done_callback(partial(self._passed_alone, job.backward, began))
+            return answers[0]
         return asyncio.create_task(self._joined(job, parts, answers, began))
 
     def _parts(
@@ -239,7 +240,16 @@ class Home:
             raise refusals[0]
         self._raise_worst(ends)
         results = [end for end in ends if isinstance(end, TrainResult)]
-        return self._measured(results, joined(parts, results), job.backward, began)
+        result = joined(parts, results)
+        self._measure(results, result, job.backward, began)
+        return result
+
+    def _passed_alone(self, backward: bool, began: float, answer: Answer) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            return
+        result = answer.result()
+        assert isinstance(result, TrainResult)
+        self._measure([result], result, backward, began)
 
     def _raise_worst(self, ends: Sequence[Result | BaseException]) -> None:
         """Some members went through, others did not: no copy can be used again."""
@@ -247,14 +257,14 @@ class Home:
             self.give_up()
             raise_worst(ends)
 
-    def _measured(
-        self, parts: Sequence[Result], whole: Result, backward: bool, began: float
-    ) -> Result:
-        """The answer with the time that was not compute, when the engine says what was."""
-        took = [p.metrics.get("train_time_s:sum") for p in parts if isinstance(p, TrainResult)]
+    def _measure(
+        self, parts: Sequence[TrainResult], whole: TrainResult, backward: bool, began: float
+    ) -> None:
+        """Add the time that was not compute to the metrics, when the engine says what was."""
+        took = [part.metrics.get("train_time_s:sum") for part in parts]
         compute = [seconds for seconds in took if seconds]
-        if not isinstance(whole, TrainResult) or not compute:
-            return whole
+        if not compute:
+            return
         wait_s = max(0.0, time.perf_counter() - began - max(compute))
         self._shared.seconds.update({"compute": sum(compute), "wait": wait_s})
         self.times.spent(compute=max(compute))
@@ -262,8 +272,7 @@ class Home:
             key, token_s = (self.base_model, backward), sum(compute) / whole.num_tokens
             before = self._shared.token_s.get(key, token_s)
             self._shared.token_s[key] = before + RECENT * (token_s - before)
-        more = {"wait_time_s:sum": wait_s, "num_workers:max": float(len(parts))}
-        return replace(whole, metrics={**whole.metrics, **more})
+        whole.metrics.update({"wait_time_s:sum": wait_s, "num_workers:max": float(len(parts))})
 
     # ------------------------------------------------------------------------ steps
 
@@ -470,9 +479,7 @@ def _fail(answer: Answer, error: BaseException) -> None:
         answer.exception()  # one that nobody waits for any more must not log a warning
 
 
-def _chain(
-    source: Answer, target: Answer, change: Callable[[Result], Result] | None = None
-) -> None:
+def _chain(source: Answer, target: Answer) -> None:
     """Let one future end as another does; cancelling it cancels that one."""
 
     def ended(_: Answer) -> None:
@@ -483,13 +490,7 @@ def _chain(
         elif (error := source.exception()) is not None:
             _fail(target, error)
         else:
-            target.set_result(source.result() if change is None else change(source.result()))
+            target.set_result(source.result())
 
     source.add_done_callback(ended)
     target.add_done_callback(lambda done: source.cancel() if done.cancelled() else None)
-
-
-def _chained(source: Answer, change: Callable[[Result], Result]) -> Answer:
-    target: Answer = asyncio.get_running_loop().create_future()
-    _chain(source, target, change)
-    return target
