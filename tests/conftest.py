@@ -87,7 +87,7 @@ def serving(folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> 
         yield json.loads(line)["base_url"]
     finally:
         child.terminate()
-        child.wait(timeout=60)
+        child.wait(timeout=200)
         child.stdout.close()
 
 

@@ -29,6 +29,8 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
+WAIT_MS = 100_000
+"""How long a page may take on a busy machine; Playwright would give it 30 s."""
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 QUESTIONS = ("What is the capital of France?", "Name a large animal.")
@@ -36,7 +38,7 @@ QUESTIONS = ("What is the capital of France?", "Name a large animal.")
 needs_axe = pytest.mark.skipif(AXE is None, reason="no axe-core (tests/browser/install_axe.sh)")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium (tests/browser/install_chromium.sh)"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
 ]
 
 
@@ -99,10 +101,11 @@ def page(request: pytest.FixtureRequest, world: SimpleNamespace) -> Iterator[Any
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS, timeout=WAIT_MS)
         context = browser.new_context(
             color_scheme=request.param, viewport={"width": 1200, "height": 800}
         )
+        context.set_default_timeout(WAIT_MS)  # of clicks, selectors, navigation and all else
         page = context.new_page()
         errors: list[str] = []
         asked: list[str] = []
@@ -122,7 +125,7 @@ def page(request: pytest.FixtureRequest, world: SimpleNamespace) -> Iterator[Any
         browser.close()
 
 
-def _until(page: Any, condition: str, timeout_s: float = 60.0) -> None:
+def _until(page: Any, condition: str, timeout_s: float = WAIT_MS / 1000) -> None:
     """Ask again and again: the page's own policy forbids Playwright's way of waiting.
 
     While a page is on its way, what the condition names may not be there: that is "not yet".
@@ -145,7 +148,7 @@ def _expect(locator: Any) -> Any:
     """Assertions that ask until they hold: what a click leads to comes a moment later."""
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=60_000)
+    expect.set_options(timeout=WAIT_MS)
     return expect(locator)
 
 
@@ -247,12 +250,13 @@ def test_a_chart_is_smoothed_zoomed_and_read_by_pointing_at_it(page, world):
         return str(chart.evaluate("canvas => canvas.toDataURL()"))
 
     def until(is_plain: bool) -> None:
-        for _ in range(300):
+        for _ in range(1000):
             if (drawn() == plain) == is_plain:
                 return
             page.wait_for_timeout(100)
         raise AssertionError("the chart is drawn as before" if not is_plain else "it stays changed")
 
+    _until(page, "charts.get('loss_per_token').series[0].steps.length >= 6")
     plain = ""
     while plain != drawn():  # until all points are there
         plain = drawn()
@@ -418,6 +422,7 @@ def test_a_key_is_added_and_revoked(page, world):
     row.get_by_role("button", name="Revoke").click()
     _expect(row).to_have_count(0)
     other = page.context.browser.new_page()
+    other.set_default_timeout(WAIT_MS)
     other.goto(f"{world.base_url}/console/login")
     other.fill("#key", key)
     other.click("main button")
@@ -501,6 +506,7 @@ def test_everybody_can_use_the_pages(page, world):
             page.wait_for_selector(".chart")
         _check_access(page)
     stranger = page.context.browser.new_page()
+    stranger.set_default_timeout(WAIT_MS)
     stranger.scheme = page.scheme
     stranger.goto(f"{world.base_url}/console/login")
     stranger.fill("#key", "tml-wrong")

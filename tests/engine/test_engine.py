@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from datums import train_datum
+from patience import until
 from tiny_llama import tiny_llama
 
 from tinkex.contract.optimizers import AdamParams
@@ -55,7 +56,7 @@ class Ticket:
             self._ended.set()
 
     def wait(self) -> Any:
-        assert self._ended.wait(60), f"{self.job} did not end"
+        assert self._ended.wait(200), f"{self.job} did not end"
         assert sum(isinstance(e, jobs.Done | jobs.Failed) for e in self.events) == 1
         return self.events[-1]
 
@@ -233,7 +234,7 @@ def held_up(client: Client) -> Iterator[None]:
     """The engine stands still meanwhile, so that what is put in waits together."""
     gate = threading.Event()
     job = jobs.DropAdapterJob(job_id="hold", adapter_id="nobody")
-    client.engine.submit(job, lambda _: gate.wait(60))
+    client.engine.submit(job, lambda _: gate.wait(200))
     yield
     gate.set()
 
@@ -292,7 +293,7 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
         client.sample(tmp_path / f"{name}-0", max_tokens=2).wait()
         if number == 0:
             one_run = tensor_bytes(client.engine._bases.loaded[client.base].trainer.adapters)
-    _until(lambda: held("adapters") == NUM_RUNS * one_run)
+    until(lambda: held("adapters") == NUM_RUNS * one_run)
     peak = dict(client.engine.pulse._held)
     assert peak["base"] > 0
     assert peak["snapshots"] > 0
@@ -300,24 +301,18 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
         client.put(jobs.DropAdapterJob, adapter_id=f"run{number}")
     for folder in tmp_path.iterdir():
         shutil.rmtree(folder)
-    _until(lambda: not any(held(kind) for kind in ("adapters", "snapshots", "kv", "packed")))
+    until(lambda: not any(held(kind) for kind in ("adapters", "snapshots", "kv", "packed")))
     assert held("base") == peak["base"]
     client.create("again")
     assert client.sample(max_tokens=4).result.num_sampled_tokens == 4, "and it goes on"
 
 
-def _until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, "it never was so"
-        time.sleep(0.02)
-
-
 def test_training_goes_on_under_an_endless_stream_of_samples(start):
     client = start()
     client.create().wait()
-    endless = [client.sample(max_tokens=250, prompt=np.array([2 + i])) for i in range(12)]
-    ticket = client.train()
+    with held_up(client):
+        endless = [client.sample(max_tokens=250, prompt=np.array([2 + i])) for i in range(12)]
+        ticket = client.train()
     ticket.wait()
     assert sum(job_id.startswith("Sample") for job_id in client.ended) < 12
     assert all(t.result.num_sampled_tokens == 250 for t in endless)
@@ -342,7 +337,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_folder_holds_its_turn(
     client.create()
     client.train()
     monkeypatch.setattr(
-        checkpoint, "write", lambda *args, **how: (gate.wait(60), write(*args, **how))[1]
+        checkpoint, "write", lambda *args, **how: (gate.wait(200), write(*args, **how))[1]
     )
     saved = client.save(tmp_path / "s", with_optimizer=True, with_gradients=True)
     norm = client.step(lr=0.5).result.metrics["grad_norm:mean"]
@@ -363,7 +358,7 @@ def test_unnamed_weights_for_sampling_do_not_wait_for_a_checkpoint_being_written
     client, gate, write = start(), threading.Event(), checkpoint.write
 
     def slow(folder, image, *, sync):
-        assert not sync or gate.wait(60)
+        assert not sync or gate.wait(200)
         return write(folder, image, sync=sync)
 
     monkeypatch.setattr(checkpoint, "write", slow)
@@ -461,14 +456,16 @@ def test_a_users_mistake_is_told_and_the_next_call_works(start, name):
 def test_cancel_ends_a_running_sample_and_a_waiting_job(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    long = client.train(data=tuple(random_datum(60, i) for i in range(60)))
-    waiting = client.step()
-    stream = client.sample(max_tokens=250, stream=True)
-    client.engine.cancel(waiting.job.job_id)
+    with held_up(client):
+        long = client.train(data=tuple(random_datum(60, i) for i in range(250)))
+        waiting = client.step()
+        stream = client.sample(max_tokens=250, stream=True)
+        client.engine.cancel(waiting.job.job_id)
+    until(lambda: stream.events)
     client.engine.cancel(stream.job.job_id)
     assert waiting.wait().category == "cancelled"
     assert stream.wait().category == "cancelled"
-    assert long.result.num_tokens == 3600
+    assert long.result.num_tokens == 15_000
     client.engine.cancel("never heard of")
     assert client.step().result.metrics["step:max"] == 1
 

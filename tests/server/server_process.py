@@ -79,7 +79,7 @@ class ServerProcess:
         if process is None:
             return 0
         process.send_signal(sig)
-        code = process.wait(timeout=60)
+        code = process.wait(timeout=200)
         assert process.stdout is not None
         process.stdout.close()
         return code

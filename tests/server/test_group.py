@@ -75,11 +75,11 @@ def weights(server: ServerProcess, client: Any, name: str) -> tuple[Path, bytes]
     return folder, (folder / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_run_over_a_group_survives_its_members(tmp_path: Path) -> None:
     make("qwen3_5_moe", tmp_path / "model")
     settings = tmp_path / "settings.toml"
-    settings.write_text("group_timeout_s = 6.0\n")
+    settings.write_text("group_timeout_s = 12.0\n")
     flags = ("--device", "cpu", "--group", "2", "--deterministic", "--snapshot-every", "4")
     model = str(tmp_path / "model")
     with ServerProcess(
@@ -141,12 +141,12 @@ def check_alone(
     assert torch.isfinite(torch.tensor(loss))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_model_that_a_group_cannot_hold_is_refused_at_start(tmp_path: Path) -> None:
     make("qwen3-yarn", tmp_path / "model")
     command = [sys.executable, "-m", "tinkex.server", "--port", "0", "--device", "cpu"]
     command += ["--data-dir", str(tmp_path / "data"), "--model", str(tmp_path / "model")]
-    done = subprocess.run([*command, "--group", "3"], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command, "--group", "3"], capture_output=True, text=True, timeout=1000)
     words = "has 4 attention heads, which 3 devices cannot share evenly. Serve it with --group 2"
     assert words in done.stderr, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
