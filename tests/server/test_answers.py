@@ -1,11 +1,13 @@
-"""Head and body of an answer leave in one write; what streams leaves as it comes."""
+"""Head and body of an answer leave in one write, and its connection is kept for a while."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
+import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
@@ -20,6 +22,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.writes: list[bytes] = []
+        self.is_closed = False
 
     def write(self, data: bytes) -> None:
         self.writes.append(bytes(data))
@@ -28,7 +31,10 @@ class Wire:
         self.writes.append(b"".join(pieces))
 
     def is_closing(self) -> bool:
-        return False
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def get_extra_info(self, name: str) -> None:
         return None
@@ -48,14 +54,21 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b"piece", "more_body": more})
 
 
-async def answered(*paths: bytes) -> list[bytes]:
-    config = Config(app=app, log_config=None, lifespan="off", proxy_headers=False)
+def connected(wire: Wire) -> Any:
+    config = Config(
+        app=app, log_config=None, lifespan="off", proxy_headers=False, timeout_keep_alive=75
+    )
     config.load()
     protocol = cast(Any, guarded(ConnectionLimits()))(
         config=config, server_state=ServerState(), app_state={}
     )
-    wire = Wire()
     protocol.connection_made(wire)
+    return protocol
+
+
+async def answered(*paths: bytes) -> list[bytes]:
+    wire = Wire()
+    protocol = connected(wire)
     for path in paths:
         protocol.data_received(REQUEST % path)
         await asyncio.gather(*protocol.tasks)
@@ -73,3 +86,32 @@ async def test_a_stream_keeps_no_head_back() -> None:
     assert head.startswith(b"HTTP/1.1 200")
     assert head.endswith(b"\r\n\r\n")
     assert [b"piece" in piece for piece in pieces] == [True, True]
+
+
+@pytest.mark.parametrize("body", [b"", b"late"])
+async def test_a_connection_is_kept_until_it_was_idle_for_its_time(body: bytes) -> None:
+    """Whether the answer came after the whole request or before the last of it."""
+    wire = Wire()
+    protocol = connected(wire)
+    protocol.data_received((REQUEST % b"whole").replace(b"length: 0", b"length: %d" % len(body)))
+    await asyncio.gather(*protocol.tasks)
+    protocol.data_received(body)
+    now = time.monotonic()
+    protocol.end_if_silent(now + 70)
+    assert not wire.is_closed
+    protocol.end_if_silent(now + 76)
+    assert wire.is_closed
+
+
+async def test_the_first_bytes_of_the_next_request_have_the_time_of_a_head() -> None:
+    wire = Wire()
+    protocol = connected(wire)
+    protocol.data_received(REQUEST % b"whole")
+    await asyncio.gather(*protocol.tasks)
+    protocol.data_received(b"POST /")
+    now = time.monotonic()
+    protocol.end_if_silent(now + 15)
+    assert not wire.is_closed
+    protocol.end_if_silent(now + 21)
+    assert wire.is_closed
+    assert b" 408 " in wire.writes[-1]

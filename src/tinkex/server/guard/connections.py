@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class ConnectionLimits:
         loop.call_later(min(LOOK_EVERY_S, shortest_s / 4), self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
+        now = time.monotonic()
         for connection in tuple(self._watched):
             connection.end_if_silent(now)
         self._is_looking = bool(self._watched)
@@ -187,7 +188,7 @@ class Guarded(HttpToolsProtocol):
     # ------------------------------------------------------------------------ the head
 
     def _expect_head(self) -> None:
-        self._silent_until = self.loop.time() + self.limits.head_timeout_s
+        self._silent_until = time.monotonic() + self.limits.head_timeout_s
         self._when_silent = self._late_head
 
     def data_received(self, data: bytes) -> None:
@@ -196,11 +197,15 @@ class Guarded(HttpToolsProtocol):
         self._read_bytes = len(data)
         if self._in_head:
             self._head_bytes += len(data)
-            if self._silent_until == math.inf:  # the first byte of the next request
-                self._expect_head()
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+        # What came whole is under way by now; only for the rest of a request is there a time.
+        if not self._in_head:
+            pause_ends_at = time.monotonic() + self.limits.body_pause_s
+            self._silent_until = min(pause_ends_at, self._body_ends_at)
+        elif self._head_bytes > MAX_HEAD_BYTES:
             self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
+        elif self._head_bytes and self._when_silent != self._late_head:
+            self._expect_head()
 
     def on_headers_complete(self) -> None:
         if self.transport.is_closing():
@@ -211,9 +216,7 @@ class Guarded(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or (may_be_large and self._has_large_head()):
             self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
             return
-        now = self.loop.time()
-        self._body_ends_at = now + self.limits.body_timeout_s
-        self._silent_until = min(now + self.limits.body_pause_s, self._body_ends_at)
+        self._body_ends_at = time.monotonic() + self.limits.body_timeout_s
         self._when_silent = self._late_body
         self.scope[HOLD_HEAD] = self._joined.hold  # type: ignore[literal-required]
         super().on_headers_complete()
@@ -228,15 +231,16 @@ class Guarded(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._body_ends_at += len(body) / SLOWEST
-        pause_ends_at = self.loop.time() + self.limits.body_pause_s
-        self._silent_until = min(pause_ends_at, self._body_ends_at)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_head = True
         self._silent_until = math.inf
-        if not self.transport.is_closing():
-            super().on_message_complete()
+        if self.transport.is_closing():
+            return
+        super().on_message_complete()
+        if self.cycle.response_complete:  # it was answered before all of it had come
+            self._keep()
 
     def _late_head(self) -> None:
         seconds = f"{self.limits.head_timeout_s:g}"
@@ -248,7 +252,7 @@ class Guarded(HttpToolsProtocol):
             self.transport.close()
 
     def _late_body(self) -> None:
-        now = self.loop.time()
+        now = time.monotonic()
         if self.flow.read_paused and now < self._body_ends_at:  # our turn, not the sender's
             self._silent_until = min(now + self.limits.body_pause_s, self._body_ends_at)
             return
@@ -256,10 +260,25 @@ class Guarded(HttpToolsProtocol):
 
     # ------------------------------------------------------------------------ the answer
 
+    def on_response_complete(self) -> None:
+        """As uvicorn's, which has a timer for each connection that is kept, and stops it again."""
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        if self._in_head and not self._head_bytes:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Wait for the next request for as long as a connection may be idle."""
+        self._silent_until = time.monotonic() + self.timeout_keep_alive
+        self._when_silent = self.timeout_keep_alive_handler
+
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._unread_until == math.inf:
-            self._unread_until = self.loop.time() + self.limits.write_pause_s
+            self._unread_until = time.monotonic() + self.limits.write_pause_s
 
     def resume_writing(self) -> None:
         super().resume_writing()
