@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from patience import soon
 
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.workers.child import WorkerSpec
+from tinkex.server.workers.child import SMALL_ARRAY_BYTES, WorkerSpec, dumps
 from tinkex.server.workers.process_worker import ProcessWorker
 from tinkex.server.workers.worker import run
 
@@ -87,3 +89,26 @@ async def test_a_child_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EngineError, match="right after its start"):
         await run(worker, describe())
     await worker.close()
+
+
+ARRAYS = [
+    np.arange(4),
+    np.array(3),
+    np.empty((0, 2), np.float32),
+    np.ones((2, 3), np.float16),
+    np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    np.arange(8)[::2],
+    np.frombuffer(b"1234", np.uint8),
+    np.array([1, 2], ">i4"),
+    np.array(["a", "bc"]),
+    np.array([(1, 2.0)], [("a", "i4"), ("b", "f4")]),
+    np.arange(SMALL_ARRAY_BYTES),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{array.shape}")
+def test_an_array_comes_through_the_pipe_as_it_is(array: np.ndarray[Any, Any]) -> None:
+    found = pickle.loads(dumps({"x": array}))["x"]
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert (found == array).all()
+    assert found.flags.writeable

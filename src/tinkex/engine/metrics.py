@@ -61,7 +61,7 @@ class RouterCounts:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Tally:
     """What the metrics of a pass, or of a part of it, are made of."""
 

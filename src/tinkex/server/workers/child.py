@@ -9,6 +9,8 @@ useless, and its state is in the journal.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import logging
 import mmap
 import os
@@ -21,12 +23,39 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tinkex.engine.hosting import Cancel, Ready, Refused, submitting
 from tinkex.engine.jobs import Engine, Job
 from tinkex.engine.pulse import SIZE_BYTES
 from tinkex.errors import ConfigError
 
 HEADER = struct.Struct("<Q")
+SMALL_ARRAY_BYTES = 16 * 1024
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle of a message."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def _reduce(array: NDArray[Any]) -> Any:
+    """A small array as its shape, type and bytes.
+
+    numpy's own way has more to say about it than there are bytes in it, and makes a new type for
+    each that is read: half of what a small job costs both processes on the pipe.
+    """
+    is_plain = array.dtype.isbuiltin == 1 and not array.dtype.hasobject
+    if is_plain and array.flags.c_contiguous and array.nbytes <= SMALL_ARRAY_BYTES:
+        return np.ndarray, (array.shape, array.dtype.char, bytearray(array.data))
+    return array.__reduce_ex__(5)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +85,7 @@ class FrameSocket:
 
     def send(self, value: Any) -> None:
         """The process ends when the other end is gone: nobody is left to work for."""
-        payload = pickle.dumps(value, protocol=5)
+        payload = dumps(value)
         with self._lock:
             try:
                 if len(payload) < 1 << 16:

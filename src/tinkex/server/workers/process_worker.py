@@ -14,7 +14,7 @@ import tempfile
 from typing import IO, Any
 
 from tinkex.engine import pulse
-from tinkex.server.workers.child import HEADER, WorkerSpec
+from tinkex.server.workers.child import HEADER, WorkerSpec, dumps
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget
 
@@ -109,5 +109,5 @@ def _memory_file() -> IO[bytes]:
 
 
 def _frame(value: Any) -> bytes:
-    payload = pickle.dumps(value, protocol=5)
+    payload = dumps(value)
     return HEADER.pack(len(payload)) + payload
