@@ -306,6 +306,17 @@ def test_greedy_reports_logprobs_at_temperature_one(model):
     np.testing.assert_allclose(sequence.logprobs, expected[7:], atol=1e-5)
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_alternatives_have_their_shape_for_any_number_of_tokens(model, num_tokens):
+    """To no token at all, and more of them than the vocabulary has."""
+    k = VOCAB + 3
+    result = sample(model, prompt_of(4), max_tokens=num_tokens, topk_sample_logprobs=k)
+    topk = result.sequences[0].topk
+    assert topk.token_ids.shape == topk.logprobs.shape == (num_tokens, k)
+    assert (topk.logprobs[:, VOCAB:] == -99999.0).all()
+    assert (topk.logprobs[:, :VOCAB] > -99999.0).all()
+
+
 def test_zero_max_tokens_scores_the_prompt_and_samples_nothing(model):
     result = sample(model, prompt_of(8), max_tokens=0, prompt_logprobs=True)
     assert len(result.sequences[0].tokens) == 0

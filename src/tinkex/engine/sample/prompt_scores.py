@@ -42,8 +42,8 @@ class PromptScores:
         everything = job.target_prompt_logprobs is not None or job.prompt_alt_tokens_k > 0
         self.first_computed = 1 if everything else self.first
         self.logprobs_T = np.full(length, np.nan, np.float32)
-        self.topk = _empty_topk(length, job.topk_prompt_logprobs)
-        self.alt = _empty_topk(length - 1, job.prompt_alt_tokens_k)
+        self.topk = empty_topk(length, job.topk_prompt_logprobs)
+        self.alt = empty_topk(length - 1, job.prompt_alt_tokens_k)
         self.targets = _Targets(job.target_prompt_logprobs, length, vocab_size)
 
     @staticmethod
@@ -157,7 +157,7 @@ class _Targets:
         )
 
 
-def _empty_topk(num_rows: int, k: int) -> jobs.TopK:
+def empty_topk(num_rows: int, k: int) -> jobs.TopK:
     return jobs.TopK(
         token_ids=np.zeros((num_rows, k), np.int32),
         logprobs=np.full((num_rows, k), EMPTY_LOGPROB, np.float32),

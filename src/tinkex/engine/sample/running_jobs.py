@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tinkex.engine import jobs
 from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch
-from tinkex.engine.sample.prompt_scores import PromptScores
+from tinkex.engine.sample.prompt_scores import PromptScores, empty_topk
 from tinkex.engine.sample.scheduler import Chunk, Seq
 from tinkex.engine.sample.stopping import StopWatch
 
@@ -157,14 +157,8 @@ def result_of(request: RunningJob) -> jobs.SampleResult:
 
 def _sequence(sample: Sample) -> jobs.SampledTokens:
     assert sample.reason is not None
-    k, num = sample.request.job.topk_sample_logprobs, sample.num_sampled
-    topk = None
-    if k:
-        rows = sample.topk[:num]
-        topk = jobs.TopK(
-            token_ids=np.array([ids for ids, _ in rows], np.int32).reshape(num, -1),
-            logprobs=np.array([values for _, values in rows], np.float32).reshape(num, -1),
-        )
+    k = sample.request.job.topk_sample_logprobs
+    topk = _stacked(sample.topk[: sample.num_sampled], k) if k else None
     return jobs.SampledTokens(
         tokens=np.array(sample.tokens[sample.num_prompt :], np.int32),
         logprobs=np.array(sample.logprobs, np.float32),
@@ -172,3 +166,13 @@ def _sequence(sample: Sample) -> jobs.SampledTokens:
         topk=topk,
         routed_experts=sample.experts,
     )
+
+
+def _stacked(rows: Sequence[tuple[list[int], list[float]]], k: int) -> jobs.TopK:
+    """Alternatives of k cells a token; a vocabulary that has fewer tokens leaves the last empty."""
+    topk = empty_topk(len(rows), k)
+    if rows:  # a job that only scores its prompt samples no token
+        width = len(rows[0][0])
+        topk.token_ids[:, :width] = [ids for ids, _ in rows]
+        topk.logprobs[:, :width] = [values for _, values in rows]
+    return topk
