@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from tinkex.contract.sampling import DrawSettings
@@ -125,6 +127,31 @@ def test_top_p_sorts_everything_when_few_candidates_do_not_hold_it():
     for part in u.split(400):
         seen |= set(draw(flat.repeat(400, 1), settings, part)[0].tolist())
     assert 1500 < len(seen) <= 1801
+
+
+WIDE = 900  # more than the candidates that are tried before everything is sorted
+ROWS = st.builds(
+    DrawSettings,
+    temperature=st.sampled_from([0.0, 5e-324, 1e-30, 0.3, 1.0, 1.7, 1e6]),
+    top_k=st.sampled_from([-1, 1, 5, 511, 513, 600, WIDE - 1, WIDE, 2**31 - 1]),
+    top_p=st.sampled_from([5e-324, 0.1, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([None, 0.0, 5e-324, 1e-5, 0.2, 1.0]),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, WIDE - 1), st.integers(-100, 100)),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(ROWS, min_size=2, max_size=4), seed=st.integers(0, 100))
+def test_any_row_draws_in_any_company_what_it_draws_alone(rows: list[DrawSettings], seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    logits_NV = torch.randn(len(rows), WIDE, generator=generator) * 2
+    u = numbers(sample_key(seed, i) for i in range(len(rows)))
+    together, together_lp = draw(logits_NV.clone(), Settings.of(rows, WIDE), u)
+    for i, row in enumerate(rows):
+        one = slice(i, i + 1)
+        alone, alone_lp = draw(logits_NV[one].clone(), Settings.of([row], WIDE), u[one])
+        assert alone.item() == together[i].item()
+        assert alone_lp.item() == pytest.approx(together_lp[i].item(), rel=1e-5, abs=1e-5)
 
 
 def test_top_p_is_a_share_of_a_wide_top_k_in_any_company():
