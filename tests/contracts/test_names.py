@@ -88,6 +88,17 @@ def test_the_hot_types_load_without_pydantic_or_torch():
     assert modules & {"torch", "pydantic", "httpx"} == set()
 
 
+def test_a_client_loads_only_the_messages_it_begins_with():
+    """Each message is a class that pydantic builds: all of them together are a third of a start."""
+    code = "import sys, tinkex; tinkex.ServiceClient, tinkex.AdamParams; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    messages = {name for name in loaded.stdout.split() if name.startswith("tinkex.types.")}
+    later = {"account.administration", "account.billing", "service.telemetry"}
+    later |= {"service.extensions", "service.session_search", "training.models", "training.weights"}
+    assert "tinkex.types.service.futures" in messages
+    assert messages & {f"tinkex.types.{name}" for name in later} == set()
+
+
 def test_every_type_says_what_it_is():
     """Type aliases cannot carry a docstring; classes must."""
     from tinkex import types

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
     from tinkex.types.sampling.snapshot import *
     from tinkex.types.sampling.stop_reason import *
     from tinkex.types.sampling.trajectory import *
+    from tinkex.types.service.future_results import *
     from tinkex.types.service.futures import *
     from tinkex.types.service.identifiers import *
     from tinkex.types.service.request_error import *
@@ -75,9 +76,10 @@ _NAMES = {
     "sampling.snapshot": "WeightsSnapshot",
     "sampling.stop_reason": "StopReason",
     "sampling.trajectory": "Trajectory TrajectoryAnswer TrajectorySequence",
+    "service.future_results": "FutureRetrieveResponse",
     "service.futures": (
         "CancelFutureRequest CompleteMetadataResponse FutureCompletion FutureFailed "
-        "FutureFinished FutureRetrieveRequest FutureRetrieveResponse FuturesRetrieveRequest "
+        "FutureFinished FutureRetrieveRequest FuturesRetrieveRequest "
         "FuturesRetrieveResponse QueueState RequestFailedResponse SamplingSessionFuturesTarget "
         "TryAgainResponse UntypedAPIFuture"
     ),

@@ -9,34 +9,11 @@ they carry `model_id` and `seq_id` and run in that order.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any, Literal
 
 from tinkex import types
-from tinkex.types.account.administration import (
-    AddKeyRequest,
-    AddKeyResponse,
-    AdminAuditResponse,
-    AdminKeysResponse,
-    AdminRunsResponse,
-    AdminSessionsResponse,
-    AdminUsageResponse,
-    AdminUser,
-    AdminUsersResponse,
-    SetQuotasRequest,
-    StopWorkRequest,
-    StopWorkResponse,
-)
-from tinkex.types.service.extensions import (
-    CancelFutureResponse,
-    DeleteTrajectoryResponse,
-    LogMetricsRequest,
-    LogMetricsResponse,
-    NameCheckpointRequest,
-    ProcessRequest,
-    RemoveNameResponse,
-    SampleBatchRequest,
-    SampleBatchResponse,
-)
 
 API = "/api/v1"
 MIB = 1024 * 1024
@@ -57,12 +34,9 @@ class Endpoint:
     name: str
     method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
-    request: Any = None
-    """The message in the body; None when there is no body."""
-    result: Any = None
-    """What a 200 answers; None for 204 and for what is not JSON."""
-    promised: Any = None
-    """What the promise becomes, where the result is a promise."""
+    request_name: str | None = None
+    result_name: str | None = None
+    promised_name: str | None = None
     size: Size = "small"
     is_ordered: bool = False
     changes_state: bool = False
@@ -73,30 +47,66 @@ class Endpoint:
     """None is a statement ("keep it for good") and is sent as null in every dialect."""
 
     @property
+    def request(self) -> Any:
+        """The message in the body; None when there is no body."""
+        return _message(self.request_name)
+
+    @property
+    def result(self) -> Any:
+        """What a 200 answers; None for 204 and for what is not JSON."""
+        return _message(self.result_name)
+
+    @property
+    def promised(self) -> Any:
+        """What the promise becomes, where the result is a promise."""
+        return _message(self.promised_name)
+
+    @property
     def max_bytes(self) -> int:
         return MAX_BYTES[self.size]
 
 
-def _post(name: str, request: Any, result: Any, path: str = "", **rest: Any) -> Endpoint:
+# Messages that only servers of Tinkex know.
+_ONLY_OURS = ("tinkex.types.service.extensions", "tinkex.types.account.administration")
+
+
+@cache
+def _message(name: str | None) -> Any:
+    """The class of a message, loaded when it is asked for: a client never meets most of them."""
+    if name is None or name in types.__all__:
+        return name and getattr(types, name)
+    for module in _ONLY_OURS:
+        if (found := getattr(import_module(module), name, None)) is not None:
+            return found
+    raise LookupError(f"there is no message {name}")
+
+
+def _post(
+    name: str, request: str | None, result: str | None, path: str = "", **rest: Any
+) -> Endpoint:
     where = path or f"{API}/{name}"
-    return Endpoint(name=name, method="POST", path=where, request=request, result=result, **rest)
+    return Endpoint(
+        name=name, method="POST", path=where, request_name=request, result_name=result, **rest
+    )
 
 
-def _put(name: str, path: str, request: Any, result: Any = None, **rest: Any) -> Endpoint:
-    return Endpoint(name=name, method="PUT", path=path, request=request, result=result, **rest)
+def _put(name: str, path: str, request: str, result: str | None = None, **rest: Any) -> Endpoint:
+    return Endpoint(
+        name=name, method="PUT", path=path, request_name=request, result_name=result, **rest
+    )
 
 
-def _delete(name: str, path: str, result: Any = None) -> Endpoint:
-    return Endpoint(name=name, method="DELETE", path=path, result=result)
+def _delete(name: str, path: str, result: str | None = None) -> Endpoint:
+    return Endpoint(name=name, method="DELETE", path=path, result_name=result)
 
 
-def _promise(name: str, request: Any, promised: Any, **rest: Any) -> Endpoint:
+def _promise(name: str, request: str, promised: str, **rest: Any) -> Endpoint:
     """A call that ends in a promise."""
-    return _post(name, request, types.UntypedAPIFuture, promised=promised, **rest)
+    return _post(name, request, "UntypedAPIFuture", promised_name=promised, **rest)
 
 
-def _get(name: str, path: str, result: Any = None) -> Endpoint:
-    return Endpoint(name=name, method="GET", path=path, result=result)
+def _get(name: str, path: str, result: str | None = None) -> Endpoint:
+    return Endpoint(name=name, method="GET", path=path, result_name=result)
 
 
 _RUN = f"{API}/training_runs/{{run_id}}"
@@ -113,180 +123,180 @@ _ROWS = [
     # ---------------------------------------------------------------------------- training
     _promise(
         "forward_backward",
-        types.ForwardBackwardRequest,
-        types.ForwardBackwardOutput,
+        "ForwardBackwardRequest",
+        "ForwardBackwardOutput",
         changes_state=True,
         **_COMPUTE,
     ),
-    _promise("forward", types.ForwardRequest, types.ForwardBackwardOutput, **_COMPUTE),
+    _promise("forward", "ForwardRequest", "ForwardBackwardOutput", **_COMPUTE),
     _promise(
         "optim_step",
-        types.OptimStepRequest,
-        types.OptimStepResponse,
+        "OptimStepRequest",
+        "OptimStepResponse",
         is_ordered=True,
         changes_state=True,
     ),
     _promise(
         "load_weights",
-        types.LoadWeightsRequest,
-        types.LoadWeightsResponse,
+        "LoadWeightsRequest",
+        "LoadWeightsResponse",
         is_ordered=True,
         changes_state=True,
         is_barrier=True,
     ),
-    _promise("save_weights", types.SaveWeightsRequest, types.SaveWeightsResponse, **_SAVE),
+    _promise("save_weights", "SaveWeightsRequest", "SaveWeightsResponse", **_SAVE),
     _promise(
         "save_weights_for_sampler",
-        types.SaveWeightsForSamplerRequest,
-        types.SaveWeightsForSamplerResponseInternal,
+        "SaveWeightsForSamplerRequest",
+        "SaveWeightsForSamplerResponseInternal",
         **_SAVE,
     ),
     _promise(
         "save_weights_external",
-        types.SaveWeightsExternalRequest,
-        types.SaveWeightsExternalResponseInternal,
+        "SaveWeightsExternalRequest",
+        "SaveWeightsExternalResponseInternal",
         **_SAVE,
     ),
     _promise(
         "create_model",
-        types.CreateModelRequest,
-        types.CreateModelResponse,
+        "CreateModelRequest",
+        "CreateModelResponse",
         changes_state=True,
         is_barrier=True,
     ),
     _promise(
         "create_custom_loss",
-        types.CreateCustomLossRequest,
-        types.CreateCustomLossResponse,
+        "CreateCustomLossRequest",
+        "CreateCustomLossResponse",
         size="medium",
     ),
-    _promise("unload_model", types.UnloadModelRequest, types.UnloadModelResponse),
-    _post("get_info", types.GetInfoRequest, types.GetInfoResponse),
-    _post("log_metrics", LogMetricsRequest, LogMetricsResponse),
+    _promise("unload_model", "UnloadModelRequest", "UnloadModelResponse"),
+    _post("get_info", "GetInfoRequest", "GetInfoResponse"),
+    _post("log_metrics", "LogMetricsRequest", "LogMetricsResponse"),
     # ---------------------------------------------------------------------------- sampling
-    _promise("asample", types.SampleRequest, types.SampleResponse, size="medium"),
-    _post("asample_batch", SampleBatchRequest, SampleBatchResponse, size="large"),
-    _post("sample_stream", types.SampleRequest, None, size="medium"),
+    _promise("asample", "SampleRequest", "SampleResponse", size="medium"),
+    _post("asample_batch", "SampleBatchRequest", "SampleBatchResponse", size="large"),
+    _post("sample_stream", "SampleRequest", None, size="medium"),
     _post(
         "create_sampling_session",
-        types.CreateSamplingSessionRequest,
-        types.CreateSamplingSessionResponse,
+        "CreateSamplingSessionRequest",
+        "CreateSamplingSessionResponse",
     ),
     _post(
         "join_sampling_session",
-        types.JoinSamplingSessionRequest,
-        types.JoinSamplingSessionResponse,
+        "JoinSamplingSessionRequest",
+        "JoinSamplingSessionResponse",
     ),
-    _get("get_sampler", f"{API}/samplers/{{sampler_id}}", types.GetSamplerResponse),
+    _get("get_sampler", f"{API}/samplers/{{sampler_id}}", "GetSamplerResponse"),
     # ---------------------------------------------------------------------------- results
-    _post("retrieve_future", types.FutureRetrieveRequest, None),
+    _post("retrieve_future", "FutureRetrieveRequest", None),
     _post(
         "retrieve_futures",
-        types.FuturesRetrieveRequest,
-        types.FuturesRetrieveResponse,
+        "FuturesRetrieveRequest",
+        "FuturesRetrieveResponse",
         size="medium",
     ),
-    _post("cancel_future", types.CancelFutureRequest, CancelFutureResponse),
+    _post("cancel_future", "CancelFutureRequest", "CancelFutureResponse"),
     # ---------------------------------------------------------------------------- service
     _post(
         "client_config",
-        types.ClientConfigRequest,
-        types.ClientConfigResponse,
+        "ClientConfigRequest",
+        "ClientConfigResponse",
         f"{API}/client/config",
     ),
     _post(
         "client_dynamic_config",
-        types.ClientConfigRequest,
-        types.ClientDynamicConfigResponse,
+        "ClientConfigRequest",
+        "ClientDynamicConfigResponse",
         f"{API}/client/dynamic_config",
     ),
-    _post("create_session", types.CreateSessionRequest, types.CreateSessionResponse),
-    _post("session_heartbeat", types.SessionHeartbeatRequest, types.SessionHeartbeatResponse),
-    _post("telemetry", types.TelemetrySendRequest, types.TelemetryResponse),
+    _post("create_session", "CreateSessionRequest", "CreateSessionResponse"),
+    _post("session_heartbeat", "SessionHeartbeatRequest", "SessionHeartbeatResponse"),
+    _post("telemetry", "TelemetrySendRequest", "TelemetryResponse"),
     _get(
         "get_server_capabilities",
         f"{API}/get_server_capabilities",
-        types.GetServerCapabilitiesResponse,
+        "GetServerCapabilitiesResponse",
     ),
-    _post("attach", ProcessRequest, None, "/tinkex/v1/attach"),
-    _post("detach", ProcessRequest, None, "/tinkex/v1/detach"),
+    _post("attach", "ProcessRequest", None, "/tinkex/v1/attach"),
+    _post("detach", "ProcessRequest", None, "/tinkex/v1/detach"),
     # ---------------------------------------------------------------------------- sessions
-    _get("list_sessions", f"{API}/sessions", types.ListSessionsResponse),
+    _get("list_sessions", f"{API}/sessions", "ListSessionsResponse"),
     _post(
         "search_sessions",
-        types.SessionSearchRequest,
-        types.SessionSearchResponse,
+        "SessionSearchRequest",
+        "SessionSearchResponse",
         f"{API}/sessions/search",
     ),
-    _get("get_session", _SESSION, types.GetSessionResponse),
-    _get("export_session_trace", f"{_SESSION}/trace_export", types.TraceExportResponse),
-    _post(
-        "finish_session", types.FinishSessionRequest, None, f"{_SESSION}/finish", keeps_null=True
-    ),
-    _put("assign_session_project", f"{_SESSION}/project", types.AssignSessionProjectRequest),
+    _get("get_session", _SESSION, "GetSessionResponse"),
+    _get("export_session_trace", f"{_SESSION}/trace_export", "TraceExportResponse"),
+    _post("finish_session", "FinishSessionRequest", None, f"{_SESSION}/finish", keeps_null=True),
+    _put("assign_session_project", f"{_SESSION}/project", "AssignSessionProjectRequest"),
     # ---------------------------------------------------------------------------- runs
-    _get("list_training_runs", f"{API}/training_runs", types.TrainingRunsResponse),
-    _get("get_training_run", _RUN, types.TrainingRun),
-    _get("list_checkpoints", f"{_RUN}/checkpoints", types.CheckpointsListResponse),
-    _get("list_user_checkpoints", f"{API}/checkpoints", types.CheckpointsListResponse),
+    _get("list_training_runs", f"{API}/training_runs", "TrainingRunsResponse"),
+    _get("get_training_run", _RUN, "TrainingRun"),
+    _get("list_checkpoints", f"{_RUN}/checkpoints", "CheckpointsListResponse"),
+    _get("list_user_checkpoints", f"{API}/checkpoints", "CheckpointsListResponse"),
     _delete("delete_checkpoint", _CHECKPOINT),
     _post("publish_checkpoint", None, None, f"{_CHECKPOINT}/publish"),
     _delete("unpublish_checkpoint", f"{_CHECKPOINT}/publish"),
     _put(
         "set_checkpoint_ttl",
         f"{_CHECKPOINT}/ttl",
-        types.SetCheckpointTtlRequest,
+        "SetCheckpointTtlRequest",
         keeps_null=True,
     ),
-    _get("checkpoint_archive", f"{_CHECKPOINT}/archive", types.CheckpointArchiveUrlResponse),
+    _get("checkpoint_archive", f"{_CHECKPOINT}/archive", "CheckpointArchiveUrlResponse"),
     _get(
         "external_weights_urls",
         f"{_CHECKPOINT}/external_weights_urls",
-        types.ExternalWeightsUrlsResponse,
+        "ExternalWeightsUrlsResponse",
     ),
-    _post("weights_info", types.WeightsInfoRequest, types.WeightsInfoResponse),
-    _post("copy_weights", types.CopyWeightsRequest, types.CopyWeightsResponse),
+    _post("weights_info", "WeightsInfoRequest", "WeightsInfoResponse"),
+    _post("copy_weights", "CopyWeightsRequest", "CopyWeightsResponse"),
     _post("import_checkpoint", None, None, f"{API}/checkpoints/import", size="file"),
     _get("download", f"{API}/signed/{{token}}/{{file_name:path}}"),
-    _get("list_checkpoint_names", _NAMES, types.CheckpointNamesResponse),
-    _post("name_checkpoint", NameCheckpointRequest, types.CheckpointName, _NAMES),
-    _delete("remove_checkpoint_name", f"{_NAMES}/{{name}}", RemoveNameResponse),
+    _get("list_checkpoint_names", _NAMES, "CheckpointNamesResponse"),
+    _post("name_checkpoint", "NameCheckpointRequest", "CheckpointName", _NAMES),
+    _delete("remove_checkpoint_name", f"{_NAMES}/{{name}}", "RemoveNameResponse"),
     # ---------------------------------------------------------------------------- trajectories
-    _get("get_trajectory", _TRAJECTORY, types.Trajectory),
-    _delete("delete_trajectory", _TRAJECTORY, DeleteTrajectoryResponse),
+    _get("get_trajectory", _TRAJECTORY, "Trajectory"),
+    _delete("delete_trajectory", _TRAJECTORY, "DeleteTrajectoryResponse"),
     # ---------------------------------------------------------------------------- account
-    _get("health", f"{API}/healthz", types.HealthResponse),
-    _post("exchange_token", None, types.AuthTokenResponse, f"{API}/auth/token"),
-    _get("describe_key", f"{API}/auth/apikey/me", types.ApiKeyResponse),
+    _get("health", f"{API}/healthz", "HealthResponse"),
+    _post("exchange_token", None, "AuthTokenResponse", f"{API}/auth/token"),
+    _get("describe_key", f"{API}/auth/apikey/me", "ApiKeyResponse"),
     _delete("revoke_key", f"{API}/auth/apikey/me"),
-    _get("audit_log", f"{API}/audit", types.AuditLogResponse),
-    _get("billing_usage", f"{API}/billing/usage/events", types.BillingUsageResponse),
+    _get("audit_log", f"{API}/audit", "AuditLogResponse"),
+    _get("billing_usage", f"{API}/billing/usage/events", "BillingUsageResponse"),
     _get(
         "checkpoint_storage_usage",
         f"{API}/billing/usage/checkpoints/current",
-        types.CurrentCheckpointStorageUsageResponse,
+        "CurrentCheckpointStorageUsageResponse",
     ),
     # ---------------------------------------------------------------------------- administrators
-    _get("admin_list_users", f"{_ADMIN}/users", AdminUsersResponse),
-    _get("admin_get_user", _USER, AdminUser),
-    _post("admin_disable_user", StopWorkRequest, StopWorkResponse, f"{_USER}/disable"),
+    _get("admin_list_users", f"{_ADMIN}/users", "AdminUsersResponse"),
+    _get("admin_get_user", _USER, "AdminUser"),
+    _post("admin_disable_user", "StopWorkRequest", "StopWorkResponse", f"{_USER}/disable"),
     _post("admin_enable_user", None, None, f"{_USER}/enable"),
-    _post("admin_stop_user", StopWorkRequest, StopWorkResponse, f"{_USER}/stop"),
-    _put("admin_set_quotas", f"{_USER}/quotas", SetQuotasRequest, AdminUser, keeps_null=True),
-    _get("admin_list_sessions", f"{_ADMIN}/sessions", AdminSessionsResponse),
+    _post("admin_stop_user", "StopWorkRequest", "StopWorkResponse", f"{_USER}/stop"),
+    _put("admin_set_quotas", f"{_USER}/quotas", "SetQuotasRequest", "AdminUser", keeps_null=True),
+    _get("admin_list_sessions", f"{_ADMIN}/sessions", "AdminSessionsResponse"),
     _post(
         "admin_stop_session",
-        StopWorkRequest,
-        StopWorkResponse,
+        "StopWorkRequest",
+        "StopWorkResponse",
         f"{_ADMIN}/sessions/{{session_id}}/stop",
     ),
-    _get("admin_list_runs", f"{_ADMIN}/runs", AdminRunsResponse),
-    _post("admin_stop_run", StopWorkRequest, StopWorkResponse, f"{_ADMIN}/runs/{{run_id}}/stop"),
-    _get("admin_list_keys", f"{_ADMIN}/keys", AdminKeysResponse),
-    _post("admin_add_key", AddKeyRequest, AddKeyResponse, f"{_ADMIN}/keys"),
+    _get("admin_list_runs", f"{_ADMIN}/runs", "AdminRunsResponse"),
+    _post(
+        "admin_stop_run", "StopWorkRequest", "StopWorkResponse", f"{_ADMIN}/runs/{{run_id}}/stop"
+    ),
+    _get("admin_list_keys", f"{_ADMIN}/keys", "AdminKeysResponse"),
+    _post("admin_add_key", "AddKeyRequest", "AddKeyResponse", f"{_ADMIN}/keys"),
     _delete("admin_revoke_key", f"{_ADMIN}/keys/{{key_id}}"),
-    _get("admin_usage", f"{_ADMIN}/usage", AdminUsageResponse),
-    _get("admin_audit_log", f"{_ADMIN}/audit", AdminAuditResponse),
+    _get("admin_usage", f"{_ADMIN}/usage", "AdminUsageResponse"),
+    _get("admin_audit_log", f"{_ADMIN}/audit", "AdminAuditResponse"),
 ]
 
 ENDPOINTS: dict[str, Endpoint] = {row.name: row for row in _ROWS}

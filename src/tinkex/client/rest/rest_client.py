@@ -25,7 +25,6 @@ from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call
 from tinkex.client.session.holder import Holder, parse, shared_holder
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
-from tinkex.types.service.extensions import NameCheckpointRequest
 from tinkex.wire import requests
 from tinkex.wire.endpoints import API, ENDPOINTS
 
@@ -254,7 +253,7 @@ class RestClient(Caller):
     def name_checkpoint(self, tinker_path: str, name: str) -> APIFuture[None]:
         """Give a checkpoint a short name; one that is in use moves to it. Tinkex servers only."""
         validation.check_tinker_path(tinker_path)
-        request = NameCheckpointRequest(name=name, path=tinker_path)
+        request = ENDPOINTS["name_checkpoint"].request(name=name, path=tinker_path)
         return self._send(self._call("name_checkpoint", request=request))
 
     name_checkpoint_async = awaited(name_checkpoint)

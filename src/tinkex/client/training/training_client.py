@@ -28,7 +28,6 @@ from tinkex.client.training.train_step import TrainStepResult
 from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.console_urls import training_run_url
-from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 from tinkex.wire.chunking import combine
 from tinkex.wire.endpoints import ENDPOINTS
 
@@ -419,10 +418,11 @@ class TrainingClient(TrainingCalls):
         Args:
             step: Where on the x axis; the last step the server has seen when left out.
         """
-        request = LogMetricsRequest(model_id=self.model_id, metrics=dict(metrics), step=step)
+        row = ENDPOINTS["log_metrics"]
+        request = row.request(model_id=self.model_id, metrics=dict(metrics), step=step)
 
         async def send(waiting: Waiting) -> None:
-            await self.holder.post("log_metrics", request, LogMetricsResponse, waiting=waiting)
+            await self.holder.post(row.name, request, row.result, waiting=waiting)
 
         return self.holder.spawn(send)
 

@@ -11,15 +11,6 @@ from tinkex.types._bounds import Id, Ids, Number
 from tinkex.types._models import Listing, Request, Response, member_of
 from tinkex.types.service.identifiers import ModelID, RequestID
 from tinkex.types.service.request_error import RequestErrorCategory
-from tinkex.types.training.forward_backward import ForwardBackwardOutput
-from tinkex.types.training.models import CreateModelResponse, UnloadModelResponse
-from tinkex.types.training.optimizer import OptimStepResponse
-from tinkex.types.training.weights import (
-    LoadWeightsResponse,
-    SaveWeightsExternalResponse,
-    SaveWeightsForSamplerResponse,
-    SaveWeightsResponse,
-)
 
 
 class QueueState(StrEnum):
@@ -122,17 +113,3 @@ class FuturesRetrieveResponse(Response):
 
     completions: Listing[FutureCompletion]
     cursor: int
-
-
-FutureRetrieveResponse: TypeAlias = (
-    TryAgainResponse
-    | ForwardBackwardOutput
-    | OptimStepResponse
-    | SaveWeightsResponse
-    | LoadWeightsResponse
-    | SaveWeightsForSamplerResponse
-    | SaveWeightsExternalResponse
-    | CreateModelResponse
-    | UnloadModelResponse
-    | RequestFailedResponse
-)
