@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import os
 import sys
 import time
@@ -251,8 +250,10 @@ class APIFuture(concurrent.futures.Future[T]):
         elif (error := task.exception()) is not None:
             self._fail(error)
         else:
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # it was cancelled
+            try:
                 self.set_result(task.result())
+            except concurrent.futures.InvalidStateError:
+                pass  # it was cancelled
 
 
 AwaitableConcurrentFuture = APIFuture

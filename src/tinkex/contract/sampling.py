@@ -6,7 +6,7 @@ drawn is `engine.sample.sampling_math`. The two have no slots, because a job inh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
@@ -140,10 +140,13 @@ def check_vocabulary(draw: DrawSettings, vocab_size: int, path: str = "") -> Non
             )
 
 
-def check_honoured(params: Any, honoured: Iterable[str]) -> None:
-    """Refuse extensions that a server does not announce: it would ignore them without a word."""
+def check_honoured(params: Any, honoured: str) -> None:
+    """Refuse extensions that a server does not announce: it would ignore them without a word.
+
+    `honoured` is its announcement, the names with commas between them.
+    """
     for name in EXTENSIONS:
-        if getattr(params, name) is not None and name not in honoured:
+        if getattr(params, name) is not None and name not in honoured.split(","):
             raise NotSupportedError(
                 "this server does not know it; leave it out", path=f"sampling_params.{name}"
             )

@@ -89,10 +89,11 @@ def encode(
         NotSupportedError: It sets a field that this generation does not have.
     """
     endpoint = _endpoint(name)
-    expected = endpoint.request
-    accepted: Any = tuple(PASSES.values()) if name in PASSES else expected
+    accepted: Any = tuple(PASSES.values()) if name in PASSES else endpoint.request
     if not isinstance(request, accepted):
-        raise InvalidInputError(f"{name} takes {expected.__name__}, got {type(request).__name__}")
+        raise InvalidInputError(
+            f"{name} takes {endpoint.request_name}, got {type(request).__name__}"
+        )
     if name in PASSES:
         body = (
             Body(proto_requests.encode(request), PROTOBUF)
@@ -107,7 +108,7 @@ def encode(
 
 def _endpoint(name: str) -> Endpoint:
     found = ENDPOINTS.get(name)
-    if found is None or found.request is None:
-        known = ", ".join(sorted(name for name, row in ENDPOINTS.items() if row.request))
+    if found is None or found.request_name is None:
+        known = ", ".join(sorted(name for name, row in ENDPOINTS.items() if row.request_name))
         raise InvalidInputError(f"unknown endpoint {name!r}; known: {known}")
     return found

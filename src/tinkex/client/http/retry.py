@@ -9,12 +9,11 @@ in which order all of it happens, is in `docs/client.md`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import email.utils
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -284,32 +283,38 @@ class SampleRetry:
         self._last_progress = loop_time()
         self._watch: asyncio.TimerHandle | None = None
 
-    async def execute(self, call: Callable[[], Awaitable[T]]) -> T:
+    def execute(self, call: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        return self._watched(call) if self._slots is None else self._in_turn(self._slots, call)
+
+    async def _in_turn(self, slots: asyncio.Semaphore, call: Callable[[], Awaitable[T]]) -> T:
+        async with slots:
+            return await self._watched(call)
+
+    async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
         task = asyncio.current_task()
         assert task is not None
-        async with self._slots or contextlib.nullcontext():
-            if not self._running:
-                self._last_progress = loop_time()
-            self._running.add(task)
-            if self._detect and self._watch is None:
-                self._watch_in(self.config.progress_timeout)
-            try:
-                result = await self._attempts(call)
-                self._last_progress = loop_time()
-                return result
-            except asyncio.CancelledError:
-                if task in self._stuck:
-                    raise APIConnectionError(
-                        f"No sample finished for {self.config.progress_timeout:.0f} s; requests "
-                        "seem stuck. Look at the server, or raise RetryConfig.progress_timeout."
-                    ) from None
-                raise
-            finally:
-                self._stuck.discard(task)
-                self._running.discard(task)
-                if not self._running and self._watch is not None:
-                    self._watch.cancel()
-                    self._watch = None
+        if not self._running:
+            self._last_progress = loop_time()
+        self._running.add(task)
+        if self._detect and self._watch is None:
+            self._watch_in(self.config.progress_timeout)
+        try:
+            result = await self._attempts(call)
+            self._last_progress = loop_time()
+            return result
+        except asyncio.CancelledError:
+            if task in self._stuck:
+                raise APIConnectionError(
+                    f"No sample finished for {self.config.progress_timeout:.0f} s; requests "
+                    "seem stuck. Look at the server, or raise RetryConfig.progress_timeout."
+                ) from None
+            raise
+        finally:
+            self._stuck.discard(task)
+            self._running.discard(task)
+            if not self._running and self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
 
     async def _attempts(self, call: Callable[[], Awaitable[T]]) -> T:
         attempt = 0

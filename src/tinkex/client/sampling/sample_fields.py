@@ -96,7 +96,7 @@ class SampleFields:
 
     def check_honoured(self, flags: ServerFlags) -> None:
         """Refuse what this server would ignore."""
-        check_honoured(self.sampling_params, flags.tinkex_sampling_params.split(","))
+        check_honoured(self.sampling_params, flags.tinkex_sampling_params)
         if self.routed_experts and not flags.tinkex_routed_experts:
             raise NotSupportedError(
                 "this server does not tell which experts a token passed; leave it out",

@@ -158,6 +158,8 @@ class TokenProvider:
         self._clock = clock
         self._exchange: Callable[[str], Awaitable[str]] | None = None
         self._token: str | None = None
+        self._expires_s = 0.0
+        """When the token ends; read once, because every request asks."""
         self._lock = asyncio.Lock()
 
     def use_exchange(self, exchange: Callable[[str], Awaitable[str]]) -> None:
@@ -206,6 +208,8 @@ class TokenProvider:
     async def refresh(self) -> None:
         assert self._exchange is not None
         self._token = await self._exchange(await self.credential())
+        expiry = self.token_claims.get("exp")
+        self._expires_s = float(expiry) if isinstance(expiry, (int, float)) else 0.0
 
     async def keep_fresh(self) -> None:
         """Refresh well before the end, for ever. Runs as a background task of the holder."""
@@ -222,5 +226,4 @@ class TokenProvider:
                 await asyncio.sleep(_USABLE_S)
 
     def _remaining_s(self) -> float:
-        expiry = jwt_claims(self._token or "").get("exp")
-        return float(expiry) - self._clock() if isinstance(expiry, (int, float)) else 0.0
+        return self._expires_s - self._clock()
