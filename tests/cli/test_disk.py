@@ -72,14 +72,22 @@ def test_gc_of_a_run_takes_its_checkpoints_too(cli, home):
     assert not list((folder / "checkpoints").glob("*/*/*"))
 
 
-def test_gc_beside_a_running_server_is_refused_in_words(cli, tmp_path, start_server, monkeypatch):
+def test_gc_leaves_the_folder_of_a_running_server_alone(cli, tmp_path, start_server, monkeypatch):
     monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
-    (tmp_path / "server").mkdir()
-    with start_server(tmp_path / "server", "--engine", "toy"):
-        ran = cli("gc")
-    assert ran.code == 1
-    assert "Another server uses" in ran.err
-    assert "bug" not in ran.err
+    folders = tmp_path / "local", tmp_path / "server"
+    for folder in folders:
+        folder.mkdir()
+    with start_server(folders[1], "--engine", "toy"):
+        refused = cli("gc")
+        assert refused.code == 1
+        words = f"A running server uses {folders[1]}; nothing is removed there. Stop it"
+        assert words in refused.err
+        with start_server(folders[0], "--engine", "toy"):
+            pass
+        ran = cli("gc", "--json")
+    assert ran.code == 0, ran.err
+    assert [entry["folder"] for entry in ran.json["removed"]] == [str(folders[0])]
+    assert words in ran.err
     assert cli("gc", "--older-than", "soon").code == 2
 
 

@@ -61,6 +61,15 @@ async def test_unused_room_of_the_database_is_given_back(tmp_path: Path) -> None
     assert after < before - 4_000_000
 
 
+async def test_vacuum_beside_a_running_server_is_refused(tmp_path: Path) -> None:
+    async with open_app(tmp_path):
+        with pytest.raises(ConfigError, match=r"A server uses .* \(process \d+\)\. Stop it first"):
+            backup.vacuum(tmp_path)
+    before, after = backup.vacuum(tmp_path)
+    assert before > 4096, "what a server left in its log counts"
+    assert after > 4096
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

@@ -19,7 +19,7 @@ from tinkex.cluster.node_facts import NodeFacts
 from tinkex.cluster.parcels import Parcels
 from tinkex.cluster.remote_engine import RemoteEngine
 from tinkex.engine.jobs import Engine
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -62,7 +62,9 @@ class Cluster:
         try:
             import ray
         except ImportError as exc:
-            raise ConfigError("--ray needs Ray: pip install 'tinkex[cluster]'.") from exc
+            raise ConfigError(
+                f"a cluster needs Ray, which is not installed: {how_to_install('cluster')}."
+            ) from exc
         if address != "auto":
             _check_address(address)
         try:

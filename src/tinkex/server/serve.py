@@ -391,17 +391,32 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.option("--data-dir", type=click.Path(path_type=Path), help="Database, checkpoints, state.")
 @click.option("--api-key", "api_keys", multiple=True, help="KEY or KEY=USER, repeatable.")
 @click.option("--api-key-file", help="File with KEY or KEY=USER a line, mode 600.")
-@click.option("--require-key", "key_required", is_flag=True, default=None, help="Never be open.")
+@click.option(
+    "--require-key",
+    "key_required",
+    is_flag=True,
+    default=None,
+    help="Ask for a key on this machine too.",
+)
 @click.option("--tls-cert", help="PEM certificate; with --tls-key, serve HTTPS.")
 @click.option("--tls-key", help="PEM private key of the certificate, unencrypted.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
 @click.option("--storage", help="s3://BUCKET/PREFIX for checkpoints; default in data-dir.")
-@click.option("--power-safe/--no-power-safe", default=None, help="One fsync per promise, or none.")
+@click.option(
+    "--power-safe/--no-power-safe",
+    default=None,
+    help="Accepted work survives a power cut (default), or crashes only.",
+)
 @click.option("--engine", help="torch computes; toy, or toy:latency_s=0.1, is for tests.")
 @click.option(
-    "--any-base", is_flag=True, default=None, help="Use checkpoints of other weights too."
+    "--any-base",
+    is_flag=True,
+    default=None,
+    help="Use checkpoints on other base weights than their own.",
 )
-@click.option("--deterministic/--no-deterministic", default=None, help="Bit-exact, slower.")
+@click.option(
+    "--deterministic/--no-deterministic", default=None, help="Same requests, same bits; slower."
+)
 @click.option("--device", "devices", multiple=True, help="One worker per device: auto, cuda:0, ...")
 @click.option("--workers", "num_workers", type=int, help="Worker processes; default one a device.")
 @click.option("--group", "group_size", type=int, help="Devices that share a model as one worker.")
@@ -410,11 +425,21 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     "--until-idle", "until_idle_s", type=float, help="End after SECONDS without a client."
 )
 @click.option("--parent-pid", type=int, help="A process that counts as a client while it lives.")
-@click.option("--snapshot-every", "snapshot_every_ops", type=int, help="Requests per snapshot.")
+@click.option(
+    "--snapshot-every",
+    "snapshot_every_ops",
+    type=int,
+    help="Save a model's state after so many requests.",
+)
 @click.option(
     "--keep-rollouts", is_flag=True, default=None, help="Let users see sampled answers by step."
 )
-@click.option("--quota", "quotas", multiple=True, help="NAME=NUMBER for each user, repeatable.")
+@click.option(
+    "--quota",
+    "quotas",
+    multiple=True,
+    help="NAME=NUMBER a user may have, such as disk_bytes=50G; repeatable.",
+)
 @click.option("--access-log", is_flag=True, default=None, help="Log requests as lines of JSON.")
 @click.option("--log-format", help="text, or json: one object a line.")
 @click.option("--log-level", help="debug, info, warning or error.")

@@ -117,7 +117,7 @@ def usage(state: State, /, by: Literal["user", "key", "run"], hours: int, limit:
         found = client.get_usage(by, hours, limit).result()
     heads = {"user": ("User",), "key": ("Key", "Name", "User"), "run": ("Run", "User")}
     rows = [
-        (*_whose(by, one), *(round(one.counts.get(k, 0.0), 1) for k in _USED))
+        (*_whose(by, one), *(_count(k, one.counts.get(k, 0.0)) for k in _USED))
         for one in found.usage
     ]
     title = f"Usage by {by}, last {hours} hours"
@@ -129,9 +129,13 @@ _USED = {
     "training": "Trained",
     "sampling_prefill": "Read",
     "sampling_prefill_cached": "Cached",
-    "sampling_sample": "Said",
+    "sampling_sample": "Sampled",
     "device_seconds": "Device s",
 }
+
+
+def _count(kind: str, number: float) -> float:
+    return round(number, 1) if kind == "device_seconds" else int(number)  # seconds, or tokens
 
 
 def _whose(by: str, one: AdminUsage) -> tuple[Any, ...]:

@@ -93,6 +93,7 @@ def gc(
     Checkpoints with a name stay, unless --run names their run.
     """
     from tinkex.server.files.usage import holdings
+    from tinkex.store.claim import InUseError
 
     folders = list(_data_folders(data_dir))
     if run_id:
@@ -100,14 +101,25 @@ def gc(
         folders = [folder]
         if not (yes or dry_run):
             click.confirm(f"Remove all of {run_id}, its checkpoints too?", abort=True, err=True)
-    report = []
+    report, in_use = [], []
     for folder in folders:
-        if dry_run:
-            num_runs, num_bytes = _would_go(holdings(folder), older_than_s, run_id)
-        else:
-            done = _cleared(state, folder, older_than_s, run_id)
-            num_runs, num_bytes = done.num_runs, done.num_bytes
+        try:
+            if dry_run:
+                num_runs, num_bytes = _would_go(holdings(folder), older_than_s, run_id)
+            else:
+                done = _cleared(state, folder, older_than_s, run_id)
+                num_runs, num_bytes = done.num_runs, done.num_bytes
+        except InUseError:
+            in_use.append(
+                f"A running server uses {folder}; nothing is removed there. Stop it, and run "
+                "`tinkex gc` again."
+            )
+            continue
         report.append({"folder": str(folder), "runs": num_runs, "bytes": num_bytes})
+    if in_use and not report:
+        raise click.ClickException("\n".join(in_use))
+    for text in in_use:
+        state.note(text)
     title = "Would remove" if dry_run else "Removed"
     rows = [(entry["folder"], entry["runs"], size(int(str(entry["bytes"])))) for entry in report]
     state.show(

@@ -21,6 +21,7 @@ from pathlib import Path
 from tinkex.errors import ConfigError
 from tinkex.server.files.depot import URL_FILE, is_stored, storage_of
 from tinkex.store.binding import ID_FILE
+from tinkex.store.claim import LOCK_FILE, FileLock
 from tinkex.store.database import sqlite_file
 
 _LISTED = (
@@ -135,14 +136,25 @@ def _set_stored_apart(found: Found, data_dir: Path) -> None:
 def vacuum(data_dir: Path) -> tuple[int, int]:
     """Give unused room of the database back; (bytes before, after). No server may run on it."""
     database = database_of(data_dir)
-    before = database.stat().st_size
+    lock = FileLock(data_dir / LOCK_FILE)
     try:
+        if not lock.try_take():
+            raise ConfigError(f"A server uses {data_dir}{lock.holder()}. Stop it first.")
+        before = _size_of(database)
         with connect(database, writable=True) as connection:
             connection.execute("VACUUM")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return before, _size_of(database)
     except sqlite3.OperationalError as exc:
         raise ConfigError(f"{database} is in use ({exc}). Stop its server first.") from exc
-    return before, database.stat().st_size
+    finally:
+        lock.release()
+
+
+def _size_of(database: Path) -> int:
+    """What a crash left in the log beside it is part of the database."""
+    files = (database, database.with_name(f"{database.name}-wal"))
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def database_of(data_dir: Path) -> Path:

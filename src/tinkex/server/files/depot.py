@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, how_to_install
 from tinkex.server.files.folders import DataFolder, folder_size
 from tinkex.store.binding import ID_FILE
 
@@ -60,7 +60,7 @@ class Depot:
         try:
             from tinkex.server.files.object_store import Bucket
         except ImportError as exc:
-            text = "storage in a bucket needs obstore: pip install 'tinkex[s3]'."
+            text = f"storage in a bucket needs obstore: {how_to_install('s3')}."
             raise ConfigError(text) from exc
         bucket = Bucket(url)
         known = storage_of(data_dir)

@@ -113,7 +113,9 @@ class Oversight:
         """
         found = await self._store.call(self._store.accounts.get_user, user_id)
         if found is None:
-            raise ApiError(404, f"There is no user {user_id[:200]!r}. List them: GET admin/users.")
+            raise ApiError(
+                404, f"There is no user {user_id[:200]!r}. List them with `tinkex admin users`."
+            )
         return found
 
     async def sessions(
