@@ -88,6 +88,10 @@ def test_it_refuses_to_start_on_a_busy_port_or_with_wrong_settings(tmp_path: Pat
         assert "cannot listen" in busy
     assert "no api key" in _fails("--host", "0.0.0.0")
     assert "expected NAME=MODEL" in _fails("--alias", "x")
+    (tmp_path / "flag.toml").write_text("workers = 2\n")  # the name of the flag
+    assert "'workers'. Did you mean 'num_workers'?" in _fails(
+        "--config", str(tmp_path / "flag.toml")
+    )
 
 
 def _fails(*flags: str) -> str:
@@ -108,6 +112,27 @@ def test_ctrl_c_reaches_the_worker_only_through_the_server(tmp_path: Path) -> No
         client.close()
 
 
+def test_a_second_ctrl_c_cuts_off_what_runs_and_shows_no_traceback(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text("stop_grace_s = 600\n")
+    flags = ("--engine", "toy:latency_s=600", "--config", str(settings))
+    with ServerProcess(tmp_path, *flags) as server, httpx.Client(timeout=30) as http:
+        sample = {
+            "base_model": "toy",
+            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 5},
+        }
+        with http.stream("POST", f"{server.base_url}/api/v1/sample_stream", json=sample):
+            os.kill(server.pid, signal.SIGINT)
+            deadline = time.monotonic() + 60
+            while "stopping; what was accepted is kept" not in server.log:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert server.stop() == 0
+        assert "stopping now" in server.log
+        assert "Traceback" not in server.log
+
+
 def test_a_request_that_does_not_end_ends_with_the_grace(tmp_path: Path) -> None:
     """And what was accepted goes on after the next start."""
     settings = tmp_path / "settings.toml"
@@ -126,6 +151,7 @@ def test_a_request_that_does_not_end_ends_with_the_grace(tmp_path: Path) -> None
         url = f"{server.base_url}/api/v1/sample_stream"
         with client.http.stream("POST", url, json=sample):
             assert server.stop() == 0
+        assert "Traceback" not in server.log
         server._flags = ("--engine", "toy", *flags)
         server.start()
         assert client.result(promise)["model_id"]

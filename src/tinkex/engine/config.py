@@ -73,7 +73,7 @@ class EngineConfig:
                 f"{torch.cuda.device_count()} GPUs, counted from cuda:0"
             )
         if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU")
+            raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU; use 'cpu'")
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(
                 f"engine.device is {self.device!r}: only CUDA cards and CPUs are supported. Use "

@@ -7,6 +7,7 @@ read and which combinations are refused. It does not know what they do.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
@@ -407,7 +408,9 @@ def _known(values: dict[str, Any], origin: str) -> dict[str, Any]:
     types = {spec.name: spec.type for spec in fields(ServerConfig)}
     for name in values:
         if name not in types:
-            raise ConfigError(f"unknown {origin}: {name!r}. Known: {', '.join(sorted(types))}.")
+            near = difflib.get_close_matches(name, types, n=1, cutoff=0.6)
+            known = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(types))}."
+            raise ConfigError(f"unknown {origin}: {name!r}. {known}")
     return {k: _coerce(k, str(types[k]), v) for k, v in values.items() if v is not None}
 
 

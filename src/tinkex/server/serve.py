@@ -109,8 +109,16 @@ class _Server(uvicorn.Server):
         """Answer waiting polls and end. A second call does not wait for running requests."""
         logger.info("stopping now" if self.should_exit else "stopping; what was accepted is kept")
         self.force_exit = self.should_exit
+        if self.force_exit:  # uvicorn would show where its own tasks are cut off
+            logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         self.should_exit = True
         self._app.state.service.begin_stop()
+
+
+def _is_trouble(record: logging.LogRecord) -> bool:
+    """A request that is cut off when the server ends is not: nobody wants its traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
 
 
 def run(config: ServerConfig, *, for_person: bool = False) -> None:
@@ -122,6 +130,7 @@ def run(config: ServerConfig, *, for_person: bool = False) -> None:
     logs.set_up(config.log_level, config.log_format)
     for noisy in ("alembic", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(_is_trouble)
     sys.setswitchinterval(SWITCH_S)
     os.umask(0o077)  # weights, journal and keys are nobody else's
     level = logging.DEBUG if for_person else logging.INFO  # the greeting says what was changed
