@@ -56,16 +56,39 @@ Function = tuple[str, str]
 """A file below the package, and the qualified name of a function in it."""
 WAIT_S = 100.0
 
+Condition = Callable[[dict[str, Any]], bool]
+
+
+def _always(seen: dict[str, Any]) -> bool:
+    return True
+
+
+def _is_pass(seen: dict[str, Any]) -> bool:
+    return b"/forward_backward" in seen["head"]
+
+
+def _is_job(seen: dict[str, Any]) -> bool:
+    return type(seen["job"]).__name__ == "TrainJob"
+
+
+def _is_result(seen: dict[str, Any]) -> bool:
+    return "TrainResult" in str(seen)
+
+
+def _is_poll(seen: dict[str, Any]) -> bool:
+    return "retrieve_future" in seen["self"].scope["path"]
+
+
+def _is_our_future(seen: dict[str, Any]) -> bool:
+    return "APIFuture" in type(seen["self"]).__name__
+
+
+def _is_wake_of_queue(seen: dict[str, Any]) -> bool:
+    return "SubmitQueue" in str(seen["callback"])
+
+
 # Where the request is left for somebody else: the last function of ours there, or the library's
 # that takes it. The condition tells this request from the heartbeats and polls that pass there too.
-Condition = Callable[[dict[str, Any]], bool]
-_always: Condition = lambda seen: True  # noqa: E731
-_is_pass: Condition = lambda seen: b"/forward_backward" in seen["head"]  # noqa: E731
-_is_job: Condition = lambda seen: type(seen["job"]).__name__ == "TrainJob"  # noqa: E731
-_is_result: Condition = lambda seen: "TrainResult" in str(seen)  # noqa: E731
-_is_poll: Condition = lambda seen: "retrieve_future" in seen["self"].scope["path"]  # noqa: E731
-_is_our_future: Condition = lambda seen: "APIFuture" in type(seen["self"]).__name__  # noqa: E731
-_is_wake_of_queue: Condition = lambda seen: "SubmitQueue" in str(seen["callback"])  # noqa: E731
 OUT: dict[Function, Condition] = {
     ("client/session/background_loop.py", "LoopThread.submit"): _is_wake_of_queue,
     ("client/http/http1.py", "_Connection.send"): _is_pass,

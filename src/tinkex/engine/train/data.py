@@ -59,6 +59,10 @@ def read_datum(
 ) -> DatumArrays:
     """One datum as arrays, checked against its loss and the model.
 
+    A server has judged the same before. But an engine works without one too; a server does not know
+    the vocabulary and the context while a busy engine has not told it; and one token outside of the
+    vocabulary ends the process of a CUDA device, for everybody on it.
+
     Raises:
         InvalidInputError: Names the field, the value and what is allowed.
     """

@@ -300,11 +300,6 @@ class Oversight:
         """
         return await self._throughput.of((), self._tokens)
 
-    def forget_sums(self) -> None:
-        """Add up again when next asked."""
-        self._usage.forget()
-        self._throughput.forget()
-
     async def _tokens(self) -> tuple[float, dict[str, float]]:
         now = time.time()
         return now, await self._store.call(self._store.usage.tokens, now - 3600)

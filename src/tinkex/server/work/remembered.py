@@ -31,9 +31,6 @@ class Remembered:
         answer: Awaitable[T] = asyncio.shield(task)
         return await answer
 
-    def forget(self) -> None:
-        self._found.clear()
-
 
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.cancelled() or task.exception() is not None
