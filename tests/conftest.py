@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
+import hypothesis
 import pytest
 
 # What every area may import: `from datums import datum`.
@@ -35,6 +36,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What httpx does when it is not told: five seconds, which a server on a busy machine may need.
 for _part in ("connect", "read", "write", "pool"):
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, 60.0)
+
+# The same examples in every run: what another draw would find is for `make fuzz` and whoever
+# changes this, not for a push that has nothing to do with it. And no example has a deadline.
+hypothesis.settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -205,7 +205,7 @@ def official(world: SimpleNamespace) -> Iterator[SimpleNamespace]:
 
 
 @pytest.mark.peers
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_curve_grows_while_the_official_sdk_trains(page, world, official):
     official.step()
     page.goto(f"{world.base_url}/console/runs/{official.run_id}")

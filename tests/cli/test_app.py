@@ -165,7 +165,7 @@ def test_the_sdk_alone_samples_without_torch_transformers_and_server(toy_server)
         "sys.exit(run(args) or run(['serve']) - 1)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, toy_server], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, toy_server], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

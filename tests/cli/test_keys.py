@@ -195,7 +195,7 @@ def test_the_first_key_closes_an_open_server_and_opens_another_address(tmp_path,
         assert status(server, "") == 401, "and it does not open again by itself"
     command = [sys.executable, "-m", "tinkex.server", "--engine", "toy", "--host", "0.0.0.0"]
     command += ["--port", "0", "--data-dir", str(tmp_path / "data")]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert "no api key is set" in refused.stderr
     keys("add", "--user", "ann")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:

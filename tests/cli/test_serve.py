@@ -59,12 +59,12 @@ def test_a_pipe_gets_one_json_line_and_the_log_level_counts(tmp_path):
     flags = ("--engine", "toy", "--until-idle", "1", "--log-level")
     out, err = _serve(
         tmp_path, *flags, "info", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ).communicate(timeout=120)
+    ).communicate(timeout=500)
     assert [*json.loads(out)] == ["port", "base_url"]
     assert b"effective config" in err
     _, err = _serve(
         tmp_path, *flags, "warning", stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ).communicate(timeout=120)
+    ).communicate(timeout=500)
     assert err == b""
 
 
@@ -80,7 +80,7 @@ def test_a_pipe_gets_one_json_line_and_the_log_level_counts(tmp_path):
 )
 def test_what_cannot_work_ends_the_server_in_words(tmp_path, flags, says):
     server = _serve(tmp_path, *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = server.communicate(timeout=120)
+    out, err = server.communicate(timeout=500)
     text = err.decode()
     assert server.returncode == 1
     assert out == b"" or "cuda" in says, "it announced an address that cannot work"
@@ -99,10 +99,10 @@ def test_a_folder_in_use_is_told_before_the_wait(tmp_path):
     assert "Another server uses" in waits
     assert f"(process {first.pid})" in waits
     first.send_signal(signal.SIGTERM)
-    first.communicate(timeout=120)
+    first.communicate(timeout=500)
     assert second.poll() is None, "it takes over once the first is gone"
     second.send_signal(signal.SIGTERM)
-    second.communicate(timeout=120)
+    second.communicate(timeout=500)
 
 
 def test_the_greeting_names_keys_other_machines_and_what_was_set(tmp_path):

@@ -228,7 +228,7 @@ print(len(futures[0].result(60).sequences[0].tokens))
         [sys.executable, "-W", "error", "-X", "dev", "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3"

@@ -152,7 +152,7 @@ def test_without_transformers_the_tokenizers_library_is_enough(folder):
         "assert t.encode('hello world') == [2, 3]\n"
         "assert not {'torch', 'transformers'} & {k for k, v in sys.modules.items() if v}\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path.cwd())
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500, cwd=Path.cwd())
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_the_default_model_s_tokenizer_takes_no_import_of_torch_or_transformers(
         "assert t.decode(t.encode('hello world')) == 'hello world'\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
 
 
 def test_another_tokenizer_is_left_to_transformers(folder):

@@ -85,7 +85,7 @@ def run(
 def example_conversations() -> Path:
     code = "import tinker_cookbook as c, os; print(os.path.dirname(c.__file__))"
     command = [str(cookbook_python()), "-m", "tinkex.compat", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     return Path(done.stdout.strip()) / "example_data" / "conversations.jsonl"
 
 

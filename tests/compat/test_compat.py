@@ -18,7 +18,7 @@ def python(*args, path: Path | None = None, **env: str) -> subprocess.CompletedP
     if path is not None:
         variables["PYTHONPATH"] = str(path)
     return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, timeout=100, env=variables
+        [sys.executable, *args], capture_output=True, text=True, timeout=500, env=variables
     )
 
 

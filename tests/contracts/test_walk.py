@@ -22,7 +22,7 @@ MOST_OUT, MOST_BACK = 25, 11
 @pytest.fixture(scope="module")
 def walk() -> dict[str, Any]:
     script = Path(__file__).with_name("walk.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

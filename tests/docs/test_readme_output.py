@@ -39,7 +39,7 @@ def _run(
     env = {key: value for key, value in os.environ.items() if not key.startswith("TINKE")}
     cache = {"TINKEX_CACHE": str(default_model_dir.parents[1]), "TINKEX_HOME": str(folder)}
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=280, env={**env, **cache}
+        command, cwd=folder, capture_output=True, text=True, timeout=500, env={**env, **cache}
     )
     assert done.returncode == 0, done.stderr
     return done

@@ -231,7 +231,7 @@ def test_a_deterministic_engine_repeats_itself_to_the_bit(tmp_path, kind, extra)
             [sys.executable, str(script), str(model), out],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=500,
         )
         assert done.returncode == 0, done.stderr[-2000:]
         runs.append(json.loads(done.stdout.splitlines()[-1]))

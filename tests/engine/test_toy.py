@@ -351,7 +351,7 @@ def test_streamed_tokens_are_the_result(client):
 
 def test_the_toy_engine_imports_no_torch():
     code = "import sys, tinkex.engine.toy.engine; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=500).returncode == 0
 
 
 def test_a_call_takes_microseconds_not_milliseconds(client):

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 """Longer than any machine takes for what is right, and shorter than the limit of a test."""
 
 

@@ -90,7 +90,7 @@ def official_run(server: ServerProcess, model: Path, killer: Killer | None = Non
             if killer is not None:
                 killer.act(client_log.read_text().count("step "))
             time.sleep(0.02)
-        output, _ = child.communicate(timeout=60)
+        output, _ = child.communicate(timeout=500)
     finally:
         guard.cancel()
         child.kill()

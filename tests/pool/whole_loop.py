@@ -17,7 +17,7 @@ from server_process import ServerProcess
 import tinkex
 from tinkex.types import AdamParams, Datum, ModelInput, SamplingParams
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 @dataclass

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tinkex.recipes.gguf import write_gguf
 
-pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(1200)]
 VERSION = "2026.10.11549"
 NUM_TOKENS = 12
 END_TOKENS = [0, 2]  # <|endoftext|> and <|im_end|>, here and in SmolLM2.

@@ -80,7 +80,7 @@ def mixture(tmp_path, default_model_dir) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_an_rl_run_trains_on_the_experts_of_its_samples(tmp_path, mixture, monkeypatch):
     made, plain = [], rl.datum_of
 

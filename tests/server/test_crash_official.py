@@ -30,7 +30,7 @@ def run_loop(server: ServerProcess, model: Path, disturb: Any = None) -> tuple[l
         while child.poll() is None:
             if disturb is None or not disturb():
                 time.sleep(0.02)
-        output, _ = child.communicate(timeout=60)
+        output, _ = child.communicate(timeout=500)
     finally:
         child.kill()
         child.wait()

@@ -47,7 +47,7 @@ async def test_a_restart_keeps_sessions_models_samplers_and_results(tmp_path: Pa
         assert await world.result(await world.ok("asample", sample))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 async def test_a_replay_on_other_base_weights_is_refused_and_goes_on_with_its_own(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

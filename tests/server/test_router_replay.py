@@ -44,7 +44,7 @@ def experts_of(response: types.SampleResponse, sequence: types.SampledSequence) 
     return np.concatenate(rows)[:-1]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_training_replays_what_the_sampler_routed(tmp_path: Path) -> None:
     mixture, dense = tmp_path / "mixture", tmp_path / "dense"
     make("qwen3_moe", mixture)

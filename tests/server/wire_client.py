@@ -153,7 +153,7 @@ class Failed(Exception):
 
 
 class WireClient:
-    def __init__(self, base_url: str, *, key: str = "tml-test", timeout_s: float = 45.0) -> None:
+    def __init__(self, base_url: str, *, key: str = "tml-test", timeout_s: float = 100.0) -> None:
         self.http = httpx.Client(
             base_url=base_url, headers={"x-api-key": key}, timeout=timeout_s, trust_env=False
         )

@@ -60,7 +60,7 @@ def start_cluster() -> Cluster:
     _run([bin_dir / "initdb", "-D", data, "-U", "tinkex", "-A", "trust", "-N", "-E", "UTF8"], user)
     # Nothing here has to survive a power cut, and a test must not wait for the disk.
     settings = f"-c listen_addresses='' -c unix_socket_directories={folder} -c fsync=off"
-    start = [bin_dir / "pg_ctl", "-D", data, "-w", "-t", "60", "-l", folder / "log"]
+    start = [bin_dir / "pg_ctl", "-D", data, "-w", "-t", "300", "-l", folder / "log"]
     _run([*start, "-o", settings, "start"], user)
     return cluster
 
@@ -81,7 +81,7 @@ def _run(command: list[object], user: str | None) -> None:
         cwd="/tmp",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         env={"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"},
         stdin=subprocess.DEVNULL,
     )
