@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datums import datum, train_datum
 from server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine" / "families"))
@@ -45,25 +46,21 @@ def followers(server: ServerProcess) -> list[int]:
         time.sleep(0.05)
 
 
-def datum(start: int) -> types.Datum:
-    tokens = [(start + i * 7) % 61 for i in range(24)]
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
-    )
+def row(start: int) -> types.Datum:
+    return datum([(start + i * 7) % 61 for i in range(24)])
 
 
 def train(client: Any, disturb: dict[int, signal.Signals], server: ServerProcess) -> list[float]:
     """Five steps; in the middle of some a follower is sent a signal."""
     losses = []
     for step in range(5):
-        passes = [client.forward_backward([datum(step), datum(9)], "cross_entropy")]
+        passes = [client.forward_backward([row(step), row(9)], "cross_entropy")]
         done = client.optim_step(types.AdamParams(learning_rate=5e-3))
         if step in disturb:
             for pid in followers(server):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, disturb[step])
-        passes.append(client.forward([datum(5)], "cross_entropy"))
+        passes.append(client.forward([row(5)], "cross_entropy"))
         losses += [one.result().metrics["loss:sum"] for one in passes]
         done.result()
     return losses
@@ -127,13 +124,9 @@ def check_alone(
             job_id="", adapter_id="a", base_model=model, folder=str(folder), with_optimizer=True
         )
     )
-    whole = np.array(PROMPT + tokens)
-    datum = jobs.TrainDatum(
-        tokens=whole[:-1],
-        inputs={"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)},
-    )
+    data = (train_datum(PROMPT + tokens),)
     (scored,) = trainer.train(
-        [jobs.TrainJob(job_id="", adapter_id="a", data=(datum,), loss_fn="cross_entropy")]
+        [jobs.TrainJob(job_id="", adapter_id="a", data=data, loss_fn="cross_entropy")]
     )
     assert isinstance(scored, jobs.TrainResult)
     ours = scored.outputs[0]["logprobs"][len(PROMPT) - 1 :]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from app_world import AppWorld
+from datums import datum
 from server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine" / "families"))
@@ -21,19 +22,18 @@ PROMPT = [(3 + i * 5) % 61 for i in range(20)]
 ADAM = types.AdamParams(learning_rate=0.05)
 
 
-def datum(
+def of_sample(
     response: types.SampleResponse, sequence: types.SampledSequence, experts: Any
 ) -> types.Datum:
     tokens = PROMPT + sequence.tokens
     before = [0.0] * (len(PROMPT) - 1)
     inputs: dict[str, Any] = {
-        "target_tokens": tokens[1:],
         "logprobs": before + (sequence.logprobs or []),
         "advantages": before + [1.0] * len(sequence.tokens),
     }
     if experts is not None:
         inputs["routed_experts"] = experts
-    return types.Datum(types.ModelInput.from_ints(tokens[:-1]), inputs)
+    return datum(tokens, **inputs)
 
 
 def experts_of(response: types.SampleResponse, sequence: types.SampledSequence) -> Any:
@@ -69,13 +69,15 @@ def test_training_replays_what_the_sampler_routed(tmp_path: Path) -> None:
 
             def score(with_experts: bool, client: Any = training) -> Any:
                 data = [
-                    datum(response, sequence, experts if with_experts else None)
+                    of_sample(response, sequence, experts if with_experts else None)
                     for sequence, experts in zip(response.sequences, rows, strict=True)
                 ]
                 return client.forward(data, "importance_sampling").result()
 
             assert score(True).metrics["sampler_gap_max:max"] < 1e-5
-            data = [datum(response, s, r) for s, r in zip(response.sequences, rows, strict=True)]
+            data = [
+                of_sample(response, s, r) for s, r in zip(response.sequences, rows, strict=True)
+            ]
             done = training.forward_backward(data, "importance_sampling")
             training.optim_step(ADAM).result()
             assert done.result().metrics["sampler_gap_max:max"] < 1e-5
@@ -98,17 +100,17 @@ def test_training_replays_what_the_sampler_routed(tmp_path: Path) -> None:
 
 def refuse_what_cannot_be(training: Any, response: Any, sequence: Any, rows: Any) -> None:
     with pytest.raises(TinkerError, match="30 rows for 31 tokens"):
-        training.forward([datum(response, sequence, rows[:-1])], "importance_sampling")
+        training.forward([of_sample(response, sequence, rows[:-1])], "importance_sampling")
     wide = np.concatenate([rows, rows], axis=2)
     with pytest.raises(BadRequestError, match=r"must be int64 of shape \[31, 2, 1\]"):
-        training.forward([datum(response, sequence, wide)], "importance_sampling").result()
+        training.forward([of_sample(response, sequence, wide)], "importance_sampling").result()
     outside = rows.copy()
     outside.view(np.int16)[3, 1, 0] = 99
     with pytest.raises(BadRequestError, match="token 3, layer 1 .*they are 0..5"):
-        training.forward([datum(response, sequence, outside)], "importance_sampling").result()
+        training.forward([of_sample(response, sequence, outside)], "importance_sampling").result()
     partly = rows.copy()
     partly[:10] = -1  # not recorded: the router chooses there, and the result is a result
-    training.forward([datum(response, sequence, partly)], "importance_sampling").result()
+    training.forward([of_sample(response, sequence, partly)], "importance_sampling").result()
 
 
 async def test_the_toy_refuses_to_tell_experts(app_world: AppWorld) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tinkex import types
+from tinkex.contract.losses import CUSTOM, LOSSES, UNDEFINED
 from tinkex.errors import InvalidInputError
 from tinkex.types import (
     LossFnType,
@@ -89,6 +90,10 @@ def test_enums_are_lenient_in_and_strict_out():
     assert LossFnType("kl_divergence") is LossFnType.KL_DIVERGENCE
     with pytest.raises(ValueError, match="nonsense"):
         LossFnType("nonsense")
+
+
+def test_every_loss_that_is_declared_or_refused_by_name_has_its_member():
+    assert set(LossFnType) == {*LOSSES, *UNDEFINED, CUSTOM}
 
 
 @pytest.mark.parametrize("status", [None, 400, 404, 408, 409, 422, 429, 500, 503])

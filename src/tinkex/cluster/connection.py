@@ -24,7 +24,6 @@ from tinkex.errors import ConfigError, how_to_install
 if TYPE_CHECKING:
     from types import ModuleType
 
-logger = logging.getLogger(__name__)
 NAMESPACE = "tinkex"
 CONNECT_S = 5.0
 PROBE_S = 60.0

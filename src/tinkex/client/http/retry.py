@@ -129,6 +129,7 @@ class CallRetry:
         if quick and self.attempt < self._most:
             self.attempt += 1
             return self._policy.delay_s(self.attempt - 1, headers)
+        # By status alone: `x-should-retry: true` asks for quick tries, not for all of the window.
         if not self._window or not (status_code is None or is_retryable_status(status_code)):
             return None
         delay = self._policy.round_delay_s(self._num_rounds, loop_time() - self._started)
@@ -151,7 +152,7 @@ class BillingPause:
         """Called at each 402: how long to pause, or None when the patience is over."""
         now = self.clock()
         if self._first is None or now - self._last > 300:
-            self._first = now
+            self._first = now  # nobody was turned away for a while: a trouble of its own
         self._last = now
         if now - self._first >= self.max_pause_s:
             return None
@@ -221,6 +222,7 @@ class PollRetry:
         if status_code == 400 and self._bad_requests < self._MAX_BAD_REQUESTS:
             self._bad_requests += 1
             return 0.0
+        # No pause here: a server that fails at once is slowed down like one that answers at once.
         return 0.0 if status_code >= 500 else None
 
 
@@ -293,7 +295,7 @@ class SampleRetry:
     async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
         task = asyncio.current_task()
         assert task is not None
-        if not self._running:
+        if not self._running:  # an idle hour is not an hour without progress
             self._last_progress = loop_time()
         self._running.add(task)
         if self._detect and self._watch is None:

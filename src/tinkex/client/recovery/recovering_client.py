@@ -57,8 +57,8 @@ logger = logging.getLogger("tinkex.recovery")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LOSSES = (APIConnectionError, RetryableException, LocalServerError)
-"""What ends a run whatever the server thinks of it."""
+_ENDS_A_RUN = (APIConnectionError, RetryableException, LocalServerError)
+"""Errors that do, whatever the server thinks of the run."""
 
 
 def _outliving(
@@ -278,7 +278,7 @@ class RecoveringTrainingClient(TrainingClient):
 
     def _is_loss(self, error: BaseException, run: TrainingClient) -> bool:
         """True when the error means that this run cannot go on."""
-        if isinstance(error, _LOSSES):
+        if isinstance(error, _ENDS_A_RUN):
             return True
         if isinstance(error, APIStatusError) and error.category == "server":
             return True

@@ -9,7 +9,6 @@ few seconds, so a crash loses the last moments of a curve and nothing else.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 from collections import OrderedDict
@@ -23,7 +22,6 @@ from tinkex.errors import InvalidInputError
 from tinkex.store import Model, Store, StoredCurve
 from tinkex.types.service.extensions import MAX_METRIC
 
-logger = logging.getLogger(__name__)
 MAX_POINTS = 2048
 MAX_CURVES = 200
 MAX_COURSE = 120

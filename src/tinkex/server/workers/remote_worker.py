@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import OrderedDict
 from typing import Any
 
@@ -26,7 +25,6 @@ from tinkex.server.workers.child import WorkerSpec, build_engine
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget
 
-logger = logging.getLogger(__name__)
 MAX_BROUGHT = 256
 """Folders kept on a node; those that were not used for longest go first."""
 
