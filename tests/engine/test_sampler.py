@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -384,6 +385,17 @@ def test_cancel_frees_the_slot_at_once_and_others_go_on(model):
     left = [*sampler.scheduler.running, *sampler.scheduler.waiting]
     assert [s.request.job.job_id for s in left] == [short]
     assert len(run.result(short).sequences[0].tokens) == 3
+
+
+def test_a_job_whose_result_cannot_be_made_has_an_end_too(model, monkeypatch):
+    run = Run(model, model.sampler())
+    job_id = run.add(prompt_of(5), max_tokens=1)
+    fault = Mock(side_effect=ValueError("no such shape"))
+    monkeypatch.setattr("tinkex.engine.sample.sampler.result_of", fault)
+    with pytest.raises(ValueError, match="no such shape"):
+        run.finish()
+    run.sampler.fail_all("the sampling pass failed")
+    assert isinstance(run.events[job_id][-1], jobs.Failed)
 
 
 def test_streamed_tokens_are_the_result(model):

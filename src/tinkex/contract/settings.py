@@ -119,7 +119,7 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than 4,300 digits
-        text = f"something of {type(value).__name__} that is too long to be shown"
+        text = f"a value of type {type(value).__name__} that is too long to be shown"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -73,8 +73,10 @@ _ONLY_OURS = ("tinkex.types.service.extensions", "tinkex.types.account.administr
 @cache
 def _message(name: str | None) -> Any:
     """The class of a message, loaded when it is asked for: a client never meets most of them."""
-    if name is None or name in types.__all__:
-        return name and getattr(types, name)
+    if name is None:
+        return None
+    if name in types.__all__:
+        return getattr(types, name)
     for module in _ONLY_OURS:
         if (found := getattr(import_module(module), name, None)) is not None:
             return found

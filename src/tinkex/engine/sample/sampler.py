@@ -501,8 +501,10 @@ class Sampler:
         assert sample.since_s is not None
         request.device_s += self._pass_clock.read_s() - sample.since_s
         if request.num_open == 0:
+            # Before it is forgotten: a job whose result cannot be made must still have an end.
+            done = jobs.Done(job_id=request.job.job_id, result=result_of(request))
             del self._requests[request.job.job_id]
-            request.emit(jobs.Done(job_id=request.job.job_id, result=result_of(request)))
+            request.emit(done)
 
     def _note_experts(self, sample: Sample) -> None:
         """What an ended sample passed, before its pages go; the first also tells the prompt's."""
