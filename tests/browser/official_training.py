@@ -3,6 +3,7 @@
 Prints the run's id, then takes one training step for each line it reads.
 """
 
+import os
 import sys
 
 import tinker
@@ -26,3 +27,5 @@ def main() -> None:
 
 
 main()
+# The official SDK was once aborted (SIGABRT, without a word), it seems while it ended.
+os._exit(0)

@@ -6,6 +6,7 @@ server. Prints `step N` on stderr, and last one line of JSON with all that it wa
 """
 
 import json
+import os
 import sys
 import time
 
@@ -62,3 +63,5 @@ def main() -> None:
 
 
 main()
+# The official SDK was once aborted (SIGABRT, without a word), it seems while it ended.
+os._exit(0)

@@ -5,6 +5,7 @@ be any user's script: no retries of its own, no knowledge of the server.
 """
 
 import json
+import os
 import sys
 import time
 
@@ -38,3 +39,5 @@ def main() -> None:
 
 
 main()
+# The official SDK was once aborted (SIGABRT, without a word), it seems while it ended.
+os._exit(0)
