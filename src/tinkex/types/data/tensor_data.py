@@ -413,7 +413,8 @@ def _stored_twice(crow: NDArray[np.int64], col: NDArray[np.int64]) -> tuple[int,
     falls = np.flatnonzero(np.diff(col) <= 0) + 1  # where a value is not to the right of the last
     if np.isin(falls, crow).all():
         return None  # only where rows begin: columns rise inside each row
-    cells = np.stack([np.repeat(np.arange(len(crow) - 1), np.diff(crow)), col])
-    found, counts = np.unique(cells, axis=1, return_counts=True)
-    twice = np.flatnonzero(counts > 1)
-    return None if not len(twice) else (int(found[0, twice[0]]), int(found[1, twice[0]]))
+    rows = np.repeat(np.arange(len(crow) - 1), np.diff(crow))
+    order = np.lexsort((col, rows))  # `np.unique` of pairs takes many times as long, with the GIL
+    rows, col = rows[order], col[order]
+    twice = np.flatnonzero((rows[1:] == rows[:-1]) & (col[1:] == col[:-1]))
+    return None if not len(twice) else (int(rows[twice[0]]), int(col[twice[0]]))
