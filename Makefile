@@ -1,18 +1,22 @@
 # Every target prepares what it needs. `make test` on a fresh clone is the whole story.
 SHELL := /bin/bash
 
-# `make test PYTHON=python3.12` (or 3.12, or a path): another Python, in a virtual environment of its
-# own (.venv-3.12). The version that `python3` is has plain .venv.
+# `make test PYTHON=3.12` (or python3.12, or a path): another Python, in a virtual environment of its
+# own (.venv-3.12.1). The one that `python3` is has plain .venv.
 PYTHON ?= python3
-INTERPRETER := $(shell sh dev/find_python.sh $(PYTHON))
+INTERPRETER := $(shell sh dev/find_python.sh '$(PYTHON)' $(firstword $(MAKECMDGOALS)))
 ifeq ($(INTERPRETER),)
-$(error PYTHON=$(PYTHON) does not run: name one that does, e.g. `make test PYTHON=python3.12`)
+$(error no Python for this: see the lines above)
 endif
-version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+version = $(shell "$(1)" -c 'import platform; print(platform.python_version())')
 VERSION := $(call version,$(INTERPRETER))
 VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
+# What users of Tinkex need, and what its tests and docs need on top.
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+# `make quickstart TORCH=cuda` (or cpu): that build of torch, whether or not a driver is here.
+TORCH ?=
 
 # Tests start hundreds of programs: without kept bytecode each compiles its modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,24 +24,26 @@ unexport PYTHONDONTWRITEBYTECODE
 # A package index that is away for a moment fails nothing; tests that call pip inherit this.
 export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(INTERPRETER) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
-	$(BIN)/python -m pip install -q -c constraints.txt torch
+$(STAMP): pyproject.toml constraints.txt dev/environment.py
+	"$(INTERPRETER)" dev/environment.py $(VENV) '.[local,gguf,hub]' $(if $(TORCH),--torch $(TORCH))
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(DEV_STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -46,7 +52,7 @@ quickstart: $(STAMP)
 
 # Each process starts with its share of the files, so that what a file shares (a server, a model) is
 # made once, and takes tests from the others when it is done. Three on two cores: many tests wait.
-test: $(STAMP)
+test: $(DEV_STAMP)
 	sh tests/store/install_postgres.sh
 	sh tests/browser/install_chromium.sh
 	sh tests/browser/install_axe.sh
@@ -54,7 +60,7 @@ test: $(STAMP)
 
 # Damaged requests to every endpoint, so many to each.
 COUNT ?= 5000
-fuzz: $(STAMP)
+fuzz: $(DEV_STAMP)
 	$(BIN)/python tests/security/fuzz.py --count $(COUNT)
 
 # What another version of Python can break: imports, types, wire, command line, client, server,
@@ -64,7 +70,7 @@ QUICK := tests/contracts tests/types tests/wire tests/chat tests/cli/test_app.py
   tests/client/test_sampling.py tests/server/test_sessions.py tests/server/test_bad_input.py \
   tests/server/test_samples.py tests/server/console tests/engine/test_trainer.py \
   tests/engine/test_kernels.py
-test-quick: $(STAMP)
+test-quick: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu and not cluster" $(QUICK)
 
 # On every Python from 3.11 to 3.14 that this machine has; those it has not are named.
@@ -75,29 +81,29 @@ test-pythons:
 test-pythons-quick:
 	bash dev/test_pythons.sh test-quick --without $(VERSION)
 
-test-slow: $(STAMP)
+test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m "slow"
 
 # The console in Debian's Chromium; TINKEX_SCREENSHOTS=1 makes the pictures of docs/console.md.
-test-browser: $(STAMP)
+test-browser: $(DEV_STAMP)
 	sh tests/browser/install_chromium.sh
 	sh tests/browser/install_axe.sh
 	$(BIN)/python -m pytest tests/browser
 
 # Clients of the OpenAI and Anthropic APIs, as released.
-test-clients: $(STAMP)
+test-clients: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/clients
 
 # Ray is large, so only these tests install it.
-test-cluster: $(STAMP)
+test-cluster: $(DEV_STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cluster]'
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
-test-peers: $(STAMP)
+test-peers: $(DEV_STAMP)
 	$(BIN)/python tests/peers/run.py
 
 # Every table of docs/benchmarks.md, except the GPU's where there is none. Exits 1 below a bar.
-bench: $(STAMP)
+bench: $(DEV_STAMP)
 	status=0; for name in wire client server train memory sample openai abuse pool console; do \
 	  $(BIN)/python benchmarks/$$name.py --write || status=1; done; \
 	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
@@ -106,14 +112,14 @@ bench: $(STAMP)
 	else echo "no CUDA device: gpu.py and gpu_server.py were not run" >&2; fi; exit $$status
 
 # All pages as a site in build/site, with search that works offline; a broken link fails.
-docs: $(STAMP)
+docs: $(DEV_STAMP)
 	$(BIN)/python dev/reference.py
 	PYTHONPATH=src NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 
 # Wheel and sdist in dist/, each tried in an empty environment. Needs no .venv.
 dist:
-	bash dev/dist.sh $(INTERPRETER)
+	bash dev/dist.sh "$(INTERPRETER)"
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache
@@ -121,6 +127,6 @@ clean:
 # An old protoc on purpose: generated code runs on its own protobuf version and every later one.
 PROTO_VENV := build/protoc
 proto:
-	test -x $(PROTO_VENV)/bin/python || $(INTERPRETER) -m venv $(PROTO_VENV)
+	test -x $(PROTO_VENV)/bin/python || "$(INTERPRETER)" -m venv $(PROTO_VENV)
 	$(PROTO_VENV)/bin/pip install -q grpcio-tools==1.71.0 setuptools
 	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src src/tinkex/wire/tinker_public.proto
