@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
-from contextlib import closing
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,6 +42,148 @@ async def test_a_backup_of_a_running_server_restores(tmp_path: Path) -> None:
         assert await _loads(world, path)
     with pytest.raises(ConfigError, match="not empty"):
         backup.restore(tmp_path / "copy.tar", tmp_path / "new")
+
+
+# A backup that stops itself when it is about to copy the secrets, as a debugger would stop it.
+_STOPPING = """
+import os, signal, sys
+from pathlib import Path
+from tinkex.server.files.backup import backup
+
+def stop(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("secrets/jwt"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+sys.addaudithook(stop)
+os.umask(0o022)
+backup(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@contextmanager
+def _stopped_backup(data: Path, target: Path) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen([sys.executable, "-c", _STOPPING, str(data), str(target)])
+    try:
+        _, status = os.waitpid(child.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), "it ended before it came to the secrets"
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _readable_by_others(folder: Path) -> list[str]:
+    """Files below `folder` that another user could open; a closed folder closes what is in it."""
+    found: list[str] = []
+    for path in folder.iterdir():
+        if path.stat().st_mode & 0o077:
+            found += _readable_by_others(path) if path.is_dir() else [path.name]
+    return found
+
+
+@pytest.fixture
+async def data_dir(tmp_path: Path) -> Path:
+    async with open_app(tmp_path / "data") as world:
+        await _save(world)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir(mode=0o755)
+    return tmp_path / "out"
+
+
+def test_a_backup_is_nobody_elses_at_any_moment(data_dir: Path, out: Path) -> None:
+    with _stopped_backup(data_dir, out / "copy.tar") as child:
+        assert any(out.rglob("*")), "it has begun to write"
+        assert _readable_by_others(out) == []
+        child.send_signal(signal.SIGCONT)
+        assert child.wait() == 0
+    assert [path.name for path in out.iterdir()] == ["copy.tar"]
+    assert (out / "copy.tar").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_secrets_are_the_last_thing_in_a_backup(data_dir: Path, out: Path) -> None:
+    backup.backup(data_dir, out / "copy.tar")
+    with tarfile.open(out / "copy.tar") as archive:
+        names = archive.getnames()
+    first = names.index("secrets")
+    assert first > 3
+    assert all(name.startswith("secrets/") for name in names[first + 1 :])
+
+
+def test_what_a_killed_backup_left_is_removed_by_the_next(data_dir: Path, out: Path) -> None:
+    with _stopped_backup(data_dir, out / "copy.tar"):
+        pass
+    assert any(out.iterdir()), "a killed backup cleans nothing up itself"
+    (out / ".backup-abc_1234").mkdir(mode=0o700)  # killed before its lock
+    backup.backup(data_dir, out / "copy.tar")
+    assert [path.name for path in out.iterdir()] == ["copy.tar"]
+
+
+def test_two_backups_at_once_leave_each_other_alone(data_dir: Path, out: Path) -> None:
+    with _stopped_backup(data_dir, out / "first.tar") as child:
+        assert backup.backup(data_dir, out / "second.tar").ok
+        child.send_signal(signal.SIGCONT)
+        assert child.wait() == 0
+    assert {path.name for path in out.iterdir()} == {"first.tar", "second.tar"}
+    with tarfile.open(out / "first.tar") as first, tarfile.open(out / "second.tar") as second:
+        assert first.getnames() == second.getnames()
+
+
+def test_of_two_backups_to_one_name_the_first_to_end_has_it(data_dir: Path, out: Path) -> None:
+    with _stopped_backup(data_dir, out / "copy.tar") as child:
+        backup.backup(data_dir, out / "copy.tar")
+        made = (out / "copy.tar").read_bytes()
+        child.send_signal(signal.SIGCONT)
+        assert child.wait() != 0
+    assert (out / "copy.tar").read_bytes() == made
+    assert [path.name for path in out.iterdir()] == ["copy.tar"]
+
+
+def test_a_link_at_the_name_of_a_backup_or_its_part_is_not_followed(
+    data_dir: Path, out: Path, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (out / ".copy.tar.part").symlink_to(victim)
+    backup.backup(data_dir, out / "copy.tar")
+    assert victim.read_text() == "mine"
+    (out / "other.tar").symlink_to(tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"other\.tar exists; name a file that does not"):
+        backup.backup(data_dir, out / "other.tar")
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "other files", "open to others", "file"])
+def test_only_what_a_backup_made_is_removed(
+    data_dir: Path, out: Path, tmp_path: Path, kind: str
+) -> None:
+    """Where others write, anybody can move or link a folder to such a name."""
+    name = out / ".backup-abcd1234"
+    folder = tmp_path / "elsewhere" if kind == "link" else name
+    if kind == "file":
+        name.write_text("kept")
+    else:
+        folder.mkdir(mode=0o755 if kind == "open to others" else 0o700)
+        (folder / "tinkex.db").write_text("kept")
+    if kind == "link":
+        name.symlink_to(folder)
+    elif kind == "other files":
+        (folder / "store.id").write_text("kept")
+    backup.backup(data_dir, out / "copy.tar")
+    kept = name if kind == "file" else name / "tinkex.db"
+    assert kept.read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_folder_of_another_user_is_not_removed(data_dir: Path, out: Path) -> None:
+    (folder := out / ".backup-abcd1234").mkdir(mode=0o700)
+    (folder / "tinkex.db").write_text("kept")
+    os.chown(folder, 65534, 65534)
+    backup.backup(data_dir, out / "copy.tar")
+    assert (folder / "tinkex.db").read_text() == "kept"
 
 
 async def test_what_is_missing_and_what_nobody_lists_is_found(tmp_path: Path) -> None:

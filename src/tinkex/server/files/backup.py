@@ -9,6 +9,7 @@ PostgreSQL has `pg_dump`. Blocks; knows nothing of HTTP.
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sqlite3
 import tarfile
@@ -17,9 +18,11 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from tinkex.errors import ConfigError
 from tinkex.server.files.depot import URL_FILE, is_stored, storage_of
+from tinkex.server.files.scratch import scratch_folder
 from tinkex.store.binding import ID_FILE
 from tinkex.store.claim import LOCK_FILE, FileLock
 from tinkex.store.database import sqlite_file
@@ -29,6 +32,7 @@ _LISTED = (
     "UNION SELECT folder FROM sampling_sessions WHERE ephemeral AND folder IS NOT NULL"
 )
 _MARK = "tinkex-backup.txt"
+_PART = "backup.tar"
 
 
 @dataclass(slots=True)
@@ -55,27 +59,48 @@ def backup(data_dir: Path, target: Path) -> Found:
     database = database_of(data_dir)
     if target.exists():
         raise ConfigError(f"{target} exists; name a file that does not.")
-    aside = target.with_name(f".{target.name}.part")
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as scratch:
-            copy = Path(scratch) / database.name
-            _copy_database(database, copy)
-            names = _listed(copy)
-            found = Found(num_listed=len(names))
-            with tarfile.open(aside, "w") as archive:
-                _add_text(archive, _MARK, f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
-                archive.add(copy, database.name)
-                for name in (ID_FILE, URL_FILE, "secrets", *names):
-                    if (data_dir / name).exists():
-                        archive.add(data_dir / name, name)
-                    elif name in names:
-                        found.missing.append(name)
-                _set_stored_apart(found, data_dir)
-        aside.chmod(0o600)
-        aside.rename(target)
-    finally:
-        aside.unlink(missing_ok=True)
+    # What is in a part is as secret as the server: it is nobody else's at any moment.
+    with scratch_folder(target.parent, _scratch_files(database)) as scratch:
+        copy = scratch / database.name
+        _copy_database(database, copy)
+        found = _write(scratch / _PART, data_dir, copy)
+        _publish(scratch / _PART, target)
     return found
+
+
+def _write(part: Path, data_dir: Path, copy: Path) -> Found:
+    """Write the tar, what the copied database lists first and the secrets last."""
+    names = _listed(copy)
+    found = Found(num_listed=len(names))
+    with _new_file(part) as file, tarfile.open(fileobj=file, mode="w") as archive:
+        _add_text(archive, _MARK, f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+        archive.add(copy, copy.name)
+        for name in (ID_FILE, URL_FILE, *names, "secrets"):
+            if (data_dir / name).exists():
+                archive.add(data_dir / name, name)
+            elif name in names:
+                found.missing.append(name)
+        _set_stored_apart(found, data_dir)
+    return found
+
+
+def _publish(part: Path, target: Path) -> None:
+    """Give the finished file its name, unless another one took it meanwhile."""
+    try:
+        _new_file(target).close()
+    except FileExistsError:
+        raise ConfigError(f"{target} exists; name a file that does not.") from None
+    part.rename(target)
+
+
+def _new_file(path: Path) -> IO[bytes]:
+    """Open a file that was not there, not even as a link, and that nobody else may read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+
+
+def _scratch_files(database: Path) -> tuple[str, ...]:
+    """The part, and the copy of the database with what SQLite puts beside it."""
+    return (_PART, *(f"{database.name}{end}" for end in ("", "-journal", "-wal", "-shm")))
 
 
 def restore(source: Path, data_dir: Path) -> Found:
