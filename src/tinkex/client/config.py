@@ -177,14 +177,15 @@ class ClientConfig:
             parts.append(f"{name}={dict(value) if isinstance(value, Mapping) else value!r}")
         return f"ClientConfig({', '.join(parts)})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not `__getstate__`, which Python before 3.11.4 replaces in dataclasses with slots.
         state = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in state.items()}
+        plain = {k: dict(v) if isinstance(v, Mapping) else v for k, v in state.items()}
+        return _restored, (type(self), plain)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            frozen = _frozen(value) if isinstance(value, dict) else value
-            object.__setattr__(self, name, frozen)
+
+def _restored(of: type[ClientConfig], state: dict[str, Any]) -> ClientConfig:
+    return of(**state)
 
 
 def _named(env: Mapping[str, str], name: str) -> str | None:
