@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -55,6 +56,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_long = item.get_closest_marker("slow") or item.get_closest_marker("peers")
         if is_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handler_stays() -> Iterator[None]:
+    """One that a test leaves writes to that test's closed stderr, a traceback for every line."""
+    before = _log_handlers()
+    yield
+    left = [handler for handler in _log_handlers() if handler not in before]
+    assert left == [], "a test that sets up logging takes it away again"
+
+
+def _log_handlers() -> list[logging.Handler]:
+    handlers = [*logging.getLogger().handlers, *logging.getLogger("tinkex").handlers]
+    return [one for one in handlers if not type(one).__module__.startswith("_pytest")]
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,9 @@ import time
 from pathlib import Path
 
 import httpx
-from click.testing import CliRunner
 from patience import until
-from server_process import ServerProcess
+from server_process import ServerProcess, refused_start
 from wire_client import WireClient, model_body
-
-from tinkex.server.serve import serve
 
 
 def test_it_says_no_in_one_shape(client: WireClient) -> None:
@@ -84,21 +81,14 @@ def test_a_private_server_ends_with_its_last_client(tmp_path: Path) -> None:
 
 def test_it_refuses_to_start_on_a_busy_port_or_with_wrong_settings(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--engine", "toy") as server:
-        busy = _fails("--port", str(server.port), "--data-dir", str(tmp_path / "b"))
+        busy = refused_start("--port", str(server.port), "--data-dir", str(tmp_path / "b"))
         assert "cannot listen" in busy
-    assert "no api key" in _fails("--host", "0.0.0.0")
-    assert "expected NAME=MODEL" in _fails("--alias", "x")
+    assert "no api key" in refused_start("--host", "0.0.0.0")
+    assert "expected NAME=MODEL" in refused_start("--alias", "x")
     (tmp_path / "flag.toml").write_text("workers = 2\n")  # the name of the flag
-    assert "'workers'. Did you mean 'num_workers'?" in _fails(
+    assert "'workers'. Did you mean 'num_workers'?" in refused_start(
         "--config", str(tmp_path / "flag.toml")
     )
-
-
-def _fails(*flags: str) -> str:
-    done = CliRunner().invoke(serve, flags)
-    assert done.exit_code != 0
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.output
 
 
 def test_ctrl_c_reaches_the_worker_only_through_the_server(tmp_path: Path) -> None:

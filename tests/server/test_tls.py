@@ -11,16 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from datums import datum
 from patience import until
-from server_process import ServerProcess
+from server_process import ServerProcess, refused_start
 
 import tinkex
 from tinkex.client.config import ClientConfig
 from tinkex.errors import APIConnectionError
 from tinkex.server.config import load_config
-from tinkex.server.serve import serve
 from tinkex.types import AdamParams, ModelInput, SamplingParams
 
 
@@ -84,19 +82,16 @@ def test_files_that_are_missing_mismatched_or_encrypted_are_told_at_the_start(
     absent = str(folder / "absent.pem")
     text = str(tmp_path / "text.pem")
     Path(text).write_text("not a certificate")
+
+    def fails(*flags: str) -> str:
+        return refused_start("--engine", "toy", "--port", "0", *flags)
+
     assert "tls_key is not; HTTPS needs both" in fails("--tls-cert", cert)
     assert "tls_cert is not; HTTPS needs both" in fails("--tls-key", key)
     assert f"cannot read {absent}: No such file" in fails("--tls-cert", absent, "--tls-key", key)
     assert "is not the key of the certificate" in fails("--tls-cert", cert, "--tls-key", other_key)
     assert "is encrypted" in fails("--tls-cert", cert, "--tls-key", locked_key)
     assert "PEM format" in fails("--tls-cert", text, "--tls-key", key)
-
-
-def fails(*flags: str) -> str:
-    done = CliRunner().invoke(serve, ["--engine", "toy", "--port", "0", *flags])
-    assert done.exit_code == 1
-    assert isinstance(done.exception, SystemExit)
-    return done.output
 
 
 def test_a_certificate_may_stand_in_the_file_or_the_environment(tmp_path: Path) -> None:
