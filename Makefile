@@ -26,7 +26,7 @@ export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers bench quickstart dist docs proto clean
+.PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers test-peers-quick system bench quickstart dist docs proto clean clean-cache
 
 venv: $(STAMP)
 
@@ -50,13 +50,20 @@ format: $(DEV_STAMP)
 quickstart: $(STAMP)
 	$(BIN)/tinkex quickstart
 
+# Tests write into this clone, the cache folder ($TINKEX_CACHE, ~/.cache/tinkex) and the system's folder
+# for temporary files. `SYSTEM=1` also installs Debian packages, which the browser tests need.
+SYSTEM ?=
+ifneq ($(filter-out 0 no,$(SYSTEM)),)
+SYSTEM_PACKAGES := system
+endif
+system:
+	sh tests/browser/install_chromium.sh
+
 # Each process starts with its share of the files, so that what a file shares (a server, a model) is
 # made once, and takes tests from the others when it is done. Three on two cores: many tests wait.
-test: $(DEV_STAMP)
-	sh tests/store/install_postgres.sh
-	sh tests/browser/install_chromium.sh
-	sh tests/browser/install_axe.sh
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu and not cluster"
+TOGETHER := -n 3 --dist worksteal
+test: $(DEV_STAMP) $(SYSTEM_PACKAGES)
+	$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not gpu and not cluster and not peers"
 
 # Damaged requests to every endpoint, so many to each.
 COUNT ?= 5000
@@ -71,7 +78,7 @@ QUICK := tests/contracts tests/types tests/wire tests/chat tests/cli/test_app.py
   tests/server/test_samples.py tests/server/console tests/engine/test_trainer.py \
   tests/engine/test_kernels.py
 test-quick: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow and not gpu and not cluster" $(QUICK)
+	$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not gpu and not cluster and not peers" $(QUICK)
 
 # On every Python from 3.11 to 3.14 that this machine has; those it has not are named.
 test-pythons:
@@ -85,9 +92,7 @@ test-slow: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m "slow"
 
 # The console in Debian's Chromium; TINKEX_SCREENSHOTS=1 makes the pictures of docs/console.md.
-test-browser: $(DEV_STAMP)
-	sh tests/browser/install_chromium.sh
-	sh tests/browser/install_axe.sh
+test-browser: $(DEV_STAMP) $(SYSTEM_PACKAGES)
 	$(BIN)/python -m pytest tests/browser
 
 # Clients of the OpenAI and Anthropic APIs, as released.
@@ -99,7 +104,13 @@ test-cluster: $(DEV_STAMP)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cluster]'
 	$(BIN)/python -m pytest -m cluster tests/cluster
 
-test-peers: $(DEV_STAMP)
+# Foreign programs against our server: the oldest and the newest official SDK, openai, anthropic. Each is
+# installed once, into an environment in the cache folder.
+test-peers-quick: $(DEV_STAMP) $(SYSTEM_PACKAGES)
+	$(BIN)/python -m pytest $(TOGETHER) -m "peers and not slow and not gpu and not cluster"
+
+# The same, then six official SDKs; prints the tables of docs/peers.md.
+test-peers: test-peers-quick
 	$(BIN)/python tests/peers/run.py
 
 # Every table of docs/benchmarks.md, except the GPU's where there is none. Exits 1 below a bar.
@@ -120,6 +131,10 @@ docs: $(DEV_STAMP)
 # Wheel and sdist in dist/, each tried in an empty environment. Needs no .venv.
 dist:
 	bash dev/dist.sh "$(INTERPRETER)"
+
+# What tests and the default model left outside the clone, each folder named with its size.
+clean-cache:
+	sh dev/clean_cache.sh
 
 clean:
 	rm -rf .venv .venv-3.* build dist .mypy_cache .pytest_cache .ruff_cache

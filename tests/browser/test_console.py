@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from venvs import sdk_python
 CHROMIUM = shutil.which("chromium")
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures"
-AXE = next(iter((ROOT / "build" / "axe").glob("axe-*.js")), None)
+AXE = find_spec("axe_playwright_python")
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
@@ -35,9 +36,14 @@ HOSTILE = "<img src=x onerror=window.hacked=1>"
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 QUESTIONS = ("What is the capital of France?", "Name a large animal.")
 # Only whole tests are left out: one that ended half-way would leave its state to the next.
-needs_axe = pytest.mark.skipif(AXE is None, reason="no axe-core (tests/browser/install_axe.sh)")
+needs_axe = pytest.mark.skipif(
+    AXE is None, reason="no axe-core: pip install -c constraints.txt axe-playwright-python"
+)
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium (tests/browser/install_chromium.sh)"),
+    pytest.mark.skipif(
+        CHROMIUM is None,
+        reason="no chromium: `make test-browser SYSTEM=1` as root installs Debian's",
+    ),
     pytest.mark.timeout(1200),
 ]
 
@@ -160,7 +166,8 @@ def _picture(page: Any, name: str) -> None:
 def _check_access(page: Any) -> None:
     """No serious fault for people with a keyboard or a screen reader, by axe-core."""
     assert AXE is not None
-    page.evaluate(AXE.read_text())
+    assert AXE.origin is not None
+    page.evaluate(Path(AXE.origin).with_name("axe.min.js").read_text())
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         told = page.evaluate("axe.run(document)")

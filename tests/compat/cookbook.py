@@ -1,22 +1,22 @@
 """A throw-away environment with tinker-cookbook and this SDK, and a way to run its recipes.
 
-It lies beside those of `tests/peers/venvs.py`, in `$TINKEX_PEERS_DIR` (default
-`~/.cache/tinkex-peers`). The official `tinker` is not in it: what the cookbook imports under that
-name is ours, through `tinkex.compat`.
+It lies in the cache folder (`tests/harness/cached_venv.py`). The official `tinker` is not in it:
+what the cookbook imports under that name is ours, through `tinkex.compat`.
 
     python tests/compat/cookbook.py http://127.0.0.1:8765     # runs all three programs
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
+from cached_venv import cached_python
 
 ROOT = Path(__file__).parents[2]
 VERSION = "0.5.8"
@@ -32,27 +32,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 
 def cookbook_python() -> Path:
     """The interpreter of the environment; builds it first (minutes) when it is absent."""
-    parent = Path(os.environ.get("TINKEX_PEERS_DIR", Path.home() / ".cache" / "tinkex-peers"))
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = parent.resolve() / f"cookbook-{VERSION}"
-    with (parent / f"cookbook-{VERSION}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ".installed").exists():
-            _build(folder)
-            (folder / ".installed").touch()
-    return folder / "bin" / "python"
-
-
-def _build(folder: Path) -> None:
-    venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    pinned = [*pip, "-c", str(ROOT / "constraints.txt")]
-    for command in (
-        [*pinned, "torch"],
-        [*pinned, "-e", str(ROOT), *_NEEDS],
-        [*pip, "--no-deps", f"tinker-cookbook=={VERSION}"],
-    ):
-        subprocess.run(command, check=True, timeout=1800)
+    return cached_python(
+        f"cookbook-{VERSION}",
+        ("torch", "-e", str(ROOT), *_NEEDS),
+        ("--no-deps", f"tinker-cookbook=={VERSION}"),
+    )
 
 
 def make_workplace(folder: Path, tokenizer: Path) -> None:

