@@ -64,7 +64,9 @@ def _no_log_handler_stays() -> Iterator[None]:
     before = _log_handlers()
     yield
     left = [handler for handler in _log_handlers() if handler not in before]
-    assert left == [], "a test that sets up logging takes it away again"
+    assert left == [], (
+        "a test that sets up logging takes it away again (harness/process_settings.py)"
+    )
 
 
 def _log_handlers() -> list[logging.Handler]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from process_settings import settings_restored
 
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.run_log import RunLog
@@ -126,6 +127,7 @@ def test_serve_says_where_it_listens_on_the_first_line_of_stdout(tmp_path):
 
 
 def test_serve_refuses_to_be_open_to_the_world(cli, tmp_path):
-    ran = cli("serve", "--host", "0.0.0.0", "--data-dir", tmp_path)
+    with settings_restored():
+        ran = cli("serve", "--host", "0.0.0.0", "--data-dir", tmp_path)
     assert ran.code == 1
     assert "no api key is set" in ran.err

@@ -91,6 +91,7 @@ def test_a_loop_of_the_new_style_without_asyncio(service: tinkex.ServiceClient) 
     assert service.get_server_capabilities().result(60).supported_models[0].model_name == MODEL
 
 
+@pytest.mark.usefixtures("default_model_dir")  # its tokenizer
 async def test_a_loop_of_the_new_style_with_asyncio(toy_server: str) -> None:
     service = tinkex.ServiceClient(base_url=toy_server, api_key="tml-styles")
     training = await service.create_lora_training_client(MODEL, rank=4)
@@ -109,6 +110,7 @@ async def test_a_loop_of_the_new_style_with_asyncio(toy_server: str) -> None:
     await service.close()
 
 
+@pytest.mark.usefixtures("default_model_dir")  # its tokenizer
 def test_the_old_direct_use(service: tinkex.ServiceClient) -> None:
     training = service.create_lora_training_client(MODEL, rank=4)
     assert loss(training) > 0

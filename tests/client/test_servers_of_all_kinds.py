@@ -232,7 +232,9 @@ print(len(futures[0].result(60).sequences[0].tokens))
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3"
-    assert done.stderr == ""
+    # In this mode asyncio tells of every callback that a busy machine took 0.1 s for.
+    noise = [line for line in done.stderr.splitlines() if not line.startswith("Executing <")]
+    assert noise == []
 
 
 def test_ctrl_c_interrupts_a_wait_and_is_told_to_the_server(toy_server: str) -> None:

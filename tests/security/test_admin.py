@@ -90,7 +90,8 @@ async def data_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    (tmp_path / "out").mkdir(mode=0o755)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o755)
     return tmp_path / "out"
 
 
@@ -166,7 +167,8 @@ def test_only_what_a_backup_made_is_removed(
     if kind == "file":
         name.write_text("kept")
     else:
-        folder.mkdir(mode=0o755 if kind == "open to others" else 0o700)
+        folder.mkdir()
+        folder.chmod(0o755 if kind == "open to others" else 0o700)
         (folder / "tinkex.db").write_text("kept")
     if kind == "link":
         name.symlink_to(folder)

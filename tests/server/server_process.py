@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
 from held_port import HeldPort
+from process_settings import settings_restored
 
 
 class ServerProcess:
@@ -105,29 +104,8 @@ def refused_start(*flags: str) -> str:
 
     from tinkex.server.serve import serve
 
-    with _process_settings_restored():
+    with settings_restored():
         done = CliRunner().invoke(serve, flags)
     assert done.exit_code != 0, done.output
     assert isinstance(done.exception, SystemExit)
     return done.output
-
-
-@contextlib.contextmanager
-def _process_settings_restored() -> Iterator[None]:
-    """`serve` takes its process for its own: log, umask, how often threads take turns.
-
-    Its log handler would write to a stream that is closed when the command ends.
-    """
-    root, error_log = logging.getLogger(), logging.getLogger("uvicorn.error")
-    levels = {name: logging.getLogger(name).level for name in ("", "alembic", "uvicorn")}
-    handlers, filters = root.handlers[:], error_log.filters[:]
-    switch_s, umask = sys.getswitchinterval(), os.umask(0o022)
-    os.umask(umask)
-    try:
-        yield
-    finally:
-        os.umask(umask)
-        sys.setswitchinterval(switch_s)
-        root.handlers[:], error_log.filters[:] = handlers, filters
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
