@@ -1,11 +1,12 @@
 """One hostile key beside one polite key, and strangers without a key: what the polite one notices.
 
 The hostile key floods the queue with long samples that it never fetches, sends large telemetry,
-searches and training bodies, all at once; then strangers without a key open connections, send
+searches and training bodies, all at once; then it sends bodies to `/v1` that are small on the wire
+and huge once parsed, over 150 connections; then strangers without a key open connections, send
 headers without end and bodies that are not read. Meanwhile the polite key sends heartbeats and
 samples eight tokens, again and again, against the toy engine.
 
-    python benchmarks/abuse.py [--no-bar] [--seconds 20]
+    python benchmarks/abuse.py [--no-bar] [--seconds 30]
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import zstandard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "server"))
+sys.path.insert(0, str(ROOT / "tests" / "security"))
+from fuzz import talking_toy  # noqa: E402
 from raw_http import Connection  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 
@@ -140,9 +143,43 @@ async def be_hostile(port: int, until: float) -> None:
     await asyncio.gather(*tasks)
 
 
-async def _fresh(connection: Connection, path: str, body: bytes) -> None:
+def foreign_bodies() -> list[tuple[str, int, bytes]]:
+    """Paths of `/v1`, how many connections send to each, and what: beyond the bounds and below."""
+    toy, user = {"model": "toy"}, {"role": "user", "content": "hi"}
+    calling = user | {"tool_calls": [{"function": {"name": "f"}}] * 990}
+    keys = {f"k{n}": 0 for n in range(490_000)}
+    chat, wide = "/v1/chat/completions", "x" * 15_000_000 + "\U0001f600"
+    options = {"reasoning_effort": [0] * 1_000_000}
+    bodies: list[tuple[str, int, dict[str, Any]]] = [
+        (chat, 60, toy | {"messages": [calling] * 121}),
+        (chat, 40, toy | {"messages": [calling] * 10}),
+        (chat, 8, toy | {"messages": [user] * 9000}),
+        (chat, 8, toy | {"messages": [user], "chat_template_kwargs": options}),
+        (chat, 4, toy | {"messages": [user | {"content": wide}]}),
+        (chat, 8, toy | {"messages": [user], **keys}),
+        ("/v1/completions", 8, toy | {"prompt": ["a"] * 480_000}),
+        ("/v1/completions", 8, toy | {"prompt": [5] * 1_400_000}),
+        ("/v1/responses", 6, toy | {"input": [{"type": "function_call", "name": "f"}] * 10_000}),
+    ]
+    return [(path, n, zstandard.compress(orjson.dumps(body))) for path, n, body in bodies]
+
+
+async def be_foreign(port: int, until: float) -> None:
+    work = [
+        repeat(until, partial(_fresh, Connection(port, HOSTILE), path, body, encoding="zstd"))
+        for path, num_connections, body in foreign_bodies()
+        for _ in range(num_connections)
+    ]
+    tasks = [asyncio.create_task(one) for one in work]
+    await asyncio.sleep(max(until - time.monotonic(), 0))
+    for task in tasks:  # some wait for an answer longer than this lasts
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _fresh(connection: Connection, path: str, body: bytes, **how: str) -> None:
     try:
-        await connection.post(path, body)
+        await connection.post(path, body, **how)
     except Exception:
         connection._writer = None  # the server closed it; open another
         raise
@@ -190,10 +227,11 @@ async def watch_memory(pid: int, watched: Watched, until: float) -> None:
 
 async def abuse(server: ServerProcess, seconds: float) -> Watched:
     watched, started = Watched(), time.monotonic()
-    half, end = started + seconds / 2, started + seconds
+    third, end = seconds / 3, started + seconds
     polite = asyncio.create_task(be_polite(server.port, watched, end))
     memory = asyncio.create_task(watch_memory(server.pid, watched, end))
-    await be_hostile(server.port, half)
+    await be_hostile(server.port, started + third)
+    await be_foreign(server.port, started + 2 * third)
     await be_a_stranger(server.port, end)
     await asyncio.gather(polite, memory)
     return watched
@@ -205,11 +243,13 @@ def p99(values: list[float]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=30.0)
     flags, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = ("--api-key", f"{HOSTILE}=hostile", "--api-key", f"{POLITE}=polite")
-        with ServerProcess(Path(folder), "--engine", "toy", *keys) as server:
+        toy = talking_toy(Path(folder, "model"))
+        model = ("--model", toy["models"][0], "--alias", f"toy={toy['models'][0]}")
+        with ServerProcess(Path(folder), "--engine", toy["engine"], *model, *keys) as server:
             watched = asyncio.run(abuse(server, flags.seconds))
     for error in watched.errors:
         print(error, file=sys.stderr)

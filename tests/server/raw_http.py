@@ -16,18 +16,25 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def post(
-        self, path: str, body: Any, *, kind: str = "application/json", accept: str = "*/*"
+        self,
+        path: str,
+        body: Any,
+        *,
+        kind: str = "application/json",
+        accept: str = "*/*",
+        encoding: str = "identity",
     ) -> tuple[int, bytes]:
-        """One request at a time. Gives status and body."""
+        """One request at a time, to a call of the API or a whole path. Gives status and body."""
         if self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(
                 "127.0.0.1", self._port, limit=1 << 24
             )
         assert self._reader is not None
         payload = body if isinstance(body, bytes) else orjson.dumps(body)
+        where = path if path.startswith("/") else f"/api/v1/{path}"
         self._writer.write(
-            f"POST /api/v1/{path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {self._key}\r\n"
-            f"content-type: {kind}\r\naccept: {accept}\r\n"
+            f"POST {where} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {self._key}\r\n"
+            f"content-type: {kind}\r\naccept: {accept}\r\ncontent-encoding: {encoding}\r\n"
             f"content-length: {len(payload)}\r\n\r\n".encode()
             + payload
         )

@@ -12,6 +12,7 @@ from tinkex.errors import InvalidInputError
 __all__ = ["ROLES", "Message", "Tool", "ToolCall"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT = {"type": "string"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class ToolCall:
         """
         try:
             value = json.loads(self.arguments or "{}")
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise InvalidInputError(
                 f"the arguments of the call to {self.name!r} are not JSON: {exc}",
                 path="tool_calls",
@@ -96,6 +97,11 @@ class Tool:
             for name, schema in properties.items()
             if isinstance(schema, dict) and schema.get("type") == "string"
         }
+
+    def outline(self) -> Tool:
+        """The tool without its schema: a name and which arguments are texts, to read answers by."""
+        texts = dict.fromkeys(self.text_arguments(), _TEXT)
+        return Tool(name=self.name, parameters={"properties": texts})
 
     def for_template(self) -> dict[str, Any]:
         return {

@@ -131,6 +131,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     app.state.store = store
     app.state.metrics = ServerMetrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)
+    app.state.parsed_bodies = BodyBudget(config.max_held_body_bytes)
     app.state.quotas = quotas = Quotas(store, config)
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
     app.state.auth = auth = Auth.open(

@@ -23,7 +23,7 @@ from tinkex.server.off_loop import off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
 from tinkex.store import User
-from tinkex.wire import json_codec, requests, results
+from tinkex.wire import requests, results
 from tinkex.wire.body import BodyTooLargeError, unpack
 from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.generation import JSON
@@ -36,6 +36,7 @@ RESERVE_BYTES = 1024 * 1024
 """Reserved at a time for a body that does not say its length."""
 _KEPT = "tinkex.body"
 _HELD = "tinkex.held"
+_PARSED = "tinkex.parsed"
 _HEADERS = "tinkex.headers"
 
 
@@ -110,10 +111,36 @@ async def _reserve(request: Request, num_bytes: int) -> None:
     request.scope.setdefault(_HELD, []).append((user_id, num_bytes))
 
 
+async def reserve_parsed(request: Request, num_bytes: int) -> None:
+    """Wait for room for the objects that a body becomes; once a request, before it is parsed.
+
+    They have a budget of their own: whoever has read a body and waits for this one does not stand
+    in the way of those who have it, so nobody waits for ever.
+    """
+    if num_bytes < SMALL_BODY_BYTES:
+        return
+    user_id: str = request.scope["tinkex.user"]
+    budget: BodyBudget = request.app.state.parsed_bodies
+    await budget.reserve(user_id, num_bytes)
+    request.scope[_PARSED] = (budget, user_id, num_bytes)
+
+
+def is_parsed_held(scope: Scope) -> bool:
+    return _PARSED in scope
+
+
+def let_go_parsed(scope: Scope) -> None:
+    """The objects of a body are gone: others may use their room. At the latest with the request."""
+    if (held := scope.pop(_PARSED, None)) is not None:
+        budget, user_id, num_bytes = held
+        budget.release(user_id, num_bytes)
+
+
 def let_go(scope: Scope, budget: BodyBudget) -> None:
     """The request is answered: others may use the room of its body."""
     for user_id, num_bytes in scope.pop(_HELD, ()):
         budget.release(user_id, num_bytes)
+    let_go_parsed(scope)
 
 
 async def read_body(request: Request) -> bytes:
@@ -175,12 +202,6 @@ async def open_body(request: Request, name: str) -> Opened:
     """The body, parsed and not judged yet."""
     raw = await read_body(request)
     return await off_loop(len(raw), requests.open_body, name, raw, header(request, b"content-type"))
-
-
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body of a route whose messages are not ours."""
-    raw = await read_body(request)
-    return await off_loop(len(raw), json_codec.loads_object, raw or b"{}")
 
 
 class Answer(Response):

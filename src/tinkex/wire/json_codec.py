@@ -88,23 +88,27 @@ def dumps(value: Any) -> bytes:
 # ------------------------------------------------------------------------------------ reading
 
 
-def loads(content: bytes) -> Any:
-    """Parse JSON. NaN and Infinity are accepted, as Python peers send them."""
-    check_json(content)
+def loads(content: bytes, *, is_counted: bool = False) -> Any:
+    """Parse JSON. NaN and Infinity are accepted, as Python peers send them.
+
+    `is_counted`: the caller knows how much it holds, and holds it to bounds of its own.
+    """
+    if not is_counted:
+        check_json(content)
     try:
         return orjson.loads(content)
     except orjson.JSONDecodeError as exc:
         if b"NaN" not in content and b"Infinity" not in content:
             raise WireError(f"the body is not valid JSON: {exc}") from exc
     try:
-        return json.loads(content)
+        return json.loads(str(content, "utf-8"))  # of bytes it would guess UTF-16, too
     except (ValueError, RecursionError) as exc:
         raise WireError(f"the body is not valid JSON: {exc}") from exc
 
 
-def loads_object(content: bytes) -> dict[str, Any]:
+def loads_object(content: bytes, *, is_counted: bool = False) -> dict[str, Any]:
     """Parse JSON that must be an object."""
-    value = loads(content)
+    value = loads(content, is_counted=is_counted)
     if not isinstance(value, dict):
         raise WireError(f"expected a JSON object, got {type(value).__name__}")
     return value

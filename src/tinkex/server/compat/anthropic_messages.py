@@ -16,16 +16,24 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, refusals, replies
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
-from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
+from tinkex.server.compat.dialogue import (
+    Asked,
+    Conversing,
+    Dialogue,
+    ModelAnswer,
+    converse,
+    understood,
+)
 from tinkex.server.compat.fields import Stops
 from tinkex.types import SampleResponse
+from tinkex.types._bounds import listing
 
 router = APIRouter(prefix="/v1", tags=["anthropic"])
 THINKING = ("enabled", "adaptive", "disabled")
 BLOCK_FIELDS = "type text tool_use_id content id name input thinking signature data"
 """What blocks of all kinds have that is read, or said by us; the header names all else."""
 CHOICE_FIELDS = "type name disable_parallel_tool_use"
-Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
+Blocks = Annotated[list[dict[str, Any]], *listing(fields.MAX_PARTS)]
 
 
 class _Turn(fields.ForeignBody):
@@ -38,10 +46,11 @@ class MessagesRequest(Conversing):
         {"metadata", "service_tier", "context_management", "betas", "container"}
     )
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    messages: Annotated[list[_Turn], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
+    kept: ClassVar[frozenset[str]] = frozenset({"model", "stream"})
+    messages: Annotated[list[_Turn], *listing(fields.MAX_MESSAGES, 1)]
     system: fields.Text | Blocks | None = None
     stop_sequences: Stops | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], *listing(fields.MAX_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
@@ -194,9 +203,9 @@ def _check_version(request: Request) -> None:
 @router.post("/messages/count_tokens")
 async def count_tokens(request: Request, user: ForeignUser) -> Response:
     _check_version(request)
-    body = await fields.read(request, CountRequest)
-    headers = fields.header_of(body.ignored())
-    dialogue = await Dialogue.open(request, user, body.asked())
+    _, asked, ignored = await fields.read(request, CountRequest, understood)
+    dialogue = await Dialogue.open(request, user, asked)
+    headers = fields.header_of(ignored)
     return replies.whole({"input_tokens": len(dialogue.prompt)}, headers)
 
 

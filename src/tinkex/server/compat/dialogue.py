@@ -6,16 +6,18 @@ whole or as pieces while it is made. Both go through one `AnswerText` per answer
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
 
-from tinkex.chat.messages import Message, Tool
+from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece, joined
 from tinkex.chat.template import TooLongError
+from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.fields import SamplingFields
@@ -28,10 +30,11 @@ from tinkex.server.compat.trajectories import (
     trajectory_of,
 )
 from tinkex.server.compat.wording import AnswerText, num_thoughts
-from tinkex.server.exchange import service_of
+from tinkex.server.exchange import is_parsed_held, let_go_parsed, service_of
 from tinkex.server.off_loop import LARGE_BYTES, off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
+from tinkex.wire.budget import JsonShape, json_shape
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Conversing")
@@ -39,6 +42,15 @@ TOKEN_BYTES = 64
 """Of an answer, for each token and each of its likeliest."""
 MOMENT_S = 0.01
 """How long a chat template may hold up the event loop."""
+PART_CHARACTERS = 128
+"""What a message or a call costs beside its text, in characters."""
+_PARTS, _CALLS = "parts of content", "calls of tools"
+_LISTS = (
+    ("content", _PARTS, fields.MAX_PARTS),
+    ("output", _PARTS, fields.MAX_PARTS),
+    ("tool_calls", _CALLS, fields.MAX_CALLS),
+)
+"""The lists in a message, of all dialects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +73,76 @@ class Asked:
 
     @property
     def num_characters(self) -> int:
-        """Of what is said; calls of functions count too."""
-        calls = [call.arguments for message in self.messages for call in message.tool_calls]
-        said = [part for m in self.messages for part in (m.content, m.reasoning)]
-        return sum(map(len, (*said, *calls)))
+        """Of what is said and printed; calls of functions and options count, and every part."""
+        calls = [call for message in self.messages for call in message.tool_calls]
+        texts = [part for m in self.messages for part in (m.content, m.reasoning)]
+        texts += [text for call in calls for text in (call.name, call.arguments)]
+        texts += [str(value) for value in self.options.values()]
+        return sum(map(len, texts)) + PART_CHARACTERS * (len(self.messages) + len(calls))
+
+    def check_calls(self) -> None:
+        """Refuse too many calls of tools, and arguments that are too much JSON to parse.
+
+        Raises:
+            InvalidInputError: With the count and the limit.
+        """
+        calls: list[ToolCall] = []
+        for index, message in enumerate(self.messages):
+            path = f"messages[{index}].tool_calls"
+            fields.at_most(len(message.tool_calls), fields.MAX_CALLS, "calls in a message", path)
+            calls += message.tool_calls
+        fields.at_most(len(calls), fields.MAX_ALL_CALLS, "calls of tools in all", "messages")
+        given = [call.arguments.encode("utf-8", "surrogatepass") for call in calls]
+        if exceeded := _together(map(fields.quick_shape, given)):
+            exceeded = _together(map(json_shape, given))
+        if exceeded:
+            raise InvalidInputError(
+                f"the arguments of the calls have {exceeded}; leave out earlier calls, or send "
+                "large arguments as texts",
+                path="messages.tool_calls",
+            )
+
+    def without_words(self) -> Asked:
+        """The call without its messages: enough to read the answer by, once the prompt is made."""
+        return replace(self, messages=(), tools=[tool.outline() for tool in self.tools])
+
+
+def _together(shapes: Iterable[JsonShape]) -> str:
+    """Which bound the arguments of all calls exceed, in words; empty when none."""
+    found = [*shapes]
+    return fields.CONVERSATION.exceeded(
+        JsonShape(
+            sum(shape.containers for shape in found),
+            sum(shape.keys for shape in found),
+            sum(shape.commas for shape in found),
+            max((shape.depth for shape in found), default=0),
+        )
+    )
 
 
 class Conversing(SamplingFields):
     """A body with a conversation, in any dialect."""
 
+    turns: ClassVar[str] = "messages"
+    """The field that has the messages."""
     trajectory: str | None = None
+
+    @classmethod
+    def check_counts(cls, body: Mapping[str, Any]) -> None:
+        turns, tools = body.get(cls.turns), body.get("tools")
+        if isinstance(tools, list):
+            fields.at_most(len(tools), fields.MAX_TOOLS, "tools", "tools")
+        if not isinstance(turns, list):
+            return
+        fields.at_most(len(turns), fields.MAX_MESSAGES, "messages", cls.turns)
+        in_all: Counter[str] = Counter()
+        for index, turn in enumerate(turns):
+            for name, what, most in _LISTS if isinstance(turn, dict) else ():
+                if isinstance(listed := turn.get(name), list):
+                    fields.at_most(len(listed), most, what, f"{cls.turns}[{index}].{name}")
+                    in_all[what] += len(listed)
+        fields.at_most(in_all[_PARTS], fields.MAX_ALL_PARTS, f"{_PARTS} in all", cls.turns)
+        fields.at_most(in_all[_CALLS], fields.MAX_ALL_CALLS, f"{_CALLS} in all", cls.turns)
 
     def asked(self) -> Asked:
         """What it asks for; refuses what cannot be had."""
@@ -143,7 +215,7 @@ class Dialogue:
         return cls(asked, chat_format, recording, generation, trajectories)
 
     @property
-    def prompt(self) -> list[int]:
+    def prompt(self) -> Sequence[int]:
         return self.recording.prompt
 
     def answer_text(self) -> AnswerText:
@@ -224,10 +296,20 @@ async def converse(
 
     They name what does nothing, wishes that this model's template does not know among it.
     """
-    body = await fields.read(request, kind)
-    ignored = body.ignored()
+    body, asked, ignored = await fields.read(request, kind, understood)
     trajectory = trajectory_of(body.trajectory, request)
-    dialogue = await Dialogue.open(request, user, replace(body.asked(), trajectory=trajectory))
+    dialogue = await Dialogue.open(request, user, replace(asked, trajectory=trajectory))
     names = body.option_fields()
     unread = dialogue.chat_format.chat.unread(dialogue.asked.options)
+    if trajectory is None and is_parsed_held(request.scope):
+        # The sample may take minutes: meanwhile others use the room of what was parsed.
+        body, dialogue.asked = body.lean(), dialogue.asked.without_words()
+        let_go_parsed(request.scope)
     return body, dialogue, fields.header_of([*ignored, *(names.get(n, n) for n in unread)])
+
+
+def understood(body: C) -> tuple[C, Asked, list[str]]:
+    """A body with what it asks for, and which of its fields do nothing."""
+    asked = body.asked()
+    asked.check_calls()
+    return body, asked, body.ignored()

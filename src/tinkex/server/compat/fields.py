@@ -2,27 +2,53 @@
 
 A field is honoured, refused with words, or named in the answer's `x-tinkex-ignored` header. The
 last is only for fields that cannot change what is answered, such as a note of the caller's own.
+
+A body of 400 bytes can unpack into a hundred thousand objects. So its lists, objects, keys and
+values are counted before any of them is built (`JsonBounds`); then it waits for room for what it
+becomes, then for one of a few places, fair between users; only then is it parsed and checked, on a
+thread. A body of few parts, as most are, is read at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from tinkex.contract import sampling
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server.exchange import read_json
+from tinkex.server.exchange import read_body, reserve_parsed
+from tinkex.server.off_loop import LARGE_BYTES, off_loop
+from tinkex.server.work.queue import FairGate
+from tinkex.types._bounds import listing
+from tinkex.wire import json_codec
+from tinkex.wire.budget import JsonShape, json_shape
 
 IGNORED_HEADER = "x-tinkex-ignored"
 MAX_TEXT = 16_000_000
 MAX_MESSAGES = 10_000
+MAX_PARTS, MAX_ALL_PARTS = 4096, 20_000
+"""Parts of a message's content: most in one, most in all."""
+MAX_CALLS, MAX_ALL_CALLS = 1024, 10_000
+"""Calls of tools: most in one message, most in all."""
 MAX_TOOLS = 1024
 MAX_STOPS = 64
 MAX_ANSWERS = 128
+MAX_OPTIONS, MAX_OPTION = 64, 256
+"""Entries of a field of options, and characters of one that is a text."""
 MAX_NAMED = 32
 """Most fields of one list that the header names."""
 _PLAIN = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
@@ -37,9 +63,76 @@ def _stops(value: Any) -> Any:
 
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],
-    Field(max_length=MAX_STOPS),
+    *listing(MAX_STOPS),
     BeforeValidator(_stops),
 ]
+
+
+def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if isinstance(value, list | dict) or len(str(value)) > MAX_OPTION:
+            kind = type(value).__name__
+            raise InvalidInputError(
+                f"the option {name[:40]!r} must be a text of at most {MAX_OPTION} characters, a "
+                f"number, true, false or null, got a {kind} of {len(str(value))} characters"
+                if isinstance(value, str)
+                else f"the option {name[:40]!r} must be a text, a number, true, false or null, "
+                f"got a {kind}"
+            )
+    return options
+
+
+Options = Annotated[
+    dict[Annotated[str, Field(max_length=100)], Any],
+    Field(max_length=MAX_OPTIONS),
+    AfterValidator(_plain_options),
+]
+"""Settings by name, each a plain value: a chat template may print them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonBounds:
+    """How much JSON a body may hold, texts aside: counted in its bytes, before it is parsed."""
+
+    containers: int
+    keys: int
+    values: int
+    depth: int
+
+    def exceeded(self, shape: JsonShape) -> str:
+        """The first bound that does not hold, in words; empty when all do."""
+        for count, most, what in (
+            (shape.containers, self.containers, "lists and objects"),
+            (shape.keys, self.keys, "keys"),
+            (shape.num_values, self.values, "values"),
+            (shape.depth, self.depth, "levels of lists and objects in each other"),
+        ):
+            if count > most:
+                return f"{count} {what}, the limit is {most}"
+        return ""
+
+
+CONVERSATION = JsonBounds(containers=50_000, keys=150_000, values=250_000, depth=64)
+"""Four thousand messages of an agent, in parts and with two thousand calls, have 20,000 objects."""
+AT_ONCE = JsonBounds(containers=512, keys=2048, values=4096, depth=64)
+"""What is read on the event loop: a millisecond or two."""
+READING_AT_ONCE = 2
+"""Bodies of many parts that are parsed and checked at a time."""
+CONTAINER_BYTES, VALUE_BYTES = 800, 120
+"""What a list or an object costs in memory once it is checked, and what any other value does."""
+
+
+def quick_shape(text: bytes) -> JsonShape:
+    """At most what the text holds: every bracket, colon and comma counts, those in texts too."""
+    containers = text.count(b"{") + text.count(b"[")
+    return JsonShape(containers, text.count(b":"), text.count(b","), containers)
+
+
+def parsed_bytes(raw: bytes, shape: JsonShape) -> int:
+    """About what a body becomes: its objects, and its texts, as one letter makes them wide."""
+    is_narrow = raw.isascii() and b"\\u" not in raw
+    text = len(raw) * (2 if is_narrow else 5)
+    return text + shape.containers * CONTAINER_BYTES + shape.num_values * VALUE_BYTES
 
 
 class ForeignBody(BaseModel):
@@ -48,19 +141,42 @@ class ForeignBody(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Fields without influence on the answer."""
+    bounds: ClassVar[JsonBounds] = CONVERSATION
+    fewer: ClassVar[str] = "fewer or shorter messages, calls or tools"
+    """What to send less of when there is too much."""
+    kept: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the answer needs; the others are let go once the prompt is made."""
 
-    def ignored(self) -> list[str]:
-        """Names of the fields that were sent and do nothing here.
+    @model_validator(mode="before")
+    @classmethod
+    def _let_others_run(cls, value: Any) -> Any:
+        """Validation holds the interpreter's lock from end to end; a call into Python lends it."""
+        return value
+
+    @classmethod
+    def check_counts(cls, body: Mapping[str, Any]) -> None:
+        """Refuse a parsed body with too many things of a kind, before they are looked at."""
+
+    @classmethod
+    def check_known(cls, body: Mapping[str, Any]) -> None:
+        """Refuse a field that is neither read nor harmless.
 
         Raises:
-            InvalidInputError: A field is unknown.
+            InvalidInputError: With the first one's name.
         """
-        extra = self.model_extra or {}
-        for name in extra:
-            if name not in self.harmless:
+        for name in body:
+            if name not in cls.model_fields and name not in cls.harmless:
                 raise InvalidInputError(
                     f"the field {name[:100]!r} is not known here; leave it out", path=name[:100]
                 )
+
+    def lean(self) -> Self:
+        """The body with what the answer needs, and without what only the prompt was made of."""
+        return self.model_construct(**{name: getattr(self, name) for name in self.kept})
+
+    def ignored(self) -> list[str]:
+        """Names of the fields that were sent and do nothing here."""
+        extra = self.model_extra or {}
         return sorted({*(n for n, value in extra.items() if value is not None), *self.unheeded()})
 
     def unheeded(self) -> set[str]:
@@ -90,19 +206,53 @@ class SamplingFields(ForeignBody):
 B = TypeVar("B", bound=ForeignBody)
 
 
-async def read(request: Request, kind: type[B]) -> B:
-    """The body as `kind`.
+T = TypeVar("T")
+
+
+async def read(request: Request, kind: type[B], then: Callable[[B], T]) -> T:
+    """The body as `kind`, and what `then` makes of it, off the event loop unless it is small.
 
     Raises:
-        InvalidInputError: It is something else; `path` names the field.
+        InvalidInputError: It is something else, or too much; `path` names the field.
+        ApiError: 429, when the server holds too many bodies.
     """
-    body = await read_json(request)
+    raw = await read_body(request)
+    is_small = len(raw) < LARGE_BYTES
+    shape = quick_shape(raw) if is_small else None
+    if shape is None or AT_ONCE.exceeded(shape):
+        shape = await off_loop(len(raw), json_shape, raw)
+    if exceeded := kind.bounds.exceeded(shape):
+        raise InvalidInputError(f"the body has {exceeded}; send {kind.fewer}")
+    await reserve_parsed(request, parsed_bytes(raw, shape))
+    if is_small and not AT_ONCE.exceeded(shape):
+        return _judged(raw, kind, then)
+    gate: FairGate = request.app.state.reading
+    async with gate.place(request.scope["tinkex.user"], len(raw) + shape.num_values):
+        return await asyncio.to_thread(_judged, raw, kind, then)
+
+
+def _judged(raw: bytes, kind: type[B], then: Callable[[B], T]) -> T:
+    body = json_codec.loads_object(raw or b"{}", is_counted=True)
+    kind.check_known(body)
+    kind.check_counts(body)
     try:
-        return kind.model_validate(body)
+        made = kind.model_validate(body)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         path = ".".join(str(part) for part in first["loc"])
-        raise InvalidInputError(f"{first['msg']}", path=path[:200]) from exc
+        why = first.get("ctx", {}).get("error", first["msg"])  # our own words, where they are ours
+        raise InvalidInputError(f"{why}", path=path[:200]) from exc
+    return then(made)
+
+
+def at_most(count: int, most: int, what: str, path: str) -> None:
+    """Refuse a list with more entries than may be.
+
+    Raises:
+        InvalidInputError: With the count and the limit.
+    """
+    if count > most:
+        raise InvalidInputError(f"{count} {what}, the limit is {most}; send fewer", path=path)
 
 
 def refuse(given: Any, path: str, why: str) -> None:

@@ -25,6 +25,7 @@ from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import check_told
 from tinkex.server.exchange import answer
 from tinkex.types import SampledSequence, SampleResponse
+from tinkex.types._bounds import listing
 
 router = APIRouter(tags=["openai"])
 TEMPLATE_OPTIONS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})
@@ -48,9 +49,9 @@ class _Call(fields.ForeignBody):
 
 class ChatMessage(fields.ForeignBody):
     role: Annotated[str, Field(max_length=40)]
-    content: fields.Text | Annotated[list[_Part], Field(max_length=4096)] | None = None
+    content: fields.Text | Annotated[list[_Part], *listing(fields.MAX_PARTS)] | None = None
     reasoning_content: fields.Text | None = None
-    tool_calls: Annotated[list[_Call], Field(max_length=1024)] | None = None
+    tool_calls: Annotated[list[_Call], *listing(fields.MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     function_call: Any = None
@@ -98,22 +99,25 @@ class ChatRequest(Conversing):
         "user metadata store service_tier prompt_cache_key "
         "prompt_cache_retention safety_identifier verbosity".split()
     )
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=fields.MAX_MESSAGES)]
+    kept: ClassVar[frozenset[str]] = frozenset(
+        "model n stream stream_options logprobs top_logprobs return_token_ids".split()
+    )
+    messages: Annotated[list[ChatMessage], *listing(fields.MAX_MESSAGES, 1)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=fields.MAX_ANSWERS)] | None = 1
     stop: Stops | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[ChatTool], Field(max_length=fields.MAX_TOOLS)] | None = None
+    tools: Annotated[list[ChatTool], *listing(fields.MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     response_format: dict[str, Any] | None = None
     presence_penalty: float | None = 0
     frequency_penalty: float | None = 0
-    stream_options: dict[str, Any] | None = None
+    stream_options: fields.Options | None = None
     reasoning_effort: Annotated[str, Field(max_length=40)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: fields.Options | None = None
     separate_reasoning: bool | None = True
     return_token_ids: bool | None = False
 

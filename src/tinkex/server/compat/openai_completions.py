@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -22,23 +23,24 @@ from tinkex.server.compat import fields, replies
 from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.dialogue import find_model
-from tinkex.server.compat.fields import SamplingFields, Stops
+from tinkex.server.compat.fields import JsonBounds, SamplingFields, Stops
 from tinkex.server.compat.model_names import SampleTarget
 from tinkex.server.compat.openai_shapes import likeliest, usage
 from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check_told, prompt_scores
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.wording import AnswerText, token_text
-from tinkex.server.exchange import service_of
+from tinkex.server.exchange import let_go_parsed, service_of
 from tinkex.server.off_loop import LARGE_BYTES
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
+from tinkex.types._bounds import listing
 
 router = APIRouter(tags=["openai"])
 MAX_PROMPTS = 1024
 MAX_LOGPROBS = 20
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(max_length=2_000_000)]
+Tokens = Annotated[list[Token], *listing(2_000_000)]
 Prompt = fields.Text | Tokens
 
 
@@ -46,7 +48,11 @@ class CompletionRequest(SamplingFields):
     """A text to go on from, or to score."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"user"})
-    prompt: Prompt | Annotated[list[Prompt], Field(max_length=MAX_PROMPTS)]
+    bounds: ClassVar[JsonBounds] = JsonBounds(
+        containers=4 * MAX_PROMPTS, keys=4 * MAX_PROMPTS, values=1_500_000, depth=64
+    )
+    fewer: ClassVar[str] = "fewer prompts or tokens per request"
+    prompt: Prompt | Annotated[list[Prompt], *listing(MAX_PROMPTS)]
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 16
     n: Annotated[int, Field(ge=1, le=fields.MAX_ANSWERS)] | None = 1
     stop: Stops | None = None
@@ -56,8 +62,18 @@ class CompletionRequest(SamplingFields):
     suffix: fields.Text | None = None
     presence_penalty: float | None = 0
     frequency_penalty: float | None = 0
-    stream_options: dict[str, Any] | None = None
+    stream_options: fields.Options | None = None
     return_token_ids: bool | None = False
+    kept: ClassVar[frozenset[str]] = frozenset(
+        "model max_tokens n stop logprobs echo stream stream_options return_token_ids temperature "
+        "top_p top_k min_p seed logit_bias".split()
+    )
+
+    @classmethod
+    def check_counts(cls, body: Mapping[str, Any]) -> None:
+        given = body.get("prompt")
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            fields.at_most(len(given), MAX_PROMPTS, "prompts", "prompt")
 
     @property
     def num_new(self) -> int:
@@ -122,9 +138,7 @@ class _Call:
 
 @router.post("/completions")
 async def completions(request: Request, user: ForeignUser) -> Response:
-    body = await fields.read(request, CompletionRequest)
-    headers = fields.header_of(body.ignored())
-    body.check()
+    body, headers = await fields.read(request, CompletionRequest, _understood)
     why = "there are no turns here to go on from; use /chat/completions."
     fields.refuse(trajectory_of(None, request), "trajectory", why)
     chat_formats: ChatFormats = request.app.state.chat_formats
@@ -135,13 +149,16 @@ async def completions(request: Request, user: ForeignUser) -> Response:
         "created": int(time.time()),
         "model": body.model,
     }
-    call = _Call(body, request, user, target, chat_format, head)
     given = body.prompts()
     size = sum(len(prompt) for prompt in given)
     if size < LARGE_BYTES:
         prompts = _encoded(chat_format, given)
     else:
         prompts = await chat_formats.aside(user, size, _encoded, chat_format, given)
+    del given
+    body = body.lean()  # without the prompts: their tokens take a tenth of the room
+    let_go_parsed(request.scope)
+    call = _Call(body, request, user, target, chat_format, head)
     if body.logprobs is not None or body.return_token_ids:
         check_told(_num_told(body, prompts, chat_format), body.logprobs or 0)
     if body.stream:
@@ -150,7 +167,16 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     return replies.whole(await asyncio.to_thread(_whole, call, prompts, made), headers)
 
 
-def _num_told(body: CompletionRequest, prompts: list[list[int]], chat_format: ChatFormat) -> int:
+def _understood(body: CompletionRequest) -> tuple[CompletionRequest, dict[str, str]]:
+    """A body that can be honoured, and the headers of its answer."""
+    headers = fields.header_of(body.ignored())
+    body.check()
+    return body, headers
+
+
+def _num_told(
+    body: CompletionRequest, prompts: list[Sequence[int]], chat_format: ChatFormat
+) -> int:
     """Most tokens that the answers tell, with their prompts where those are told too."""
     new = min(body.num_new, chat_format.info.max_context_length)
     told_prompts = body.echo or body.return_token_ids
@@ -167,9 +193,11 @@ async def _together(waiting: list[Any]) -> list[SampleResponse]:
     return [task.result() for task in tasks]
 
 
-def _encoded(chat_format: ChatFormat, prompts: list[str | list[int]]) -> list[list[int]]:
+def _encoded(chat_format: ChatFormat, prompts: list[str | list[int]]) -> list[Sequence[int]]:
     encode = chat_format.tokenizer.encode
-    found = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    found: list[Sequence[int]] = [
+        array("i", encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts
+    ]
     for index, tokens in enumerate(found):
         if not tokens:
             raise InvalidInputError("must not be empty", path=f"prompt[{index}]")
@@ -179,7 +207,7 @@ def _encoded(chat_format: ChatFormat, prompts: list[str | list[int]]) -> list[li
 # ------------------------------------------------------------------------------------ whole
 
 
-def _whole(call: _Call, prompts: list[list[int]], made: list[SampleResponse]) -> bytes:
+def _whole(call: _Call, prompts: list[Sequence[int]], made: list[SampleResponse]) -> bytes:
     choices: list[bytes] = []  # encoded one by one: as objects they are many times as large
     totals = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
     for prompt, response in zip(prompts, made, strict=True):
@@ -194,13 +222,13 @@ def _whole(call: _Call, prompts: list[list[int]], made: list[SampleResponse]) ->
 
 
 def _choice(
-    call: _Call, prompt: list[int], response: SampleResponse, sequence: SampledSequence
+    call: _Call, prompt: Sequence[int], response: SampleResponse, sequence: SampledSequence
 ) -> dict[str, Any]:
     body = call.body
     answer_text = call.answer_text()
     text = "".join(piece.text for piece in [*answer_text.feed(sequence.tokens), *answer_text.end()])
     silent = body.max_tokens == 0
-    prompt_text = call.chat_format.tokenizer.decode(prompt) if body.echo else ""
+    prompt_text = call.chat_format.tokenizer.decode(list(prompt)) if body.echo else ""
     rows = _prompt_rows(prompt, response) if body.echo else []
     if not silent:
         rows += _sampled_rows(sequence)
@@ -210,7 +238,7 @@ def _choice(
         "logprobs": None if body.logprobs is None else _logprobs(call.chat_format, rows),
     }
     if body.return_token_ids:
-        choice["prompt_token_ids"] = prompt
+        choice["prompt_token_ids"] = list(prompt)
         choice["token_ids"] = [] if silent else [int(token) for token in sequence.tokens]
     return choice
 
@@ -223,7 +251,7 @@ Row = tuple[int, float | None, Sequence[tuple[int, float]]]
 """A token, its logprob, and the likeliest at its place."""
 
 
-def _prompt_rows(prompt: list[int], response: SampleResponse) -> list[Row]:
+def _prompt_rows(prompt: Sequence[int], response: SampleResponse) -> list[Row]:
     scores = prompt_scores(response, prompt)
     topk = response.topk_prompt_logprobs or []
     return [
@@ -264,7 +292,7 @@ def _logprobs(chat_format: ChatFormat, rows: Sequence[Row], start: int = 0) -> d
 # ------------------------------------------------------------------------------------ stream
 
 
-async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
+async def _lines(call: _Call, prompt: Sequence[int]) -> AsyncIterator[bytes]:
     body, head = call.body, call.head
     speakers = [call.answer_text() for _ in range(body.n or 1)]
     generation = call.generation(prompt)
@@ -280,7 +308,7 @@ async def _lines(call: _Call, prompt: list[int]) -> AsyncIterator[bytes]:
             choice["token_ids"] = [token for token, _, _ in rows]
             if index not in prompts_told:
                 prompts_told.add(index)
-                choice["prompt_token_ids"] = prompt
+                choice["prompt_token_ids"] = list(prompt)
         said[index] += len(text)
         return event({**head, "choices": [choice]})
 

@@ -10,8 +10,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
@@ -23,6 +24,7 @@ from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
 from tinkex.types import SampleResponse
+from tinkex.types._bounds import listing
 
 router = APIRouter(tags=["openai"])
 TOOL_FIELDS = "type name description parameters strict"
@@ -37,10 +39,15 @@ class ResponsesRequest(Conversing):
         "user metadata store service_tier prompt_cache_key include truncation "
         "prompt_cache_retention safety_identifier max_tool_calls stream_options".split()
     )
-    input: fields.Text | Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_MESSAGES)]
+    turns: ClassVar[str] = "input"
+    kept: ClassVar[frozenset[str]] = frozenset(
+        "model stream instructions tools tool_choice parallel_tool_calls temperature top_p "
+        "max_output_tokens".split()
+    )
+    input: fields.Text | Annotated[list[dict[str, Any]], *listing(fields.MAX_MESSAGES)]
     instructions: fields.Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=fields.MAX_TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], *listing(fields.MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
@@ -61,6 +68,12 @@ class ResponsesRequest(Conversing):
             fields.unknown_keys(items, "input", ITEM_FIELDS),
             fields.unknown_keys(parts, "input.content", "type text annotations logprobs"),
         )
+
+    def lean(self) -> Self:
+        made = super().lean()
+        if self.tools:  # the answer repeats them: as text they take a tenth of the room
+            object.__setattr__(made, "tools", orjson.Fragment(orjson.dumps(self.tools)))
+        return made
 
     def option_fields(self) -> dict[str, str]:
         return {"reasoning_effort": "reasoning.effort"}
@@ -118,7 +131,7 @@ def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
                 arguments=str(item.get("arguments", "")),
                 call_id=str(item.get("call_id", ""))[:256],
             )
-            _add_call(found, call, thoughts)
+            _add_call(found, call, thoughts, path)
         elif kind == "function_call_output":
             content = _words(item.get("output"), f"{path}.output")
             call_id = str(item.get("call_id", ""))[:256]
@@ -136,10 +149,12 @@ def _thoughts(item: dict[str, Any], path: str) -> str:
     return "" if content is None else _words(content, f"{path}.content")
 
 
-def _add_call(messages: list[Message], call: ToolCall, thoughts: str) -> None:
+def _add_call(messages: list[Message], call: ToolCall, thoughts: str, path: str) -> None:
     """Calls that follow each other, or what was said before them, are one turn."""
     last = messages[-1] if messages else None
     if last is not None and last.role == "assistant" and not thoughts:
+        num_calls = len(last.tool_calls) + 1
+        fields.at_most(num_calls, fields.MAX_CALLS, "calls in one turn", path)
         messages[-1] = replace(last, tool_calls=(*last.tool_calls, call))
     else:
         messages.append(Message(role="assistant", reasoning=thoughts, tool_calls=(call,)))

@@ -8,8 +8,10 @@ for token, and its keys and values are still in the sampler's cache.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,7 +40,7 @@ class RecordedPrefix:
     """A prompt, and the recorded answer that it goes on from."""
 
     text: str
-    prompt: list[int]
+    prompt: Sequence[int]
     parent_id: int | None = None
     num_known: int = 0
     """How many tokens of the prompt are recorded already."""
@@ -95,12 +97,16 @@ class TrajectoryRecorder:
         snapshot = ""
         if spec.target.model_path is not None:
             snapshot = (await self._shelf.readable(spec.target.model_path, user)).folder
+        # Of every answer the whole conversation is read again.
+        histories = await asyncio.to_thread(
+            lambda: [_digests(asked, answer.message)[-1] for answer in answers]
+        )
         rows = [
             TrajectoryAnswer(
                 user_id=user.user_id,
                 trajectory_id=asked.trajectory,
                 parent_id=recording.parent_id,
-                history=_digests(asked, answer.message)[-1],
+                history=history,
                 prompt_tokens=_ints(recording.prompt[recording.num_known :]),
                 tokens=_ints(answer.sequence.tokens),
                 logprobs=np.asarray(answer.sequence.logprobs, "<f4").tobytes(),
@@ -109,7 +115,7 @@ class TrajectoryRecorder:
                 snapshot=snapshot.rpartition("/")[2],
                 created_at=time.time(),
             )
-            for answer in answers
+            for answer, history in zip(answers, histories, strict=True)
         ]
         return await self._store.call(self._store.trajectories.add, rows)
 
@@ -148,7 +154,7 @@ def fresh(asked: Asked, chat_format: ChatFormat, **limits: float) -> RecordedPre
     """A prompt that goes on from nothing."""
     options = {**asked.options, **limits}
     text = chat_format.chat.text(asked.messages, asked.tools, generate=True, **options)
-    return RecordedPrefix(text, chat_format.chat.encode(text))
+    return RecordedPrefix(text, array("i", chat_format.chat.encode(text)))
 
 
 def _recording(
@@ -166,7 +172,8 @@ def _recording(
         is_ended=before[-1] in chat.end_ids,
         **asked.options,
     )
-    return RecordedPrefix(text, [*before, *chat.encode(text)], answer.answer_id, len(before))
+    prompt = array("i", [*before, *chat.encode(text)])
+    return RecordedPrefix(text, prompt, answer.answer_id, len(before))
 
 
 def _parent(asked: Asked, known: Sequence[TrajectoryAnswer]) -> tuple[TrajectoryAnswer | None, int]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from tinkex.server.compat import fields
-from tinkex.server.compat.dialogue import Dialogue, find_model
+from tinkex.server.compat.dialogue import Dialogue, find_model, understood
 from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
 from tinkex.server.console.shell import PageRoute, page
@@ -44,10 +44,10 @@ async def count(
 ) -> Response:
     """How many tokens the model would read."""
     if kind == "chat":
-        chat_body = await fields.read(request, ChatRequest)
-        dialogue = await Dialogue.open(request, user, chat_body.asked())
+        read = await fields.read(request, ChatRequest, understood)
+        dialogue = await Dialogue.open(request, user, read[1])
         return answer({"num_tokens": len(dialogue.prompt)})
-    body = await fields.read(request, CompletionRequest)
+    body = await fields.read(request, CompletionRequest, lambda body: body)
     chat_format = (await find_model(request, user, body.model))[1]
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
     encode = chat_format.tokenizer.encode

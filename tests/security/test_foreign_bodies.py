@@ -1,0 +1,458 @@
+"""A body at `/v1` is counted before it is parsed, at what it becomes, and waits its turn."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import fuzz
+import httpx
+import orjson
+import pytest
+import zstandard
+from app_world import AppWorld, open_app
+from pydantic import ValidationError
+from server_process import ServerProcess
+
+from tinkex.server.compat import fields
+from tinkex.server.compat.openai_chat import ChatRequest
+from tinkex.server.compat.openai_completions import CompletionRequest
+from tinkex.server.guard.limits import BodyBudget
+from tinkex.wire import json_codec
+
+GIB = 1024**3
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+HEADERS = {"authorization": "Bearer tml-ann", "anthropic-version": "2023-06-01"}
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+LEAN_CALL = {"function": {"name": "f"}}
+HOSTILE = {"model": "toy", "messages": [USER | {"tool_calls": [LEAN_CALL] * 1000}] * 120}
+"""3.4 MB of JSON, about 400 bytes under zstd."""
+BELOW = {"model": "toy", "messages": [USER | {"tool_calls": [LEAN_CALL] * 990}] * 10}
+"""The same, as large as may be."""
+NOBODY = {"model": "toy", "messages": [{"role": "nobody", "content": ""}] * 9000}
+"""Read whole, and refused by whoever would render it."""
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[AppWorld]:
+    """A toy that reads and writes words."""
+    settings = fuzz.talking_toy(tmp_path / "model")
+    keys = ("tml-ann=ann", "tml-bob=bob")
+    async with open_app(tmp_path / "data", api_keys=keys, **settings) as world:
+        await world.facts()
+        yield world
+
+
+async def _post(world: AppWorld, path: str, body: dict[str, Any]) -> httpx.Response:
+    content = zstandard.compress(orjson.dumps({"model": "toy"} | body))
+    headers = HEADERS | {"content-encoding": "zstd"}
+    return await world.http.post(path, content=content, headers=headers)
+
+
+def _chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": [*messages], "max_tokens": 2, **more}
+
+
+def deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def _tool(**more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
+# ------------------------------------------------------------------------------------ counted
+
+UNPARSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "calls": (CHAT, HOSTILE, "240242 lists and objects, the limit is 50000"),
+    "calls of Anthropic's": (
+        MESSAGES,
+        _chat({"role": "assistant", "content": [{"type": "tool_use"}] * 4000})
+        | {"tools": [{}] * 50_000},
+        "54005 lists and objects, the limit is 50000",
+    ),
+    "calls to count": (
+        COUNT,
+        _chat({"role": "assistant", "content": [{"type": "tool_use"}] * 60_000}),
+        "60004 lists and objects, the limit is 50000",
+    ),
+    "items": (RESPONSES, {"input": [{}] * 60_000}, "60002 lists and objects, the limit is 50000"),
+    "unknown fields": (
+        CHAT,
+        _chat(USER) | {str(n): 0 for n in range(490_000)},
+        "490005 keys, the limit is 150000",
+    ),
+    "unknown fields of completions": (
+        COMPLETIONS,
+        {"prompt": "a"} | {str(n): 0 for n in range(5000)},
+        "5002 keys, the limit is 4096",
+    ),
+    "an option": (
+        CHAT,
+        _chat(USER, chat_template_kwargs={"reasoning_effort": [0] * 1_000_000}),
+        "1000008 values, the limit is 250000",
+    ),
+    "lists of prompts": (
+        COMPLETIONS,
+        {"prompt": [[]] * 5000},
+        "5002 lists and objects, the limit is 4096",
+    ),
+    "depth": (CHAT, _chat(USER, metadata=deep(70)), "levels of lists and objects"),
+}
+
+
+@pytest.mark.parametrize("name", UNPARSED)
+async def test_what_would_become_too_many_objects_is_refused_before_one_is_built(
+    world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[int] = []
+    parse = json_codec.loads_object
+
+    def noted(content: bytes, **given: bool) -> dict[str, Any]:
+        parsed.append(len(content))
+        return parse(content, **given)
+
+    monkeypatch.setattr(json_codec, "loads_object", noted)
+    path, body, said = UNPARSED[name]
+    answer = await _post(world, path, body)
+    assert (answer.status_code, parsed) == (400, []), answer.text
+    assert said in answer.json()["error"]["message"]
+    assert world.app.state.bodies.held_bytes == world.app.state.parsed_bodies.held_bytes == 0
+
+
+UNCHECKED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "prompts": (COMPLETIONS, {"prompt": ["a"] * 480_000}, "480000 prompts, the limit is 1024"),
+    "calls in a message": (
+        CHAT,
+        _chat(USER | {"tool_calls": [CALL] * 1025}),
+        "1025 calls of tools, the limit is 1024",
+    ),
+    "calls in all": (
+        CHAT,
+        _chat(*[USER | {"tool_calls": [CALL] * 1000}] * 11),
+        "11000 calls of tools in all, the limit is 10000",
+    ),
+    "parts of a message": (
+        CHAT,
+        _chat({"role": "user", "content": [{"type": "text", "text": ""}] * 4097}),
+        "4097 parts of content, the limit is 4096",
+    ),
+    "parts in all": (
+        MESSAGES,
+        _chat(*[{"role": "user", "content": [{"type": "text", "text": ""}] * 4001}] * 5),
+        "20005 parts of content in all, the limit is 20000",
+    ),
+    "parts of a result": (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "output": [{}] * 4097}]},
+        "4097 parts of content, the limit is 4096",
+    ),
+    "messages": (CHAT, _chat(*[USER] * 10_001), "10001 messages, the limit is 10000"),
+    "items": (RESPONSES, {"input": [USER] * 10_001}, "10001 messages, the limit is 10000"),
+    "tools": (CHAT, _chat(USER, tools=[_tool()] * 1025), "1025 tools, the limit is 1024"),
+    "a field nobody knows": (
+        CHAT,
+        _chat(USER) | {f"n{n}": 0 for n in range(100_000)},
+        "the field 'n0' is not known here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+async def test_too_many_of_a_kind_are_refused_before_one_is_looked_at(
+    world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+
+    def noted(cls: type, value: Any) -> Any:
+        looked_at.append(cls.__name__)
+        raise AssertionError("validation was reached")
+
+    for kind in (ChatRequest, CompletionRequest):
+        monkeypatch.setattr(kind, "model_validate", classmethod(noted))
+    path, body, said = UNCHECKED[name]
+    answer = await _post(world, path, body)
+    assert (answer.status_code, looked_at) == (400, []), answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+def _calling(arguments: str, times: int = 1) -> dict[str, Any]:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return _chat(*[USER | {"tool_calls": [call]}] * times)
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a list as an option": (
+        CHAT,
+        _chat(USER, chat_template_kwargs={"reasoning_effort": ["x"] * 1000}),
+        "'reasoning_effort' must be a text, a number, true, false or null, got a list",
+    ),
+    "a long option": (
+        CHAT,
+        _chat(USER, chat_template_kwargs={"reasoning_effort": "x" * 300_000}),
+        "at most 256 characters",
+    ),
+    "calls in one turn": (
+        RESPONSES,
+        {"input": [{"type": "function_call", "name": "f"}] * 1025},
+        "1025 calls in one turn, the limit is 1024",
+    ),
+    "calls of one turn": (
+        MESSAGES,
+        _chat({"role": "assistant", "content": [{"type": "tool_use", "name": "f"}] * 1025}),
+        "1025 calls in a message, the limit is 1024",
+    ),
+    "lists in arguments": (
+        CHAT,
+        _calling('{"a":[' + "[]," * 60_000 + "[]]}"),
+        "the arguments of the calls have 60003 lists and objects, the limit is 50000",
+    ),
+    "lists in the arguments of many": (
+        CHAT,
+        _calling('{"a":[' + "[]," * 60 + "[]]}", 1000),
+        "the arguments of the calls have 63000 lists and objects, the limit is 50000",
+    ),
+    "depth of arguments": (
+        CHAT,
+        _calling('{"a":' + "[" * 100_000),
+        "100001 lists and objects",
+    ),
+    "some depth of arguments": (
+        CHAT,
+        _calling('{"a":' + "[" * 2000),
+        "2001 levels of lists and objects",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_what_hides_in_texts_and_options_is_refused_in_its_own_terms(
+    world: AppWorld, name: str
+) -> None:
+    path, body, said = REFUSED[name]
+    answer = await _post(world, path, body)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [1] + ["a"] * 1000}),
+        (CompletionRequest, {"prompt": ["a"] + [1] * 1000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 64}),
+        (ChatRequest, {"messages": [{}] * 1000}),
+        (ChatRequest, {"messages": [USER | {"content": [{}] * 1000}]}),
+        (ChatRequest, {"messages": [USER | {"tool_calls": [{}] * 1000}]}),
+        (ChatRequest, {"messages": [USER], "tools": [{}] * 1000}),
+    ],
+)
+def test_the_first_wrong_entry_of_a_list_ends_the_check(
+    kind: type[fields.ForeignBody], body: dict[str, Any]
+) -> None:
+    """An error is larger than what it is about: a million of them is what an attacker asks for."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": "toy"} | body)
+    assert refused.value.error_count() < 12
+
+
+# ------------------------------------------------------------------------------------ taken
+
+
+async def test_a_long_conversation_of_an_agent_is_served(tmp_path: Path) -> None:
+    """4,000 messages in parts, 2,000 calls with code in their arguments, 128 tools."""
+    settings = fuzz.talking_toy(tmp_path / "model")
+    code = orjson.dumps({"code": "if (a[0]) { b[1] = {}; }"}).decode()
+    call = {"function": {"name": "f", "arguments": code}}
+    turn = [
+        {"role": "user", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "y"}], "tool_calls": [call]},
+    ]
+    schema = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(40)}}
+    tools = [_tool(parameters=schema)] * 128
+    body = _chat(*turn * 2000, tools=tools)
+    async with open_app(tmp_path / "data", api_keys=("tml-ann=ann",), **settings) as world:
+        await world.facts()
+        answer = await _post(world, CHAT, body)
+        # It is read and rendered whole; only the toy's context is too short for it.
+        assert "exceed the context of 32768" in answer.json()["error"]["message"]
+        answer = await _post(world, CHAT, _chat(*turn * 200))
+        assert answer.status_code == 200, answer.text
+        assert world.app.state.parsed_bodies.held_bytes == 0
+
+
+async def test_brackets_in_a_text_are_text(world: AppWorld) -> None:
+    body = _chat({"role": "user", "content": "[]{},:" * 200_000})
+    answer = await _post(world, CHAT, body)
+    assert "exceed the context of 32768" in answer.json()["error"]["message"]
+
+
+async def test_a_prompt_of_many_token_ids_and_many_prompts_are_taken(world: AppWorld) -> None:
+    ids = await _post(world, COMPLETIONS, {"prompt": [5] * 100_000, "max_tokens": 1})
+    assert "exceed the context of 32768" in ids.json()["error"]["message"]
+    ids = await _post(world, COMPLETIONS, {"prompt": [5] * 30_000, "max_tokens": 1})
+    assert ids.status_code == 200, ids.text
+    assert ids.json()["usage"]["prompt_tokens"] == 30_000
+    texts = await _post(world, COMPLETIONS, {"prompt": ["hi"] * 1024, "max_tokens": 1})
+    assert len(texts.json()["choices"]) == 1024
+
+
+ANSWERED: dict[str, dict[str, Any]] = {
+    CHAT: _chat(USER, tools=[_tool()], logprobs=True, return_token_ids=True, n=2),
+    MESSAGES: _chat(USER, tools=[{"name": "f", "input_schema": {}}]),
+    RESPONSES: {
+        "input": "hi",
+        "instructions": "be",
+        "tools": [{"type": "function", "name": "f"}],
+        "max_output_tokens": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("path", ANSWERED)
+async def test_an_answer_to_a_large_body_is_that_to_a_small_one(world: AppWorld, path: str) -> None:
+    """Once the prompt is made, most of a large body is let go; the answer has all it needs."""
+    filling = {"metadata": {f"k{n}": [] for n in range(3000)}}
+    body = ANSWERED[path] | {"temperature": 0.0, "seed": 1}
+    small, large = [await _post(world, path, body | more) for more in ({}, filling)]
+    assert (small.status_code, large.status_code) == (200, 200), large.text
+    assert _told(small) == _told(large)
+    streams = [await _post(world, path, body | more | {"stream": True}) for more in ({}, filling)]
+    ends = [stream.text.strip().rpartition("data: ")[2][:40] for stream in streams]
+    assert [stream.status_code for stream in streams] == [200, 200]
+    assert ends[0] == ends[1]
+    assert "error" not in streams[1].text.replace('"error":null', "")
+
+
+def _told(answer: httpx.Response) -> Any:
+    """All of an answer but ids and times, and what a cache was good for."""
+    varying = ("id", "created", "created_at", "usage")
+    told = {name: value for name, value in answer.json().items() if name not in varying}
+    for item in told.get("output", ()):
+        item.pop("id")
+    return told
+
+
+# ------------------------------------------------------------------------------------ turns
+
+
+async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loop(
+    world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, most, now, threads = threading.Lock(), [0], [0], set()
+    parse = json_codec.loads_object
+
+    def noted(content: bytes, **given: bool) -> dict[str, Any]:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        threads.add(threading.current_thread())
+        try:
+            return parse(content, **given)
+        finally:
+            with lock:
+                now[0] -= 1
+
+    monkeypatch.setattr(json_codec, "loads_object", noted)
+    answers = await asyncio.gather(*(_post(world, CHAT, NOBODY) for _ in range(12)))
+    assert {answer.status_code for answer in answers} == {400}
+    assert "role 'nobody' is unknown" in answers[0].text
+    assert most[0] <= fields.READING_AT_ONCE
+    assert threading.current_thread() not in threads
+
+
+async def test_a_body_waits_for_room_for_what_it_becomes(world: AppWorld) -> None:
+    budget: BodyBudget = world.app.state.parsed_bodies
+    raw = orjson.dumps(NOBODY)
+    await budget.reserve("ann", budget._per_user)  # she has her share
+    waiting = asyncio.create_task(_post(world, CHAT, NOBODY))
+    other = await world.http.post(
+        CHAT, content=raw, headers={"authorization": "Bearer tml-bob"}
+    )  # nobody waits for her
+    assert other.status_code == 400
+    assert not waiting.done()
+    budget.release("ann", budget._per_user)
+    assert (await waiting).status_code == 400
+    assert budget.held_bytes == 0
+
+
+def test_what_a_body_becomes_is_counted_generously() -> None:
+    for body in (BELOW, _chat(*[USER] * 9000), _chat(USER, metadata={"a": [{}] * 40_000})):
+        raw = orjson.dumps({"model": "toy"} | body)
+        tracemalloc.start()
+        made = fields._judged(raw, ChatRequest, lambda body: (body, body.asked()))
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert made
+        assert held < fields.parsed_bytes(raw, fields.json_shape(raw)) < 20 * held
+
+
+# ------------------------------------------------------------------------------------ a crowd
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    settings = fuzz.talking_toy(tmp_path / "model")
+    flags = ["--engine", settings["engine"], "--model", settings["models"][0]]
+    flags += ["--alias", f"toy={settings['models'][0]}"]
+    flags += ["--api-key", "tml-ann=ann", "--api-key", "tml-bob=bob"]
+    with ServerProcess(tmp_path / "server", *flags) as server:
+        yield server
+
+
+def _memory_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize("body", [HOSTILE, BELOW], ids=["beyond the bounds", "below them"])
+async def test_many_small_bodies_that_become_large_do_not_fill_the_memory(
+    server: ServerProcess, body: dict[str, Any]
+) -> None:
+    """150 connections of one key, 400 bytes each; another key is served meanwhile."""
+    content = zstandard.compress(orjson.dumps(body))
+    assert len(content) < 1000
+    headers = {"authorization": "Bearer tml-ann", "content-encoding": "zstd"}
+    limits = httpx.Limits(max_connections=150)
+    async with (
+        httpx.AsyncClient(base_url=server.base_url, timeout=600, limits=limits) as crowd,
+        httpx.AsyncClient(base_url=server.base_url, timeout=600) as other,
+    ):
+        posts = [
+            asyncio.create_task(crowd.post(CHAT, content=content, headers=headers))
+            for _ in range(150)
+        ]
+        polite = asyncio.create_task(_polite(other, posts))
+        try:
+            while not polite.done():
+                held = _memory_bytes(server.pid)
+                num_answered = sum(post.done() for post in posts)
+                assert held < GIB, f"{held} bytes, {num_answered} of 150 answered"
+                await asyncio.sleep(0.02)
+            assert await polite > 0
+            assert {post.result().status_code for post in posts} <= {200, 400, 429}
+        finally:
+            for task in (polite, *posts):
+                task.cancel()
+            await asyncio.gather(polite, *posts, return_exceptions=True)
+
+
+async def _polite(other: httpx.AsyncClient, posts: list[asyncio.Task[httpx.Response]]) -> int:
+    """Ask a small thing again and again while the crowd waits; gives how often."""
+    small = {"model": "toy", "messages": [USER], "max_tokens": 2}
+    num_served = 0
+    while not all(post.done() for post in posts):
+        key = {"authorization": "Bearer tml-bob"}
+        answer = await other.post(CHAT, json=small, headers=key)
+        assert answer.status_code == 200, answer.text
+        num_served += 1
+    return num_served
