@@ -103,7 +103,13 @@ class Run:
         self.model, self.sampler = model, sampler
         self.events: dict[str, list[jobs.Event]] = {}
 
-    def add(self, prompt: list[int], adapter: str | None = None, **fields: Any) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        adapter: str | None = None,
+        version: str | None = None,
+        **fields: Any,
+    ) -> str:
         job_id = f"job{len(self.events)}"
         fields = {"stop_tokens": (), "max_tokens": 8} | fields
         job = jobs.SampleJob(
@@ -115,7 +121,7 @@ class Run:
         )
         self.events[job_id] = []
         weights = self.model.adapters[adapter] if adapter else None
-        self.sampler.add(job, weights, self.events[job_id].append)
+        self.sampler.add(job, weights, self.events[job_id].append, version)
         return job_id
 
     def finish(self) -> None:

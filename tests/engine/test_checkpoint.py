@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -357,3 +358,70 @@ def test_moments_that_are_zero_are_not_stored_and_come_back_to_the_bit(tiny, tmp
     (once / "tinkex.json").write_text(json.dumps({**manifest, "zeros_left_out": False}))
     with pytest.raises(InvalidInputError, match="holds no state for"):
         load(trainer, once, with_optimizer=True)
+
+
+def _changed(folder, **manifest):
+    """Write other fields into a folder's manifest."""
+    file = folder / "tinkex.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | manifest))
+
+
+def test_what_a_manifest_claims_is_no_name_of_its_content(tiny, tmp_path):
+    trainer = tiny().trainer()
+    for name, seed in (("a", 1), ("b", 2)):
+        create(trainer, seed=seed)
+        save(trainer, tmp_path / name)
+    own, other = (checkpoint.content_of(tmp_path / name) for name in "ab")
+    _changed(tmp_path / "b", content_sha256=own)
+    assert checkpoint.content_of(tmp_path / "b") == other != own
+    with pytest.raises(InvalidInputError, match="'b' is damaged"):
+        load(trainer, tmp_path / "b", with_optimizer=False)
+    with pytest.raises(InvalidInputError, match="'b' is damaged"):
+        trainer.read_snapshot(str(tmp_path / "b"))
+    assert trainer.read_snapshot(str(tmp_path / "a")).content == own
+
+
+@pytest.mark.parametrize("stretch", [64, 1000, 8 << 20])
+def test_a_digest_read_is_the_digest_written(tiny, tmp_path, monkeypatch, stretch):
+    monkeypatch.setattr(checkpoint, "_STRETCH", stretch)
+    trainer = tiny().trainer()
+    create(trainer)
+    save(trainer, tmp_path / "ck")
+    manifest = json.loads((tmp_path / "ck" / "tinkex.json").read_text())
+    assert checkpoint.content_of(tmp_path / "ck") == manifest["content_sha256"]
+    load(trainer, tmp_path / "ck", with_optimizer=False)
+
+
+def test_folders_without_a_digest_or_with_one_of_the_first_kind_still_load(tiny, tmp_path):
+    trainer = tiny().trainer()
+    create(trainer)
+    save(trainer, tmp_path / "ck")
+    config = json.loads((tmp_path / "ck" / "adapter_config.json").read_text())
+    weights = (tmp_path / "ck" / "adapter_model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(weights[:8], "little")
+    text = json.dumps(config, sort_keys=True).encode()
+    first = hashlib.sha256(text + weights[start:] + weights[8:start]).hexdigest()
+    content = checkpoint.content_of(tmp_path / "ck")
+    assert first != content
+    for claim in (first, None, ""):
+        _changed(tmp_path / "ck", content_sha256=claim)
+        load(trainer, tmp_path / "ck", with_optimizer=False)
+        assert trainer.read_snapshot(str(tmp_path / "ck")).content == content
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_bytes_changed_after_a_save_are_noticed(tiny, tmp_path, name):
+    trainer = tiny().trainer()
+    create(trainer)
+    save(trainer, tmp_path / "ck")
+    file = tmp_path / "ck" / name
+    content = bytearray(file.read_bytes())
+    if name == "adapter_config.json":
+        content = content.replace(b'"lora_alpha": 32', b'"lora_alpha": 33')
+    else:
+        content[-5] ^= 1
+    assert content != file.read_bytes()
+    file.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=r"'ck' is damaged") as caught:
+        load(trainer, tmp_path / "ck", with_optimizer=False)
+    assert str(tmp_path) not in str(caught.value)

@@ -173,6 +173,21 @@ def test_mixed_adapters_in_one_pass_do_not_touch_each_other(model):
     assert len({tuple(alone[n].sequences[0].logprobs.tolist()) for n in alone}) == 3
 
 
+def test_each_row_meets_its_own_adapter_though_versions_are_equal(model):
+    """Two folders may hold equal content, and so have one version: rows are never told by it."""
+    run = Run(model, model.sampler())
+    names = ["one", "two", "one", "two"]
+    prompts = [prompt_of(length, length) for length in (6, 30, 9, 21)]
+    ids = []
+    for prompt, name in zip(prompts, names, strict=True):
+        ids.append(run.add(prompt, adapter=name, version="v", tenant=name, seed=3, max_tokens=16))
+    for job_id, prompt, name in zip(ids, prompts, names, strict=True):
+        alone = sample(model, prompt, adapter=name, max_tokens=16, seed=3).sequences[0]
+        assert run.tokens(job_id) == [alone.tokens.tolist()]
+        got = run.result(job_id).sequences[0].logprobs
+        np.testing.assert_allclose(got, alone.logprobs, atol=1e-5)
+
+
 def test_equal_seeds_give_equal_tokens_whatever_the_company(model):
     prompt = prompt_of(10)
     alone = sample(model, prompt, max_tokens=20, num_samples=3, seed=42)

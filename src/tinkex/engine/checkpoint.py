@@ -30,7 +30,7 @@ from torch import Tensor
 from tinkex.contract.models import MAX_RANK
 from tinkex.contract.optimizers import find_optimizer
 from tinkex.engine.fingerprint import Base
-from tinkex.engine.folders import write_whole
+from tinkex.engine.folders import DIGEST, write_whole
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import (
     Adapter,
@@ -70,6 +70,16 @@ class Stored:
     optimizer_kind: str | None
     optimizer: OptimizerState | None
     grads: Mapping[int, Tensor]
+    content: str
+    """The digest of its config and weights, computed from the bytes that were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The size of a new folder, and the digest of the config and weights that went into it."""
+
+    size_bytes: int
+    content: str
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -129,12 +139,12 @@ def capture(
     return Image(buffers, adapter, copied, texts)
 
 
-def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
-    """Write a checkpoint folder and return its size; see `write_whole`."""
+def write(folder: str | Path, image: Image, *, sync: bool = True) -> Written:
+    """Write a checkpoint folder and give its size and digest; see `write_whole`."""
     texts = {name: dict(text) for name, text in image.texts.items()}
+    content = _content_hash(texts[_CONFIG])
 
     def fill(aside: Path) -> None:
-        content = _content_hash(texts[_CONFIG])
         for name, buffers in image.buffers.items():
             prefix = _PREFIX if name == _WEIGHTS else ""
             tensors = {
@@ -144,9 +154,10 @@ def write(folder: str | Path, image: Image, *, sync: bool = True) -> int:
                 if name == _WEIGHTS or tensor.any()  # zeros are not stored, see `_unname`
             }
             _save_tensors(aside / name, tensors, content if name == _WEIGHTS else None)
-        texts[_MANIFEST]["content_sha256"] = content.hexdigest()
+        texts[_MANIFEST][DIGEST] = content.hexdigest()
 
-    return write_whole(Path(folder), fill, texts, sync=sync)
+    size_bytes = write_whole(Path(folder), fill, texts, sync=sync)
+    return Written(size_bytes, content.hexdigest())
 
 
 def _shard_ending(shard: int) -> str:
@@ -328,7 +339,8 @@ def read(
     Raises:
         WrongBaseError: It was trained on other weights than those of `base`.
         ModelNotFoundError: There is no such folder, or it holds no adapter.
-        InvalidInputError: The adapter does not fit the base model, or lacks what was asked for.
+        InvalidInputError: The adapter does not fit the base model, lacks what was asked for, or
+            is not what its manifest says was written.
     """
     path = Path(folder)
     if not (path / _CONFIG).is_file() or not (path / _WEIGHTS).is_file():
@@ -339,7 +351,8 @@ def read(
     manifest = _read_manifest(path)
     if base is not None:
         base.check(manifest, path.name, force=FORCE)
-    adapter = build_adapter(targets, _read_modules(path, config), device)
+    modules, content = _read_modules(path, config, manifest.get(DIGEST))
+    adapter = build_adapter(targets, modules, device)
     kind: str | None = manifest.get("optimizer")
     if kind is not None:
         find_optimizer(kind, f"{path.name}/{_MANIFEST}")
@@ -359,24 +372,61 @@ def read(
             endings = tuple(f".lora_{side}{_shard_ending(shard)}" for side in "AB")
             if any(name.endswith(endings) for name in stored):
                 grads[shard] = _unname(adapter, stored, _shard_ending(shard), manifest)
-    return Stored(adapter, _spec(adapter, manifest), kind, optimizer, grads)
+    return Stored(adapter, _spec(adapter, manifest), kind, optimizer, grads, content)
 
 
 def content_of(folder: str | Path) -> str:
-    """The hash that names what an adapter's folder holds, computed where its manifest has none."""
+    """The digest of a folder's config and weights, computed from their bytes.
+
+    Whatever the manifest says: a folder may come from anyone, and the digest decides whose keys
+    and values are shared.
+    """
     path = Path(folder)
-    if known := _read_manifest(path).get("content_sha256"):
-        return str(known)
-    content = _content_hash(_load_json(path / _CONFIG))
-    try:
-        with (path / _WEIGHTS).open("rb") as file:
-            head = file.read(int.from_bytes(file.read(8), "little"))
-            while data := file.read(_STRETCH):
-                content.update(hashlib.sha256(data).digest())
-            content.update(head)
-    except OSError as exc:
-        raise InvalidInputError(f"{_WEIGHTS} cannot be read: {_cause(exc)}") from exc
+    return _digest(_load_json(path / _CONFIG), _read_bytes(path / _WEIGHTS))
+
+
+def _digest(config: Mapping[str, Any], weights: bytes) -> str:
+    """The digest of a config and of the bytes of a safetensors file, as `write` computes it."""
+    content, start = _content_hash(config), _data_start(weights)
+    view = memoryview(weights)
+    stretches = [view[at : at + _STRETCH] for at in range(start, len(view), _STRETCH)]
+    if len(stretches) > 1:
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            digests = list(pool.map(_sha256, stretches))
+    else:
+        digests = list(map(_sha256, stretches))
+    content.update(b"".join(digests))
+    content.update(view[8:start])
     return content.hexdigest()
+
+
+def _older_digest(config: Mapping[str, Any], weights: bytes) -> str:
+    """The digest as the first folders that had one carry it: of the bytes in one piece."""
+    content, start = _content_hash(config), _data_start(weights)
+    content.update(memoryview(weights)[start:])
+    content.update(weights[8:start])
+    return content.hexdigest()
+
+
+def _data_start(weights: bytes) -> int:
+    return min(8 + int.from_bytes(weights[:8], "little"), len(weights))
+
+
+def _sha256(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _check_digest(
+    path: Path, claimed: Any, content: str, config: Mapping[str, Any], weights: bytes
+) -> None:
+    """Refuse a folder whose manifest names other content than the bytes that were read."""
+    if not claimed or claimed == content or claimed == _older_digest(config, weights):
+        return
+    raise InvalidInputError(
+        f"checkpoint {path.name!r} is damaged: {_CONFIG} and {_WEIGHTS} have the digest "
+        f"{content[:12]}, but {claimed!s:.12} was written. Use another checkpoint, or bring its "
+        "folder back from a backup; an adapter that was changed on purpose has to be imported."
+    )
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -405,10 +455,21 @@ def _check_peft_config(config: Mapping[str, Any]) -> None:
             raise NotSupportedError(f"the adapter uses {key}, which is not supported", path=_CONFIG)
 
 
-def _read_modules(path: Path, config: Mapping[str, Any]) -> dict[str, ModuleInit]:
+def _read_modules(
+    path: Path, config: Mapping[str, Any], claimed: Any
+) -> tuple[dict[str, ModuleInit], str]:
+    """The matrices by module, and the digest of the very bytes they were made from."""
     _check_peft_config(config)
+    weights = _read_bytes(path / _WEIGHTS)
+    modules = _modules(_parse_tensors(weights), config)
+    content = _digest(config, weights)
+    _check_digest(path, claimed, content, config, weights)
+    return modules, content
+
+
+def _modules(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, ModuleInit]:
     sides: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _load_tensors(path / _WEIGHTS).items():
+    for key, tensor in tensors.items():
         if (match := _KEY.fullmatch(key)) is None:
             raise NotSupportedError(f"{_WEIGHTS} holds {key[:120]!r}, which is no LoRA matrix")
         sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
@@ -486,7 +547,7 @@ def _unname(
 def _load_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (ValueError, OSError) as exc:
+    except (ValueError, OSError, RecursionError) as exc:
         raise InvalidInputError(f"{path.name} cannot be read: {_cause(exc)}") from exc
     if not isinstance(value, dict):
         raise InvalidInputError(f"{path.name} must hold a JSON object")
@@ -496,6 +557,25 @@ def _load_json(path: Path) -> dict[str, Any]:
 def _cause(exc: Exception) -> str:
     """Why a file cannot be read, without saying where it lies: the text goes to a client."""
     return str(getattr(exc, "strerror", None) or exc)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise InvalidInputError(f"{path.name} cannot be read: {_cause(exc)}") from exc
+
+
+def _parse_tensors(weights: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that was read whole: what is hashed is what is used."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors: dict[str, Tensor] = load(weights)
+    except (SafetensorError, KeyError) as exc:  # a kind of number that torch has not
+        raise InvalidInputError(f"{_WEIGHTS} cannot be read: {_cause(exc)}") from exc
+    return tensors
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:

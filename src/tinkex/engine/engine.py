@@ -366,8 +366,9 @@ class TorchEngine:
             case jobs.CreateAdapterJob():
                 return self._create(job, emit)
             case jobs.LoadAdapterJob():
-                self._bases.find(job.base_model, job.job_id, emit).trainer.load(job)
+                content = self._bases.find(job.base_model, job.job_id, emit).trainer.load(job)
                 self._bases.adopt(job.adapter_id, job.base_model)
+                return jobs.AdapterResult(content=content)
             case jobs.SaveAdapterJob():
                 return self._save(job, emit)
             case jobs.DropAdapterJob():
@@ -429,11 +430,11 @@ class TorchEngine:
 def _write(
     job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: AdapterSnapshot | None
 ) -> jobs.AdapterResult:
-    size_bytes = checkpoint.write(job.folder, image, sync=not job.ephemeral)
+    written = checkpoint.write(job.folder, image, sync=not job.ephemeral)
     if snapshot is not None:
-        snapshot.version = checkpoint.content_of(job.folder)
+        snapshot.version = written.content
         snapshot.written = version_of(job.folder)
-    return jobs.AdapterResult(size_bytes=size_bytes)
+    return jobs.AdapterResult(size_bytes=written.size_bytes)
 
 
 def _make_safe(folder: str) -> None:

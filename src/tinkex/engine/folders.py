@@ -14,6 +14,8 @@ from tinkex.errors import InvalidInputError
 
 MANIFESTS = ("tinkex.json", "manifest.json")
 """Of the engine, and of the toy."""
+DIGEST = "content_sha256"
+"""The field of a manifest with the digest of the weights, as they were when they were written."""
 
 
 def write_whole(
@@ -57,7 +59,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     for name in MANIFESTS:
         try:
             found = json.loads((folder / name).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         return found if isinstance(found, dict) else {}
     return {}

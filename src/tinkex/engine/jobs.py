@@ -123,10 +123,12 @@ class DropAdapterJob(AdapterJob):
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterResult:
-    """Answer of every adapter job. `size_bytes` is set by a save, the other by a creation."""
+    """Answer of every adapter job: a save sets the size, a creation the fingerprint, a load the
+    digest of the config and weights that it read."""
 
     size_bytes: int = 0
     base_fingerprint: str = ""
+    content: str = ""
 
 
 # ------------------------------------------------------------------------------------ training

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from tinkex.engine import checkpoint
 from tinkex.engine.lora.adapter import Adapter
 
 _IDLE_S = 600.0
@@ -26,7 +25,8 @@ _IDLE_S = 600.0
 class AdapterSnapshot:
     adapter: Adapter
     version: str
-    """The hash of its content; of one that is being written, the job's id."""
+    """The digest of its content, computed by this process from the bytes that it read or wrote, and
+    never what a folder says of itself; of one that is being written, the job's id."""
     written: str | None = None
     """Tells its folder from another one of that name; None while it is being written."""
     used_at: float = 0.0
@@ -52,7 +52,8 @@ class Snapshots:
         """The weights in a folder, read where they are not kept."""
         found, written = self._kept.get((base, folder)), version_of(folder)
         if found is None or (written is not None and written != found.written):
-            found = AdapterSnapshot(read(folder), checkpoint.content_of(folder), written)
+            adapter = read(folder)
+            found = AdapterSnapshot(adapter, adapter.content, written)
         self.keep(base, folder, found)
         return found
 

@@ -90,6 +90,9 @@ class Adapter:
     gradients have the same layout; `views` takes such a buffer apart.
     """
 
+    content: str = ""
+    """The digest of the checkpoint that a frozen adapter was read from; empty for others."""
+
     def __init__(self, groups: Mapping[str, LoraGroup], *, trainable: bool = True) -> None:
         given = [tensor for group in groups.values() for tensor in group.tensors()]
         self.layout, size = lay_out([(t.shape[0], t.shape[1]) for t in given])

@@ -58,6 +58,7 @@ class Intake:
                     tokens=list(prompt),
                     num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
                     tenant=job.tenant,
+                    folder=job.adapter_folder or "",
                     request=request,
                     index=index,
                     key=sample_key(seed, job.first_sample + index),

@@ -129,14 +129,12 @@ def sample_of(chunk: Chunk) -> Sample:
 
 
 def lora_of(owners: Sequence[tuple[Seq, int]]) -> LoraBatch | None:
-    """Which rows belong to which adapter; owners of one version are neighbours."""
+    """Which rows belong to which adapter: each to its own job's, whatever versions are equal."""
     spans, row = [], 0
-    for _, group in groupby(owners, key=lambda owner: owner[0].version):
-        members = list(group)
-        sample = owner_of(members[0][0])
-        stop = row + sum(length for _, length in members)
-        if sample.request.adapter is not None:
-            spans.append(AdapterSpan(row, stop, sample.request.adapter))
+    for adapter, group in groupby(owners, key=lambda owner: owner_of(owner[0]).request.adapter):
+        stop = row + sum(length for _, length in group)
+        if adapter is not None:
+            spans.append(AdapterSpan(row, stop, adapter))
         row = stop
     return LoraBatch(spans) if spans else None
 

@@ -166,7 +166,7 @@ class Sampler:
         """Queue a job. `emit` gets its `Tokens` and its end from within `step`.
 
         Jobs of equal `version` (by default the adapter's folder) share prefixes, so it must
-        change whenever the weights do.
+        change whenever the weights do, and nobody may choose it for weights of their own.
 
         Raises:
             InvalidInputError: The job does not fit the model or the KV memory. Nothing is queued.
@@ -289,7 +289,7 @@ class Sampler:
             assert not self.scheduler, "sequences wait, but none can run"
             return 0
         # Rows of one adapter lie together; longer sequences first, as attention groups them.
-        chunks.sort(key=lambda chunk: (chunk.seq.version, chunk.length, -chunk.start))
+        chunks.sort(key=lambda c: (c.seq.version, c.seq.folder, c.length, -c.start))
         if (logits_NV := self._replay(chunks)) is not None:
             for chunk in chunks:
                 self.scheduler.done(chunk)

@@ -41,13 +41,15 @@ class Seq:
     """One sample in the making. The scheduler owns everything but `tokens`, which grows outside."""
 
     version: str
-    """Adapter version: equal strings have equal weights."""
+    """Adapter version: equal strings have equal weights. Computed here, never read in a file."""
     tokens: list[int]
     """Prompt, then what was sampled so far."""
     num_reusable: int
     """How many of the first tokens may come from the prefix cache; the rest must be computed."""
     tenant: str = ""
     """Whose it is. Prefixes are shared within a tenant: a hit would tell what others prompted."""
+    folder: str = ""
+    """Where its adapter was read from; rows of one folder are neighbours in a pass."""
     followers: list[Seq] = field(default_factory=list)
     """Samples of the same prompt, which fork from this one when its prompt is done."""
     num_prompt: int = field(init=False)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
-from tinkex.engine.folders import write_whole
+from tinkex.engine.folders import DIGEST, write_whole
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients
 from tinkex.errors import InvalidInputError, ModelNotFoundError
 
@@ -42,11 +42,16 @@ def capture(
         "lora": asdict(lora),
         "optimizer": adapter.optimizer,
         "step": adapter.step,
-        "content_sha256": hashlib.sha256(arrays["state"][:, 0].tobytes()).hexdigest(),
+        DIGEST: content_of(arrays),
         "has_optimizer": job.with_optimizer,
         "has_gradients": job.with_gradients,
     }
     return arrays, {"adapter_config.json": config, MANIFEST: manifest}
+
+
+def content_of(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """The digest of an adapter's weights, which names them."""
+    return hashlib.sha256(arrays["state"][:, 0].tobytes()).hexdigest()
 
 
 def write(
@@ -78,9 +83,11 @@ def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bo
         )
     lora, optimizer = jobs.LoraSpec(**manifest["lora"]), manifest["optimizer"]
     adapter = ToyAdapter(manifest["base_model"], vocab_size, lora, optimizer)
-    with np.load(folder / _ARRAYS) as arrays:
+    with np.load(folder / _ARRAYS) as file:
+        arrays = dict(file)
+        _check_digest(folder, manifest.get(DIGEST), content_of(arrays))
         adapter.load(
-            dict(arrays),
+            arrays,
             with_optimizer=with_optimizer,
             with_gradients=manifest["has_gradients"],
         )
@@ -89,3 +96,12 @@ def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bo
         if pages.any():  # touches them all: they are in memory then
             raise InvalidInputError(f"{BALLAST} of {folder.name} is damaged")
     return adapter
+
+
+def _check_digest(folder: Path, claimed: Any, content: str) -> None:
+    if claimed and claimed != content:
+        raise InvalidInputError(
+            f"checkpoint {folder.name!r} is damaged: its weights have the digest {content[:12]}, "
+            f"but {claimed!s:.12} was written. Use another checkpoint, or bring its folder back "
+            "from a backup."
+        )

@@ -278,7 +278,7 @@ class ToyEngine:
                 f"checkpoint is of {adapter.base_model!r}, adapter of {job.base_model!r}"
             )
         self._adapters[job.adapter_id] = adapter
-        return jobs.AdapterResult()
+        return jobs.AdapterResult(content=checkpoint.content_of(adapter.export()))
 
     def _read(self, folder: str, *, with_optimizer: bool = False) -> ToyAdapter:
         return checkpoint.read(

@@ -168,8 +168,8 @@ class Trainer:
             device=self._made_on,
         )
 
-    def load(self, job: LoadAdapterJob) -> None:
-        """Put a checkpoint into an adapter, creating it when it is absent."""
+    def load(self, job: LoadAdapterJob) -> str:
+        """Put a checkpoint into an adapter, creating it when it is absent; gives its digest."""
         previous = self.adapters.get(job.adapter_id)
         stored = self._read(job.folder, with_optimizer=job.with_optimizer)
         kind: str = stored.optimizer_kind or (
@@ -184,6 +184,7 @@ class Trainer:
             dict(stored.grads),
             previous.version + 1 if previous is not None else 0,
         )
+        return stored.content
 
     def _read(self, folder: str, *, with_optimizer: bool) -> checkpoint.Stored:
         targets = self.decoder.targets
@@ -197,7 +198,10 @@ class Trainer:
 
     def read_snapshot(self, folder: str) -> Adapter:
         """The weights in a folder, for sampling."""
-        return self._read(folder, with_optimizer=False).adapter.frozen_copy()
+        stored = self._read(folder, with_optimizer=False)
+        adapter = stored.adapter.frozen_copy()
+        adapter.content = stored.content
+        return adapter
 
     def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
         """The state to save, as it is now. Any thread may write it."""

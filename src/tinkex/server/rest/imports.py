@@ -2,7 +2,8 @@
 
 An extension of ours. The body is a tar of the adapter's folder (`adapter_config.json` and its
 weights, as `peft` writes them). Nothing is listed before the engine has loaded it once: an adapter
-that does not fit its base model is refused here, not at the first training step.
+that does not fit its base model is refused here, not at the first training step. The digest that a
+manifest claims for its weights is dropped: the one listed is what the engine computed.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import secrets
 import shutil
 import tarfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tinkex.engine.jobs import DropAdapterJob, LoadAdapterJob
+from tinkex.engine.folders import DIGEST, MANIFESTS
+from tinkex.engine.jobs import AdapterResult, DropAdapterJob, LoadAdapterJob
 from tinkex.errors import InvalidInputError
 from tinkex.server.auth import CurrentUser
 from tinkex.server.exchange import read_body, serve, service_of
@@ -50,15 +53,19 @@ async def import_checkpoint(
     body = await read_body(request)
     target = TinkerPath(idle_run.new_run_id(), "weights", name)
     async with service.shelf.making(target) as folder:
-        config = await asyncio.to_thread(_unpack, body, folder)
+        config, claims = await asyncio.to_thread(_unpack, body, folder)
         base = service.catalog.resolve(base_model or str(config.get("base_model_name_or_path")))
-        await _try_to_load(service, folder, base)
+        content = await _try_to_load(service, folder, base)
+        await asyncio.to_thread(_put_digest, folder, claims, content)
         checkpoint = await _list(service, target, folder, config, base, user)
     return {"tinker_path": checkpoint.path, "base_model": base, "size_bytes": checkpoint.size_bytes}
 
 
-def _unpack(body: bytes, folder: Path) -> dict[str, Any]:
-    """Write the files of the tar into a new folder and read the adapter's config."""
+def _unpack(body: bytes, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Write the files of the tar into a new folder.
+
+    Returns the adapter's config, and the manifests that named a digest, which are without it now.
+    """
     aside = folder.with_name(f"{folder.name}.tmp")
     aside.mkdir()
     try:
@@ -69,6 +76,7 @@ def _unpack(body: bytes, folder: Path) -> dict[str, Any]:
                 _check_member(index, member)
                 left -= _write_member(archive, member, aside, left)
         config = _read_config(aside / CONFIG)
+        claims = [name for name in MANIFESTS if _drop_claim(aside / name)]
         aside.rename(folder)
     except tarfile.TarError as exc:
         raise InvalidInputError(f"the body is not a tar archive: {exc}.") from exc
@@ -78,7 +86,36 @@ def _unpack(body: bytes, folder: Path) -> dict[str, Any]:
         raise InvalidInputError("the body is not a tar archive: a header is damaged.") from exc
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return config
+    return config, claims
+
+
+def _drop_claim(file: Path) -> bool:
+    """Take the digest out of a foreign manifest; False where it names none."""
+    if not file.exists():
+        return False
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise InvalidInputError(f"{file.name} has more than {MAX_CONFIG_BYTES} bytes.")
+        manifest = json.loads(file.read_bytes())
+        if not isinstance(manifest, dict) or DIGEST not in manifest:
+            return False
+        del manifest[DIGEST]
+        file.write_text(json.dumps(manifest, indent=2) + "\n")
+    except InvalidInputError:
+        raise
+    except (ValueError, RecursionError) as exc:
+        cause = f"{type(exc).__name__}: {str(exc)[:200]}"
+        raise InvalidInputError(f"{file.name} is not the JSON of a manifest: {cause}.") from exc
+    return True
+
+
+def _put_digest(folder: Path, manifests: Sequence[str], content: str) -> None:
+    """Name the computed digest in the manifests that had claimed one."""
+    for name in manifests if content else ():
+        manifest = json.loads((folder / name).read_bytes()) | {DIGEST: content}
+        aside = folder / f".{name}.new"
+        aside.write_text(json.dumps(manifest, indent=2) + "\n")
+        aside.replace(folder / name)
 
 
 def _check_member(index: int, member: tarfile.TarInfo) -> None:
@@ -137,7 +174,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     return dict(config)
 
 
-async def _try_to_load(service: Service, folder: Path, base_model: str) -> None:
+async def _try_to_load(service: Service, folder: Path, base_model: str) -> str:
+    """Have the engine load the adapter once; gives the digest of what it read."""
     worker = service.place.pool
     adapter_id = f"import-{secrets.token_hex(8)}"
     job = LoadAdapterJob(
@@ -148,9 +186,11 @@ async def _try_to_load(service: Service, folder: Path, base_model: str) -> None:
         with_optimizer=False,
     )
     try:
-        await run(worker, job)
+        loaded = await run(worker, job)
     finally:
         await run(worker, DropAdapterJob(job_id=f"{adapter_id}-drop", adapter_id=adapter_id))
+    assert isinstance(loaded, AdapterResult)
+    return loaded.content
 
 
 def _lora(config: dict[str, Any]) -> dict[str, Any]:

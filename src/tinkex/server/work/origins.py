@@ -11,7 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.folders import read_manifest
+from tinkex.engine.folders import DIGEST, read_manifest
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.store import SamplingSession
 
@@ -41,6 +41,6 @@ class Origins:
 
 def _read(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
-    found = {"step": manifest.get("step"), "content": manifest.get("content_sha256")}
+    found = {"step": manifest.get("step"), "content": manifest.get(DIGEST)}
     kinds = {"step": int, "content": str}
     return {name: value for name, value in found.items() if isinstance(value, kinds[name])}

@@ -13,8 +13,8 @@ A member of a pool is a `Worker`. What makes a member on another machine:
 - What a job names by path (a checkpoint's folder, a file with gradients) lies on the disk of the
   server. A member elsewhere brings what a job reads before it hands the job to its engine, and
   brings back what the engine wrote before it says that the job is done. Folders and files never
-  change under their name, so each travels once; `content_sha256` in a folder's `tinkex.json` names
-  what is in it.
+  change under their name, so each travels once. `content_sha256` in a folder's `tinkex.json`
+  says what was written; engines compute it from what they read, and refuse a folder that differs.
 - It waits for no other member but in a meeting (`exchange`), which has a deadline and a thread of
   its own: the pool asks each one and waits with the patience of each one's own watchdog, so that a
   member that hangs is ended and the others go on.
