@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import hostile_tar
+import numpy as np
 import pytest
 from app_world import AppWorld
+from patience import soon
 
 from tinkex.client.rest import downloads
 from tinkex.engine.lora.patterns import ModulePatterns
-from tinkex.errors import InvalidInputError, NotSupportedError
+from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
+from tinkex.server.files import backup
 
 REAL_BYTES = 3 * 1024**3
 CONFIG = {"r": 8, "peft_type": "LORA", "base_model_name_or_path": "toy"}
@@ -41,6 +45,71 @@ def test_a_file_with_holes_is_not_downloaded(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="sparse"):
         downloads.extract_archive(archive, tmp_path / "out")
     assert not any((tmp_path / "out").iterdir())
+
+
+async def test_a_header_of_digits_holds_nobody_up(app_world: AppWorld) -> None:
+    """`tarfile` takes the square of its length, in which no other thread of the process runs."""
+    answers: list[float] = []
+
+    async def ask_on() -> None:
+        while True:
+            assert (await app_world.http.get("/api/v1/healthz")).status_code == 200
+            answers.append(time.perf_counter())
+            await asyncio.sleep(0.01)
+
+    others = asyncio.create_task(ask_on())
+    await soon(lambda: answers)
+    started = time.perf_counter()
+    said = await _import(app_world, hostile_tar.digits(200_000))
+    num_answers = len(answers)
+    await soon(lambda: len(answers) > num_answers)
+    others.cancel()
+    gaps = np.diff([started, *(moment for moment in answers if moment > started)])
+    assert gaps.max() < 20  # 51 s before
+    assert "an extended header has 200000 bytes, at most 65536" in said
+
+
+async def test_names_chained_without_end_are_not_imported(app_world: AppWorld) -> None:
+    assert "two extended headers" in await _import(app_world, hostile_tar.chained_names(3000))
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (hostile_tar.digits(200_000), "an extended header has 200000 bytes"),
+        (hostile_tar.chained_names(3000), "two extended headers"),
+        (hostile_tar.folders(20_000), "over 10000 files and folders"),
+    ],
+    ids=["digits", "names", "folders"],
+)
+def test_an_archive_that_costs_more_than_it_weighs_is_not_downloaded(
+    tmp_path: Path, body: bytes, word: str
+) -> None:
+    archive, out = tmp_path / "a.tar", tmp_path / "out"
+    archive.write_bytes(body)
+    out.mkdir()
+    started = time.thread_time()  # of this thread alone: others keep the machine busy
+    with pytest.raises(InvalidInputError, match=word):
+        downloads.extract_archive(archive, out)
+    assert time.thread_time() - started < 20
+    assert sum(1 for _ in out.iterdir()) <= 10_001
+
+
+def test_a_backup_that_was_tampered_with_is_not_restored(tmp_path: Path) -> None:
+    mark = ("tinkex-backup.txt", b"made")
+    for body in (
+        hostile_tar.plain(mark, ("../evil", b"x")),
+        hostile_tar.plain(mark, mark),
+        hostile_tar.header(b"x", b"1" * 200_000) + hostile_tar.plain(mark),
+        hostile_tar.plain(mark)[:1024],
+        hostile_tar.plain(("other", b"")),
+        bytes(1024),
+    ):
+        (tmp_path / "copy.tar").write_bytes(body)
+        with pytest.raises(ConfigError, match=r"is no (whole )?backup"):
+            backup.restore(tmp_path / "copy.tar", tmp_path / "deep" / "new")
+        assert not list(tmp_path.rglob("evil"))
+        assert not list((tmp_path / "deep").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,10 @@ import json
 import os
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -36,6 +35,7 @@ from tinkex.errors import (
     how_to_install,
     status_error_class,
 )
+from tinkex.wire import tar
 
 if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 OnProgress = Callable[[int, int | None], None]
 """Called with (bytes so far, bytes in all or None while unknown)."""
 
-_CHUNK_BYTES = 1 << 20
 _MAX_FILES = 10_000
+"""Most files and folders of an archive."""
 _MAX_RATIO = 20
 """How much larger than the archive its files may be; weights hardly compress."""
 _EXPORT_TTL_S = 3600
@@ -151,7 +151,7 @@ def _fetch_external(
     done = 0
     with _aside(target) as scratch:
         for name in names:
-            file = scratch / _safe_name(name)
+            file = scratch / tar.safe_name(name.encode("utf-8", "surrogatepass"))
             file.parent.mkdir(parents=True, exist_ok=True)
             # Signed addresses expire; each file asks for a fresh one.
             url = rest.get_external_weights_urls(path).result().urls[name]
@@ -249,60 +249,19 @@ def _fetch_rest(
 
 
 def extract_archive(archive: Path, folder: Path, *, max_bytes: int | None = None) -> list[Path]:
-    """Unpack a tar into `folder`: plain files only, all of them inside it.
+    """Unpack a tar, plain or gzipped, into `folder`: plain files only, all of them inside it.
 
     Args:
         max_bytes: Most bytes to write; by default in proportion to the archive.
 
     Raises:
         InvalidInputError: A member is absolute, climbs out, is a link or device, has holes, or
-            comes twice, or the archive is too large. Nothing of it should be used then.
+            comes twice, or the archive is too large or damaged. Nothing of it should be used then.
     """
-    written: list[Path] = []
-    left = _MAX_RATIO * archive.stat().st_size if max_bytes is None else max_bytes
-    try:
-        with tarfile.open(archive, "r:*") as tar:
-            for member in tar:
-                if member.isdir():
-                    (folder / _safe_name(member.name)).mkdir(parents=True, exist_ok=True)
-                    continue
-                if not member.isreg():
-                    raise _unsafe(member.name, "is not a plain file")
-                if member.issparse():
-                    raise _unsafe(member.name, "has holes (a sparse file)")
-                if member.size > left:
-                    raise _unsafe(member.name, "makes the archive larger than it may become")
-                if len(written) >= _MAX_FILES:
-                    raise _unsafe(member.name, f"is one of over {_MAX_FILES} files")
-                written.append(_write_member(tar, member, folder))
-                left -= written[-1].stat().st_size
-    except tarfile.TarError as exc:
-        raise InvalidInputError(f"not a whole tar archive: {exc}.", path=str(archive)) from exc
-    return written
-
-
-def _write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Path:
-    file = folder / _safe_name(member.name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    source = tar.extractfile(member)
-    assert source is not None
-    try:
-        with file.open("xb") as sink:
-            shutil.copyfileobj(source, sink, _CHUNK_BYTES)
-    except FileExistsError as exc:
-        raise _unsafe(member.name, "comes twice") from exc
-    return file
-
-
-def _safe_name(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or not path.parts:
-        raise _unsafe(name, "does not stay inside the folder")
-    return str(path)
-
-
-def _unsafe(name: str, why: str) -> InvalidInputError:
-    return InvalidInputError(f"{name[:120]!r} {why}; nothing was kept.", path="archive")
+    most = _MAX_RATIO * archive.stat().st_size if max_bytes is None else max_bytes
+    limits = tar.TarLimits(max_members=_MAX_FILES, max_bytes=most)
+    with archive.open("rb") as stream:
+        return tar.extract(tar.members(tar.unpacked(stream), limits), folder, limits)
 
 
 # ------------------------------------------------------------------------------------------- hub

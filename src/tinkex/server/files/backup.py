@@ -15,17 +15,19 @@ import sqlite3
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tinkex.errors import ConfigError
+from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.server.files.depot import URL_FILE, is_stored, storage_of
 from tinkex.server.files.scratch import scratch_folder
 from tinkex.store.binding import ID_FILE
 from tinkex.store.claim import LOCK_FILE, FileLock
 from tinkex.store.database import sqlite_file
+from tinkex.wire import tar
 
 _LISTED = (
     "SELECT folder FROM checkpoints UNION SELECT folder FROM snapshots "
@@ -33,6 +35,8 @@ _LISTED = (
 )
 _MARK = "tinkex-backup.txt"
 _PART = "backup.tar"
+_LIMITS = tar.TarLimits(max_members=10_000_000, max_bytes=1 << 62)
+"""Of a backup, which is the operator's own: as large as a data folder is."""
 
 
 @dataclass(slots=True)
@@ -110,19 +114,30 @@ def restore(source: Path, data_dir: Path) -> Found:
     data_dir.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=data_dir.parent, prefix=f".{data_dir.name}-"))
     try:
-        with tarfile.open(source, "r:") as archive:
-            if archive.next() is None or archive.getmembers()[0].name != _MARK:
-                raise ConfigError(f"{source} is no backup made by `tinkex admin backup`.")
-            archive.extractall(aside, filter="data")
+        with source.open("rb") as stream:
+            found = _marked(tar.members(stream, _LIMITS), source)
+            tar.extract(found, aside, _LIMITS, keep_modes=True)
         (aside / _MARK).unlink()
         if data_dir.exists():
             data_dir.rmdir()
         aside.rename(data_dir)
-    except tarfile.TarError as exc:
-        raise ConfigError(f"{source} is no whole backup: {exc}.") from exc
+    except InvalidInputError as exc:
+        raise ConfigError(f"{source} is no whole backup: {exc}") from exc
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return check(data_dir)
+
+
+def _marked(found: Iterable[tar.Found], source: Path) -> Iterator[tar.Found]:
+    """The members of an archive that begins as ours do."""
+    is_first = True
+    for member, data in found:
+        if is_first and member.name != _MARK:
+            break
+        is_first = False
+        yield member, data
+    if is_first:
+        raise ConfigError(f"{source} is no backup made by `tinkex admin backup`.")
 
 
 def check(data_dir: Path) -> Found:

@@ -14,9 +14,8 @@ import json
 import re
 import secrets
 import shutil
-import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +33,12 @@ from tinkex.server.rest.inputs import Text
 from tinkex.server.service import Service
 from tinkex.server.workers.worker import run
 from tinkex.store import Checkpoint, User
+from tinkex.wire import tar
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 CONFIG = "adapter_config.json"
 MAX_FILES = 64
 MAX_CONFIG_BYTES = 1024 * 1024
-CHUNK_BYTES = 1024 * 1024
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -70,20 +69,11 @@ def _unpack(body: bytes, folder: Path) -> tuple[dict[str, Any], list[str]]:
     aside.mkdir()
     try:
         # Plain tar only: a compressed one could unpack to any size.
-        with tarfile.open(fileobj=io.BytesIO(body), mode="r:") as archive:
-            left = len(body)
-            for index, member in enumerate(archive):
-                _check_member(index, member)
-                left -= _write_member(archive, member, aside, left)
+        limits = tar.TarLimits(max_members=MAX_FILES, max_bytes=len(body))
+        tar.extract(_checked(tar.members(io.BytesIO(body), limits)), aside, limits)
         config = _read_config(aside / CONFIG)
         claims = [name for name in MANIFESTS if _drop_claim(aside / name)]
         aside.rename(folder)
-    except tarfile.TarError as exc:
-        raise InvalidInputError(f"the body is not a tar archive: {exc}.") from exc
-    except InvalidInputError:
-        raise
-    except (ValueError, OverflowError) as exc:  # numbers in a header that are none
-        raise InvalidInputError("the body is not a tar archive: a header is damaged.") from exc
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return config, claims
@@ -118,40 +108,15 @@ def _put_digest(folder: Path, manifests: Sequence[str], content: str) -> None:
         aside.replace(folder / name)
 
 
-def _check_member(index: int, member: tarfile.TarInfo) -> None:
-    if member.issparse():
-        raise InvalidInputError(
-            f"the archive holds {member.name[:80]!r} with holes (a sparse file); pack it without "
-            "--sparse."
-        )
-    if not member.isreg() or not _FILE.fullmatch(member.name):
-        raise InvalidInputError(
-            f"the archive holds {member.name[:80]!r}; it may hold plain files without folders, "
-            "named by up to 200 letters, digits and any of _ . -"
-        )
-    if index >= MAX_FILES:
-        raise InvalidInputError(f"the archive holds more than {MAX_FILES} files.")
-
-
-def _write_member(
-    archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, left: int
-) -> int:
-    """Copy a file; gives the bytes written, which cannot be more than the archive has."""
-    source = archive.extractfile(member)
-    assert source is not None
-    written = 0
-    try:
-        with (folder / member.name).open("xb") as out:
-            while piece := source.read(CHUNK_BYTES):
-                written += len(piece)
-                if written > min(member.size, left):
-                    raise InvalidInputError(f"{member.name!r} unpacks to more than the archive.")
-                out.write(piece)
-    except FileExistsError:
-        raise InvalidInputError(f"the archive holds {member.name!r} twice.") from None
-    if written < member.size:
-        raise InvalidInputError(f"the archive is cut short in {member.name!r}.")
-    return written
+def _checked(found: Iterable[tar.Found]) -> Iterator[tar.Found]:
+    """Refuse members that an adapter's folder does not have."""
+    for member, data in found:
+        if member.name and (member.is_folder or not _FILE.fullmatch(member.name)):
+            raise InvalidInputError(
+                f"the archive holds {member.name[:80]!r}; it may hold plain files without folders, "
+                "named by up to 200 letters, digits and any of _ . -"
+            )
+        yield member, data
 
 
 def _read_config(file: Path) -> dict[str, Any]:
