@@ -190,6 +190,20 @@ def test_a_listed_function_is_still_listed_under_the_name_that_tracing_gives_it(
             [node("call_function", "big", "torch.nn.functional.pad", ref("logprobs"), [0, 10**10])],
             "elements",
         ),
+        (
+            [
+                node("call_function", "none", "torch.zeros", 0, 2**30),
+                node("call_function", "big", "torch.sum", ref("none"), 0),
+            ],
+            "would make",
+        ),
+        (
+            [
+                node("call_function", "none", "torch.zeros", 2**13, 0),
+                node("call_function", "big", "torch.inner", ref("none"), ref("none")),
+            ],
+            "would make",
+        ),
         ([node("call_function", "big", "operator.pow", 10, 10**9)], "power"),
         ([node("call_function", "big", "operator.mul", 2**62, 2**62)], "64 bits"),
         ([node("call_function", "big", "operator.mul", [0], 10**10)], "takes tensors and numbers"),

@@ -12,6 +12,7 @@ from training import assert_close, job, make, make_data, named_grads, train
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine.jobs import (
     CreateAdapterJob,
+    CsrArray,
     LoraSpec,
     OptimJob,
     TrainDatum,
@@ -138,3 +139,27 @@ def test_a_refused_step_changes_nothing(tiny, rng):
     assert torch.equal(resident.adapter.flat, before[0])
     assert torch.equal(resident.grad, before[1])
     assert resident.optimizer.step == 0
+
+
+def test_sparse_inputs_that_would_fill_the_memory_are_refused_before_they_are_made(tiny, rng):
+    """Without a server too: its check is the engine's own."""
+    wide = CsrArray(
+        values=np.ones(1, np.float32),
+        crow_indices=np.array([0, 1, 1, 1]),
+        col_indices=np.array([0]),
+        shape=(3, 2**26),
+    )
+    whole = CsrArray(
+        values=np.ones(1, np.int64),
+        crow_indices=np.array([0, 1, 1, 1]),
+        col_indices=np.array([0]),
+        shape=(3, 2**26),
+    )
+    trainer = tiny().trainer()
+    make(trainer)
+    datum = TrainDatum(tokens=TARGETS, inputs={"target_tokens": whole, "weights": wide})
+    (refused,) = trainer.train([job((datum,))])
+    assert isinstance(refused, InvalidInputError)
+    assert "shape [3, 67108864] with 1 stored values" in str(refused)
+    (served,) = trainer.train([job(make_data(rng))])
+    assert isinstance(served, TrainResult)

@@ -1,14 +1,17 @@
-"""Arrays of a training datum, dense or as sparse rows: their form, and the dense one of them.
+"""Arrays of a training datum, dense or as sparse rows: their form, size, and the dense one of them.
 
 Numpy only, so that server and toy engine read an input as the real engine does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tinkex.contract.losses import Form
-from tinkex.engine.jobs import Array, CsrArray
+from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, TIMES_STORED, dense_limit
+from tinkex.engine.jobs import Array, CsrArray, TrainDatum
 from tinkex.errors import InvalidInputError
 
 
@@ -17,6 +20,45 @@ def form_of(value: Array | CsrArray) -> Form:
     stored = np.asarray(value.values if isinstance(value, CsrArray) else value)
     shape = value.shape if isinstance(value, CsrArray) else stored.shape
     return Form(stored.dtype.kind in "iu", tuple(shape))
+
+
+def check_dense_bytes(data: Sequence[TrainDatum]) -> None:
+    """Refuse datums whose sparse inputs would take too much memory, before any is made dense.
+
+    Raises:
+        InvalidInputError: Names the largest of the inputs, its shape and the limit.
+    """
+    sparse = [
+        (_dense_bytes(value), f"data[{index}].loss_fn_inputs.{name}", value)
+        for index, datum in enumerate(data)
+        for name, value in datum.inputs.items()
+        if isinstance(value, CsrArray)
+    ]
+    if not sparse:
+        return
+    stored_bytes = sum(_stored_bytes(value) for _, _, value in sparse)
+    limit = dense_limit(sum(len(datum.tokens) for datum in data), stored_bytes)
+    total = sum(size for size, _, _ in sparse)
+    if total <= limit:
+        return
+    _, path, largest = max(sparse, key=lambda entry: entry[0])
+    raise InvalidInputError(
+        f"has shape {list(largest.shape)} with {len(largest.values)} stored values. Made dense, "
+        f"the sparse inputs of this request ({len(sparse)}) take {total} bytes, over the limit of "
+        f"{limit}: {FLAT_BYTES}, {BYTES_PER_TOKEN} for each token and {TIMES_STORED} times the "
+        "bytes sent. Give it one column for each candidate of a position, or send fewer datums.",
+        path=path,
+    )
+
+
+def _dense_bytes(value: CsrArray) -> int:
+    rows, columns = value.shape
+    return int(rows) * int(columns) * np.asarray(value.values).itemsize
+
+
+def _stored_bytes(value: CsrArray) -> int:
+    parts = (value.values, value.crow_indices, value.col_indices)
+    return sum(np.asarray(part).nbytes for part in parts)
 
 
 def dense(value: Array | CsrArray, path: str, pad: float = 0.0) -> Array:

@@ -417,7 +417,7 @@ def _check_growth(
     elif short_name in ops.CONCATENATES:
         size = sum(t.numel() for t in tensors)
     elif short_name in ops.MULTIPLIES:
-        size = math.prod(t.numel() for t in tensors)
+        size = math.prod(_extent(t.shape) for t in tensors)
     elif short_name == "getitem" and any(_is_mask(t) for t in tensors[1:]):
         # How much a mask selects depends on its values, which a tensor without contents has not.
         _check_mask(step, args)
@@ -440,8 +440,16 @@ def _broadcast_size(tensors: Sequence[Tensor]) -> int:
     """Elements of the shape that all operands stretch to: no output of such a step has more."""
     shapes = {tuple(t.shape) for t in tensors if t.dim()}
     if len(shapes) <= 1:
-        return math.prod(next(iter(shapes), ()))
-    return math.prod(np.broadcast_shapes(*shapes))
+        return _extent(next(iter(shapes), ()))
+    return _extent(np.broadcast_shapes(*shapes))
+
+
+def _extent(shape: Sequence[int]) -> int:
+    """Elements of a shape, an empty dimension counted as one.
+
+    A sum over the empty dimension of [0, 2^30] has 2^30 elements, and so have products over it.
+    """
+    return math.prod(max(size, 1) for size in shape)
 
 
 def _check_mask(step: _Step, args: Sequence[Any]) -> None:

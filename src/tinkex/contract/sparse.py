@@ -1,0 +1,21 @@
+"""How many bytes the sparse inputs of one training request may become.
+
+An engine computes on dense arrays. A sparse input says its shape in a few bytes and stores what it
+likes of it, so the request is judged by what it becomes: all cells of all sparse inputs of all
+datums, in their own type. Honest inputs are candidates of each position, a few hundred columns at
+most, and stay far below; a token costs the engine many times the bytes that it is allowed here.
+"""
+
+from __future__ import annotations
+
+FLAT_BYTES = 8 * 2**20
+"""For every request, so that small ones need no thought."""
+BYTES_PER_TOKEN = 4096
+"""More for each token of the model inputs: 340 candidates of a position with their weights."""
+TIMES_STORED = 8
+"""More for the bytes that were sent, indices included."""
+
+
+def dense_limit(num_tokens: int, stored_bytes: int) -> int:
+    """The most bytes that sparse inputs of `stored_bytes` may take when they are dense."""
+    return FLAT_BYTES + BYTES_PER_TOKEN * num_tokens + TIMES_STORED * stored_bytes

@@ -1,0 +1,140 @@
+"""A small request cannot take a worker's memory or its time from the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from app_world import AppWorld
+from wire_client import PROTO, loss_of, train_body
+
+from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, TIMES_STORED
+from tinkex.wire import tinker_public_pb2 as pb
+
+WIDE = 2**27
+
+
+def _sparse_json(columns: int, dtype: str, value: float) -> dict[str, Any]:
+    return {
+        "data": [value],
+        "dtype": dtype,
+        "shape": [2, columns],
+        "sparse_crow_indices": [0, 1, 1],
+        "sparse_col_indices": [0],
+    }
+
+
+def _sparse_datum(columns: int, **more: dict[str, Any]) -> dict[str, Any]:
+    inputs = {"target_tokens": _sparse_json(columns, "int64", 1), **more}
+    chunks = [{"type": "encoded_text", "tokens": [1, 2]}]
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
+
+
+def _sparse_request(model: str, seq_id: int, columns: int, count: int = 1) -> dict[str, Any]:
+    weights = _sparse_json(columns, "float32", 1.0)
+    data = [_sparse_datum(columns, weights=weights) for _ in range(count)]
+    given = {"data": data, "loss_fn": "cross_entropy"}
+    return {"model_id": model, "seq_id": seq_id, "forward_backward_input": given}
+
+
+def _sparse_proto(model: str, seq_id: int, columns: int) -> bytes:
+    message = pb.ForwardBackwardRequest.FromString(train_body(model, seq_id, [1, 2]))
+    for name, stored in (("target_tokens", np.ones(1, "<i8")), ("weights", np.ones(1, "<f4"))):
+        tensor = message.data[0].loss_fn_inputs[name]
+        tensor.ClearField("dense")
+        tensor.sparse_csr.values = stored.tobytes()
+        tensor.sparse_csr.crow_indices = np.array([0, 1, 1], "<i8").tobytes()
+        tensor.sparse_csr.col_indices = np.array([0], "<i8").tobytes()
+        del tensor.shape[:]
+        tensor.shape.extend([2, columns])
+    return bytes(message.SerializeToString())
+
+
+def _pid(world: AppWorld) -> int:
+    return int(world.service.place.pool.members[0].pid)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+async def test_a_few_bytes_that_would_become_gigabytes_are_refused(app_world: AppWorld) -> None:
+    """Both generations of the wire, and the worker never hears of it."""
+    model = await app_world.model()
+    await app_world.facts()
+    worker = _pid(app_world)
+    for seq_id, (body, headers) in enumerate(
+        [(_sparse_request(model, 1, WIDE), {}), (_sparse_proto(model, 2, WIDE), PROTO)], start=1
+    ):
+        answer = await app_world.post("forward_backward", body, headers=headers)
+        assert answer.status_code == 400, answer.text
+        told = answer.json()["detail"]
+        assert "data[0].loss_fn_inputs.target_tokens" in told, told
+        assert "shape [2, 134217728] with 1 stored values" in told, told
+        sent = 8 + 4 + 2 * 8 * (3 + 1)
+        assert str(FLAT_BYTES + BYTES_PER_TOKEN * 2 + TIMES_STORED * sent) in told, told
+        assert str(2 * WIDE * (8 + 4)) in told, told
+        assert seq_id <= 2
+    done = await app_world.ok("forward_backward", _sparse_request(model, 3, 8))
+    assert loss_of(await app_world.result(done)) > 0, "small sparse inputs train as before"
+    assert _pid(app_world) == worker
+
+
+async def test_inputs_and_datums_are_counted_together(app_world: AppWorld) -> None:
+    """Sixty-four datums of which each alone would pass."""
+    model = await app_world.model()
+    await app_world.facts()
+    alone = await app_world.post("forward_backward", _sparse_request(model, 1, 2**17))
+    assert alone.status_code == 200, alone.text
+    many = await app_world.post("forward_backward", _sparse_request(model, 2, 2**17, 64))
+    assert many.status_code == 400
+    assert "sparse inputs of this request (128)" in many.json()["detail"]
+
+
+def _traced(inputs: list[tuple[str, int]], nodes: list[dict[str, Any]]) -> dict[str, Any]:
+    """A loss `logprobs.sum() + ...`: placeholders, the given nodes, and an output of `loss`."""
+    places = [{"op": "placeholder", "name": name, "target": name} for name, _ in inputs]
+    output = {
+        "op": "output",
+        "name": "output",
+        "target": "output",
+        "args": [{"tuple": [{"ref": "loss"}, {"dict": {}}]}],
+    }
+    return {
+        "name": "heavy",
+        "inputs": [{"name": name, "rank": rank} for name, rank in inputs],
+        "graph": {"format": 1, "nodes": [*places, *nodes, output]},
+    }
+
+
+def _call(name: str, target: str, *args: Any) -> dict[str, Any]:
+    values = [{"ref": arg} if isinstance(arg, str) else arg for arg in args]
+    return {"op": "call_function", "name": name, "target": target, "args": values}
+
+
+async def _loss(world: AppWorld, session: str, number: int, traced: Any, **who: Any) -> str:
+    body = {"session_id": session, "custom_loss_seq_id": number, **traced}
+    promise = await world.ok("create_custom_loss", body, **who)
+    return str((await world.result(promise, **who))["loss_id"])
+
+
+async def test_fourteen_sparse_inputs_of_a_traced_loss_are_refused(app_world: AppWorld) -> None:
+    session = await app_world.session()
+    model = await app_world.model(session)
+    await app_world.facts()
+    names = [f"x{number}" for number in range(14)]
+    traced = _traced(
+        [("logprobs", 2), *((name, 2) for name in names)], [_call("loss", "torch.sum", "logprobs")]
+    )
+    loss_id = await _loss(app_world, session, 1, traced)
+    worker = _pid(app_world)
+    wide = {name: _sparse_json(WIDE, "float32", 1.0) for name in names}
+    given = {
+        "data": [_sparse_datum(4, **wide)],
+        "loss_fn": "custom",
+        "loss_fn_config": {"loss_id": loss_id},
+    }
+    body = {"model_id": model, "seq_id": 1, "forward_backward_input": given}
+    answer = await app_world.post("forward_backward", body)
+    assert answer.status_code == 400, answer.text
+    assert "sparse inputs of this request (15)" in answer.json()["detail"]
+    assert _pid(app_world) == worker
