@@ -114,6 +114,10 @@ class WorkerLostError(EngineError):
     code = "worker_lost"
     is_blameless = False
     """Another job is known to be the reason."""
+    cause = ""
+    """`memory` or `crash` where the process ended by itself while it worked on this job."""
+    was_alone = False
+    """The process worked on this job and no other."""
 
 
 # ------------------------------------------------------------------------------------ the SDK

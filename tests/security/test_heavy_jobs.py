@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from app_world import AppWorld
+import pytest
+from app_world import AppWorld, open_app
+from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
 from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, TIMES_STORED
+from tinkex.server.workers.deaths import KernelKills, cause_of, count_files
 from tinkex.wire import tinker_public_pb2 as pb
 
 WIDE = 2**27
+TOKENS, HANG = [1, 2, 3, 4], 666
 
 
 def _sparse_json(columns: int, dtype: str, value: float) -> dict[str, Any]:
@@ -138,3 +145,92 @@ async def test_fourteen_sparse_inputs_of_a_traced_loss_are_refused(app_world: Ap
     assert answer.status_code == 400, answer.text
     assert "sparse inputs of this request (15)" in answer.json()["detail"]
     assert _pid(app_world) == worker
+
+
+# ------------------------------------------------------------------------------------ deaths
+
+
+async def _trained(world: AppWorld, model: str, first: int) -> float:
+    loss = (await world.train(model, first, TOKENS)).json()
+    await world.result((await world.step(model, first + 1)).json())
+    return loss_of(await world.result(loss))
+
+
+async def _kill_at_work(world: AppWorld, request_id: str, kernel: Path | None = None) -> None:
+    """Kill the worker while it works on a request; with `kernel`, its count of kills grows."""
+    worker: Any = world.service.place.pool.members[0]
+    await soon(lambda: worker.is_ready and any(request_id in j for j in worker._look().job_ids))
+    pid = worker.pid
+    if kernel is not None:
+        count = int(kernel.read_text().split()[1])
+        kernel.write_text(f"oom_kill {count + 1}\n")
+    os.kill(pid, signal.SIGKILL)
+    await soon(lambda: worker.pid != pid)
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Path:
+    file = tmp_path / "memory.events"
+    file.write_text("oom_kill 0\n")
+    return file
+
+
+async def test_a_job_that_the_kernel_ends_for_memory_twice_is_given_up(
+    tmp_path: Path, kernel: Path
+) -> None:
+    async with open_app(tmp_path / "data", engine=f"toy:hang_token={HANG}") as world:
+        worker: Any = world.service.place.pool.members[0]
+        worker._kills = KernelKills([kernel])
+        worker._kills.look()
+        session = await world.session()
+        hostile, polite = [await world.model(session, number) for number in range(2)]
+        before = await _trained(world, polite, 1)
+        heavy = (await world.train(hostile, 1, [HANG, 2, 3])).json()
+        for _ in range(2):
+            await _kill_at_work(world, heavy["request_id"], kernel)
+        failed = await world.result(heavy)
+        assert "ran out of memory 2 times while it ran this request" in failed["error"]
+        assert await _trained(world, hostile, 2) == before, "its state is as it was"
+        assert await _trained(world, polite, 3) < before
+        assert worker.generation == 3
+
+
+async def test_a_job_whose_worker_somebody_kills_is_run_again(tmp_path: Path, kernel: Path) -> None:
+    """Without the kernel's count a SIGKILL is an operator's, or a test's."""
+    async with open_app(tmp_path / "data", engine=f"toy:hang_token={HANG}") as world:
+        worker: Any = world.service.place.pool.members[0]
+        worker._kills = KernelKills([kernel])
+        model = await world.model()
+        promise = (await world.train(model, 1, [HANG, 2, 3])).json()
+        for _ in range(3):
+            await _kill_at_work(world, promise["request_id"])
+        await soon(lambda: worker.is_ready and worker._look().job_ids)
+        (lane,) = world.service.lanes
+        (request,) = lane._requests.values()
+        assert (request.attempts, request.memory_deaths, request.runs_alone) == (3, 0, False)
+
+
+def test_the_kernels_count_is_found_in_either_kind_of_control_group(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    listing = proc / "self" / "cgroup"
+    assert count_files(proc, groups) == [proc / "vmstat"]
+    listing.write_text("0::/a.slice/b\n")
+    (groups / "a.slice" / "b").mkdir(parents=True)
+    second = groups / "a.slice" / "b" / "memory.events"
+    second.write_text("low 0\noom 1\noom_kill 3\noom_group_kill 9\n")
+    assert count_files(proc, groups) == [second]
+    listing.write_text("9:cpu,cpuacct:/x\n4:memory:/of/the/host\n0::/\n")
+    (groups / "memory").mkdir()
+    first = groups / "memory" / "memory.oom_control"
+    first.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert count_files(proc, groups) == [first]
+    kills = KernelKills([second])
+    kills.look()
+    assert cause_of(-signal.SIGKILL, is_ours=False, kills=kills) == ""
+    second.write_text("oom_kill 4\n")
+    assert cause_of(-signal.SIGKILL, is_ours=False, kills=kills) == "memory"
+    assert cause_of(-signal.SIGKILL, is_ours=True, kills=kills) == ""
+    assert cause_of(-signal.SIGTERM, is_ours=False, kills=kills) == ""
+    assert cause_of(-signal.SIGSEGV, is_ours=False, kills=kills) == "crash"
+    assert cause_of(1, is_ours=False, kills=kills) == ""

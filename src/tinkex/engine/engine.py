@@ -324,13 +324,14 @@ class TorchEngine:
         base = self._bases.of(first.job.adapter_id)
         budget = base.trainer.config.max_tokens if base is not None else 0
         chosen: list[tuple[jobs.TrainJob, jobs.Emit]] = []
+        is_alone = isinstance(first.job, jobs.TrainJob) and first.job.alone
         lanes = [x for name, x in self._lanes.items() if x and name not in self._training]
         # `first` before all others: whoever was promised the turn must not be left out for room.
         lanes.sort(key=lambda lane: (lane[0] is not first, lane[0].order))
         for lane in lanes:
             while lane and isinstance(job := lane[0].job, jobs.TrainJob):
                 size = sum(len(datum.tokens) for datum in job.data)
-                alone = self.config.deterministic or base is None
+                alone = self.config.deterministic or base is None or job.alone or is_alone
                 fits = size <= budget and not alone and self._bases.of(job.adapter_id) is base
                 if chosen and not fits:
                     break

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkex.engine.jobs import Job, Result
-from tinkex.errors import EngineError, InvalidInputError
+from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.workers.place import Place
@@ -25,6 +25,14 @@ class Flight:
     task: asyncio.Task[Result]
     posted: asyncio.Future[None]
     """Done when the worker has the job, or never will have it."""
+
+    @property
+    def loss(self) -> WorkerLostError | None:
+        """How it was lost with its worker, if it was."""
+        if not self.task.done() or self.task.cancelled():
+            return None
+        error = self.task.exception()
+        return error if isinstance(error, WorkerLostError) else None
 
     @property
     def is_suspect(self) -> bool:

@@ -17,10 +17,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tinkex.engine.jobs import Job, Result
+from tinkex.engine.jobs import Job, Result, TrainJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.files import disk
 from tinkex.server.off_loop import off_loop
@@ -46,6 +46,8 @@ MAX_HELD_BYTES = 64_000_000
 """Bodies of one lane kept in memory; those beyond wait in the journal."""
 MAX_ATTEMPTS = 5
 """A request that was running this many times when its worker died is to blame."""
+MAX_MEMORY_DEATHS = 2
+"""One whose worker died for lack of memory is run once more, alone: it takes everybody's worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +371,8 @@ class Lane:
         try:
             asked = await self._asked(request, request.operation)
             job = await request.operation.job(asked, self._turn(request))
+            if request.runs_alone and isinstance(job, TrainJob):
+                job = replace(job, alone=True)
         except InvalidInputError as exc:
             return exc
         except Exception as exc:  # no room for a folder, no answer from the database
@@ -525,8 +529,19 @@ class Lane:
             request = flight.request
             self._clean_up(request, ok=False)
             request.started_at, request.progress = 0.0, ""
-            if request.attempts >= MAX_ATTEMPTS:
+            is_last = blame and flight.loss is not None and self._note_death(request, flight.loss)
+            if is_last or request.attempts >= MAX_ATTEMPTS:
                 self._blame(request)
+
+    def _note_death(self, request: QueuedRequest, loss: WorkerLostError) -> bool:
+        """Count a death that is known to come from the work itself; True when it was the last."""
+        if not loss.cause:
+            return False
+        request.runs_alone = True
+        request.memory_deaths += loss.cause == "memory"
+        # What ran before is not given up: without it the state would be another one.
+        is_new = request.mode == "run"
+        return is_new and loss.was_alone and request.memory_deaths >= MAX_MEMORY_DEATHS
 
     def _lose_state(self, reason: str) -> None:
         logger.error("the state of %s is lost: %s", self.model.model_id, reason)
@@ -540,6 +555,12 @@ class Lane:
     def _blame(self, request: QueuedRequest) -> None:
         times = request.attempts
         message = f"The worker died {times} times while it ran this request; it was given up."
+        if request.memory_deaths:
+            message = (
+                f"The worker ran out of memory {request.memory_deaths} times while it ran this "
+                "request, and the kernel ended it; it was given up. Send fewer or shorter datums "
+                "at a time."
+            )
         logger.error("%s: %s", request.request_id, message)
         if request.mode == "run":
             promise = self._let_go(request, ok=False)

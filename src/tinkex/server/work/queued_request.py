@@ -31,6 +31,10 @@ class QueuedRequest:
     job: Job | None = None
     """The job under way."""
     attempts: int = 0
+    memory_deaths: int = 0
+    """How often its worker died for lack of memory while it ran."""
+    runs_alone: bool = False
+    """Its worker died by itself while it ran: nobody else's work shares its passes any more."""
     spilled: bool = False
     """The body is in the journal only, because too many wait; it is read back for its turn."""
     size_bytes: int = 0

@@ -19,6 +19,8 @@ from tinkex.store import SamplingSession
 
 logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5
+MAX_MEMORY_DEATHS = 2
+"""A sample whose worker died for lack of memory while it ran alone is run once more."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,6 +35,7 @@ class SampleRun:
     prepare: Callable[[SamplingSession], Awaitable[None]]
     """Called right before it is sent; may refuse it."""
     attempts: int = 0
+    memory_deaths: int = 0
     num_sent: int = 0
     sent: bool = False
     progress: str = ""
@@ -51,6 +54,13 @@ class SampleRun:
             except WorkerLostError as exc:
                 self.attempts += not exc.is_blameless
                 self.sent, self.progress = False, ""
+                self.memory_deaths += exc.cause == "memory" and exc.was_alone
+                if self.memory_deaths >= MAX_MEMORY_DEATHS:
+                    raise EngineError(
+                        f"The worker ran out of memory {self.memory_deaths} times while it ran "
+                        "this sample, and the kernel ended it; it was given up. Ask for fewer "
+                        "samples or tokens at a time."
+                    ) from exc
                 if self.attempts >= MAX_ATTEMPTS:
                     raise EngineError(
                         f"The worker died {self.attempts} times while it ran this sample."

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from tinkex.engine import pulse
 from tinkex.server.workers.child import HEADER, WorkerSpec, dumps
+from tinkex.server.workers.deaths import Cause, KernelKills, cause_of
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget
 
@@ -38,6 +39,8 @@ class ProcessWorker(SupervisedWorker):
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._pulse = memoryview(bytearray(pulse.SIZE_BYTES))
+        self._kills = KernelKills()
+        self._was_killed = False  # by us, not by the kernel
 
     @property
     def pid(self) -> int:
@@ -70,6 +73,7 @@ class ProcessWorker(SupervisedWorker):
             )
         theirs.close()
         self.generation += 1
+        self._was_killed = False
         reader, writer = await asyncio.open_unix_connection(sock=ours, limit=1 << 22)
         writer.write(_frame(self._spec))
         return reader, writer
@@ -84,12 +88,18 @@ class ProcessWorker(SupervisedWorker):
             if process.poll() is not None:
                 return f"ended with code {process.returncode}"
             await asyncio.sleep(0.02)
+        self._was_killed = True
         process.kill()
         return f"ended with code {await asyncio.to_thread(process.wait)}"
 
     def _kill(self) -> None:
         if self._process is not None:
+            self._was_killed = True
             self._process.kill()
+
+    def _cause(self) -> Cause:
+        code = self._process.returncode if self._process is not None else None
+        return cause_of(code, is_ours=self._was_killed, kills=self._kills)
 
     def _flush(self) -> None:
         """One write for all: each would wake the child."""
@@ -99,6 +109,10 @@ class ProcessWorker(SupervisedWorker):
 
     def _look(self) -> pulse.Beat:
         return pulse.look(self._pulse)
+
+    def _observed(self) -> pulse.Beat:
+        self._kills.look()
+        return super()._observed()
 
 
 def _memory_file() -> IO[bytes]:

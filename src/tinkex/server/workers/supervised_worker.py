@@ -13,12 +13,13 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
 from tinkex.engine.pulse import KINDS, Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
+from tinkex.server.workers.deaths import Cause
 from tinkex.server.workers.utilisation import Utilisation
 from tinkex.server.workers.watchdog import Budget, Watchdog
 from tinkex.server.workers.worker import OnEvent
@@ -63,6 +64,10 @@ class SupervisedWorker(ABC):
     @abstractmethod
     async def _end(self) -> str:
         """Make sure that the engine is gone; says how it ended."""
+
+    def _cause(self) -> Cause:
+        """Why the engine is gone, where that is known."""
+        return ""
 
     @abstractmethod
     def _kill(self) -> None:
@@ -167,8 +172,9 @@ class SupervisedWorker(ABC):
                 logger.exception("%s sent something unreadable", self.name)
             watch.cancel()
             self._ready.clear()
+            working = self._working()
             end = await self._end()
-            self._fail_pending()
+            self._fail_pending(cause=self._cause(), working=working)
             if self._closing:
                 return
             if self.refusal:
@@ -228,11 +234,24 @@ class SupervisedWorker(ABC):
 
     # ------------------------------------------------------------------------ jobs
 
-    def _fail_pending(self, is_blameless: Callable[[str], bool] = lambda _: False) -> None:
+    def _working(self) -> list[str]:
+        """The jobs that the engine worked on when it last said so, or else all that it had."""
+        at_work = [job_id for job_id in self._look().job_ids if job_id in self._pending]
+        return at_work or list(self._pending)
+
+    def _fail_pending(
+        self,
+        is_blameless: Callable[[str], bool] = lambda _: False,
+        *,
+        cause: Cause = "",
+        working: Sequence[str] = (),
+    ) -> None:
         for job_id, (future, _) in list(self._pending.items()):
             if not future.done():
                 error = WorkerLostError(f"{self.name} died while the job ran")
                 error.is_blameless = is_blameless(job_id)
+                error.cause = cause if job_id in working else ""
+                error.was_alone = [job_id] == list(working)
                 future.set_exception(error)
                 future.exception()  # a job nobody waits for any more must not log a warning
 
