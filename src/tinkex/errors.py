@@ -106,6 +106,8 @@ class EngineError(TinkerError, RuntimeError):
     """Compute failed through no fault of the caller."""
 
     code = "engine_failed"
+    is_to_blame = False
+    """The job itself kept the engine from getting on."""
 
 
 class WorkerLostError(EngineError):

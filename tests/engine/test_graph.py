@@ -9,14 +9,18 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from tinkex.client.training.loss_tracing import _qualified, encode_graph, trace_loss
-from tinkex.engine.jobs import TracedLoss
+from tinkex.contract import traced
+from tinkex.engine.jobs import TracedLoss, TrainDatum
 from tinkex.engine.metrics import reduce_metrics
 from tinkex.engine.train import graph_ops
 from tinkex.engine.train.graph import MAX_NODES, build_loss, check_graph
+from tinkex.engine.train.graph_cost import LossBudget
+from tinkex.engine.train.graph_shapes import _datum_operations, check_work
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 F = torch.nn.functional
@@ -388,3 +392,112 @@ def test_a_graph_is_refused_without_torch():
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
+
+
+# ----------------------------------------------------------------------------------- work
+
+
+def counted(loss, inputs) -> tuple[int, int]:
+    """Operations by the shapes of the inputs alone, and as the engine counts them."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+    before, _ = _datum_operations(check_graph(loss), shapes)
+    budget = LossBudget()
+    build_loss(loss, budget)(inputs)
+    return before, budget._operations
+
+
+@pytest.mark.parametrize(("fn", "ranks"), CASES)
+def test_the_work_of_a_loss_is_known_before_it_runs(fn, ranks):
+    before, after = counted(over_the_wire(fn, ranks), example_inputs(ranks))
+    assert 0.5 * after < before <= after
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_counted_from_shapes_is_never_more_than_what_runs():
+    """A request that the engine would take is not refused by a wrong guess of a shape."""
+    num_known = 0
+    for seed in range(3000):
+        loss = random_graph(random.Random(seed))
+        shape = (7,) if loss.inputs[0][1] == 1 else (7, 3)
+        inputs = {
+            "logprobs": torch.ones(shape).requires_grad_(True),
+            "a": torch.ones(7),
+            "b": torch.ones(7, 3),
+            "c": torch.tensor(2.0),
+        }
+        try:
+            before, after = counted(loss, inputs)
+        except InvalidInputError:
+            continue
+        assert before <= after, seed
+        num_known += before == after
+    assert num_known > 5
+
+
+def heavy(step, count, *made):
+    """`count` times the same step on what `made` makes, beside the logprobs."""
+    steps = [{**step, "name": f"n{i}"} for i in range(count)]
+    return custom(*made, *steps, node("call_method", "last", "sum", ref("logprobs")))
+
+
+PRODUCTS = heavy(
+    node("call_function", "", "torch.matmul", ref("x"), ref("y")),
+    30,
+    node("call_function", "x", "torch.ones", 1024, 8192),
+    node("call_function", "y", "torch.ones", 8192, 1024),
+)
+SINES = heavy(
+    node("call_function", "", "torch.sin", ref("x")),
+    12,
+    node("call_function", "x", "torch.ones", 2**22, dtype={"dtype": "float64"}),
+)
+SLICES = heavy(
+    node("call_function", "", "operator.getitem", ref("x"), 0),
+    1000,
+    node("call_function", "x", "torch.ones", 2**24),
+)
+
+
+def pairs(num_tokens, count):
+    tokens = np.ones(num_tokens, np.int64)
+    return [TrainDatum(tokens=tokens, inputs={"target_tokens": tokens})] * count
+
+
+@pytest.mark.parametrize(
+    ("loss", "count"),
+    [(PRODUCTS, 1), (SINES, 64), (SLICES, 1)],
+    ids=["products", "sines", "slices"],
+)
+def test_a_loss_of_too_much_work_is_refused_by_its_shapes(loss, count):
+    with pytest.raises(InvalidInputError) as caught:
+        check_work(loss, pairs(2, count))
+    told = str(caught.value)
+    assert "most of them in node 'n0'" in told
+    assert str(traced.DATUM_OPERATIONS) in told
+    assert str(traced.request_limit(2 * count)) in told
+
+
+def test_the_engine_counts_what_shapes_alone_do_not_tell():
+    """A mask hides the size of what follows; the step that is too much is never run."""
+    loss = custom(
+        node("call_function", "x", "torch.ones", 2**22),
+        node("call_function", "mask", "operator.gt", ref("x"), 0),
+        node("call_function", "hidden", "operator.getitem", ref("x"), ref("mask")),
+        *[node("call_function", f"n{i}", "torch.argmax", ref("hidden")) for i in range(1000)],
+        node("call_method", "last", "sum", ref("logprobs")),
+    )
+    check_work(loss, pairs(2, 1))
+    budget = LossBudget(max_operations=2**29)
+    with pytest.raises(InvalidInputError, match=r"node 'n\d+'.* operations for the request, over"):
+        build_loss(loss, budget)({"logprobs": torch.ones(2).requires_grad_(True)})
+
+
+@pytest.mark.parametrize(("fn", "ranks"), CASES)
+def test_honest_losses_stay_far_below_the_limits(fn, ranks):
+    """128 datums of 32,768 tokens, twenty candidates each where there are several."""
+    loss = over_the_wire(fn, ranks)
+    shapes = {1: (32_768,), 2: (32_768, 20)}
+    inputs = {name: shapes[rank] for name, rank in ranks.items()}
+    work, _ = _datum_operations(check_graph(loss), inputs)
+    assert work < traced.DATUM_OPERATIONS / 4
+    assert 128 * work < traced.request_limit(128 * 32_768) / 4

@@ -14,6 +14,7 @@ from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
 from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, TIMES_STORED
+from tinkex.server.guard.pauses import FIRST_S, FORGET_S, LONGEST_S, Pauses
 from tinkex.server.workers.deaths import KernelKills, cause_of, count_files
 from tinkex.wire import tinker_public_pb2 as pb
 
@@ -234,3 +235,106 @@ def test_the_kernels_count_is_found_in_either_kind_of_control_group(tmp_path: Pa
     assert cause_of(-signal.SIGTERM, is_ours=False, kills=kills) == ""
     assert cause_of(-signal.SIGSEGV, is_ours=False, kills=kills) == "crash"
     assert cause_of(1, is_ours=False, kills=kills) == ""
+
+
+# ------------------------------------------------------------------------------------ time
+
+
+def _dense_datum() -> dict[str, Any]:
+    targets = {"data": [1, 2], "dtype": "int64", "shape": [2]}
+    chunks = [{"type": "encoded_text", "tokens": [1, 2]}]
+    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": targets}}
+
+
+def _products(count: int, columns: int) -> dict[str, Any]:
+    nodes = [
+        _call("x", "torch.ones", 1024, columns),
+        _call("y", "torch.ones", columns, 1024),
+        *(_call(f"n{i}", "torch.matmul", "x", "y") for i in range(count)),
+        _call("loss", "torch.sum", "logprobs"),
+    ]
+    return _traced([("logprobs", 1)], nodes)
+
+
+async def test_a_traced_loss_of_too_much_work_is_refused_with_its_numbers(
+    app_world: AppWorld,
+) -> None:
+    session = await app_world.session()
+    model = await app_world.model(session)
+    await app_world.facts()
+    worker = _pid(app_world)
+    loss_id = await _loss(app_world, session, 1, _products(30, 8192))
+    given = {
+        "data": [_dense_datum()] * 256,
+        "loss_fn": "custom",
+        "loss_fn_config": {"loss_id": loss_id},
+    }
+    body = {"model_id": model, "seq_id": 1, "forward_backward_input": given}
+    answer = await app_world.post("forward_backward", body)
+    assert answer.status_code == 400, answer.text
+    told = answer.json()["detail"]
+    assert "data[0]: the custom loss takes" in told
+    assert int(told.split("takes ")[1].split()[0]) > 30 * 2 * 1024 * 8192 * 1024
+    assert "(most: 4294967296)" in told
+    assert _pid(app_world) == worker
+
+
+async def test_who_was_to_blame_twice_waits_while_others_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkex.server.guard.pauses.FIRST_S", 3600.0)
+    monkeypatch.setattr("tinkex.server.guard.pauses.LONGEST_S", 3600.0)
+    async with open_app(
+        tmp_path,
+        engine=f"toy:hang_token={HANG}",
+        stuck_after_s=5.0,
+        hold_s=0.05,
+        api_keys=("tml-ann=ann", "tml-bob=bob"),
+    ) as world:
+        ann, bob = "tml-ann", "tml-bob"
+        hostile, polite = await world.model(key=ann), await world.model(key=bob)
+        pauses = world.service.open_work.pauses
+        for seq_id in (1, 2):
+            assert pauses.left_s("ann") == 0, "once is bad luck"
+            stuck = (await world.train(hostile, seq_id, [HANG, 2], key=ann)).json()
+            assert "did not get on" in (await world.result(stuck, key=ann))["error"]
+        waiting = (await world.train(hostile, 3, TOKENS, key=ann)).json()
+        sampler = await world.ok(
+            "create_sampling_session",
+            {
+                "session_id": await world.session(key=ann),
+                "sampling_session_seq_id": 0,
+                "base_model": "toy",
+            },
+            key=ann,
+        )
+        asked = {
+            "sampling_session_id": sampler["sampling_session_id"],
+            "seq_id": 0,
+            "prompt": {"chunks": [{"tokens": [1, 2], "type": "encoded_text"}]},
+            "sampling_params": {"max_tokens": 2},
+        }
+        sampling = await world.ok("asample", asked, key=ann)
+        for seq_id in range(1, 6):
+            promise = (await world.train(polite, seq_id, TOKENS, key=bob)).json()
+            assert loss_of(await world.result(promise, key=bob)) > 0
+        for promise in (waiting, sampling):
+            body = {"request_id": promise["request_id"]}
+            answer = await world.post("retrieve_future", body, key=ann)
+            assert answer.status_code == 408, answer.text
+            told = answer.json()["queue_state_reason"]
+            assert "jobs of this account ended a worker 2 times" in told
+
+
+def test_pauses_double_and_are_forgotten() -> None:
+    now = [0.0]
+    pauses = Pauses(clock=lambda: now[0])
+    pauses.blame("eve")
+    assert pauses.left_s("eve") == 0
+    for times in range(12):
+        pauses.blame("eve")
+        assert pauses.left_s("eve") == min(FIRST_S * 2**times, LONGEST_S)
+        assert pauses.left_s("ann") == 0
+    now[0] += FORGET_S
+    pauses.blame("eve")
+    assert pauses.left_s("eve") == 0

@@ -164,6 +164,8 @@ class TrainJob(AdapterJob):
     shards: tuple[int, ...] = ()
     """The virtual shard of each datum (`train.shards`), of a job that is a part of a larger one;
     empty: the engine deals them itself."""
+    is_replay: bool = False
+    """It ended well before and runs again for its effect: it has no limit of seconds."""
     alone: bool = False
     """No other job shares its passes, because an engine died with it before."""
 

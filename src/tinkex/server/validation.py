@@ -8,7 +8,7 @@ The engine checks again, by the same declarations, and what depends on its state
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import Any
 
@@ -144,6 +144,13 @@ def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
 
     pairs = tuple((item["name"], item["rank"]) for item in inputs)
     check(TracedLoss(inputs=pairs, graph=graph))
+
+
+def check_traced_work(loss: TracedLoss, data: Sequence[TrainDatum]) -> None:
+    """Refuse datums for which a traced loss is too much work, as far as their shapes tell."""
+    from tinkex.engine.train.graph_shapes import check_work
+
+    check_work(loss, data)
 
 
 # ------------------------------------------------------------------------------------ sampling

@@ -58,6 +58,14 @@ class GroupTrainer(Trainer):
         self._group = group
         self._made_on = torch.device("cpu")  # whole, and then cut
 
+    @property
+    def _loss_seconds(self) -> None:
+        """No clock decides: members would not agree. Operations are counted by all alike."""
+        return None
+
+    def _give_turn(self) -> None:
+        """Nothing comes between in the middle of a pass: members would not do it at one time."""
+
     # --------------------------------------------------------------------------- whole and cut
 
     def _cut(self, whole: Adapter) -> CutAdapter:

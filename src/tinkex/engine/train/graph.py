@@ -7,7 +7,8 @@ evaluated as code and nothing is unpickled: a name that is not in the list is re
 refusal names the node.
 
 Before a step that could grow runs, its output size is computed on shapes alone; a step past the
-limits is refused, so a loss cannot take the worker's memory. The trainer knows how to sum over
+limits is refused, so a loss cannot take the worker's memory. Its work is counted from the same
+shapes, and the clock is looked at between steps (`graph_cost`). The trainer knows how to sum over
 datums; this module only ever sees one.
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 from tinkex.contract.losses import CUSTOM_INPUT, CUSTOM_METRIC, MAX_CUSTOM_INPUTS
 from tinkex.engine.jobs import TracedLoss
 from tinkex.engine.train import graph_ops as ops
+from tinkex.engine.train.graph_cost import LossBudget, step_operations
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True, slots=True)
-class _Ref:
+class Ref:
     node: str
 
 
@@ -63,7 +65,7 @@ class _Named:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     name: str
     op: str
     """`call_function` or `call_method`."""
@@ -77,9 +79,9 @@ class Program:
     """A checked graph. The last values named are the answer."""
 
     inputs: tuple[tuple[str, int], ...]
-    steps: tuple[_Step, ...]
-    loss: _Ref
-    metrics: Mapping[str, _Ref]
+    steps: tuple[Step, ...]
+    loss: Ref
+    metrics: Mapping[str, Ref]
 
 
 def check_graph(custom: TracedLoss) -> Program:
@@ -175,7 +177,7 @@ def _check_node(node: Any, index: int) -> str:
     return str(node["name"])
 
 
-def _parse_step(node: Mapping[str, Any], decoder: _Decoder) -> _Step:
+def _parse_step(node: Mapping[str, Any], decoder: _Decoder) -> Step:
     name, op = node["name"], node["op"]
     if op == "call_function":
         target = ops.canonical(node["target"])
@@ -199,21 +201,21 @@ def _parse_step(node: Mapping[str, Any], decoder: _Decoder) -> _Step:
         len(args) != 2 or kwargs or not isinstance(args[1], str) or args[1] not in ops.ATTRIBUTES
     ):
         raise _unsupported(name, f"reads the attribute {args[1:]!r}")
-    return _Step(name, op, target, args, kwargs)
+    return Step(name, op, target, args, kwargs)
 
 
-def _parse_output(node: Mapping[str, Any], decoder: _Decoder) -> tuple[_Ref, dict[str, _Ref]]:
+def _parse_output(node: Mapping[str, Any], decoder: _Decoder) -> tuple[Ref, dict[str, Ref]]:
     values = [decoder.decode(node["name"], value) for value in node.get("args", ())]
     pair = values[0] if len(values) == 1 else None
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], dict)):
         raise _bad(node["name"], "the output must be one tuple (loss, metrics)")
     loss, metrics = pair
-    if not isinstance(loss, _Ref):
+    if not isinstance(loss, Ref):
         raise _bad(node["name"], f"the loss must be a tensor, got {loss!r}")
     for key, value in metrics.items():
         if not CUSTOM_METRIC.fullmatch(key):
             raise _bad(node["name"], f"metric {key[:80]!r} must match {CUSTOM_METRIC.pattern}")
-        if not isinstance(value, _Ref):
+        if not isinstance(value, Ref):
             raise _bad(node["name"], f"metric {key!r} must be a tensor, got {value!r}")
     return loss, metrics
 
@@ -243,7 +245,7 @@ class _Decoder:
         if tag == "ref":
             if value not in self.known:
                 raise _bad(node, f"refers to {str(value)[:80]!r}, which is not an earlier node")
-            return _Ref(value)
+            return Ref(value)
         if tag == "tuple" and isinstance(value, list | tuple):
             return tuple(self.decode(node, item, depth + 1) for item in value)
         if tag == "dict" and isinstance(value, Mapping):
@@ -279,8 +281,10 @@ def _unsupported(node: str, what: str) -> NotSupportedError:
 # ---------------------------------------------------------------------------- from steps to torch
 
 
-def build_loss(custom: TracedLoss) -> LossFunction:
+def build_loss(custom: TracedLoss, budget: LossBudget | None = None) -> LossFunction:
     """Return `fn(inputs of one datum) -> (scalar loss, metrics)` for a graph that passes.
+
+    All datums share the budget; without one only the operations of each are bounded.
 
     The inputs are dense tensors by name, all on one device; `logprobs` may require a gradient. Sum
     the losses over the datums of a request and reduce metrics with `reduce_metrics`.
@@ -292,14 +296,15 @@ def build_loss(custom: TracedLoss) -> LossFunction:
     """
     program = check_graph(custom)
     steps = tuple((step, _resolve(step)) for step in program.steps)
+    costs = budget or LossBudget()
 
     def loss(inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return _run(program, steps, inputs)
+        return _run(program, steps, inputs, costs)
 
     return loss
 
 
-def _resolve(step: _Step) -> Callable[..., Any]:
+def _resolve(step: Step) -> Callable[..., Any]:
     import torch
 
     if step.op == "call_method":
@@ -316,11 +321,13 @@ def _resolve(step: _Step) -> Callable[..., Any]:
 
 def _run(
     program: Program,
-    steps: Sequence[tuple[_Step, Callable[..., Any]]],
+    steps: Sequence[tuple[Step, Callable[..., Any]]],
     inputs: Mapping[str, Tensor],
+    budget: LossBudget,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     import torch
 
+    budget.begin()
     values: dict[str, Any] = _bind_inputs(program, inputs)
     device = values["logprobs"].device
     total = 0
@@ -330,7 +337,8 @@ def _run(
         if step.target in ops.FACTORIES:
             kwargs["device"] = device
         try:
-            _check_growth(step, fn, args, kwargs)
+            size = _check_growth(step, fn, args, kwargs)
+            budget.spend(step.name, step.target, _operations(step, args, kwargs, size))
             value = _call(step, fn, args, kwargs)
         except (InvalidInputError, torch.OutOfMemoryError):
             raise  # The trainer knows what to do when memory runs out.
@@ -341,10 +349,11 @@ def _run(
         if total > MAX_TOTAL_ELEMENTS:
             raise _bad(step.name, f"the loss has made over {MAX_TOTAL_ELEMENTS} elements by here")
         values[step.name] = value
+        budget.check_time(step.name, step.target)
     return _check_answer(program, values)
 
 
-def _call(step: _Step, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(step: Step, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run one step; one that indexes runs on the CPU, where a bad index is only an error.
 
     On CUDA it is a failed assertion in a kernel, after which the process cannot use the device any
@@ -379,7 +388,7 @@ def _bind_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, An
 
 def _fill(value: Any, values: Mapping[str, Any], device: Any) -> Any:
     """Put real values where an argument refers to a node or a torch constant."""
-    if isinstance(value, _Ref):
+    if isinstance(value, Ref):
         return values[value.node]
     if isinstance(value, _Named):
         import torch
@@ -400,18 +409,18 @@ def _fill(value: Any, values: Mapping[str, Any], device: Any) -> Any:
 
 
 def _check_growth(
-    step: _Step, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Refuse a step whose output would be too large, before it is made."""
+    step: Step, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> int:
+    """Refuse a step whose output would be too large, before it is made; gives a bound of it."""
     if step.target == "getattr":
-        return
+        return 0
     tensors = _tensors((args, kwargs))
     short_name = step.target.rpartition(".")[2]
     # Python's operators grow what is no tensor too: [0] * 10**9 and 10 ** 10**9 know no shape.
     if step.target.startswith(("operator.", "math.")) and short_name != "getitem":
         _check_operands(step, args)
     if not tensors and step.target not in ops.FACTORIES:
-        return
+        return 0
     if short_name in ops.BROADCASTS:
         size = _broadcast_size(tensors)
     elif short_name in ops.CONCATENATES:
@@ -421,7 +430,7 @@ def _check_growth(
     elif short_name == "getitem" and any(_is_mask(t) for t in tensors[1:]):
         # How much a mask selects depends on its values, which a tensor without contents has not.
         _check_mask(step, args)
-        return
+        return 0  # no more than there is
     else:
         # Without their contents: operations on such tensors compute shapes only.
         shadow_args, shadow_kwargs = _move(args, "meta"), _move(kwargs, "meta")
@@ -430,6 +439,13 @@ def _check_growth(
         size = sum(t.numel() for t in _tensors(fn(*shadow_args, **shadow_kwargs)))
     if size > MAX_NODE_ELEMENTS:
         raise _bad(step.name, f"{step.target} would make {size} elements, over {MAX_NODE_ELEMENTS}")
+    return size
+
+
+def _operations(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> int:
+    shapes = [tuple(tensor.shape) for tensor in _tensors((args, kwargs))]
+    name = step.target.rpartition(".")[2]
+    return step_operations(name, shapes, size, indexes=bool(_tensors(list(args[1:]))))
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -452,7 +468,7 @@ def _extent(shape: Sequence[int]) -> int:
     return math.prod(max(size, 1) for size in shape)
 
 
-def _check_mask(step: _Step, args: Sequence[Any]) -> None:
+def _check_mask(step: Step, args: Sequence[Any]) -> None:
     """A boolean mask selects at most what is there, unless other indices multiply it."""
     index = args[1] if len(args) > 1 else None
     parts = index if isinstance(index, tuple) else (index,)
@@ -460,7 +476,7 @@ def _check_mask(step: _Step, args: Sequence[Any]) -> None:
         raise _unsupported(step.name, "mixes a boolean mask with other index tensors")
 
 
-def _check_operands(step: _Step, args: Sequence[Any]) -> None:
+def _check_operands(step: Step, args: Sequence[Any]) -> None:
     """Python operators take tensors and numbers only: no repeated lists, no formatted strings."""
     import torch
 
@@ -471,7 +487,7 @@ def _check_operands(step: _Step, args: Sequence[Any]) -> None:
         raise _bad(step.name, f"the power {args[1]} is too large")
 
 
-def _check_value(step: _Step, value: Any) -> int:
+def _check_value(step: Step, value: Any) -> int:
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise _bad(step.name, "an integer does not fit 64 bits")
     return sum(t.numel() for t in _tensors(value))

@@ -70,11 +70,15 @@ FUNCTIONS: frozenset[str] = frozenset(
 METHODS: frozenset[str] = frozenset((*_SHARED, *_METHOD_ONLY))
 ATTRIBUTES: frozenset[str] = frozenset("T device dtype indices layout mT ndim shape values".split())
 
-FACTORIES: frozenset[str] = frozenset(
-    f"torch.{name}" for name in "arange eye full linspace ones scalar_tensor zeros".split()
-)
+_FACTORIES = "arange eye full linspace ones scalar_tensor zeros".split()
+FACTORIES: frozenset[str] = frozenset(f"torch.{name}" for name in _FACTORIES)
 """Functions that make a tensor from numbers: they are told which device to make it on."""
 
+_VIEWS = """
+broadcast_to expand expand_as flatten full_like narrow new_full new_ones new_zeros ones_like permute
+repeat reshape reshape_as select squeeze swapaxes t tile transpose unflatten unsqueeze view view_as
+zeros_like cat concat concatenate hstack stack vstack movedim atleast_1d pad tril triu flip roll
+"""
 _CONVERSIONS = "bool contiguous dim double float int long size to type_as view view_as".split()
 
 # How large an output can be, without asking torch: computing on shapes loads hundreds of modules
@@ -93,6 +97,38 @@ BROADCASTS: frozenset[str] = (
     - MULTIPLIES
 )
 """No output has more elements than the shape to which the operands broadcast."""
+
+# What a step counts as work (`graph_cost`): nothing, one for each element, or a product. What is in
+# none of these counts more for each element, so a name that is forgotten here is no way around.
+FREE: frozenset[str] = frozenset("dim getattr numel size".split())
+PRODUCTS: frozenset[str] = frozenset("dot inner matmul mm mv outer vdot vecdot".split())
+_POINTWISE = """
+abs absolute add and_ bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp clamp_max
+clamp_min clip clone contiguous copysign detach div divide double eq fix float floor floor_divide
+floordiv fmax fmin ge greater greater_equal gt hardtanh int inv invert isfinite isinf isnan isneginf
+isposinf l1_loss le lerp less less_equal logical_and logical_not logical_or logical_xor long lt
+masked_fill maximum minimum mod mul multiply ne neg negative not_ not_equal or_ pos positive
+reciprocal relu relu6 remainder round rsub sgn sign signbit sqrt square sub subtract to true_divide
+truediv trunc type_as where xor nan_to_num leaky_relu
+""".split()
+REDUCTIONS: frozenset[str] = frozenset(
+    """all amax amin any argmax argmin count_nonzero logsumexp max mean min nanmean nansum prod std
+    sum var vector_norm""".split()
+)
+SIMPLE: frozenset[str] = (REDUCTIONS - {"logsumexp", "prod"}) | frozenset(
+    (*_POINTWISE, *_FACTORIES, *_VIEWS.split())
+)
+ELEMENTWISE: frozenset[str] = frozenset(
+    (
+        *(name for name in _POINTWISE if name != "l1_loss"),
+        *"""acos acosh asin asinh atan atan2 atanh celu cos cosh deg2rad digamma elu erf erfc erfcx
+        erfinv exp exp2 expit expm1 entr gammaln gelu hypot i0 i0e i1 i1e lgamma log log10 log1p
+        log2 log_ndtr log_softmax logaddexp logaddexp2 logit logsigmoid ndtr ndtri pow rsqrt selu
+        sigmoid silu sin sinc sinh softmax softmin softplus softsign tan tanh tanhshrink xlog1py
+        xlogy cumsum cumprod logcumsumexp argsort flip roll tril triu""".split(),
+    )
+)
+"""Operations whose output has the shape to which the operands broadcast."""
 
 INDEXING: frozenset[str] = frozenset(
     "gather getitem index_select scatter scatter_add take take_along_dim".split()

@@ -24,6 +24,7 @@ from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.softmax import log_total, total
+from tinkex.engine.train.graph_cost import LossBudget
 from tinkex.errors import TinkerError
 
 Rows = NDArray[np.int64]
@@ -43,6 +44,8 @@ class RowRun:
     active: NDArray[np.bool_]
     evaluate: Evaluate
     token_local: bool
+    budget: LossBudget | None = None
+    """Of a traced loss: what it may cost, and where its first refusal is kept."""
     piece: tuple[int, int] = (0, 0)
     """Rows of different pieces never share a chunk."""
 
@@ -68,10 +71,12 @@ def score(
     *,
     backward: bool,
     chunk_rows: int,
+    after_traced: Callable[[], None] = lambda: None,
 ) -> Tensor | None:
     """Fill every run's logprobs and losses; with `backward`, returns d loss / d hidden.
 
-    Adapter gradients of the head are added to their `.grad` on the way.
+    Adapter gradients of the head are added to their `.grad` on the way. `after_traced` is called
+    after the traced loss of each datum, so that others can use the device in between.
     """
     for run in runs:
         run.logprobs = torch.empty(run.targets.shape, device=hidden_TD.device)
@@ -79,11 +84,17 @@ def score(
         decoder, hidden_TD.detach(), lora, torch.zeros_like(hidden_TD) if backward else None
     )
     for _, piece in groupby(runs, lambda run: run.piece):
-        _score_piece(head, list(piece), backward, chunk_rows)
+        _score_piece(head, list(piece), backward, chunk_rows, after_traced)
     return head.dhidden_TD
 
 
-def _score_piece(head: _Head, runs: Sequence[RowRun], backward: bool, chunk_rows: int) -> None:
+def _score_piece(
+    head: _Head,
+    runs: Sequence[RowRun],
+    backward: bool,
+    chunk_rows: int,
+    after_traced: Callable[[], None],
+) -> None:
     local = [run for run in runs if run.token_local]
     whole = [run for run in runs if not run.token_local]
     for rows in _chunks(_rows(local, active=True), chunk_rows):
@@ -94,6 +105,8 @@ def _score_piece(head: _Head, runs: Sequence[RowRun], backward: bool, chunk_rows
         head.visit(rows, whole, evaluate=False, backward=False)
     for run in whole:
         _evaluate_whole(run, backward)
+        if run.budget is not None:
+            after_traced()
     sloped = [run for run in whole if run.slopes is not None]
     for rows in _chunks(_rows(sloped), chunk_rows):
         head.visit(rows, sloped, evaluate=False, backward=True)
@@ -124,6 +137,11 @@ def _evaluate_whole(run: RowRun, backward: bool) -> None:
             (run.slopes,) = torch.autograd.grad(loss, leaf)
     except TinkerError as error:
         run.error = error
+        if run.budget is not None:
+            run.budget.error = error
+    finally:
+        if run.budget is not None:
+            run.budget.end()
 
 
 class _Head:

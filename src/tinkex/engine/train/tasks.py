@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.losses import Loss, read_settings
+from tinkex.contract.traced import request_limit
 from tinkex.engine.jobs import Array, TracedLoss, TrainJob, TrainResult
 from tinkex.engine.metrics import Gap, Tally, fsum
 from tinkex.engine.train.data import Limits, loss_of
 from tinkex.engine.train.graph import build_loss
+from tinkex.engine.train.graph_cost import LossBudget, LossSeconds
+from tinkex.engine.train.graph_shapes import check_work
 from tinkex.engine.train.losses import GAP_INPUTS, Prepared, gap_metrics, loss_values, prepare
 from tinkex.engine.train.packing import Item, Pass
 from tinkex.engine.train.router_load import RouterLoad
@@ -44,7 +47,8 @@ class TrainTask:
     data: list[Prepared]
     evaluate: Evaluate
     token_local: bool
-    is_custom: bool
+    budget: LossBudget | None = None
+    """Of a traced loss."""
     logprobs: list[Array | None] = field(init=False)
     losses: list[Tensor] = field(init=False)
     metrics: list[Mapping[str, float]] = field(init=False)
@@ -63,6 +67,8 @@ class TrainTask:
         self.router_load = RouterLoad()
         self.seconds = 0.0
         self.error = None
+        if self.budget is not None:
+            self.budget.restart()
 
     @property
     def num_tokens(self) -> int:
@@ -98,16 +104,20 @@ class TrainTask:
         )
 
 
-def check_job(job: TrainJob, limits: Limits) -> TrainTask:
+def check_job(job: TrainJob, limits: Limits, seconds: LossSeconds | None = None) -> TrainTask:
     """Everything that can be wrong with a job, found before anything runs.
+
+    `seconds` bounds a traced loss; None: nothing but its operations does.
 
     Raises:
         InvalidInputError: Names the field, the value and what is allowed.
     """
     loss = loss_of(job)
     evaluate: Evaluate
+    budget = None
     if isinstance(loss, TracedLoss):
-        evaluate = partial(_evaluate_custom, build_loss(loss))
+        budget = _budget(job, loss, seconds)
+        evaluate = partial(_evaluate_custom, build_loss(loss, budget))
     else:
         evaluate = partial(_evaluate_loss, loss, read_settings(loss, job.loss_fn_config))
     return TrainTask(
@@ -118,7 +128,19 @@ def check_job(job: TrainJob, limits: Limits) -> TrainTask:
         ],
         evaluate=evaluate,
         token_local=isinstance(loss, Loss) and loss.token_local,
-        is_custom=isinstance(loss, TracedLoss),
+        budget=budget,
+    )
+
+
+def _budget(job: TrainJob, loss: TracedLoss, seconds: LossSeconds | None) -> LossBudget:
+    # A replay ended well before; on a busier machine it must not end otherwise.
+    limit = LossSeconds() if seconds is None or job.is_replay else seconds
+    if job.shards:  # a part of a job, which was judged as a whole
+        return LossBudget(datum_s=limit.datum_s, job_s=limit.job_s)
+    check_work(loss, job.data)
+    num_tokens = sum(len(datum.tokens) for datum in job.data)
+    return LossBudget(
+        max_operations=request_limit(num_tokens), datum_s=limit.datum_s, job_s=limit.job_s
     )
 
 
@@ -167,6 +189,7 @@ def runs_of(
             active=torch.cat([datum.active_T for datum in data]).numpy(),
             evaluate=task.evaluate,
             token_local=task.token_local,
+            budget=task.budget,
             piece=(entries[0][0].shard, entries[0][0].piece),
         )
         yield run, [item for item, _ in entries]
@@ -184,7 +207,7 @@ def collect(run: RowRun, items: Sequence[Item], tasks: Sequence[TrainTask]) -> N
         task.error = InvalidInputError(str(run.error), path=f"data[{items[0].datum}]")
     if run.metrics:
         task.metrics.append({name: float(value) for name, value in run.metrics.items()})
-    if not task.is_custom:
+    if task.budget is None:
         inputs = {name: value.cpu() for name, value in run.inputs.items() if name in GAP_INPUTS}
         if (gap := gap_metrics(logprobs, inputs)) is not None:
             task.gaps.append(gap)
@@ -198,7 +221,10 @@ def divergence(task: TrainTask) -> TinkerError | None:
             return InvalidInputError(what, path=f"data[{index}]")
     if math.isfinite(fsum(task.loss_parts())):
         return None
+    # A traced loss refuses a value that is not finite itself; it is not evaluated again.
     for index, (datum, logprobs) in enumerate(zip(task.data, task.logprobs, strict=True)):
+        if task.budget is not None:
+            break
         loss, _ = task.evaluate(torch.as_tensor(logprobs), datum.inputs)
         if not math.isfinite(float(loss)):
             return InvalidInputError(DIVERGED.format(what="loss is"), path=f"data[{index}]")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.contract import traced
 from tinkex.contract.optimizers import check_params
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.engine import checkpoint
@@ -45,6 +46,7 @@ from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.rows import exactly
 from tinkex.engine.train.data import Limits
+from tinkex.engine.train.graph_cost import LossSeconds
 from tinkex.engine.train.losses import Prepared
 from tinkex.engine.train.optim import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
@@ -63,6 +65,8 @@ JobError = TinkerError
 """What `train` answers for a job that failed: an `EngineError` is ours, all others the caller's."""
 Gathered = dict[tuple[str, int], Tensor]
 """Gradients by adapter and virtual shard, until they are settled."""
+TURN_S = 0.05
+"""How long traced losses of a pass may take before others get a turn."""
 _PIECE = 4096
 """Tokens of a virtual shard whose gradients are added up in one product, in deterministic mode. A
 constant: another number gives other bits."""
@@ -76,6 +80,10 @@ class TrainerConfig:
     """Rows whose logits exist at the same time."""
     activation_bytes: int = 3 << 29
     """What a pass may keep for its backward; what does not fit is computed again there."""
+    loss_datum_s: float = traced.DATUM_S
+    """Most seconds on the traced loss of one datum, looked at between its steps."""
+    loss_job_s: float = traced.REQUEST_S
+    """Most seconds on the traced loss of a whole job."""
     deterministic: bool = False
     """A shard's bits never depend on what else is in the batch: where the decoder cannot promise it
     for a packed pass, each datum gets one of its own."""
@@ -84,6 +92,9 @@ class TrainerConfig:
         for name in ("max_tokens", "head_rows", "activation_bytes"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"trainer.{name} must be at least 1, got {value}")
+        for name in ("loss_datum_s", "loss_job_s"):
+            if (value := getattr(self, name)) <= 0:
+                raise ConfigError(f"trainer.{name} must be above 0, got {value}")
 
     @staticmethod
     def for_device(device: torch.device, *, deterministic: bool = False) -> TrainerConfig:
@@ -122,6 +133,8 @@ class Trainer:
         self.adapters: dict[str, ResidentAdapter] = {}
         self._after_pass = after_pass
         self._made_on = decoder.device
+        self._turn_given_at = 0.0
+        self._away_s = 0.0  # that others had in the middle of passes
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -245,7 +258,7 @@ class Trainer:
         for index, job in enumerate(jobs):
             try:
                 self.find(job.adapter_id)
-                tasks[index] = check_job(job, limits)
+                tasks[index] = check_job(job, limits, self._loss_seconds)
             except TinkerError as error:
                 answers[index] = error
         gathered = self._run(list(tasks.values()))
@@ -256,6 +269,10 @@ class Trainer:
             if index not in answers:
                 answers[index] = task.error or task.result()
         return [answers[index] for index in range(len(jobs))]
+
+    @property
+    def _loss_seconds(self) -> LossSeconds | None:
+        return LossSeconds(datum_s=self.config.loss_datum_s, job_s=self.config.loss_job_s)
 
     def optim(self, job: OptimJob) -> OptimResult:
         """Apply the gathered gradients and clear them."""
@@ -388,10 +405,12 @@ class Trainer:
         for batch in self._batches(items, config):
             used: dict[tuple[str, int], Adapter] = {}
             for one in batch:
-                began = time.perf_counter()
+                began = self._turn_given_at = time.perf_counter()
+                away_s = self._away_s
                 with exactly(config.deterministic and self.decoder.device.type == "cpu"):
                     self._run_pass(one, tasks, owners, config)
-                seconds_per_token = (time.perf_counter() - began) / one.num_tokens
+                took_s = time.perf_counter() - began - (self._away_s - away_s)
+                seconds_per_token = took_s / one.num_tokens
                 for item in one.items:
                     tasks[item.job].seconds += seconds_per_token * item.length
                     owner = owners[item.owner]
@@ -402,6 +421,20 @@ class Trainer:
                     gathered[owner, shard] = adapter.grad
                     adapter.drop_grad()
         return gathered
+
+    def _give_turn(self) -> None:
+        """Let others use the device in the middle of a pass whose traced losses take long.
+
+        The pass stays as it was packed, so its bits do. What others do is theirs: the adapters of
+        the pass are in use, and products of theirs are filled up or not as they ask for.
+        """
+        began = time.perf_counter()
+        if began - self._turn_given_at < TURN_S:
+            return
+        with exactly(False):
+            self._after_pass()
+        self._turn_given_at = time.perf_counter()
+        self._away_s += self._turn_given_at - began
 
     def _batches(self, items: Sequence[Item], config: TrainerConfig) -> Iterator[list[Pass]]:
         """The passes, in batches between which no gradient has to wait for another.
@@ -462,6 +495,7 @@ class Trainer:
             lora,
             backward=one.backward,
             chunk_rows=config.head_rows,
+            after_traced=self._give_turn,
         )
         if dhidden_TD is not None and hidden_TD.requires_grad:
             _Handed.apply(hidden_TD, dhidden_TD).backward()  # type: ignore[no-untyped-call]

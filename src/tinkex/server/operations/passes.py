@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 
 from tinkex.contract.losses import LOSSES, WEIGHTS
@@ -50,7 +52,8 @@ class Forward(Operation[TrainRequest]):
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> TrainRequest:
         info = await self.tools.catalog.info(model.base_model)
         asked = await off_loop(len(opened.content), self._judge, opened, info)
-        await self._custom_loss(asked, user.user_id)
+        if (loss := await self._custom_loss(asked, user.user_id)) is not None:
+            await asyncio.to_thread(validation.check_traced_work, loss, asked.data)
         return asked
 
     def _judge(self, opened: Opened, info: ModelInfo | None) -> TrainRequest:

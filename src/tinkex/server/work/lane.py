@@ -23,6 +23,7 @@ from typing import Any
 from tinkex.engine.jobs import Job, Result, TrainJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.files import disk
+from tinkex.server.guard.pauses import Pauses
 from tinkex.server.off_loop import off_loop
 from tinkex.server.operations.operation import Conclusion, Operation, OperationRun
 from tinkex.server.work import replay
@@ -247,6 +248,8 @@ class Lane:
             return self._state.obstacle
         if self._state.is_restoring:
             return f"restoring the model's state; {self._ahead(request)} requests ahead"
+        if not request.started_at and (pause := self._pauses.reason(self.model.user_id)):
+            return pause
         if request.mode == "run" and self._flights.holds(request):
             if not request.started_at:
                 waiting = self.place.training.ahead_of(self.model.user_id)
@@ -260,6 +263,10 @@ class Lane:
         head = self._flights.head
         progress = head.request.progress if head is not None else ""
         return f"{self._ahead(request)} requests ahead" + (f"; {progress}" if progress else "")
+
+    @property
+    def _pauses(self) -> Pauses:
+        return self.means.open_work.pauses
 
     def _ahead(self, request: QueuedRequest) -> int:
         return sum(1 for seq_id in self._requests if seq_id < request.seq_id)
@@ -371,8 +378,9 @@ class Lane:
         try:
             asked = await self._asked(request, request.operation)
             job = await request.operation.job(asked, self._turn(request))
-            if request.runs_alone and isinstance(job, TrainJob):
-                job = replace(job, alone=True)
+            is_replay = request.mode == "replay"
+            if isinstance(job, TrainJob) and (request.runs_alone or is_replay):
+                job = replace(job, alone=request.runs_alone, is_replay=is_replay)
         except InvalidInputError as exc:
             return exc
         except Exception as exc:  # no room for a folder, no answer from the database
@@ -507,6 +515,8 @@ class Lane:
 
     async def _distrust(self, request: QueuedRequest, exc: EngineError) -> None:
         """The engine failed in the middle: the request failed, and state it changed is restored."""
+        if exc.is_to_blame:
+            self._pauses.blame(self.model.user_id)
         self._flights.drop_head()
         error = disk.trouble(exc) or str(exc)
         self._settle(request, Outcome(error=error, category="server"))
@@ -537,6 +547,8 @@ class Lane:
         """Count a death that is known to come from the work itself; True when it was the last."""
         if not loss.cause:
             return False
+        if loss.is_to_blame:
+            self._pauses.blame(self.model.user_id)
         request.runs_alone = True
         request.memory_deaths += loss.cause == "memory"
         # What ran before is not given up: without it the state would be another one.

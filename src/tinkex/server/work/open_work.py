@@ -1,8 +1,9 @@
 """How much accepted work each user has: a limit on what waits, and one on what workers hold.
 
 Training requests and samples count alike, from the moment they are accepted until they end. A user
-at the limit `queued` is refused; one at the limit `running` waits here, in the order of arrival,
-before standing in a worker's line. Fairness between users is the gates' business, not this one's.
+at the limit `queued` is refused; one at the limit `running`, or in a pause, waits here, in the
+order of arrival, before standing in a worker's line. Fairness between users is the gates' business,
+not this one's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from tinkex.server.guard.pauses import Pauses
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.work.queue import Held, take_from
 
@@ -21,6 +23,7 @@ class OpenWork:
         self._open: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        self.pauses = Pauses()
 
     def require(self, user_id: str) -> None:
         """Refuse more work of a user who has enough.
@@ -50,6 +53,8 @@ class OpenWork:
         self._grant(user_id)
 
     async def acquire(self, user_id: str, _cost: float = 1.0) -> None:
+        if self.pauses.left_s(user_id):
+            await self.pauses.over(user_id)
         if user_id not in self._lines and self._has_room(user_id):
             self._held[user_id] += 1
             return

@@ -51,7 +51,11 @@ class SampleRun:
                 async with self.open_work.place(self.user_id):
                     async with self.place.sampling.place(self.user_id, cost):
                         return await self._attempt()
-            except WorkerLostError as exc:
+            except EngineError as exc:
+                if exc.is_to_blame:
+                    self.open_work.pauses.blame(self.user_id)
+                if not isinstance(exc, WorkerLostError):
+                    raise
                 self.attempts += not exc.is_blameless
                 self.sent, self.progress = False, ""
                 self.memory_deaths += exc.cause == "memory" and exc.was_alone
@@ -83,6 +87,8 @@ class SampleRun:
             return "the worker is starting"
         if self.sent:
             return self.progress or "sampling"
+        if pause := self.open_work.pauses.reason(self.user_id):
+            return pause
         num_ahead = self.place.sampling.ahead_of(self.user_id)
         return f"about {num_ahead} samples ahead" if num_ahead else "next in line"
 

@@ -228,7 +228,9 @@ class SupervisedWorker(ABC):
                     "the engine was started again. Send less at a time, or tell whoever runs the "
                     "server."
                 )
-                future.set_exception(EngineError(text))
+                error = EngineError(text)
+                error.is_to_blame = True
+                future.set_exception(error)
         self._fail_pending(self._watchdog.is_blameless)
         self._kill()
 
@@ -248,11 +250,12 @@ class SupervisedWorker(ABC):
     ) -> None:
         for job_id, (future, _) in list(self._pending.items()):
             if not future.done():
-                error = WorkerLostError(f"{self.name} died while the job ran")
-                error.is_blameless = is_blameless(job_id)
-                error.cause = cause if job_id in working else ""
-                error.was_alone = [job_id] == list(working)
-                future.set_exception(error)
+                lost = WorkerLostError(f"{self.name} died while the job ran")
+                lost.is_blameless = is_blameless(job_id)
+                lost.cause = cause if job_id in working else ""
+                lost.was_alone = [job_id] == list(working)
+                lost.is_to_blame = bool(lost.cause) and lost.was_alone
+                future.set_exception(lost)
                 future.exception()  # a job nobody waits for any more must not log a warning
 
 
