@@ -5,7 +5,7 @@ Numpy only, so that server and toy engine read an input as the real engine does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,26 +22,27 @@ def form_of(value: Array | CsrArray) -> Form:
     return Form(stored.dtype.kind in "iu", tuple(shape))
 
 
-def check_dense_bytes(data: Sequence[TrainDatum]) -> None:
-    """Refuse datums whose sparse inputs would take too much memory, before any is made dense.
+def sparse_inputs(data: Sequence[TrainDatum]) -> dict[str, CsrArray]:
+    """The sparse inputs of all datums by the path of each."""
+    return {
+        f"data[{index}].loss_fn_inputs.{name}": value
+        for index, datum in enumerate(data)
+        for name, value in datum.inputs.items()
+        if isinstance(value, CsrArray)
+    }
+
+
+def check_dense_bytes(sparse: Mapping[str, CsrArray], num_tokens: int) -> None:
+    """Refuse sparse inputs of a request that would take too much memory, before any is made dense.
 
     Raises:
         InvalidInputError: Names the largest of the inputs, its shape and the limit.
     """
-    sparse = [
-        (_dense_bytes(value), f"data[{index}].loss_fn_inputs.{name}", value)
-        for index, datum in enumerate(data)
-        for name, value in datum.inputs.items()
-        if isinstance(value, CsrArray)
-    ]
-    if not sparse:
-        return
-    stored_bytes = sum(_stored_bytes(value) for _, _, value in sparse)
-    limit = dense_limit(sum(len(datum.tokens) for datum in data), stored_bytes)
-    total = sum(size for size, _, _ in sparse)
+    limit = dense_limit(num_tokens, sum(map(_stored_bytes, sparse.values())))
+    total = sum(map(_dense_bytes, sparse.values()))
     if total <= limit:
         return
-    _, path, largest = max(sparse, key=lambda entry: entry[0])
+    path, largest = max(sparse.items(), key=lambda entry: _dense_bytes(entry[1]))
     raise InvalidInputError(
         f"has shape {list(largest.shape)} with {len(largest.values)} stored values. Made dense, "
         f"the sparse inputs of this request ({len(sparse)}) take {total} bytes, over the limit of "
