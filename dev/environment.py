@@ -132,15 +132,16 @@ def install_torch(python: Path, build: str | None) -> None:
     """Install the CPU build where there is no NVIDIA driver, unless a build was asked for."""
     if run_pip(python, "--no-index", "torch", stderr=subprocess.DEVNULL):
         return  # There, and as constraints.txt has it.
+    # Without pip's cache: it would keep everything a second time.
     build = build or ("cuda" if has_nvidia_driver() else "cpu")
     if build == "cuda":
         check_disk(CUDA_GB)
         say(f"Installing torch with CUDA (in all {CUDA_SIZE})")
-        pip(python, "torch")
+        pip(python, "torch", "--no-cache-dir")
     elif answers(CPU_INDEX + "/torch/"):
         check_disk(CPU_GB)
         say(f"Installing torch's CPU build (in all {CPU_SIZE})")
-        pip(python, "torch", "--extra-index-url", CPU_INDEX)
+        pip(python, "torch", "--no-cache-dir", "--extra-index-url", CPU_INDEX)
     else:
         check_disk(CUDA_GB)
         say(
@@ -148,7 +149,7 @@ def install_torch(python: Path, build: str | None) -> None:
             f"{CPU_INDEX_TIMEOUT_S:g} s, so torch comes from your package index; "
             f"PyPI's build brings CUDA along (in all {CUDA_SIZE})"
         )
-        pip(python, "torch")
+        pip(python, "torch", "--no-cache-dir")
 
 
 def has_nvidia_driver() -> bool:

@@ -120,17 +120,17 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("build", "driver", "index_answers", "args", "told"),
+    ("build", "driver", "index_answers", "indexes", "told"),
     [
-        (None, False, True, ["torch", "--extra-index-url", environment.CPU_INDEX], "CPU build"),
-        (None, False, False, ["torch"], environment.CUDA_SIZE),
-        (None, True, True, ["torch"], environment.CUDA_SIZE),
-        ("cpu", True, True, ["torch", "--extra-index-url", environment.CPU_INDEX], "CPU build"),
-        ("cuda", False, True, ["torch"], environment.CUDA_SIZE),
+        (None, False, True, ["--extra-index-url", environment.CPU_INDEX], "CPU build"),
+        (None, False, False, [], environment.CUDA_SIZE),
+        (None, True, True, [], environment.CUDA_SIZE),
+        ("cpu", True, True, ["--extra-index-url", environment.CPU_INDEX], "CPU build"),
+        ("cuda", False, True, [], environment.CUDA_SIZE),
     ],
 )
 def test_torch_is_the_cpu_build_where_no_driver_is(
-    build, driver, index_answers, args, told, monkeypatch, capsys
+    build, driver, index_answers, indexes, told, monkeypatch, capsys
 ):
     installed: list[tuple[str, ...]] = []
     monkeypatch.setattr(environment, "has_nvidia_driver", lambda: driver)
@@ -138,7 +138,7 @@ def test_torch_is_the_cpu_build_where_no_driver_is(
     monkeypatch.setattr(environment, "run_pip", lambda *args, **kwargs: False)
     monkeypatch.setattr(environment, "pip", lambda python, *args: installed.append(args))
     environment.install_torch(Path("python"), build)
-    assert installed == [tuple(args)]
+    assert installed == [("torch", "--no-cache-dir", *indexes)]
     assert told in capsys.readouterr().err
 
 
