@@ -155,6 +155,9 @@ def recurrence(
         for x in (query.double(), key.double())
     )
     value, g, beta = value.double(), g.double(), beta.double()
+    # Several value heads may share a key head; transformers before 5.23 repeats keys itself.
+    num_shared = value.shape[2] // key.shape[2]
+    query, key = (x.repeat_interleave(num_shared, dim=2) for x in (query, key))
     state = value.new_zeros(*key[:, 0].shape, value.shape[-1])
     out = []
     for t in range(key.shape[1]):
