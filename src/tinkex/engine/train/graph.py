@@ -52,7 +52,7 @@ _FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class NodeRef:
     node: str
 
 
@@ -80,8 +80,8 @@ class Program:
 
     inputs: tuple[tuple[str, int], ...]
     steps: tuple[Step, ...]
-    loss: Ref
-    metrics: Mapping[str, Ref]
+    loss: NodeRef
+    metrics: Mapping[str, NodeRef]
 
 
 def check_graph(custom: TracedLoss) -> Program:
@@ -204,18 +204,18 @@ def _parse_step(node: Mapping[str, Any], decoder: _Decoder) -> Step:
     return Step(name, op, target, args, kwargs)
 
 
-def _parse_output(node: Mapping[str, Any], decoder: _Decoder) -> tuple[Ref, dict[str, Ref]]:
+def _parse_output(node: Mapping[str, Any], decoder: _Decoder) -> tuple[NodeRef, dict[str, NodeRef]]:
     values = [decoder.decode(node["name"], value) for value in node.get("args", ())]
     pair = values[0] if len(values) == 1 else None
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], dict)):
         raise _bad(node["name"], "the output must be one tuple (loss, metrics)")
     loss, metrics = pair
-    if not isinstance(loss, Ref):
+    if not isinstance(loss, NodeRef):
         raise _bad(node["name"], f"the loss must be a tensor, got {loss!r}")
     for key, value in metrics.items():
         if not CUSTOM_METRIC.fullmatch(key):
             raise _bad(node["name"], f"metric {key[:80]!r} must match {CUSTOM_METRIC.pattern}")
-        if not isinstance(value, Ref):
+        if not isinstance(value, NodeRef):
             raise _bad(node["name"], f"metric {key!r} must be a tensor, got {value!r}")
     return loss, metrics
 
@@ -245,7 +245,7 @@ class _Decoder:
         if tag == "ref":
             if value not in self.known:
                 raise _bad(node, f"refers to {str(value)[:80]!r}, which is not an earlier node")
-            return Ref(value)
+            return NodeRef(value)
         if tag == "tuple" and isinstance(value, list | tuple):
             return tuple(self.decode(node, item, depth + 1) for item in value)
         if tag == "dict" and isinstance(value, Mapping):
@@ -388,7 +388,7 @@ def _bind_inputs(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, An
 
 def _fill(value: Any, values: Mapping[str, Any], device: Any) -> Any:
     """Put real values where an argument refers to a node or a torch constant."""
-    if isinstance(value, Ref):
+    if isinstance(value, NodeRef):
         return values[value.node]
     if isinstance(value, _Named):
         import torch

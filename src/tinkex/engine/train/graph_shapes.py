@@ -20,7 +20,7 @@ from tinkex.contract import traced
 from tinkex.engine.arrays import form_of
 from tinkex.engine.jobs import TracedLoss, TrainDatum
 from tinkex.engine.train import graph_ops as ops
-from tinkex.engine.train.graph import Program, Ref, Step, check_graph
+from tinkex.engine.train.graph import NodeRef, Program, Step, check_graph
 from tinkex.engine.train.graph_cost import Shape, step_operations
 from tinkex.errors import InvalidInputError
 
@@ -102,7 +102,7 @@ def _datum_operations(program: Program, inputs: Mapping[str, Shape]) -> tuple[in
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:
-    if isinstance(value, Ref):
+    if isinstance(value, NodeRef):
         return values[value.node]
     if isinstance(value, slice):
         return slice(*(_filled(part, values) for part in (value.start, value.stop, value.step)))
