@@ -385,6 +385,15 @@ def content_of(folder: str | Path) -> str:
     return _digest(_load_json(path / _CONFIG), _read_bytes(path / _WEIGHTS))
 
 
+def renew_digest(folder: str | Path) -> None:
+    """Name the digest of the files as they are now, after they were rewritten on purpose."""
+    path = Path(folder)
+    manifest = _read_manifest(path)
+    if DIGEST in manifest:
+        manifest[DIGEST] = content_of(path)
+        (path / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
 def _digest(config: Mapping[str, Any], weights: bytes) -> str:
     """The digest of a config and of the bytes of a safetensors file, as `write` computes it."""
     content, start = _content_hash(config), _data_start(weights)

@@ -19,6 +19,7 @@ def stack_experts(folder: str | Path) -> int:
     """Stack the experts of an adapter's folder, in place; returns how many stacks there are."""
     from safetensors.torch import load_file, save_file
 
+    from tinkex.engine.checkpoint import renew_digest
     from tinkex.engine.lora.foreign_names import stacked
 
     path = Path(folder) / _FILE
@@ -36,4 +37,5 @@ def stack_experts(folder: str | Path) -> int:
         for side in "AB"
     }
     save_file(tensors, path, metadata={"format": "pt"})
+    renew_digest(folder)
     return num_stacks
