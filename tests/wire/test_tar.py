@@ -28,7 +28,7 @@ PARTS = st.text(
     max_size=60,
 ).filter(lambda part: part not in (".", "..") and len(part.encode()) <= 255)
 NAMES = st.lists(PARTS, min_size=1, max_size=5).map("/".join)
-TIMES = st.one_of(st.integers(0, 2**33), st.floats(0, 2**33))
+TIMES = st.one_of(st.integers(-(2**33), 2**33), st.floats(-(2**33), 2**33))
 
 
 def read(body: bytes, limits: tar.TarLimits = LIMITS) -> list[tuple[str, bool, bytes]]:
@@ -79,6 +79,9 @@ REFUSED = [
     (header(b"g", record(b"a", b"b")) * 101 + FILE + END, "over 100 files and folders"),
     (FILE * 101 + END, "over 100 files and folders"),
     (header(b"K", b"n\0") + FILE + END, "not a plain file"),
+    (header(b"1") + END, "tar --hard-dereference"),
+    (header(b"2") + END, "tar --dereference"),
+    (header(b"V") + END, "its type is 'V'"),
     (header(b"S") + END, "sparse"),
     *((header(b"%c" % kind) + END, "not a plain file") for kind in b"123467MVDNAX"),
     (header(b"5", size=b"7") + END, "a folder with a size"),
@@ -104,6 +107,7 @@ REFUSED = [
     (b"garbage " * 200, "is"),
     (FILE.replace(b"x", b"y", 1) + END, "does not have the sum"),
     (gzip.compress(Random(0).randbytes(2000), mtime=0), "compressed"),
+    (b"\x28\xb5\x2f\xfd" + Random(0).randbytes(2000), "compressed"),
 ]
 
 
@@ -124,7 +128,7 @@ def test_what_tarfile_writes_is_read_as_tarfile_reads_it(files, folders, kind, o
             info.size = len(content or b"")
             try:
                 archive.addfile(info, io.BytesIO(content or b""))
-            except ValueError:  # a name that ustar has no room for
+            except ValueError:  # a name or a time that ustar has no room for
                 continue
     out.seek(0)
     with tarfile.open(fileobj=out) as archive:
@@ -216,6 +220,17 @@ def test_a_compressed_archive_becomes_no_more_than_it_may(tmp_path):
     out.mkdir()
     with pytest.raises(InvalidInputError, match="not a whole tar archive"):
         tar.extract(tar.members(tar.unpacked(cut), LIMITS), out, LIMITS)
+
+
+@pytest.mark.parametrize("kind", [b"x", b"g"])
+def test_headers_count_among_what_a_compressed_archive_may_become(tmp_path, kind):
+    """Records of 5 bytes cost far more to read than they weigh under gzip."""
+    records = header(kind, record(b"a", b"") * 13_000)
+    many = b"".join(records + header(b"0", name=b"%d" % n) for n in range(30))
+    stream = io.BytesIO(gzip.compress(many + END))
+    with pytest.raises(InvalidInputError, match="larger than it may become"):
+        tar.extract(tar.members(tar.unpacked(stream), LIMITS), tmp_path, LIMITS)
+    assert sum(1 for _ in tmp_path.iterdir()) <= LIMITS.max_bytes // 65_000
 
 
 def test_a_restored_file_has_its_mode_and_time_but_nothing_for_others(tmp_path):

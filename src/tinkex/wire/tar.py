@@ -2,7 +2,8 @@
 
 Not with `tarfile`: before Python 3.11.10 and 3.12.6 it takes the square of a header's length, with
 every thread of the process waiting (CVE-2024-6232), it reads chains of headers by recursion, and it
-takes what it cannot read for the end. Here work is in proportion to the bytes that came.
+takes what it cannot read for the end. Here work is in proportion to the bytes that came; of a
+compressed archive, to the bytes that it may become, headers included.
 
 Archives in the formats ustar, GNU and pax are read, as GNU tar, bsdtar and `tarfile` write them. Of
 their extended headers names and sizes count; times, owners and attributes change neither a name nor
@@ -37,6 +38,14 @@ _LATEST_S = 1 << 33
 """The latest time that a file is given; file systems have no year 10000."""
 _FILE, _OLD_FILE, _FOLDER = b"0", b"\0", b"5"
 _PAX, _PAX_GLOBAL, _LONG_NAME, _SPARSE = b"x", b"g", b"L", b"S"
+_LINKS = {
+    b"1": "tar --hard-dereference",
+    b"2": "tar --dereference",
+    b"K": "tar --dereference --hard-dereference",
+}
+"""Types of links, and of the header with a link's long target, with what packs a file instead."""
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""How files of gzip, bzip2, xz and zstd begin."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +55,7 @@ class TarLimits:
     max_members: int
     """Files and folders, those that are only part of a file's name included."""
     max_bytes: int
-    """Bytes of all files together."""
+    """Bytes of all files and extended headers together."""
     max_depth: int = MAX_DEPTH
     """Folders in a name, and the file's own name."""
 
@@ -95,19 +104,19 @@ def members(stream: BinaryIO, limits: TarLimits) -> Iterator[Found]:
     extended, num_members, left = _Extended(), 0, limits.max_bytes
     while (header := _next_header(stream)) is not None:
         if header.kind in (_PAX, _LONG_NAME):
+            left = _spend(left, header.size, header.name)
             _extend(extended, header, stream)
             continue
         num_members += 1
         if num_members > limits.max_members:
             _refuse(header.name, f"is one of over {limits.max_members} files and folders")
         if header.kind == _PAX_GLOBAL:
+            left = _spend(left, header.size, header.name)
             _pass_over_global(header, stream)
             continue
         member = _member(header, extended, limits)
         extended = _Extended()
-        if member.size > left:
-            _refuse(header.name, "makes the archive larger than it may become")
-        left -= member.size
+        left = _spend(left, member.size, header.name)
         data = _content(stream, member)
         yield member, data
         for _ in data:  # what the caller left
@@ -164,7 +173,7 @@ def _next_header(stream: BinaryIO) -> _Header | None:
     block = _read(stream, BLOCK, "it ends without the zeros that mark the end")
     if not block.strip(b"\0"):
         return None
-    if block.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ")):
+    if block.startswith(_COMPRESSED):
         _damaged("it is compressed; unpack it and send the plain tar")
     if _octal(block[148:156], "checksum") != sum(block) - sum(block[148:156]) + 8 * ord(" "):
         _damaged("a header does not have the sum that it says")
@@ -177,8 +186,16 @@ def _next_header(stream: BinaryIO) -> _Header | None:
         kind=block[156:157],
         size=_number(block[124:136], "size"),
         mode=_number(block[100:108], "mode"),
-        mtime=_number(block[136:148], "time"),
+        # 0xff begins a time before 1970 in GNU's form; it is passed over.
+        mtime=0 if block[136] == 0xFF else _number(block[136:148], "time"),
     )
+
+
+def _spend(left: int, size: int, name: bytes) -> int:
+    """The bytes that the archive may still become, after `size` of them."""
+    if size > left:
+        _refuse(name, "makes the archive larger than it may become")
+    return left - size
 
 
 def _member(header: _Header, extended: _Extended, limits: TarLimits) -> Member:
@@ -189,8 +206,10 @@ def _member(header: _Header, extended: _Extended, limits: TarLimits) -> Member:
         kind = _FOLDER
     if kind == _SPARSE:
         _refuse(name, "has holes (a sparse file); pack it without --sparse")
+    if kind in _LINKS:
+        _refuse(name, f"is a link, not a plain file or folder; pack it as a file ({_LINKS[kind]})")
     if kind not in (_FILE, _OLD_FILE, _FOLDER):
-        _refuse(name, "is not a plain file or folder; pack links as files (tar --dereference)")
+        _refuse(name, f"is not a plain file or folder (its type is {_shown(kind)}); leave it out")
     is_folder = kind == _FOLDER
     if is_folder and size:
         _refuse(name, f"is a folder with a size of {size}")
@@ -237,7 +256,10 @@ def _pass_over_global(header: _Header, stream: BinaryIO) -> None:
 
 def _body(header: _Header, stream: BinaryIO) -> bytes:
     if header.size > MAX_EXTENDED_BYTES:
-        _damaged(f"an extended header has {header.size} bytes, at most {MAX_EXTENDED_BYTES} go")
+        _damaged(
+            f"an extended header has {header.size} bytes, at most {MAX_EXTENDED_BYTES} go; pack it "
+            "without the files' attributes (tar --no-xattrs --no-acls)"
+        )
     body = _read(stream, header.size, "it is cut short in a header")
     _read(stream, -header.size % BLOCK, "it is cut short in a header")
     return body
