@@ -247,6 +247,15 @@ def test_export_and_import_bring_the_same_weights_back(cli, saved):
     assert "Checkpoint" in cli("import", "again").out
 
 
+def test_an_adapter_of_links_is_imported(cli, saved, tmp_path):
+    """As the Hugging Face cache keeps one."""
+    cli("export", saved.state_path, "-o", "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    assert "Checkpoint" in cli("import", "snapshot").out
+
+
 def test_export_into_a_folder_in_use_fails(cli, saved, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious.txt").write_text("x")

@@ -44,14 +44,17 @@ async def test_a_backup_of_a_running_server_restores(tmp_path: Path) -> None:
         backup.restore(tmp_path / "copy.tar", tmp_path / "new")
 
 
-# A backup that stops itself when it is about to copy the secrets, as a debugger would stop it.
+# A backup that stops itself when it is about to copy the secrets, or to take its name (with
+# "naming"), as a debugger would stop it.
 _STOPPING = """
 import os, signal, sys
 from pathlib import Path
 from tinkex.server.files.backup import backup
 
 def stop(event, arguments):
-    if event == "open" and str(arguments[0]).endswith("secrets/jwt"):
+    at_secrets = event == "open" and str(arguments[0]).endswith("secrets/jwt")
+    at_name = event in ("os.link", "os.rename") and str(arguments[0]).endswith("backup.tar")
+    if at_name if "naming" in sys.argv else at_secrets:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 sys.addaudithook(stop)
@@ -61,11 +64,11 @@ backup(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 @contextmanager
-def _stopped_backup(data: Path, target: Path) -> Iterator[subprocess.Popen[bytes]]:
-    child = subprocess.Popen([sys.executable, "-c", _STOPPING, str(data), str(target)])
+def _stopped_backup(data: Path, target: Path, *where: str) -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen([sys.executable, "-c", _STOPPING, str(data), str(target), *where])
     try:
         _, status = os.waitpid(child.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), "it ended before it came to the secrets"
+        assert os.WIFSTOPPED(status), "it ended before it came to where it stops"
         yield child
     finally:
         child.kill()
@@ -114,13 +117,67 @@ def test_the_secrets_are_the_last_thing_in_a_backup(data_dir: Path, out: Path) -
     assert all(name.startswith("secrets/") for name in names[first + 1 :])
 
 
-def test_what_a_killed_backup_left_is_removed_by_the_next(data_dir: Path, out: Path) -> None:
+@pytest.mark.parametrize("mode", [0o755, 0o2770], ids=["plain", "setgid"])
+def test_what_a_killed_backup_left_is_removed_by_the_next(
+    data_dir: Path, out: Path, mode: int
+) -> None:
+    """Folders made in one whose group is passed on carry that bit, too."""
+    out.chmod(mode)
     with _stopped_backup(data_dir, out / "copy.tar"):
         pass
     assert any(out.iterdir()), "a killed backup cleans nothing up itself"
     (out / ".backup-abc_1234").mkdir(mode=0o700)  # killed before its lock
     backup.backup(data_dir, out / "copy.tar")
     assert [path.name for path in out.iterdir()] == ["copy.tar"]
+
+
+def test_a_backup_has_its_name_when_it_is_whole_and_not_before(data_dir: Path, out: Path) -> None:
+    with _stopped_backup(data_dir, out / "copy.tar", "naming"):
+        assert not (out / "copy.tar").exists()
+    backup.backup(data_dir, out / "copy.tar")
+    assert [path.name for path in out.iterdir()] == ["copy.tar"]
+
+
+# An audit hook that raises is how a file system answers that has no hard links (exFAT).
+_WITHOUT_LINKS = """
+import sys
+from pathlib import Path
+from tinkex.server.files.backup import backup
+
+def refuse(event, arguments):
+    if event == "os.link":
+        raise PermissionError(1, "Operation not permitted")
+
+sys.addaudithook(refuse)
+backup(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_a_backup_needs_no_hard_links(data_dir: Path, out: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_LINKS, str(data_dir)]
+    subprocess.run([*command, str(out / "copy.tar")], check=True)
+    assert [path.name for path in out.iterdir()] == ["copy.tar"]
+    assert (out / "copy.tar").stat().st_mode & 0o777 == 0o600
+    (out / "other.tar").symlink_to(out / "absent")
+    assert subprocess.run([*command, str(out / "other.tar")], check=False).returncode != 0
+    assert not (out / "absent").exists()
+
+
+def test_a_backup_of_files_that_are_links_restores(
+    data_dir: Path, out: Path, tmp_path: Path
+) -> None:
+    """Deduplication leaves hard links; secrets may lie elsewhere."""
+    first = next((data_dir / "checkpoints").rglob("adapter_config.json"))
+    os.link(first, first.with_name("again.json"))
+    (data_dir / "secrets").rename(tmp_path / "secrets")
+    (data_dir / "secrets").symlink_to(tmp_path / "secrets")
+    backup.backup(data_dir, out / "copy.tar")
+    assert backup.restore(out / "copy.tar", tmp_path / "new").ok
+    copy = tmp_path / "new" / first.relative_to(data_dir)
+    assert copy.with_name("again.json").read_bytes() == first.read_bytes()
+    secret = tmp_path / "new" / "secrets" / "jwt"
+    assert secret.read_bytes() == (tmp_path / "secrets" / "jwt").read_bytes()
+    assert secret.stat().st_mode & 0o777 == 0o600
 
 
 def test_two_backups_at_once_leave_each_other_alone(data_dir: Path, out: Path) -> None:

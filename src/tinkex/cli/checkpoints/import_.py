@@ -44,7 +44,8 @@ def import_(state: State, folder: Path, name: str, base_model: str | None) -> No
 
 def _tar(folder: Path) -> bytes:
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
+    # Links as files: a folder of the Hugging Face cache is nothing but links.
+    with tarfile.open(fileobj=out, mode="w", dereference=True) as archive:
         for file in sorted(folder.iterdir()):
             if file.is_file() and not file.name.startswith(".") and file.suffix not in _SKIPPED:
                 archive.add(file, arcname=file.name)

@@ -76,7 +76,11 @@ def _write(part: Path, data_dir: Path, copy: Path) -> Found:
     """Write the tar, what the copied database lists first and the secrets last."""
     names = _listed(copy)
     found = Found(num_listed=len(names))
-    with _new_file(part) as file, tarfile.open(fileobj=file, mode="w") as archive:
+    # Links as files: `restore` takes no others, and hard links are what deduplication leaves.
+    with (
+        _new_file(part) as file,
+        tarfile.open(fileobj=file, mode="w", dereference=True) as archive,
+    ):
         _add_text(archive, _MARK, f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
         archive.add(copy, copy.name)
         for name in (ID_FILE, URL_FILE, *names, "secrets"):
@@ -90,11 +94,23 @@ def _write(part: Path, data_dir: Path, copy: Path) -> Found:
 
 def _publish(part: Path, target: Path) -> None:
     """Give the finished file its name, unless another one took it meanwhile."""
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
     try:
-        _new_file(target).close()
+        _name(part, target)
     except FileExistsError:
         raise ConfigError(f"{target} exists; name a file that does not.") from None
-    part.rename(target)
+
+
+def _name(part: Path, target: Path) -> None:
+    """Give a file a second name, whole or not at all, and never that of another file."""
+    try:
+        os.link(part, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: a crash may leave an empty file
+        _new_file(target).close()
+        part.rename(target)
 
 
 def _new_file(path: Path) -> IO[bytes]:

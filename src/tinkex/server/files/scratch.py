@@ -96,7 +96,9 @@ class _Held:
 
 def _is_ours(folder: int, names: Collection[str]) -> bool:
     about = os.fstat(folder)
-    is_private = about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o700
+    # Less the bit that a folder takes over from a parent whose group is passed on.
+    mode = stat.S_IMODE(about.st_mode) & ~stat.S_ISGID
+    is_private = about.st_uid == os.geteuid() and mode == 0o700
     return is_private and set(os.listdir(folder)) <= {*names, LOCK}
 
 
