@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from bisect import bisect_left
 from pathlib import Path
 
 import numpy as np
@@ -407,6 +408,29 @@ def test_folders_without_a_digest_or_with_one_of_the_first_kind_still_load(tiny,
         _changed(tmp_path / "ck", content_sha256=claim)
         load(trainer, tmp_path / "ck", with_optimizer=False)
         assert trainer.read_snapshot(str(tmp_path / "ck")).content == content
+
+
+def test_a_config_of_any_depth_is_read_or_refused(tiny, tmp_path):
+    """Some depths can be read and not written; which ones depends on Python and on who calls."""
+    trainer = tiny().trainer()
+    create(trainer)
+    save(trainer, tmp_path / "ck")
+    file = tmp_path / "ck" / "adapter_config.json"
+    start = file.read_text().rstrip().removesuffix("}")
+
+    def is_refused(depth: int) -> bool:
+        file.write_text(f'{start}, "extra": {"[" * depth}{"]" * depth}}}')
+        try:
+            checkpoint.content_of(tmp_path / "ck")
+        except InvalidInputError as exc:
+            return "adapter_config.json cannot be read" in str(exc)
+        return False
+
+    edge = bisect_left(range(500_000), True, key=is_refused)
+    assert 100 < edge < 500_000
+    answers = [is_refused(edge + n) for n in range(-40, 41)]
+    assert answers == sorted(answers)
+    assert (answers[0], answers[-1]) == (False, True)
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

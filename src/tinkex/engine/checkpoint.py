@@ -201,7 +201,12 @@ def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _content_hash(config: Mapping[str, Any]) -> hashlib._Hash:
     """The name of an adapter's content, begun: what it does depends on its scales as well."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    try:
+        return hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    except RecursionError as exc:  # writing takes more of the stack than reading took
+        raise InvalidInputError(
+            f"{_CONFIG} cannot be read: its values are nested too deep"
+        ) from exc
 
 
 def _save_tensors(
