@@ -69,6 +69,17 @@ async def test_a_header_of_digits_holds_nobody_up(app_world: AppWorld) -> None:
     assert "an extended header has 200000 bytes, at most 65536" in said
 
 
+@pytest.mark.parametrize("name", ["._adapter_config.json", ".gitattributes", "adapter/a.json"])
+async def test_an_import_with_other_files_is_told_how_to_pack(
+    app_world: AppWorld, name: str
+) -> None:
+    """As tar on a Mac, or of a whole folder, packs them."""
+    config = ("adapter_config.json", json.dumps(CONFIG).encode())
+    said = await _import(app_world, hostile_tar.plain(config, (name, b"{}")))
+    assert name in said
+    assert "tar -cf a.tar -C FOLDER adapter_config.json" in said
+
+
 async def test_names_chained_without_end_are_not_imported(app_world: AppWorld) -> None:
     assert "two extended headers" in await _import(app_world, hostile_tar.chained_names(3000))
 

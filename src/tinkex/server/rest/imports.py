@@ -114,7 +114,9 @@ def _checked(found: Iterable[tar.Found]) -> Iterator[tar.Found]:
         if member.name and (member.is_folder or not _FILE.fullmatch(member.name)):
             raise InvalidInputError(
                 f"the archive holds {member.name[:80]!r}; it may hold plain files without folders, "
-                "named by up to 200 letters, digits and any of _ . -"
+                "named by up to 200 letters, digits and any of _ . -, the first of them no . or -. "
+                "Use `tinkex import FOLDER`, which leaves others out, or name the files: tar -cf "
+                f"a.tar -C FOLDER {CONFIG} adapter_model.safetensors (COPYFILE_DISABLE=1 on a Mac)."
             )
         yield member, data
 
