@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from app_world import AppWorld, open_app
 from pydantic import ValidationError
 from server_process import ServerProcess
 
+from tinkex.server import exchange
 from tinkex.server.compat import fields
 from tinkex.server.compat.openai_chat import ChatRequest
 from tinkex.server.compat.openai_completions import CompletionRequest
@@ -265,6 +267,44 @@ def test_the_first_wrong_entry_of_a_list_ends_the_check(
     assert refused.value.error_count() < 12
 
 
+# ------------------------------------------------------------------------------------ unpacked
+
+
+@pytest.mark.parametrize("path", [CHAT, "/api/v1/asample"])
+async def test_a_body_of_several_zstd_frames_is_unpacked_in_its_room_and_off_the_event_loop(
+    world: AppWorld, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first frame says how large it is, and nothing of those that follow."""
+    seen: list[tuple[int, bool]] = []
+    unpack = exchange.unpack
+
+    def noted(*given: Any, **more: Any) -> bytes:
+        found = unpack(*given, **more)
+        on_loop = threading.current_thread() is threading.main_thread()
+        seen.append((world.app.state.bodies.held_bytes, on_loop))
+        return found
+
+    monkeypatch.setattr(exchange, "unpack", noted)
+    rest = b'"messages": [{"role": "nobody", "content": "' + b"x" * 9_000_000 + b'"}]}'
+    content = zstandard.compress(b'{"model": "toy", ') + zstandard.compress(rest)
+    headers = HEADERS | {"content-encoding": "zstd", "x-api-key": "tml-ann"}
+    answer = await world.http.post(path, content=content, headers=headers)
+    assert answer.status_code == 400
+    assert "role 'nobody'" in answer.text or "prompt: is needed" in answer.text
+    assert [held > 9_000_000 and not on_loop for held, on_loop in seen] == [True]
+    assert world.app.state.bodies.held_bytes == 0
+
+
+async def test_frames_that_unpack_to_more_than_the_route_takes_are_refused(world: AppWorld) -> None:
+    content = zstandard.compress(b"{") + zstandard.compress(b" " * 17_000_000) * 100
+    headers = HEADERS | {"content-encoding": "zstd"}
+    answer = await world.http.post(CHAT, content=content, headers=headers)
+    assert answer.status_code == 413
+    small = zstandard.compress(b'{"model": "toy", "prompt": ') + zstandard.compress(b'"hi"}')
+    answer = await world.http.post(COMPLETIONS, content=small, headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
 # ------------------------------------------------------------------------------------ taken
 
 
@@ -368,6 +408,44 @@ async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loo
     assert "role 'nobody' is unknown" in answers[0].text
     assert most[0] <= fields.READING_AT_ONCE
     assert threading.current_thread() not in threads
+
+
+OWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "telemetry": ("telemetry", {"session_id": "x", "events": [{}] * 30_000}),
+    "a sample": ("asample", {"prompt": {"chunks": [{"type": "x", "tokens": []}] * 30_000}}),
+    "a pass": ("forward_backward", {"forward_backward_input": {"data": [{}] * 30_000}}),
+    "tags": ("create_session", {"tags": [1] * 100_000}),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
+    world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, most, now, held = threading.Lock(), [0], [0], []
+    parse = json_codec.loads_object
+
+    def noted(content: bytes, **given: bool) -> dict[str, Any]:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        held.append(world.app.state.parsed_bodies.held_bytes)
+        time.sleep(0.02)
+        try:
+            return parse(content, **given)
+        finally:
+            with lock:
+                now[0] -= 1
+
+    monkeypatch.setattr(json_codec, "loads_object", noted)
+    path, body = OWN[name]
+    content, key = orjson.dumps(body), {"x-api-key": "tml-ann"}
+    posts = [world.http.post(f"/api/v1/{path}", content=content, headers=key) for _ in range(8)]
+    answers = await asyncio.gather(*posts)
+    assert {answer.status_code for answer in answers} == {400}
+    assert most[0] <= fields.READING_AT_ONCE
+    assert min(held) > len(content)
+    assert world.app.state.parsed_bodies.held_bytes == 0
 
 
 async def test_a_body_waits_for_room_for_what_it_becomes(world: AppWorld) -> None:

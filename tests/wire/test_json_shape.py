@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -58,3 +59,17 @@ def test_what_is_not_utf8_is_refused() -> None:
         with pytest.raises(WireError, match="not valid JSON"):
             json_codec.loads(text.encode(encoding) + b"NaN ")
     assert json_codec.loads_object(b'{"a": NaN}')["a"] != 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[{}] * 40_000, [[[]]] * 30_000, [{"a": 1}] * 30_000, [1.5] * 100_000, ["ab"] * 50_000],
+)
+def test_what_json_becomes_is_counted_generously(value: Any) -> None:
+    raw = json.dumps(value).encode()
+    tracemalloc.start()
+    parsed = json_codec.loads(raw)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert parsed == value
+    assert held < budget.parsed_json_bytes(raw) < 20 * held

@@ -165,7 +165,7 @@ class ServerConfig:
     """Largest request body, before and after decompression; small routes take far less."""
     max_held_body_bytes: int = 384 * 1024 * 1024
     """Bytes of request bodies in memory at a time; half of it for one user. Others wait. What
-    bodies at `/v1` become once parsed has a budget of the same size."""
+    JSON becomes once parsed has a budget of the same size."""
     max_connections_per_address: int = 2048
     """Open connections of one address; behind a proxy that is the proxy's. More are closed."""
     head_timeout_s: float = 20.0

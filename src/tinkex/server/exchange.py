@@ -6,6 +6,7 @@ event loop when they are large, so that a heartbeat never waits behind a big bat
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -19,17 +20,20 @@ from starlette.types import Scope
 
 from tinkex.server.auth import CurrentAdmin, CurrentUser
 from tinkex.server.guard.limits import BodyBudget, body_limit
-from tinkex.server.off_loop import off_loop
+from tinkex.server.off_loop import LARGE_BYTES, off_loop
 from tinkex.server.problems import ApiError
 from tinkex.server.service import Service
+from tinkex.server.work.queue import FairGate
 from tinkex.store import User
 from tinkex.wire import requests, results
 from tinkex.wire.body import BodyTooLargeError, unpack
+from tinkex.wire.budget import parsed_json_bytes
 from tinkex.wire.endpoints import ENDPOINTS
-from tinkex.wire.generation import JSON
+from tinkex.wire.generation import JSON, names_protobuf
 from tinkex.wire.requests import Opened
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+T = TypeVar("T")
 SMALL_BODY_BYTES = 16 * 1024
 """Bodies below this are not counted against the budget."""
 RESERVE_BYTES = 1024 * 1024
@@ -158,13 +162,23 @@ async def read_body(request: Request) -> bytes:
     if encoding != "zstd":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
     limit = limit_of(request)
-    size = _size_unpacked(body, limit)
-    await _reserve(request, min(size, limit))
-    return await off_loop(size, _decompress, body, limit)
+    size = min(_size_unpacked(body, limit), limit)
+    await _reserve(request, size)
+    try:
+        return await off_loop(size, _decompress, body, size)
+    except BodyTooLargeError as exc:
+        if size == limit:
+            raise _too_large(limit) from exc
+    # Its first frame is not its last: a few bytes, it said, and any number may follow.
+    await _reserve(request, limit - size)
+    try:
+        return await off_loop(limit, _decompress, body, limit)
+    except BodyTooLargeError as exc:
+        raise _too_large(limit) from exc
 
 
 def _size_unpacked(body: bytes, limit: int) -> int:
-    """As its header says; a frame that does not say may be of any size."""
+    """As the header of its first frame says; a frame that does not say may be of any size."""
     try:
         size = zstandard.frame_content_size(body)
     except zstandard.ZstdError:
@@ -174,10 +188,7 @@ def _size_unpacked(body: bytes, limit: int) -> int:
 
 def _decompress(body: bytes, limit: int) -> bytes:
     """Bounded: a small body that unpacks into gigabytes is refused while it unpacks."""
-    try:
-        return unpack(body, "zstd", max_bytes=limit)
-    except BodyTooLargeError as exc:
-        raise _too_large(limit) from exc
+    return unpack(body, "zstd", max_bytes=limit)
 
 
 def _too_large(limit: int) -> ApiError:
@@ -190,8 +201,7 @@ def _too_large(limit: int) -> ApiError:
 
 async def read(request: Request, name: str) -> Any:
     """The request in the body, judged by the declaration of its endpoint."""
-    raw = await read_body(request)
-    return await off_loop(len(raw), _judged, name, raw, header(request, b"content-type"))
+    return await _in_turn(request, name, _judged)
 
 
 def _judged(name: str, raw: bytes, content_type: str) -> Any:
@@ -200,8 +210,22 @@ def _judged(name: str, raw: bytes, content_type: str) -> Any:
 
 async def open_body(request: Request, name: str) -> Opened:
     """The body, parsed and not judged yet."""
-    raw = await read_body(request)
-    return await off_loop(len(raw), requests.open_body, name, raw, header(request, b"content-type"))
+    return await _in_turn(request, name, requests.open_body)
+
+
+async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str], T]) -> T:
+    """What `work` makes of the body, off the event loop unless it is small.
+
+    A parser of JSON holds the interpreter's lock from end to end, so large JSON waits for room for
+    what it becomes, then for one of a few places, fair between users: those of `/v1`, too.
+    """
+    raw, kind = await read_body(request), header(request, b"content-type")
+    if len(raw) < LARGE_BYTES or names_protobuf(kind):
+        return await off_loop(len(raw), work, name, raw, kind)
+    await reserve_parsed(request, await asyncio.to_thread(parsed_json_bytes, raw))
+    gate: FairGate = request.app.state.reading
+    async with gate.place(request.scope["tinkex.user"], len(raw)):
+        return await asyncio.to_thread(work, name, raw, kind)
 
 
 class Answer(Response):
