@@ -2,7 +2,7 @@
 
 The hostile key floods the queue with long samples that it never fetches, sends large telemetry,
 searches and training bodies, all at once; then it sends bodies to `/v1` that are small on the wire
-and huge once parsed, over 150 connections; then strangers without a key open connections, send
+and huge once parsed, over 170 connections; then strangers without a key open connections, send
 headers without end and bodies that are not read. Meanwhile the polite key sends heartbeats and
 samples eight tokens, again and again, against the toy engine.
 
@@ -160,8 +160,18 @@ def foreign_bodies() -> list[tuple[str, int, bytes]]:
         ("/v1/completions", 8, toy | {"prompt": ["a"] * 480_000}),
         ("/v1/completions", 8, toy | {"prompt": [5] * 1_400_000}),
         ("/v1/responses", 6, toy | {"input": [{"type": "function_call", "name": "f"}] * 10_000}),
+        ("/v1/completions", 4, toy | {"prompt": ["hi"] * 1024, "max_tokens": 1}),
+        (
+            chat,
+            4,
+            toy | {"messages": [user], "logit_bias": dict.fromkeys(map(str, range(140_000)))},
+        ),
+        ("/api/v1/asample", 8, {"prompt": {"chunks": [{"type": "x", "tokens": [1]}] * 120_000}}),
     ]
-    return [(path, n, zstandard.compress(orjson.dumps(body))) for path, n, body in bodies]
+    packed = [(path, n, zstandard.compress(orjson.dumps(body))) for path, n, body in bodies]
+    rest = b'"messages": [{"role": "user", "content": "' + b"x" * 15_000_000 + b'"}]}'
+    frames = zstandard.compress(b'{"model": "toy", ') + zstandard.compress(rest)
+    return [*packed, (chat, 8, frames)]
 
 
 async def be_foreign(port: int, until: float) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,11 @@ from app_world import AppWorld, open_app
 from pydantic import ValidationError
 from server_process import ServerProcess
 
+from tinkex.chat.tokenizer import FastTokenizer
+from tinkex.errors import InvalidInputError
 from tinkex.server import exchange
-from tinkex.server.compat import fields
+from tinkex.server.compat import fields, openai_completions
+from tinkex.server.compat.chat_formats import ChatFormat
 from tinkex.server.compat.openai_chat import ChatRequest
 from tinkex.server.compat.openai_completions import CompletionRequest
 from tinkex.server.guard.limits import BodyBudget
@@ -37,6 +43,7 @@ HOSTILE = {"model": "toy", "messages": [USER | {"tool_calls": [LEAN_CALL] * 1000
 """3.4 MB of JSON, about 400 bytes under zstd."""
 BELOW = {"model": "toy", "messages": [USER | {"tool_calls": [LEAN_CALL] * 990}] * 10}
 """The same, as large as may be."""
+LONG_NAMES = {"k" * 101 + str(n): 0 for n in range(1000)}
 NOBODY = {"model": "toy", "messages": [{"role": "nobody", "content": ""}] * 9000}
 """Read whole, and refused by whoever would render it."""
 
@@ -256,15 +263,43 @@ async def test_what_hides_in_texts_and_options_is_refused_in_its_own_terms(
         (ChatRequest, {"messages": [USER | {"content": [{}] * 1000}]}),
         (ChatRequest, {"messages": [USER | {"tool_calls": [{}] * 1000}]}),
         (ChatRequest, {"messages": [USER], "tools": [{}] * 1000}),
+        (ChatRequest, {"messages": [USER], "chat_template_kwargs": LONG_NAMES}),
+        (ChatRequest, {"messages": [USER], "stream_options": LONG_NAMES}),
+        (CompletionRequest, {"prompt": "a", "stream_options": {"k" * 101: 0, "l" * 101: 0}}),
     ],
 )
-def test_the_first_wrong_entry_of_a_list_ends_the_check(
+def test_the_first_wrong_entry_of_a_list_or_of_options_ends_the_check(
     kind: type[fields.ForeignBody], body: dict[str, Any]
 ) -> None:
     """An error is larger than what it is about: a million of them is what an attacker asks for."""
     with pytest.raises(ValidationError) as refused:
         kind.model_validate({"model": "toy"} | body)
     assert refused.value.error_count() < 12
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logit_bias": {f"k{n}": "x" for n in range(100_000)}},
+        {"chat_template_kwargs": {f"k{n}": "x" for n in range(100_000)}},
+        {"stop": "x" * 1_500_000},
+        {"messages": [{"role": "user", "content": 1, "name": "x" * 1_500_000}]},
+    ],
+)
+def test_a_refused_body_is_gone_with_its_refusal(more: dict[str, Any]) -> None:
+    """Without the garbage collector, which rarely looks: texts are nothing that it counts."""
+    raw = orjson.dumps({"model": "toy"} | _chat(USER) | more)
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInputError):
+            fields._judged(raw, ChatRequest, lambda body: body)
+        held, _ = tracemalloc.get_traced_memory()
+        assert held < 1_000_000
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------ unpacked
@@ -303,6 +338,96 @@ async def test_frames_that_unpack_to_more_than_the_route_takes_are_refused(world
     small = zstandard.compress(b'{"model": "toy", "prompt": ') + zstandard.compress(b'"hi"}')
     answer = await world.http.post(COMPLETIONS, content=small, headers=headers)
     assert answer.status_code == 200, answer.text
+
+
+# ------------------------------------------------------------------------------------ tokens
+
+
+def _notes_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of each text that is tokenized: how long it is, and whether on the event loop."""
+    seen: list[tuple[int, bool]] = []
+    encode = FastTokenizer.encode
+
+    def noted(self: FastTokenizer, text: str, *given: Any, **more: Any) -> list[int]:
+        seen.append((len(text), threading.current_thread() is threading.main_thread()))
+        return encode(self, text, *given, **more)
+
+    monkeypatch.setattr(FastTokenizer, "encode", noted)
+    return seen
+
+
+LONG = "x y " * 3_000_000
+TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "a text": (CHAT, _chat({"role": "user", "content": LONG})),
+    "a text of a trajectory": (CHAT, _chat({"role": "user", "content": LONG}, trajectory="t")),
+    "a schema": (CHAT, _chat(USER, tools=[_tool(description=LONG)])),
+    "a prompt": (COMPLETIONS, {"prompt": LONG}),
+    "a text of Anthropic's": (MESSAGES, _chat({"role": "user", "content": LONG})),
+    "a text to count": (COUNT, _chat({"role": "user", "content": LONG})),
+    "an input": (RESPONSES, {"input": LONG}),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+async def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(
+    world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenized whole it takes 2 GB."""
+    seen = _notes_texts(monkeypatch)
+    path, body = TOO_LONG[name]
+    answer = await _post(world, path, body)
+    assert answer.status_code == 400, answer.text
+    assert "exceed the context of 32768" in answer.json()["error"]["message"]
+    assert sum(length for length, _ in seen) < 300_000
+    assert not any(on_loop for _, on_loop in seen)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, _chat({"role": "user", "content": "x" * 20_000})),
+        (COMPLETIONS, {"prompt": "x" * 20_000, "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": ["x" * 40] * 500, "max_tokens": 1}),
+    ],
+)
+async def test_texts_of_many_characters_are_tokenized_off_the_event_loop(
+    world: AppWorld, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = _notes_texts(monkeypatch)
+    answer = await _post(world, path, body)
+    assert answer.status_code == 200, answer.text
+    assert seen
+    assert not any(on_loop for _, on_loop in seen)
+
+
+async def test_a_long_text_that_fits_has_the_tokens_of_the_whole(world: AppWorld) -> None:
+    here = await world.app.state.chat_formats.of(world.app.state.service.catalog.names[0])
+    text = "some words, " * 180_000
+    info = dataclasses.replace(here.info, max_context_length=len(text))
+    roomy = ChatFormat(info, here.chat)
+    assert [*roomy.tokens(text)] == here.tokenizer.encode(text)
+    assert [*roomy.rendered(text)] == here.chat.encode(text)
+    with pytest.raises(InvalidInputError, match="exceed the context of 32768"):
+        here.tokens(text)
+
+
+async def test_samples_of_many_prompts_begin_a_few_at_a_time() -> None:
+    turns, begun = [0], Counter[int]()
+
+    async def tick() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async def sample() -> Any:
+        begun[turns[0]] += 1
+        await asyncio.sleep(0.01)
+
+    ticking = asyncio.create_task(tick())
+    made = await openai_completions._together(sample() for _ in range(1024))
+    ticking.cancel()
+    assert (len(made), begun.total()) == (1024, 1024)
+    assert max(begun.values()) <= 2 * openai_completions.BEGUN_AT_ONCE
 
 
 # ------------------------------------------------------------------------------------ taken

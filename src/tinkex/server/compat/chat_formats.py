@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from tinkex.chat.renderer import ChatRenderer
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.engine.jobs import ModelInfo
+from tinkex.errors import InvalidInputError
 from tinkex.server.catalog import Catalog
 from tinkex.server.problems import ApiError
 from tinkex.server.work.queue import FairGate
@@ -18,6 +20,11 @@ from tinkex.store import User
 T = TypeVar("T")
 LARGE_AT_ONCE = 2
 """Large texts that are turned into tokens at a time."""
+LARGE_TEXT = 16 * 1024
+"""Characters from which a text is turned into tokens beside the event loop: some milliseconds."""
+PIECE_CHARACTERS = 64 * 1024
+CUT_TOKENS = 64
+"""Most tokens that a text has more when it is cut in two."""
 LOAD_S = 300.0
 """How long a first request waits for a model to be described; it may have to be fetched."""
 
@@ -34,6 +41,38 @@ class ChatFormat:
         ends = self.end_ids.difference(conversation.heard_ids)
         self.silent_ids = conversation.silent_ids | ends
         """What says nothing in a chat."""
+
+    def rendered(self, text: str) -> array[int]:
+        """The tokens of a conversation in the model's own format, as `tokens` gives them."""
+        self._check_by_pieces(text)
+        return array("i", self.chat.encode(text))
+
+    def tokens(self, text: str) -> array[int]:
+        """The tokens of a text.
+
+        Raises:
+            InvalidInputError: They are far too many for the model's context.
+        """
+        self._check_by_pieces(text)
+        return array("i", self.tokenizer.encode(text))
+
+    def _check_by_pieces(self, text: str) -> None:
+        """Tokenizing takes 130 bytes for each character, 2 GB for a body's worth of text: what is
+        far too long is counted piece by piece, until it is too much."""
+        context = self.info.max_context_length
+        if len(text) <= min(8 * context, 1_000_000):
+            return
+        num_tokens = 0
+        for at in range(0, len(text), PIECE_CHARACTERS):
+            piece = text[at : at + PIECE_CHARACTERS]
+            num_tokens += max(len(self.tokenizer.encode(piece)) - CUT_TOKENS, 0)
+            if num_tokens > context:
+                raise InvalidInputError(
+                    f"{len(text)} characters, whose first {at + len(piece)} alone are {num_tokens} "
+                    f"tokens, exceed the context of {context} of {self.info.base_model}; "
+                    "shorten it.",
+                    path="prompt",
+                )
 
 
 class ChatFormats:

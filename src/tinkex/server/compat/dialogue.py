@@ -19,7 +19,7 @@ from tinkex.chat.reading import Piece, joined
 from tinkex.chat.template import TooLongError
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields
-from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat, ChatFormats
 from tinkex.server.compat.fields import SamplingFields
 from tinkex.server.compat.model_names import ModelNames, SampleTarget
 from tinkex.server.compat.running_sample import NewTokens, RunningSample, SampleSpec
@@ -31,7 +31,7 @@ from tinkex.server.compat.trajectories import (
 )
 from tinkex.server.compat.wording import AnswerText, num_thoughts
 from tinkex.server.exchange import is_parsed_held, let_go_parsed, service_of
-from tinkex.server.off_loop import LARGE_BYTES, off_loop
+from tinkex.server.off_loop import off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.wire.budget import JsonShape, json_shape
@@ -175,7 +175,7 @@ async def _fresh(
 ) -> RecordedPrefix:
     """Here when it is a matter of a moment, which most are: a thread costs more than that."""
     size = asked.num_characters
-    if size < LARGE_BYTES and not asked.tools:
+    if size < LARGE_TEXT and not asked.tools:
         with suppress(TooLongError):
             return fresh(asked, chat_format, max_seconds=MOMENT_S)
     return await chat_formats.aside(user, size, fresh, asked, chat_format)

@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastapi import Request
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -47,8 +46,8 @@ MAX_CALLS, MAX_ALL_CALLS = 1024, 10_000
 MAX_TOOLS = 1024
 MAX_STOPS = 64
 MAX_ANSWERS = 128
-MAX_OPTIONS, MAX_OPTION = 64, 256
-"""Entries of a field of options, and characters of one that is a text."""
+MAX_OPTIONS, MAX_OPTION, MAX_OPTION_NAME = 64, 256, 100
+"""Entries of a field of options, characters of one that is a text, and of its name."""
 MAX_NAMED = 32
 """Most fields of one list that the header names."""
 _PLAIN = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
@@ -68,8 +67,16 @@ Stops = Annotated[
 ]
 
 
-def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+def _plain_options(options: Any) -> Any:
+    if not isinstance(options, dict):
+        return options
+    at_most(len(options), MAX_OPTIONS, "options", "")
     for name, value in options.items():
+        if len(name) > MAX_OPTION_NAME:
+            raise InvalidInputError(
+                f"the name of an option has at most {MAX_OPTION_NAME} characters, {name[:40]!r}... "
+                f"has {len(name)}"
+            )
         if isinstance(value, list | dict) or len(str(value)) > MAX_OPTION:
             kind = type(value).__name__
             raise InvalidInputError(
@@ -82,12 +89,11 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-Options = Annotated[
-    dict[Annotated[str, Field(max_length=100)], Any],
-    Field(max_length=MAX_OPTIONS),
-    AfterValidator(_plain_options),
-]
-"""Settings by name, each a plain value: a chat template may print them."""
+Options = Annotated[dict[str, Any], BeforeValidator(_plain_options)]
+"""Settings by name, each a plain value: a chat template may print them.
+
+The first wrong one ends the check, which pydantic's own of a dictionary does not.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +244,20 @@ def _judged(raw: bytes, kind: type[B], then: Callable[[B], T]) -> T:
     try:
         made = kind.model_validate(body)
     except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part) for part in first["loc"])
-        why = first.get("ctx", {}).get("error", first["msg"])  # our own words, where they are ours
-        raise InvalidInputError(f"{why}", path=path[:200]) from exc
+        raise _first_of(exc) from exc
     return then(made)
+
+
+def _first_of(refused: ValidationError) -> InvalidInputError:
+    """The first complaint.
+
+    A function of its own: a validator's error knows the frame of whoever asked for the check. Kept
+    in a variable there, it would hold itself and the whole body until the next garbage collection.
+    """
+    first = refused.errors(include_url=False, include_input=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    why = first.get("ctx", {}).get("error", first["msg"])  # our own words, where they are ours
+    return InvalidInputError(f"{why}", path=path[:200])
 
 
 def at_most(count: int, most: int, what: str, path: str) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -21,7 +21,7 @@ from pydantic import Field
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, replies
 from tinkex.server.compat.callers import ForeignUser
-from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat, ChatFormats
 from tinkex.server.compat.dialogue import find_model
 from tinkex.server.compat.fields import JsonBounds, SamplingFields, Stops
 from tinkex.server.compat.model_names import SampleTarget
@@ -31,13 +31,15 @@ from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.wording import AnswerText, token_text
 from tinkex.server.exchange import let_go_parsed, service_of
-from tinkex.server.off_loop import LARGE_BYTES
+from tinkex.server.validation import check_length
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
 from tinkex.types._bounds import listing
 
 router = APIRouter(tags=["openai"])
 MAX_PROMPTS = 1024
+BEGUN_AT_ONCE = 4
+"""Samples of one request that begin before others have their turn at the event loop."""
 MAX_LOGPROBS = 20
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], *listing(2_000_000)]
@@ -151,7 +153,7 @@ async def completions(request: Request, user: ForeignUser) -> Response:
     }
     given = body.prompts()
     size = sum(len(prompt) for prompt in given)
-    if size < LARGE_BYTES:
+    if size < LARGE_TEXT:
         prompts = _encoded(chat_format, given)
     else:
         prompts = await chat_formats.aside(user, size, _encoded, chat_format, given)
@@ -163,7 +165,7 @@ async def completions(request: Request, user: ForeignUser) -> Response:
         check_told(_num_told(body, prompts, chat_format), body.logprobs or 0)
     if body.stream:
         return await replies.streamed(_lines(call, prompts[0]), headers)
-    made = await _together([call.generation(prompt).whole() for prompt in prompts])
+    made = await _together(call.generation(prompt).whole() for prompt in prompts)
     return replies.whole(await asyncio.to_thread(_whole, call, prompts, made), headers)
 
 
@@ -183,24 +185,32 @@ def _num_told(
     return (body.n or 1) * sum((len(p) if told_prompts else 0) + new for p in prompts)
 
 
-async def _together(waiting: list[Any]) -> list[SampleResponse]:
-    """All of them, or the first error, after which none goes on."""
+async def _together(waiting: Iterable[Coroutine[Any, Any, SampleResponse]]) -> list[SampleResponse]:
+    """All of them, or the first error, after which none goes on.
+
+    A thousand that begin at once hold the event loop for half a second: others run between a few.
+    """
+    tasks: list[asyncio.Task[SampleResponse]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in waiting]
+            for one in waiting:
+                tasks.append(group.create_task(one))
+                if len(tasks) % BEGUN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     return [task.result() for task in tasks]
 
 
 def _encoded(chat_format: ChatFormat, prompts: list[str | list[int]]) -> list[Sequence[int]]:
-    encode = chat_format.tokenizer.encode
     found: list[Sequence[int]] = [
-        array("i", encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts
+        chat_format.tokens(prompt) if isinstance(prompt, str) else array("i", prompt)
+        for prompt in prompts
     ]
     for index, tokens in enumerate(found):
         if not tokens:
             raise InvalidInputError("must not be empty", path=f"prompt[{index}]")
+        check_length(tokens, "prompt", chat_format.info)  # here, beside the event loop
     return found
 
 

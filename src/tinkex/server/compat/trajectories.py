@@ -154,7 +154,7 @@ def fresh(asked: Asked, chat_format: ChatFormat, **limits: float) -> RecordedPre
     """A prompt that goes on from nothing."""
     options = {**asked.options, **limits}
     text = chat_format.chat.text(asked.messages, asked.tools, generate=True, **options)
-    return RecordedPrefix(text, array("i", chat_format.chat.encode(text)))
+    return RecordedPrefix(text, chat_format.rendered(text))
 
 
 def _recording(
@@ -172,7 +172,7 @@ def _recording(
         is_ended=before[-1] in chat.end_ids,
         **asked.options,
     )
-    prompt = array("i", [*before, *chat.encode(text)])
+    prompt = array("i", [*before, *chat_format.rendered(text)])
     return RecordedPrefix(text, prompt, answer.answer_id, len(before))
 
 

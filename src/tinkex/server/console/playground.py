@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
 from tinkex.server.compat import fields
+from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.dialogue import Dialogue, find_model, understood
 from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
@@ -50,6 +50,12 @@ async def count(
     body = await fields.read(request, CompletionRequest, lambda body: body)
     chat_format = (await find_model(request, user, body.model))[1]
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
-    encode = chat_format.tokenizer.encode
-    counted = await asyncio.to_thread(lambda: sum(len(encode(text)) for text in prompts))
-    return answer({"num_tokens": counted})
+    chat_formats: ChatFormats = request.app.state.chat_formats
+    size = sum(map(len, prompts))
+    return answer(
+        {"num_tokens": await chat_formats.aside(user, size, _count, chat_format, prompts)}
+    )
+
+
+def _count(chat_format: ChatFormat, texts: list[str]) -> int:
+    return sum(len(chat_format.tokens(text)) for text in texts)
