@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import re
 import threading
 import time
 import tracemalloc
@@ -30,6 +31,7 @@ from tinkex.server.compat.chat_formats import ChatFormat
 from tinkex.server.compat.openai_chat import ChatRequest
 from tinkex.server.compat.openai_completions import CompletionRequest
 from tinkex.server.guard.limits import BodyBudget
+from tinkex.server.work.queue import FairGate
 from tinkex.wire import json_codec
 
 GIB = 1024**3
@@ -409,6 +411,33 @@ async def test_a_long_text_that_fits_has_the_tokens_of_the_whole(world: AppWorld
     assert [*roomy.rendered(text)] == here.chat.encode(text)
     with pytest.raises(InvalidInputError, match="exceed the context of 32768"):
         here.tokens(text)
+
+
+async def test_the_console_counts_tokens_off_the_event_loop_in_its_turn(
+    world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.http.post("/console/login", data={"key": "tml-ann"})
+    page = await world.http.get("/console/playground")
+    token = re.findall(r'name="form-token" content="(\w+)"', page.text)[0]
+    seen = _notes_texts(monkeypatch)
+    texts = {"model": "toy", "prompt": ["some words", "x" * 20_000]}
+    turns: FairGate = world.app.state.chat_formats._turns
+    others = [f"user {n}" for n in range(turns.num_places)]
+    for other in others:
+        await turns.acquire(other)
+    posted = asyncio.create_task(
+        world.http.post(
+            "/console/api/count/completion", json=texts, headers={"x-form-token": token}
+        )
+    )
+    while not turns.num_waiting:
+        assert not posted.done()
+        await asyncio.sleep(0.01)
+    assert not seen
+    for other in others:
+        turns.release(other)
+    assert (await posted).json() == {"num_tokens": 20_010}
+    assert seen == [(10, False), (20_000, False)]
 
 
 async def test_samples_of_many_prompts_begin_a_few_at_a_time() -> None:
