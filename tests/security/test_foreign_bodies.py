@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import random
 import re
 import threading
 import time
@@ -330,6 +331,33 @@ async def test_a_body_of_several_zstd_frames_is_unpacked_in_its_room_and_off_the
     assert "role 'nobody'" in answer.text or "prompt: is needed" in answer.text
     assert [held > 9_000_000 and not on_loop for held, on_loop in seen] == [True]
     assert world.app.state.bodies.held_bytes == 0
+
+
+async def test_a_frame_that_does_not_say_its_size_waits_for_no_more_room_than_it_takes(
+    world: AppWorld,
+) -> None:
+    """As compressors of streams write it. The route's limit, 256 MB, is more than one user's share:
+    whoever reserved that beside the packed body waited for room until it was refused."""
+    budget = world.app.state.bodies
+    text = random.Random(0).randbytes(30_000).hex()
+    packer = zstandard.ZstdCompressor().compressobj()
+    content = packer.compress(text.encode()) + packer.flush()
+    assert zstandard.frame_content_size(content) == -1
+    assert len(content) > exchange.SMALL_BODY_BYTES
+    headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
+    request = world.http.post(
+        "/api/v1/forward_backward", content=content, headers=headers | {"x-api-key": "tml-ann"}
+    )
+    answer = await asyncio.wait_for(request, 20)
+    assert answer.status_code in (400, 422), answer.text  # it was read, and is no request
+    assert budget.held_bytes == 0
+
+
+async def test_a_packed_body_beyond_a_users_share_fits_alone(world: AppWorld) -> None:
+    budget = exchange.BodyBudget(1000)
+    await budget.reserve("ann", 100)
+    await asyncio.wait_for(budget.reserve("ann", 900, own_bytes=100), 5)
+    assert budget.held_bytes == 1000
 
 
 async def test_frames_that_unpack_to_more_than_the_route_takes_are_refused(world: AppWorld) -> None:

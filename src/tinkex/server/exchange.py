@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
-import zstandard
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -26,7 +27,7 @@ from tinkex.server.service import Service
 from tinkex.server.work.queue import FairGate
 from tinkex.store import User
 from tinkex.wire import requests, results
-from tinkex.wire.body import BodyTooLargeError, unpack
+from tinkex.wire.body import BodyTooLargeError, frame_size, unpack, unpacked_size
 from tinkex.wire.budget import parsed_json_bytes
 from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.generation import JSON, names_protobuf
@@ -111,8 +112,9 @@ async def _reserve(request: Request, num_bytes: int) -> None:
         return
     user_id: str = request.scope["tinkex.user"]  # noted by whoever let the caller in
     budget: BodyBudget = request.app.state.bodies
-    await budget.reserve(user_id, num_bytes)
-    request.scope.setdefault(_HELD, []).append((user_id, num_bytes))
+    held: list[tuple[str, int]] = request.scope.setdefault(_HELD, [])
+    await budget.reserve(user_id, num_bytes, own_bytes=sum(size for _, size in held))
+    held.append((user_id, num_bytes))
 
 
 async def reserve_parsed(request: Request, num_bytes: int) -> None:
@@ -162,33 +164,25 @@ async def read_body(request: Request) -> bytes:
     if encoding != "zstd":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
     limit = limit_of(request)
-    size = min(_size_unpacked(body, limit), limit)
-    await _reserve(request, size)
     try:
-        return await off_loop(size, _decompress, body, size)
-    except BodyTooLargeError as exc:
-        if size == limit:
-            raise _too_large(limit) from exc
-    # Its first frame is not its last: a few bytes, it said, and any number may follow.
-    await _reserve(request, limit - size)
-    try:
-        return await off_loop(limit, _decompress, body, limit)
+        return await _decompress(request, body, limit)
     except BodyTooLargeError as exc:
         raise _too_large(limit) from exc
 
 
-def _size_unpacked(body: bytes, limit: int) -> int:
-    """As the header of its first frame says; a frame that does not say may be of any size."""
-    try:
-        size = zstandard.frame_content_size(body)
-    except zstandard.ZstdError:
-        return len(body)
-    return max(size, len(body)) if size >= 0 else limit
-
-
-def _decompress(body: bytes, limit: int) -> bytes:
+async def _decompress(request: Request, body: bytes, limit: int) -> bytes:
     """Bounded: a small body that unpacks into gigabytes is refused while it unpacks."""
-    return unpack(body, "zstd", max_bytes=limit)
+    if (declared := frame_size(body)) is not None:
+        if declared > limit:
+            raise _too_large(limit)
+        await _reserve(request, declared)
+        with suppress(BodyTooLargeError):
+            work = partial(unpack, body, "zstd", max_bytes=declared)
+            return await off_loop(max(declared, len(body)), work)
+    # A frame that does not say its size, or several of them: unpacked once to be counted.
+    size = await off_loop(limit, partial(unpacked_size, body, max_bytes=limit))
+    await _reserve(request, size)
+    return await off_loop(size, partial(unpack, body, "zstd", max_bytes=size))
 
 
 def _too_large(limit: int) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import zstandard
@@ -59,19 +60,40 @@ def unpack(
     return content
 
 
-def _unzstd(content: bytes, max_bytes: int) -> bytes:
+def frame_size(content: bytes) -> int | None:
+    """The size that the first zstd frame says it unpacks to; None where it does not say."""
     try:
-        declared = zstandard.frame_content_size(content)
-        if declared > max_bytes:
-            raise BodyTooLargeError(_too_large(declared, max_bytes))
+        size = zstandard.frame_content_size(content)
+    except zstandard.ZstdError as exc:
+        raise WireError(f"the body is not valid zstd: {exc}") from exc
+    return size if size >= 0 else None
+
+
+def unpacked_size(content: bytes, *, max_bytes: int) -> int:
+    """The size of all zstd frames together once unpacked, a piece at a time in memory."""
+    return sum(map(len, _pieces(content, max_bytes)))
+
+
+def _unzstd(content: bytes, max_bytes: int) -> bytes:
+    declared = frame_size(content) or 0
+    if declared > max_bytes:
+        raise BodyTooLargeError(_too_large(declared, max_bytes))
+    unpacked = b"".join(_pieces(content, max_bytes))
+    if len(unpacked) < declared:
+        raise WireError(f"the zstd body is cut short: {len(unpacked)} of {declared} bytes")
+    return unpacked
+
+
+def _pieces(content: bytes, max_bytes: int) -> Iterator[bytes]:
+    total = 0
+    try:
         decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
         reader = decompressor.stream_reader(content, read_across_frames=True)
-        parts, total = [], 0
         while part := reader.read(_CHUNK_BYTES):
             total += len(part)
             if total > max_bytes:
                 raise BodyTooLargeError(_too_large(total, max_bytes))
-            parts.append(part)
+            yield part
     except zstandard.ZstdError as exc:
         if "too much memory" in str(exc):
             raise WireError(
@@ -79,9 +101,6 @@ def _unzstd(content: bytes, max_bytes: int) -> bytes:
                 "Compress with a level up to 19 and without long-distance matching."
             ) from exc
         raise WireError(f"the body is not valid zstd: {exc}") from exc
-    if declared > 0 and total < declared:
-        raise WireError(f"the zstd body is cut short: {total} of {declared} bytes")
-    return b"".join(parts)
 
 
 def _too_large(size: int, max_bytes: int) -> str:

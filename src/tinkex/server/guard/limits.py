@@ -44,16 +44,17 @@ class BodyBudget:
     def held_bytes(self) -> int:
         return self._held
 
-    async def reserve(self, user_id: str, num_bytes: int) -> None:
+    async def reserve(self, user_id: str, num_bytes: int, *, own_bytes: int = 0) -> None:
         """Wait until there is room for so many bytes; give them back with `release`.
 
-        One body alone always fits, so that a limit on bodies above the budget does not hang.
+        One body alone always fits, so that a limit on bodies above the budget does not hang;
+        `own_bytes` of it are held already.
 
         Raises:
             ApiError: 429, when there was none for long.
         """
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not self._fits(user_id, num_bytes):
+        while not self._fits(user_id, num_bytes, own_bytes):
             left = deadline - asyncio.get_running_loop().time()
             self._freed.clear()
             try:
@@ -75,7 +76,7 @@ class BodyBudget:
             del self._by_user[user_id]
         self._freed.set()
 
-    def _fits(self, user_id: str, num_bytes: int) -> bool:
+    def _fits(self, user_id: str, num_bytes: int, own_bytes: int) -> bool:
         mine = self._by_user[user_id]
-        fits_user = mine == 0 or mine + num_bytes <= self._per_user
-        return fits_user and (self._held == 0 or self._held + num_bytes <= self._total)
+        fits_user = mine == own_bytes or mine + num_bytes <= self._per_user
+        return fits_user and (self._held == own_bytes or self._held + num_bytes <= self._total)
