@@ -13,7 +13,7 @@ from app_world import AppWorld, open_app
 from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
-from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, TIMES_STORED
+from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, MOST_FOR_TOKENS, TIMES_STORED
 from tinkex.server.guard.pauses import FIRST_S, FORGET_S, LONGEST_S, Pauses
 from tinkex.server.workers.deaths import KernelKills, cause_of, count_files
 from tinkex.wire import tinker_public_pb2 as pb
@@ -96,6 +96,25 @@ async def test_inputs_and_datums_are_counted_together(app_world: AppWorld) -> No
     many = await app_world.post("forward_backward", _sparse_request(model, 2, 2**17, 64))
     assert many.status_code == 400
     assert "sparse inputs of this request (128)" in many.json()["detail"]
+
+
+async def test_what_tokens_allow_of_wide_inputs_has_an_end(app_world: AppWorld) -> None:
+    """A million tokens are a few bytes on the wire, and all inputs are dense at the same time."""
+    model = await app_world.model()
+    await app_world.facts()
+    worker = _pid(app_world)
+    columns = MOST_FOR_TOKENS // 12
+    message = pb.ForwardBackwardRequest.FromString(_sparse_proto(model, 1, columns))
+    plain = pb.ForwardBackwardRequest.FromString(train_body(model, 1, [1] * 32_000)).data[0]
+    message.data.extend([plain] * 5)
+    assert 5 * 32_000 * BYTES_PER_TOKEN > 2 * columns * (8 + 4), "by the tokens alone it would pass"
+    body = bytes(message.SerializeToString())
+    answer = await app_world.post("forward_backward", body, headers=PROTO)
+    assert answer.status_code == 400, answer.text
+    told = answer.json()["detail"]
+    assert f"shape [2, {columns}] with 1 stored values" in told
+    assert f"{BYTES_PER_TOKEN} for each token (at most {MOST_FOR_TOKENS})" in told
+    assert _pid(app_world) == worker
 
 
 def _traced(inputs: list[tuple[str, int]], nodes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tinkex.contract.losses import Form
-from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, TIMES_STORED, dense_limit
+from tinkex.contract.sparse import (
+    BYTES_PER_TOKEN,
+    FLAT_BYTES,
+    MOST_FOR_TOKENS,
+    TIMES_STORED,
+    dense_limit,
+)
 from tinkex.engine.jobs import Array, CsrArray, TrainDatum
 from tinkex.errors import InvalidInputError
 
@@ -46,8 +52,9 @@ def check_dense_bytes(sparse: Mapping[str, CsrArray], num_tokens: int) -> None:
     raise InvalidInputError(
         f"has shape {list(largest.shape)} with {len(largest.values)} stored values. Made dense, "
         f"the sparse inputs of this request ({len(sparse)}) take {total} bytes, over the limit of "
-        f"{limit}: {FLAT_BYTES}, {BYTES_PER_TOKEN} for each token and {TIMES_STORED} times the "
-        "bytes sent. Give it one column for each candidate of a position, or send fewer datums.",
+        f"{limit}: {FLAT_BYTES}, {BYTES_PER_TOKEN} for each token (at most {MOST_FOR_TOKENS}) and "
+        f"{TIMES_STORED} times the bytes sent. Give it one column for each candidate of a "
+        "position, or send fewer datums.",
         path=path,
     )
 
