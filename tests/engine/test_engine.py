@@ -525,10 +525,10 @@ def slow_loss(num_steps: int = 12, elements: int = 2**19) -> jobs.TracedLoss:
         "target": "output",
         "args": [{"tuple": [{"ref": "loss"}, {"dict": {}}]}],
     }
-    steps = [node(f"n{i}", "torch.lgamma", {"ref": "x"}) for i in range(num_steps)]
+    steps = [node(f"n{i}", "torch.erfinv", {"ref": "x"}) for i in range(num_steps)]
     nodes = [
         first,
-        node("x", "torch.full", [elements], 2.5),
+        node("x", "torch.full", [elements], 0.25),
         *steps,
         node("loss", "torch.sum", {"ref": "logprobs"}),
         last,
@@ -583,7 +583,7 @@ def test_others_have_turns_between_the_datums_of_a_slow_traced_loss(start):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_turns_in_the_middle_of_a_pass_change_no_bit(start, tmp_path, monkeypatch, deterministic):
-    """The gradients of a traced loss, with and without another's passes between its datums."""
+    """The gradients of a traced loss, with and without another's passes between its steps."""
     data = tuple(
         jobs.TrainDatum(tokens=d.tokens, inputs={"target_tokens": d.inputs["target_tokens"]})
         for d in (random_datum(9, seed=seed) for seed in range(6))
@@ -611,7 +611,8 @@ def test_turns_in_the_middle_of_a_pass_change_no_bit(start, tmp_path, monkeypatc
     monkeypatch.setattr(Trainer, "_give_turn", given)
     busy.step("a").result  # noqa: B018
     busy.save(tmp_path / "busy").result  # noqa: B018
-    assert len(between) == 2 * len(data)
+    num_turns = len(between) // 2
+    assert num_turns > 4 * len(data), "after each step, forward and backward"
     assert all(isinstance(ticket.wait(), jobs.Done) for ticket in between)
     first = busy.ended.index(between[0].job.job_id)
     assert first < busy.ended.index("TrainJob3"), "it ran in the middle"

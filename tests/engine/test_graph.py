@@ -8,6 +8,7 @@ import operator
 import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -232,6 +233,30 @@ def test_a_listed_function_is_still_listed_under_the_name_that_tracing_gives_it(
             ],
             "made over",
         ),
+        (
+            [
+                node("call_function", "a", "torch.zeros", 1, 2, 2048, 128),
+                node("call_function", "b", "torch.zeros", 1024, 2, 128, 1),
+                node("call_function", "big", "torch.matmul", ref("a"), ref("b")),
+            ],
+            "copy an operand to 536870912 elements",
+        ),
+        (
+            [
+                node("call_method", "a", "sum", ref("logprobs")),
+                node("call_method", "b", "expand", ref("a"), 4096, 1),
+                node("call_function", "c", "torch.ones", 1, 4096),
+                node("call_function", "big", "torch.nn.functional.l1_loss", ref("b"), ref("c")),
+            ],
+            "made over",
+        ),
+        (
+            [
+                node("call_function", "a", "torch.zeros", 2**22),
+                node("call_function", "big", "torch.argsort", ref("a")),
+            ],
+            "operations in one step",
+        ),
     ],
 )
 def test_a_loss_that_allocates_without_bound_is_refused_before_it_does(nodes, word):
@@ -243,6 +268,39 @@ def test_a_loss_that_allocates_without_bound_is_refused_before_it_does(nodes, wo
 
 
 LAST = node("call_method", "last", "sum", ref("logprobs"))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        node("call_function", "n", "torch.linalg.norm", ref("x"), 2),
+        node("call_function", "n", "torch.linalg.norm", ref("x"), ord={"float": "nan"}),
+        node("call_function", "n", "torch.linalg.norm", ref("x"), "nuc", [0, 1]),
+        node("call_function", "n", "torch.norm", ref("x"), p="nuc"),
+        node("call_method", "n", "norm", ref("x"), "nuc"),
+    ],
+)
+def test_a_norm_that_decomposes_a_matrix_is_refused(norm):
+    """Its work is the cube of a side, in one step that nothing interrupts."""
+    fn = build_loss(custom(node("call_function", "x", "torch.ones", 8, 8), norm, LAST))
+    with pytest.raises(NotSupportedError, match="matrix norm"):
+        fn({"logprobs": torch.zeros(4, requires_grad=True)})
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        node("call_method", "n", "norm", ref("x")),
+        node("call_function", "n", "torch.norm", ref("x"), 2),
+        node("call_function", "n", "torch.linalg.norm", ref("x")),
+        node("call_function", "n", "torch.linalg.norm", ref("x"), "fro"),
+        node("call_function", "n", "torch.linalg.norm", ref("x"), 2, 1),
+    ],
+)
+def test_other_norms_are_computed(norm):
+    last = node("call_method", "last", "sum", ref("logprobs"))
+    fn = build_loss(custom(node("call_function", "x", "torch.ones", 8, 8), norm, last))
+    fn({"logprobs": torch.zeros(4, requires_grad=True)})
 
 
 @pytest.mark.parametrize(
@@ -501,3 +559,39 @@ def test_honest_losses_stay_far_below_the_limits(fn, ranks):
     work, _ = _datum_operations(check_graph(loss), inputs)
     assert work < traced.DATUM_OPERATIONS / 4
     assert 128 * work < traced.request_limit(128 * 32_768) / 4
+
+
+def test_others_have_turns_between_the_steps_of_a_loss_and_of_its_backward():
+    steps = [
+        node("call_method", f"n{i}", "mul", ref(f"n{i - 1}" if i else "logprobs"), 1.5)
+        for i in range(6)
+    ]
+    loss = custom(*steps, node("call_method", "last", "sum", ref("n5")))
+    turns = []
+    budget = LossBudget(give_turn=lambda: turns.append(torch.is_grad_enabled()))
+    logprobs = torch.ones(2).requires_grad_(True)
+    value, _ = build_loss(loss, budget)({"logprobs": logprobs})
+    assert len(turns) == 7
+    (slope,) = torch.autograd.grad(value, logprobs)
+    assert slope.tolist() == [1.5**6] * 2
+    assert len(turns) == 14
+
+
+def test_a_backward_is_ended_by_its_seconds_too():
+    budget = LossBudget()
+    loss = custom(
+        node("call_method", "n", "exp", ref("logprobs")),
+        node("call_method", "last", "sum", ref("n")),
+    )
+    logprobs = torch.ones(2).requires_grad_(True)
+    value, _ = build_loss(loss, budget)({"logprobs": logprobs})
+    budget.datum_s = 0.0
+    with pytest.raises(InvalidInputError, match="the backward to sum ended"):
+        torch.autograd.grad(value, logprobs)
+
+
+def test_what_others_do_between_steps_is_not_counted():
+    budget = LossBudget(datum_s=0.2, give_turn=lambda: time.sleep(0.1))
+    steps = [node("call_method", f"n{i}", "exp", ref("logprobs")) for i in range(5)]
+    loss = custom(*steps, node("call_method", "last", "sum", ref("logprobs")))
+    build_loss(loss, budget)({"logprobs": torch.ones(2).requires_grad_(True)})

@@ -2,16 +2,21 @@
 
 An operation is one simple step on one element, or a multiplication or addition of a product
 (2 m n k for [m, k] times [k, n]). An element counts `COSTLY` in a step that is not simple (an
-exponential, a sort, an index by a tensor). Backward passes are not counted; they take about twice
-the time of what was counted.
+exponential, an index by a tensor) and `SLOW` in the slowest of them (a sort, a Bessel function).
+Backward passes are not counted; they take about twice the time of what was counted. Others run
+between two steps, forward and backward, so a single step has a limit of its own.
 """
 
 from __future__ import annotations
 
 COSTLY = 32
 """What an element counts in a step that is not simple."""
+SLOW = 256
+"""What an element counts in a sort and the like: about half a microsecond each on a CPU."""
 STEP_OPERATIONS = 2**14
 """What every step counts beside its elements: a thousand steps on nothing take time, too."""
+ONE_STEP_OPERATIONS = 2**29 + STEP_OPERATIONS
+"""Most operations of one step, products aside: seconds in which nobody else has a turn."""
 DATUM_OPERATIONS = 2**32
 """Most operations for one datum."""
 REQUEST_OPERATIONS = 2**33

@@ -8,8 +8,8 @@ refusal names the node.
 
 Before a step that could grow runs, its output size is computed on shapes alone; a step past the
 limits is refused, so a loss cannot take the worker's memory. Its work is counted from the same
-shapes, and the clock is looked at between steps (`graph_cost`). The trainer knows how to sum over
-datums; this module only ever sees one.
+shapes; between steps, forward and backward, the clock is looked at and others have turns
+(`graph_cost`). The trainer knows how to sum over datums; this module only ever sees one.
 """
 
 from __future__ import annotations
@@ -338,6 +338,8 @@ def _run(
             kwargs["device"] = device
         try:
             size = _check_growth(step, fn, args, kwargs)
+            kept = _kept(step, args, kwargs, size)
+            _check_total(step, total + kept)
             budget.spend(step.name, step.target, _operations(step, args, kwargs, size))
             value = _call(step, fn, args, kwargs)
         except (InvalidInputError, torch.OutOfMemoryError):
@@ -345,12 +347,27 @@ def _run(
         except Exception as exc:  # Whatever torch makes of a stranger's arguments is their error.
             message = str(exc).splitlines()[0][:300] if str(exc) else type(exc).__name__
             raise _bad(step.name, f"{step.target} failed: {message}") from exc
-        total += _check_value(step, value)
-        if total > MAX_TOTAL_ELEMENTS:
-            raise _bad(step.name, f"the loss has made over {MAX_TOTAL_ELEMENTS} elements by here")
+        total += max(_check_value(step, value), kept)
+        _check_total(step, total)
         values[step.name] = value
-        budget.check_time(step.name, step.target)
+        _watch_backward(step, value, budget)
+        budget.between(step.name, step.target)
     return _check_answer(program, values)
+
+
+def _watch_backward(step: Step, value: Any, budget: LossBudget) -> None:
+    """Come back to the budget when the backward reaches what a step made.
+
+    On a CPU, where a step may take seconds, autograd runs in the thread that called it, which is
+    the one that may give a turn. A device has threads of autograd's own, and is not waited for.
+    """
+
+    def reached(_: Tensor) -> None:
+        budget.between(step.name, f"the backward to {step.target}")
+
+    for tensor in _tensors(value):
+        if tensor.requires_grad and tensor.device.type == "cpu":
+            tensor.register_hook(reached)
 
 
 def _call(step: Step, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -421,12 +438,19 @@ def _check_growth(
         _check_operands(step, args)
     if not tensors and step.target not in ops.FACTORIES:
         return 0
+    if short_name == "norm":
+        _check_norm(step, args, kwargs)
     if short_name in ops.BROADCASTS:
         size = _broadcast_size(tensors)
     elif short_name in ops.CONCATENATES:
         size = sum(t.numel() for t in tensors)
     elif short_name in ops.MULTIPLIES:
         size = math.prod(_extent(t.shape) for t in tensors)
+    elif short_name == "matmul" and (copied := _copied_size(tensors)) > MAX_NODE_ELEMENTS:
+        raise _bad(
+            step.name,
+            f"{step.target} would copy an operand to {copied} elements, over {MAX_NODE_ELEMENTS}",
+        )
     elif short_name == "getitem" and any(_is_mask(t) for t in tensors[1:]):
         # How much a mask selects depends on its values, which a tensor without contents has not.
         _check_mask(step, args)
@@ -446,6 +470,29 @@ def _operations(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], size
     shapes = [tuple(tensor.shape) for tensor in _tensors((args, kwargs))]
     name = step.target.rpartition(".")[2]
     return step_operations(name, shapes, size, indexes=bool(_tensors(list(args[1:]))))
+
+
+def _check_total(step: Step, total: int) -> None:
+    if total > MAX_TOTAL_ELEMENTS:
+        raise _bad(step.name, f"the loss has made over {MAX_TOTAL_ELEMENTS} elements by here")
+
+
+def _kept(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> int:
+    """Elements that a step may leave behind for the backward, in no output of it."""
+    name = step.target.rpartition(".")[2]
+    if name == "matmul":
+        return size + _copied_size(_tensors((args, kwargs)))
+    return ops.KEPT * size if name in ops.KEEPS else 0
+
+
+def _copied_size(tensors: Sequence[Tensor]) -> int:
+    """Elements of the copies that a product makes of operands whose batch is stretched."""
+    batches = [tuple(t.shape[:-2]) for t in tensors if t.dim() > 1]
+    if len(batches) < 2 or len(set(batches)) < 2:
+        return 0
+    batch = math.prod(np.broadcast_shapes(*batches))
+    sizes = [batch * math.prod(t.shape[-2:]) for t in tensors]
+    return sum(size for size, t in zip(sizes, tensors, strict=True) if size > t.numel())
 
 
 def _is_mask(tensor: Tensor) -> bool:
@@ -474,6 +521,21 @@ def _check_mask(step: Step, args: Sequence[Any]) -> None:
     parts = index if isinstance(index, tuple) else (index,)
     if sum(bool(_tensors(part)) for part in parts) > 1 or any(part is None for part in parts):
         raise _unsupported(step.name, "mixes a boolean mask with other index tensors")
+
+
+def _check_norm(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """A norm of vectors takes one look at each element; some of a matrix need its decomposition."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
+    dim = args[2] if len(args) > 2 else kwargs.get("dim")
+    is_of_matrices = dim is None or (isinstance(dim, tuple | list) and len(dim) > 1)
+    if isinstance(order, str):
+        is_cheap = order == "fro"
+    elif step.target == "torch.linalg.norm" and is_of_matrices and args and args[0].dim() > 1:
+        is_cheap = order is None or (isinstance(order, int | float) and abs(order) in (1, math.inf))
+    else:
+        is_cheap = True
+    if not is_cheap:
+        raise _unsupported(step.name, f"computes the matrix norm {str(order)[:40]!r}")
 
 
 def _check_operands(step: Step, args: Sequence[Any]) -> None:

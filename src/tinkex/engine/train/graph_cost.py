@@ -1,14 +1,15 @@
 """The work that a traced loss has done so far, in operations and seconds, and its limits.
 
 Operations are counted from shapes before a step runs (`contract.traced`); seconds are looked at
-between steps. The first refusal ends the whole job: no later datum of it is begun.
+between steps, where others may have a turn, which is not counted. The first refusal ends the whole
+job: no later datum of it is begun.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,10 +34,14 @@ class LossBudget:
     """What the traced loss of one job may cost, and what it has cost."""
 
     max_operations: float = math.inf
+    max_datum_operations: float = traced.DATUM_OPERATIONS
+    max_step_operations: float = traced.ONE_STEP_OPERATIONS
     datum_s: float = math.inf
     job_s: float = math.inf
     error: TinkerError | None = None
     """Why the job is refused, once it is."""
+    give_turn: Callable[[], None] = lambda: None
+    """Called between steps: others may use the device."""
     _operations: int = 0
     _datum_operations: int = 0
     _seconds: float = 0.0
@@ -62,13 +67,20 @@ class LossBudget:
 
     def spend(self, node: str, target: str, operations: int) -> None:
         """Count a step that is about to run."""
+        is_product = target.rpartition(".")[2] in ops.PRODUCTS
+        if operations > self.max_step_operations and not is_product:
+            self._refuse(
+                node,
+                f"{target} takes {operations} operations in one step, over "
+                f"{self.max_step_operations}",
+            )
         self._operations += operations
         self._datum_operations += operations
-        if self._datum_operations > traced.DATUM_OPERATIONS:
+        if self._datum_operations > self.max_datum_operations:
             self._refuse(
                 node,
                 f"with {target} the loss takes {self._datum_operations} operations for one datum, "
-                f"over {traced.DATUM_OPERATIONS}",
+                f"over {self.max_datum_operations}",
             )
         if self._operations > self.max_operations:
             self._refuse(
@@ -77,8 +89,14 @@ class LossBudget:
                 f"over {self.max_operations}",
             )
 
-    def check_time(self, node: str, target: str) -> None:
-        """Look at the clock after a step."""
+    def between(self, node: str, target: str) -> None:
+        """Look at the clock after a step, forward or backward, and give others a turn."""
+        self._check_time(node, target)
+        left_at = time.perf_counter()
+        self.give_turn()
+        self._began += time.perf_counter() - left_at
+
+    def _check_time(self, node: str, target: str) -> None:
         took_s = time.perf_counter() - self._began
         if took_s > self.datum_s:
             self._refuse(
@@ -111,7 +129,7 @@ def step_operations(name: str, operands: Sequence[Shape], size: int, *, indexes:
     else:
         elements = max([size, *map(math.prod, operands)])
         is_simple = name in ops.SIMPLE or (name == "getitem" and not indexes)
-        work = elements if is_simple else traced.COSTLY * elements
+        work = elements * (1 if is_simple else traced.SLOW if name in ops.SLOW else traced.COSTLY)
     return traced.STEP_OPERATIONS + work
 
 

@@ -99,7 +99,8 @@ BROADCASTS: frozenset[str] = (
 """No output has more elements than the shape to which the operands broadcast."""
 
 # What a step counts as work (`graph_cost`): nothing, one for each element, or a product. What is in
-# none of these counts more for each element, so a name that is forgotten here is no way around.
+# none of these counts more for each element, so a name that is forgotten here is no way around; the
+# slow ones were measured, forward and backward.
 FREE: frozenset[str] = frozenset("dim getattr numel size".split())
 PRODUCTS: frozenset[str] = frozenset("dot inner matmul mm mv outer vdot vecdot".split())
 _POINTWISE = """
@@ -115,9 +116,22 @@ REDUCTIONS: frozenset[str] = frozenset(
     """all amax amin any argmax argmin count_nonzero logsumexp max mean min nanmean nansum prod std
     sum var vector_norm""".split()
 )
-SIMPLE: frozenset[str] = (REDUCTIONS - {"logsumexp", "prod"}) | frozenset(
-    (*_POINTWISE, *_FACTORIES, *_VIEWS.split())
+_NOT_SIMPLE = frozenset("argmax argmin l1_loss logsumexp mod prod remainder vector_norm".split())
+SIMPLE: frozenset[str] = (
+    REDUCTIONS | frozenset((*_POINTWISE, *_FACTORIES, *_VIEWS.split()))
+) - _NOT_SIMPLE
+SLOW: frozenset[str] = frozenset(
+    """argsort digamma erfcx gammaln i0 i0e i1 i1e kthvalue lgamma log_ndtr logcumsumexp median
+    nanmedian ndtri quantile sort topk""".split()
 )
+KEEPS: frozenset[str] = frozenset(
+    """binary_cross_entropy binary_cross_entropy_with_logits cosine_similarity huber_loss isclose
+    kl_div l1_loss logsigmoid margin_ranking_loss mse_loss ndtr normalize poisson_nll_loss
+    smooth_l1_loss soft_margin_loss softmin softsign tanhshrink vecdot""".split()
+)
+"""Several steps in one: autograd keeps values of theirs that are in no output. `KEPT` times the
+shape of the operands is more than any of them was seen to keep."""
+KEPT = 4
 ELEMENTWISE: frozenset[str] = frozenset(
     (
         *(name for name in _POINTWISE if name != "l1_loss"),

@@ -258,7 +258,9 @@ class Trainer:
         for index, job in enumerate(jobs):
             try:
                 self.find(job.adapter_id)
-                tasks[index] = check_job(job, limits, self._loss_seconds)
+                tasks[index] = task = check_job(job, limits, self._loss_seconds)
+                if task.budget is not None:
+                    task.budget.give_turn = self._give_turn
             except TinkerError as error:
                 answers[index] = error
         gathered = self._run(list(tasks.values()))
@@ -426,12 +428,13 @@ class Trainer:
         """Let others use the device in the middle of a pass whose traced losses take long.
 
         The pass stays as it was packed, so its bits do. What others do is theirs: the adapters of
-        the pass are in use, and products of theirs are filled up or not as they ask for.
+        the pass are in use, and products of theirs are filled up or not as they ask for. A turn may
+        come in the middle of a backward, where autograd keeps no graphs.
         """
         began = time.perf_counter()
         if began - self._turn_given_at < TURN_S:
             return
-        with exactly(False):
+        with exactly(False), torch.enable_grad():
             self._after_pass()
         self._turn_given_at = time.perf_counter()
         self._away_s += self._turn_given_at - began
