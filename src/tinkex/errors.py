@@ -117,7 +117,8 @@ class WorkerLostError(EngineError):
     is_blameless = False
     """Another job is known to be the reason."""
     cause = ""
-    """`memory` or `crash` where the process ended by itself while it worked on this job."""
+    """`memory` or `crash` where the process ended by itself while it worked on this job, `stuck`
+    where it was ended for it or for one that shared its passes."""
     was_alone = False
     """The process worked on this job and no other."""
 

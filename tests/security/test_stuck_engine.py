@@ -12,7 +12,9 @@ from app_world import AppWorld, open_app
 from wire_client import loss_of
 
 from tinkex.engine.jobs import DescribeModelJob, SampleJob
-from tinkex.engine.pulse import Beat
+from tinkex.engine.pulse import Beat, Pulse
+from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget, Watchdog
 
 TOKENS, HANG = [1, 2, 3, 4], 666
@@ -89,3 +91,66 @@ def test_a_budget_counts_from_the_last_turn_and_grows_with_the_job() -> None:
     assert dog.is_moving
     assert dog.suspects == []
     assert (dog.is_blameless("d"), dog.is_blameless("s")) == (True, False)
+
+
+class _Hanging(SupervisedWorker):
+    """An engine in this process that began with some jobs and says nothing more."""
+
+    def __init__(self, *at_work: str) -> None:
+        super().__init__(budget=Budget(turn_s=0.2))
+        self._at_work, self._is_gone = at_work, asyncio.Event()
+
+    async def _live(self) -> None:
+        self.generation += 1
+        self._is_gone.clear()
+        self._ready.set()
+        await self._is_gone.wait()
+
+    async def _end(self) -> str:
+        self._is_gone.set()
+        return "was ended"
+
+    def _kill(self) -> None:
+        self._is_gone.set()
+
+    def _flush(self) -> None:
+        self._outbox.clear()
+
+    def _look(self) -> Beat:
+        return Beat(1, is_busy=True, job_ids=self._at_work)
+
+
+async def _ends(worker: SupervisedWorker) -> list[BaseException]:
+    """How three jobs end whose engine hangs."""
+    await worker.start()
+    await worker.wait_ready()
+    jobs = [worker.post(DescribeModelJob(job_id=name, base_model="toy")) for name in "abc"]
+    ends = await asyncio.gather(*jobs, return_exceptions=True)
+    await worker.close()
+    return [end for end in ends if isinstance(end, BaseException)]
+
+
+async def test_of_several_that_share_a_pass_none_is_blamed_and_each_runs_again_alone() -> None:
+    """The neighbour in a packed pass did nothing, and must neither fail nor be paused for it."""
+    shared, neighbour, waiting = await _ends(_Hanging("a", "b"))
+    for end in (shared, neighbour):
+        assert isinstance(end, WorkerLostError)
+        assert (end.cause, end.is_to_blame, end.is_blameless) == ("stuck", False, False)
+    assert isinstance(waiting, WorkerLostError)
+    assert (waiting.cause, waiting.is_blameless) == ("", True)
+    hanging, *others = await _ends(_Hanging("a"))
+    assert isinstance(hanging, EngineError)
+    assert not isinstance(hanging, WorkerLostError)
+    assert hanging.is_to_blame
+    assert all(isinstance(end, WorkerLostError) and end.is_blameless for end in others)
+
+
+def test_a_job_in_the_middle_of_anothers_is_never_at_work_alone() -> None:
+    """The one that waits holds its memory: a death now may be either's."""
+    pulse = Pulse()
+    with pulse.work("long"):
+        with pulse.work("short"):
+            assert pulse.now.job_ids == ("short", "long")
+        with pulse.work():
+            assert pulse.now.job_ids == (), "many share a step of sampling"
+        assert pulse.now.job_ids == ("long",)

@@ -40,7 +40,8 @@ class Beat(NamedTuple):
     is_loading: bool = False
     """It loads a base model, which takes as long as it takes."""
     job_ids: tuple[str, ...] = ()
-    """Of what it works on; none while it samples, where many share a step."""
+    """Of what it works on, and of what that came in the middle of; none while it samples, where
+    many share a step."""
     num_breaths: int = 0
     """Counted by a thread beside the engine's: its process is alive, and lets others run."""
     held_bytes: tuple[int, ...] = (0,) * len(KINDS)
@@ -105,6 +106,8 @@ class _Work:
 
     def __init__(self, pulse: Pulse, job_ids: tuple[str, ...], is_loading: bool) -> None:
         self._pulse, self._before = pulse, pulse.now
+        if job_ids:  # what waits for it holds its memory meanwhile
+            job_ids += pulse.now.job_ids
         self._beat = Beat(pulse.now.num_turns + 1, True, is_loading, job_ids)
 
     def __enter__(self) -> None:

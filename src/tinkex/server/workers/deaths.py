@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-Cause = Literal["", "memory", "crash"]
-"""Empty: nothing is known, or somebody ended it."""
+Cause = Literal["", "memory", "crash", "stuck"]
+"""Empty: nothing is known, or somebody ended it. `stuck`: we did, for one of several jobs."""
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
 )

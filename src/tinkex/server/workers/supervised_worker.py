@@ -3,8 +3,9 @@
 Jobs go out, events come back. When the engine is gone every job it held fails with
 `WorkerLostError` and a new engine is started at once; `generation` counts them. When it hangs, the
 watchdog says which job is to blame: that one fails for good, the others are lost with the engine
-and run again. This module does not know what an adapter is and restores nothing; how an engine is
-started, reached and ended is for the classes below to say.
+and run again. Of several that shared a pass none is to blame yet: each runs again alone. This
+module does not know what an adapter is and restores nothing; how an engine is started, reached and
+ended is for the classes below to say.
 """
 
 from __future__ import annotations
@@ -218,9 +219,13 @@ class SupervisedWorker(ABC):
         if watch.cancelled() or self._closing:
             return
         trouble = watch.result()
-        blamed = self._watchdog.suspects
-        logger.error("%s is stuck: %s; starting it again. To blame: %s", self.name, trouble, blamed)
-        for job_id in blamed:
+        suspects = self._watchdog.suspects
+        logger.error(
+            "%s is stuck: %s; starting it again. At work: %s", self.name, trouble, suspects
+        )
+        if len(suspects) > 1:
+            self._fail_pending(lambda job: job not in suspects, cause="stuck", working=suspects)
+        for job_id in suspects:
             future, _ = self._pending.get(job_id, (None, None))
             if future is not None and not future.done():
                 text = (
