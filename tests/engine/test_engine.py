@@ -26,6 +26,8 @@ from tinkex.engine.engine import TorchEngine
 from tinkex.engine.holdings import tensor_bytes
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.snapshots import snapshot_room
+from tinkex.engine.train.graph_cost import LossBudget
+from tinkex.engine.train.scoring import RowRun, _evaluate_whole
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError
 
@@ -579,6 +581,32 @@ def test_others_have_turns_between_the_datums_of_a_slow_traced_loss(start):
     assert isinstance(slow.wait(), jobs.Done)
     assert client.ended.index(slow.job.job_id) > client.ended.index(sample.job.job_id)
     assert client.ended.index(slow.job.job_id) > client.ended.index(short.job.job_id)
+
+
+def test_nothing_large_of_a_traced_loss_outlives_its_datum():
+    """Loss, metric and gradient are views of large tensors here, and a pass holds many datums."""
+
+    def evaluate(logprobs: torch.Tensor, _: Any) -> Any:
+        large = torch.cat([logprobs.double(), torch.ones(1000, dtype=torch.float64)])
+        return (large * 2).unbind()[0], {"custom/a:sum": large.detach()[1]}
+
+    targets = torch.tensor([1, 2])
+    run = RowRun(
+        start=0,
+        stop=2,
+        targets=targets,
+        inputs={},
+        active=np.ones(2, bool),
+        evaluate=evaluate,
+        token_local=False,
+        budget=LossBudget(),
+    )
+    run.logprobs = torch.tensor([-1.0, -2.0])
+    _evaluate_whole(run, backward=True)
+    assert run.slopes is not None
+    assert run.slopes.tolist() == [2.0, 0.0]
+    for kept in (run.losses[0], run.slopes, *run.metrics.values()):
+        assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

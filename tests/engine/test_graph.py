@@ -522,15 +522,15 @@ def pairs(num_tokens, count):
 
 
 @pytest.mark.parametrize(
-    ("loss", "count"),
-    [(PRODUCTS, 1), (SINES, 64), (SLICES, 1)],
+    ("loss", "count", "heaviest"),
+    [(PRODUCTS, 1, "n0"), (SINES, 64, "n0"), (SLICES, 1, "x")],
     ids=["products", "sines", "slices"],
 )
-def test_a_loss_of_too_much_work_is_refused_by_its_shapes(loss, count):
+def test_a_loss_of_too_much_work_is_refused_by_its_shapes(loss, count, heaviest):
     with pytest.raises(InvalidInputError) as caught:
         check_work(loss, pairs(2, count))
     told = str(caught.value)
-    assert "most of them in node 'n0'" in told
+    assert f"most of them in node {heaviest!r}" in told
     assert str(traced.DATUM_OPERATIONS) in told
     assert str(traced.request_limit(2 * count)) in told
 
@@ -595,3 +595,14 @@ def test_what_others_do_between_steps_is_not_counted():
     steps = [node("call_method", f"n{i}", "exp", ref("logprobs")) for i in range(5)]
     loss = custom(*steps, node("call_method", "last", "sum", ref("logprobs")))
     build_loss(loss, budget)({"logprobs": torch.ones(2).requires_grad_(True)})
+
+
+def test_a_slice_counts_the_same_before_it_runs():
+    """An index by a number is a view; an index by a tensor is not."""
+    loss = custom(
+        node("call_function", "x", "torch.ones", 2**16),
+        node("call_function", "n", "operator.getitem", ref("x"), 0),
+        LAST,
+    )
+    before, after = counted(loss, {"logprobs": torch.ones(2).requires_grad_(True)})
+    assert before == after < 4 * 2**16

@@ -93,7 +93,7 @@ def _datum_operations(program: Program, inputs: Mapping[str, Shape]) -> tuple[in
         size = sum(math.prod(tensor.shape) for tensor in _tensors(value))
         if not tensors and not size:
             continue
-        indexes = bool(_tensors(args[1:]))
+        indexes = any(_tensors(args[1:]))
         work = step_operations(name, [t.shape for t in tensors], size, indexes=indexes)
         total += work
         if work > most:

@@ -131,10 +131,12 @@ def _evaluate_whole(run: RowRun, backward: bool) -> None:
     leaf = run.logprobs.clone().requires_grad_(backward)
     try:
         with torch.enable_grad():
-            loss, run.metrics = run.evaluate(leaf, run.inputs)
-        run.losses.append(loss.detach().double())
+            loss, metrics = run.evaluate(leaf, run.inputs)
+        # Copies: a view of something large would keep it until the pass ends, for each datum.
+        run.metrics = {name: value.clone() for name, value in metrics.items()}
+        run.losses.append(loss.detach().to(torch.float64, copy=True))
         if loss.requires_grad:
-            (run.slopes,) = torch.autograd.grad(loss, leaf)
+            run.slopes = torch.autograd.grad(loss, leaf)[0].clone()
     except TinkerError as error:
         run.error = error
         if run.budget is not None:
