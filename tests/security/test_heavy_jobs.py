@@ -114,6 +114,12 @@ async def test_what_tokens_allow_of_wide_inputs_has_an_end(app_world: AppWorld) 
     told = answer.json()["detail"]
     assert f"shape [2, {columns}] with 1 stored values" in told
     assert f"{BYTES_PER_TOKEN} for each token (at most {MOST_FOR_TOKENS})" in told
+    for tensor in message.data[0].loss_fn_inputs.values():
+        tensor.shape[1] = columns // 4
+    message.seq_id = 2
+    body = bytes(message.SerializeToString())
+    answer = await app_world.post("forward_backward", body, headers=PROTO)
+    assert "sparse inputs of this datum (2)" in answer.json()["detail"], "others' tokens do not pay"
     assert _pid(app_world) == worker
 
 

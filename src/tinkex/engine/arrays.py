@@ -28,22 +28,32 @@ def form_of(value: Array | CsrArray) -> Form:
     return Form(stored.dtype.kind in "iu", tuple(shape))
 
 
-def sparse_inputs(data: Sequence[TrainDatum]) -> dict[str, CsrArray]:
-    """The sparse inputs of all datums by the path of each."""
-    return {
-        f"data[{index}].loss_fn_inputs.{name}": value
-        for index, datum in enumerate(data)
-        for name, value in datum.inputs.items()
-        if isinstance(value, CsrArray)
-    }
+def check_dense_bytes(data: Sequence[TrainDatum]) -> None:
+    """Refuse datums whose sparse inputs would take too much memory, before any is made dense.
 
-
-def check_dense_bytes(sparse: Mapping[str, CsrArray], num_tokens: int) -> None:
-    """Refuse sparse inputs of a request that would take too much memory, before any is made dense.
+    All of them together, since they are dense at once; and each by its own tokens, since it goes
+    through one pass.
 
     Raises:
         InvalidInputError: Names the largest of the inputs, its shape and the limit.
     """
+    by_datum = {
+        index: {
+            f"data[{index}].loss_fn_inputs.{name}": value
+            for name, value in datum.inputs.items()
+            if isinstance(value, CsrArray)
+        }
+        for index, datum in enumerate(data)
+    }
+    whole = {path: value for sparse in by_datum.values() for path, value in sparse.items()}
+    if not whole:
+        return
+    _judge(whole, sum(len(datum.tokens) for datum in data), "request")
+    for index, sparse in by_datum.items():
+        _judge(sparse, len(data[index].tokens), "datum")
+
+
+def _judge(sparse: Mapping[str, CsrArray], num_tokens: int, whole: str) -> None:
     limit = dense_limit(num_tokens, sum(map(_stored_bytes, sparse.values())))
     total = sum(map(_dense_bytes, sparse.values()))
     if total <= limit:
@@ -51,7 +61,7 @@ def check_dense_bytes(sparse: Mapping[str, CsrArray], num_tokens: int) -> None:
     path, largest = max(sparse.items(), key=lambda entry: _dense_bytes(entry[1]))
     raise InvalidInputError(
         f"has shape {list(largest.shape)} with {len(largest.values)} stored values. Made dense, "
-        f"the sparse inputs of this request ({len(sparse)}) take {total} bytes, over the limit of "
+        f"the sparse inputs of this {whole} ({len(sparse)}) take {total} bytes, over the limit of "
         f"{limit}: {FLAT_BYTES}, {BYTES_PER_TOKEN} for each token (at most {MOST_FOR_TOKENS}) and "
         f"{TIMES_STORED} times the bytes sent. Give it one column for each candidate of a "
         "position, or send fewer datums.",
