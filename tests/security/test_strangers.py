@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvicorn
 import zstandard
-from patience import until
+from patience import soon, until
 from server_process import ServerProcess
 
 from tinkex.server.guard.connections import ConnectionLimits, guarded
@@ -192,6 +192,32 @@ async def test_a_body_that_finds_no_room_is_asked_to_come_again(
     with pytest.raises(ApiError) as refused:
         await budget.reserve("bob", 1)
     assert refused.value.status == 429
+
+
+async def test_only_those_who_have_room_now_are_woken() -> None:
+    """Six hundred that look again at every release would hold up the event loop."""
+    budget, num_looks = BodyBudget(100), 0
+    await budget.reserve("ann", 100)
+
+    async def wait(size: int) -> None:
+        nonlocal num_looks
+        await budget.reserve("bob", size)
+        num_looks += 1
+
+    waiting = [asyncio.create_task(wait(size)) for size in (30, 40, 20, 5)]
+    await asyncio.sleep(0)
+    gone = asyncio.create_task(budget.reserve("bob", 1))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    budget.release("ann", 100)
+    await soon(lambda: [task.done() for task in waiting] == [True, False, True, False])
+    assert (budget.held_bytes, num_looks) == (50, 2)
+    budget.release("bob", 30)
+    await soon(lambda: [task.done() for task in waiting] == [True, False, True, True])
+    budget.release("bob", 25)
+    await asyncio.wait_for(waiting[1], 60)
+    assert budget.held_bytes == 40
 
 
 @contextmanager

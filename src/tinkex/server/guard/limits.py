@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 
 from tinkex.server.compat.refusals import is_foreign
 from tinkex.server.problems import ApiError
@@ -30,6 +31,14 @@ def body_limit(path: str, content_type: str, max_body_bytes: int) -> int:
     return max_body_bytes if is_proto else min(JSON_BYTES, max_body_bytes)
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    user_id: str
+    num_bytes: int
+    own_bytes: int
+    granted: asyncio.Future[None]
+
+
 class BodyBudget:
     """Bytes of request bodies held at a time, in all and by one user."""
 
@@ -38,7 +47,7 @@ class BodyBudget:
         self._per_user = total_bytes // 2
         self._held = 0
         self._by_user: Counter[str] = Counter()
-        self._freed = asyncio.Event()
+        self._waiting: dict[_Waiting, None] = {}  # in the order in which they came
 
     @property
     def held_bytes(self) -> int:
@@ -53,28 +62,43 @@ class BodyBudget:
         Raises:
             ApiError: 429, when there was none for long.
         """
-        deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not self._fits(user_id, num_bytes, own_bytes):
-            left = deadline - asyncio.get_running_loop().time()
-            self._freed.clear()
-            try:
-                await asyncio.wait_for(self._freed.wait(), left)
-            except TimeoutError:
-                raise ApiError(
-                    429,
-                    f"The server holds {self._held} bytes of requests under way; try again in a "
-                    "moment, with fewer large requests at a time.",
-                    headers={"Retry-After": "1"},
-                ) from None
-        self._held += num_bytes
-        self._by_user[user_id] += num_bytes
+        granted = asyncio.get_running_loop().create_future()
+        request = _Waiting(user_id, num_bytes, own_bytes, granted)
+        if self._grant(request):
+            return
+        self._waiting[request] = None
+        try:
+            await asyncio.wait_for(asyncio.shield(granted), WAIT_S)
+        except BaseException as exc:
+            if granted.done():  # at the same moment
+                self.release(user_id, num_bytes)
+            if not isinstance(exc, TimeoutError):
+                raise
+            raise ApiError(
+                429,
+                f"The server holds {self._held} bytes of requests under way; try again in a "
+                "moment, with fewer large requests at a time.",
+                headers={"Retry-After": "1"},
+            ) from None
+        finally:
+            self._waiting.pop(request, None)
 
     def release(self, user_id: str, num_bytes: int) -> None:
         self._held -= num_bytes
         self._by_user[user_id] -= num_bytes
         if self._by_user[user_id] <= 0:
             del self._by_user[user_id]
-        self._freed.set()
+        # Only those are woken who have room now: hundreds that look for it hold up the event loop.
+        for request in [request for request in self._waiting if self._grant(request)]:
+            del self._waiting[request]
+
+    def _grant(self, request: _Waiting) -> bool:
+        if not self._fits(request.user_id, request.num_bytes, request.own_bytes):
+            return False
+        self._held += request.num_bytes
+        self._by_user[request.user_id] += request.num_bytes
+        request.granted.set_result(None)
+        return True
 
     def _fits(self, user_id: str, num_bytes: int, own_bytes: int) -> bool:
         mine = self._by_user[user_id]
