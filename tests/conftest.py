@@ -23,6 +23,12 @@ from tiny_llama import tiny_llama
 
 own_home.move_in()
 
+# Servers of the tests are on this machine, and not every program they are asked by knows that a
+# proxy does not lead there. That ours do is tested in client/test_local.py.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(
+    filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "localhost,127.0.0.1"))
+)
+
 # Triton reads this once, when it is first imported, which torch or transformers may do in any test
 # file. So it stands here, before all of them: without an NVIDIA driver the kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():

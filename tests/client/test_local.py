@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -13,11 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from recovery_world import wait_until
 
 import tinkex
+from tinkex.cli import address
+from tinkex.client.config import ClientConfig
+from tinkex.client.http.backends import make_httpx
 from tinkex.client.session import embedded_server
+from tinkex.conformance.probe import Probe
 from tinkex.errors import LocalServerError
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
@@ -70,6 +76,24 @@ def test_a_client_without_a_key_starts_a_server_others_join_it_and_it_ends(
         )  # fmt: skip
         assert seen.stdout.strip() == record["base_url"]
     assert _ended(record["pid"], within_s=60)
+
+
+def test_behind_a_proxy_servers_of_this_machine_are_reached_directly(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    with tinkex.ServiceClient() as service:
+        assert service.get_server_capabilities().supported_models
+        base_url = service._sessionless().config.base_url
+        assert address.send("GET", base_url, "/healthz", "tml-k").json() == {"status": "ok"}
+        with contextlib.closing(Probe(base_url, "tml-k")) as probe:
+            assert probe.http.get("healthz").status_code == 200
+    tls = ClientConfig(base_url="https://localhost:8765", api_key="tml-k")
+    client = make_httpx(tls)
+    assert client._transport_for_url(httpx.URL(tls.base_url)) is client._transport
 
 
 def test_it_loads_whatever_model_is_asked_for(home: Path) -> None:

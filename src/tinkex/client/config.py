@@ -118,10 +118,10 @@ class ClientConfig:
         key = api_key or _named(env, "API_KEY")
         command = settings.pop("credential_cmd", None) or _named(env, "CREDENTIAL_CMD")
         url = (base_url or _named(env, "BASE_URL") or "").rstrip("/")
-        if not key and not command and url != LOCAL and not _is_loopback(url):
+        if not key and not command and url != LOCAL and not is_loopback(url):
             key = load_default_key(env)
         url = url or (HOSTED_BASE_URL if key or command else LOCAL)
-        if not key and not command and (url == LOCAL or _is_loopback(url)):
+        if not key and not command and (url == LOCAL or is_loopback(url)):
             key = LOCAL_KEY
         settings = {name: value for name, value in settings.items() if value is not None}
         settings.setdefault("project_id", _named(env, "PROJECT_ID"))
@@ -193,12 +193,12 @@ def _named(env: Mapping[str, str], name: str) -> str | None:
     return env.get(f"TINKEX_{name}") or env.get(f"TINKER_{name}") or None
 
 
-def _is_loopback(url: str) -> bool:
+def is_loopback(url: str) -> bool:
     return bool(url) and url != LOCAL and urlsplit(url).hostname in _LOOPBACK
 
 
 def _is_local(url: str) -> bool:
-    return url == LOCAL or _is_loopback(url)
+    return url == LOCAL or is_loopback(url)
 
 
 def _tags(env: Mapping[str, str]) -> tuple[str, ...]:

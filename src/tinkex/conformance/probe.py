@@ -19,6 +19,7 @@ import zstandard
 
 from tinkex.conformance.suite import Mismatch, Unsupported, expect
 from tinkex.wire import tinker_public_pb2 as pb
+from tinkex.wire.loopback import DIRECT
 
 __all__ = ["Probe", "ProbeRun", "datum", "logprobs_of"]
 
@@ -38,6 +39,7 @@ class Probe:
             headers={"X-API-Key": api_key, "User-Agent": f"AsyncTinker/Python {SDK_VERSION}"},
             timeout=60.0,
             follow_redirects=True,
+            mounts=DIRECT,
         )
         self.api_key = api_key
         self.timeout_s = timeout_s

@@ -57,8 +57,11 @@ def _check_reachable(base_url: str) -> None:
     """Sixty failed checks would say less than this one line."""
     import httpx
 
+    from tinkex.wire.loopback import DIRECT
+
     try:
-        httpx.get(f"{base_url}/api/v1/healthz", timeout=30)
+        with httpx.Client(timeout=30, mounts=DIRECT) as client:
+            client.get(f"{base_url}/api/v1/healthz")
     except (httpx.HTTPError, httpx.InvalidURL) as exc:
         raise click.ClickException(
             f"Could not reach {base_url}: {exc}. Is the server running, and the address right?"

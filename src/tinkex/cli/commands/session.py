@@ -116,9 +116,14 @@ def _fetch(url: str, target: Path) -> int:
     """Download aside, then rename: a broken download never looks like a finished one."""
     import httpx
 
+    from tinkex.wire.loopback import DIRECT
+
     aside = target.with_name(target.name + ".part")
     try:
-        with httpx.stream("GET", url, follow_redirects=True, timeout=60) as answer:
+        with (
+            httpx.Client(follow_redirects=True, timeout=60, mounts=DIRECT) as client,
+            client.stream("GET", url) as answer,
+        ):
             answer.raise_for_status()
             with aside.open("wb") as out:
                 for piece in answer.iter_bytes():

@@ -14,8 +14,9 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from tinkex.client.config import ClientConfig
+from tinkex.client.config import ClientConfig, is_loopback
 from tinkex.client.http.http1 import Http1Pool, ProtocolError, Reply
+from tinkex.wire.loopback import DIRECT
 
 # httpx logs every request at INFO; ours are on the event bus.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -47,6 +48,8 @@ def choose_backend(config: ClientConfig) -> Backend:
 
 
 def _has_proxy(url: str) -> bool:
+    if is_loopback(url):
+        return False
     host = urlsplit(url).hostname or ""
     proxies = getproxies()
     return ("http" in proxies or "all" in proxies) and not proxy_bypass(host)
@@ -59,6 +62,7 @@ def make_httpx(config: ClientConfig) -> httpx.AsyncClient:
         verify=config.verify_tls and config.base_url.startswith("https"),
         timeout=config.timeout_s,
         limits=httpx.Limits(max_connections=config.max_connections, max_keepalive_connections=200),
+        mounts=DIRECT,
     )
 
 

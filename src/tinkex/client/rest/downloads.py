@@ -36,6 +36,7 @@ from tinkex.errors import (
     status_error_class,
 )
 from tinkex.wire import tar
+from tinkex.wire.loopback import DIRECT
 
 if TYPE_CHECKING:
     from tinkex.client.service_client import ServiceClient
@@ -181,7 +182,9 @@ def fetch(
     The bytes so far are `target` itself; beside it lies the tag of the version they belong to, so
     a file that changed on the server starts over instead of being glued together.
     """
-    owner = client or httpx.Client(follow_redirects=True, timeout=httpx.Timeout(60.0))
+    owner = client or httpx.Client(
+        follow_redirects=True, timeout=httpx.Timeout(60.0), mounts=DIRECT
+    )
     try:
         for attempt in range(tries):
             try:

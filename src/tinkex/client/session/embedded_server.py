@@ -34,6 +34,7 @@ import httpx
 
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.errors import LocalServerError, how_to_install
+from tinkex.wire.loopback import DIRECT
 
 logger = logging.getLogger("tinkex.local")
 
@@ -122,7 +123,7 @@ class LocalServer:
                 return
         with contextlib.suppress(httpx.HTTPError):
             headers = {"x-api-key": self.api_key}
-            async with httpx.AsyncClient(timeout=5, headers=headers) as client:
+            async with httpx.AsyncClient(timeout=5, headers=headers, mounts=DIRECT) as client:
                 await client.post(f"{self.base_url}/tinkex/v1/detach", json={"pid": os.getpid()})
 
 
@@ -377,7 +378,7 @@ def _read_record(record: Path) -> dict[str, Any]:
 
 
 def _attach(base_url: str, key: str) -> None:
-    with httpx.Client(timeout=5, headers={"x-api-key": key}) as client:
+    with httpx.Client(timeout=5, headers={"x-api-key": key}, mounts=DIRECT) as client:
         client.post(f"{base_url}/tinkex/v1/attach", json={"pid": os.getpid()}).raise_for_status()
 
 
