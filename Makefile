@@ -12,9 +12,10 @@ version = $(shell "$(1)" -c 'import platform; print(platform.python_version())')
 VERSION := $(call version,$(INTERPRETER))
 VENV := $(if $(filter $(VERSION),$(call version,python3)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
-# What users of Tinkex need, and what its tests and docs need on top.
-STAMP := $(VENV)/.installed
-DEV_STAMP := $(VENV)/.installed-dev
+# What users of Tinkex need, and what its tests and docs need on top; of this Python, since `python3`
+# may be another one tomorrow.
+STAMP := $(VENV)/.installed-$(VERSION)
+DEV_STAMP := $(VENV)/.installed-dev-$(VERSION)
 # `make quickstart TORCH=cuda` (or cpu): that build of torch, whether or not a driver is here.
 TORCH ?=
 

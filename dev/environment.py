@@ -68,7 +68,7 @@ def works(python: Path) -> bool:
 
 def make(folder: Path) -> None:
     """Make an empty environment with pip in it, or leave no folder at all."""
-    if folder.exists() and not (folder / "pyvenv.cfg").exists():
+    if os.path.lexists(folder) and not (folder / "pyvenv.cfg").exists():
         refuse(
             f"{folder} is there and is no virtual environment. Move it away and type this again."
         )

@@ -48,6 +48,28 @@ def test_ci_runs_what_make_test_leaves_out():
     assert {"SYSTEM=1", "test", "test-peers-quick"} <= set(command.split())
 
 
+@needs_make
+def test_an_upgraded_python_gets_its_environment_anew(tmp_path):
+    """As Debian 12 that became 13: what was installed for 3.11 is nothing to 3.13."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "dev"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv").mkdir()
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+    def make_venv(version: str, option: str) -> str:
+        python = tmp_path / "python3"
+        answer = f'case "$2" in *executable*) echo "$0" ;; *) echo {version} ;; esac'
+        python.write_text(f"#!/bin/sh\n{answer}\n")
+        python.chmod(0o755)
+        run = ["make", option, "venv"]
+        return subprocess.run(run, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE).stdout
+
+    assert "environment.py .venv" in make_venv("3.11.2", "-n")
+    make_venv("3.11.2", "--touch")
+    assert "environment.py" not in make_venv("3.11.2", "-n")
+    assert "environment.py .venv" in make_venv("3.13.5", "-n")
+
+
 def test_clean_cache_removes_what_is_ours_and_names_it(tmp_path):
     for name in ("venvs/sdk", "models/m", "somebody-elses"):
         (tmp_path / "cache" / name).mkdir(parents=True)

@@ -112,6 +112,13 @@ def test_an_environment_that_was_left_without_pip_is_made_anew(tmp_path, bare, m
     assert environment.works(folder / "bin" / "python")
 
 
+def test_a_link_to_a_folder_that_is_gone_is_refused_and_left_alone(tmp_path):
+    (tmp_path / ".venv").symlink_to(tmp_path / "on a disk that is not mounted")
+    with pytest.raises(SystemExit, match="no virtual environment"):
+        environment.make(tmp_path / ".venv")
+    assert (tmp_path / ".venv").is_symlink()
+
+
 def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(SystemExit, match="no virtual environment"):
