@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def test_an_upgraded_python_gets_its_environment_anew(tmp_path):
     make_venv("3.11.2", "--touch")
     assert "environment.py" not in make_venv("3.11.2", "-n")
     assert "environment.py .venv" in make_venv("3.13.5", "-n")
+
+
+def test_a_test_run_leaves_no_file_in_the_folder_for_temporary_files(tmp_path):
+    one = "tests/dev/test_environment.py::test_a_folder_that_is_no_environment_is_left_alone"
+    env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-n", "1", one]
+    subprocess.run(command, cwd=ROOT, env=env | {"TMPDIR": str(tmp_path)}, check=True)
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 def test_clean_cache_removes_what_is_ours_and_names_it(tmp_path):
