@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import multiprocessing
 import pickle
 import threading
@@ -18,6 +19,7 @@ from recovery_world import Server
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
+from tinkex.client.futures import spawn
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 IGNORED = types.Datum(
@@ -54,6 +56,20 @@ def test_train_step_lowers_the_loss_and_returns_both_halves(
     assert last.metrics["step:max"] == 5.0
     assert last.metrics["loss:sum"] == last.loss
     assert len(last.loss_fn_outputs) == 1
+
+
+def test_a_step_may_end_before_the_call_that_made_it_returns(
+    training: tinkex.TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(start: Any) -> Any:
+        future = spawn(start)
+        concurrent.futures.wait([future], 60)
+        return future
+
+    monkeypatch.setattr("tinkex.client.training.training_client.spawn", late)
+    step = training.train_step([datum([1, 2, 3])], "cross_entropy", types.AdamParams())
+    assert step.result(60).metrics["step:max"] == 1.0
+    assert step.status().request_id
 
 
 def test_order_is_fixed_at_call_time_from_several_threads(training: tinkex.TrainingClient) -> None:

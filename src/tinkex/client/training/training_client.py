@@ -152,14 +152,17 @@ class TrainingClient(TrainingCalls):
         async def both(waiting: Waiting) -> TrainStepResult:
             waiting.state = "queued"
             try:
-                first = await loss
-                future.follow(step)
-                return TrainStepResult(first, await step, ages)
+                return TrainStepResult(await loss, await step, ages)
             finally:
                 step.cancel()  # no effect once it ended; else nobody would hear its error
 
+        def go_on(ended: Future[Any]) -> None:
+            if not ended.cancelled() and ended.exception() is None:
+                future.follow(step)
+
         future = spawn(both)
         future.follow(loss)  # status() tells what the half that runs now waits for
+        loss.add_done_callback(go_on)  # not by `both`, which may end before spawn() returns
         return future
 
     train_step_async = submitted(train_step)
