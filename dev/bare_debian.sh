@@ -21,7 +21,7 @@ if [ -z "${BARE_DEBIAN_UNSHARED:-}" ]; then
     BARE_DEBIAN_UNSHARED=1 exec unshare --mount --pid --fork --kill-child "$0" "$release" "${targets[@]}"
 fi
 root="$(mktemp -d)"
-trap 'umount --recursive --lazy "$root/proc" "$root/dev" || true; rm -rf --one-file-system "$root"' EXIT
+trap 'umount --recursive --lazy "$root/proc" "$root/dev" 2>/dev/null || true; rm -rf --one-file-system "$root"' EXIT
 
 mmdebstrap --quiet --variant=minbase --include=python3,make,ca-certificates "$release" "$root"
 cp /etc/resolv.conf /etc/hosts "$root/etc/"
