@@ -28,15 +28,12 @@ def form_of(value: Array | CsrArray) -> Form:
     return Form(stored.dtype.kind in "iu", tuple(shape))
 
 
-def check_dense_bytes(data: Sequence[TrainDatum]) -> None:
-    """Refuse datums whose sparse inputs would take too much memory, before any is made dense.
+SparseInputs = dict[int, dict[str, CsrArray]]
+"""The sparse inputs of each datum that has any: by its index, then by the path of each."""
 
-    All of them together, since they are dense at once; and each by its own tokens, since it goes
-    through one pass.
 
-    Raises:
-        InvalidInputError: Names the largest of the inputs, its shape and the limit.
-    """
+def sparse_inputs(data: Sequence[TrainDatum]) -> SparseInputs:
+    """The sparse inputs of a request."""
     by_datum = {
         index: {
             f"data[{index}].loss_fn_inputs.{name}": value
@@ -45,12 +42,22 @@ def check_dense_bytes(data: Sequence[TrainDatum]) -> None:
         }
         for index, datum in enumerate(data)
     }
-    whole = {path: value for sparse in by_datum.values() for path, value in sparse.items()}
-    if not whole:
-        return
-    _judge(whole, sum(len(datum.tokens) for datum in data), "request")
-    for index, sparse in by_datum.items():
-        _judge(sparse, len(data[index].tokens), "datum")
+    return {index: sparse for index, sparse in by_datum.items() if sparse}
+
+
+def check_dense_bytes(inputs: SparseInputs, num_tokens: Sequence[int]) -> None:
+    """Refuse sparse inputs of a request that would take too much memory, before any is made dense.
+
+    All of them together, since they are dense at once; and those of each datum by its own tokens,
+    since it goes through one pass.
+
+    Raises:
+        InvalidInputError: Names the largest of the inputs, its shape and the limit.
+    """
+    whole = {path: value for sparse in inputs.values() for path, value in sparse.items()}
+    _judge(whole, sum(num_tokens), "request")
+    for index, sparse in inputs.items():
+        _judge(sparse, num_tokens[index], "datum")
 
 
 def _judge(sparse: Mapping[str, CsrArray], num_tokens: int, whole: str) -> None:

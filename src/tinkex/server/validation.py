@@ -17,7 +17,7 @@ from tinkex.contract.optimizers import OptimizerParams, find_optimizer, read_par
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.sampling import DrawSettings, SampleOptions, check_vocabulary, read_stop
 from tinkex.engine import routed_experts
-from tinkex.engine.arrays import check_dense_bytes, form_of
+from tinkex.engine.arrays import check_dense_bytes, form_of, sparse_inputs
 from tinkex.engine.jobs import Array, CsrArray, ModelInfo, SampleJob, TracedLoss, TrainDatum
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server import decode
@@ -46,7 +46,8 @@ def check_train(request: TrainRequest, info: ModelInfo | None) -> None:
         read_settings(loss, request.loss_fn_config)
     for index, datum in enumerate(request.data):
         _check_datum(loss, index, datum, info)
-    check_dense_bytes(request.data)
+    if sparse := sparse_inputs(request.data):
+        check_dense_bytes(sparse, [len(datum.tokens) for datum in request.data])
 
 
 def _check_custom(request: TrainRequest) -> None:

@@ -16,7 +16,7 @@ from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import ExpertCounts
 from tinkex.engine import routed_experts
-from tinkex.engine.arrays import check_dense_bytes, dense, form_of
+from tinkex.engine.arrays import check_dense_bytes, dense, form_of, sparse_inputs
 from tinkex.engine.jobs import Array, CsrArray, TracedLoss, TrainDatum, TrainJob
 from tinkex.errors import InvalidInputError
 
@@ -47,8 +47,9 @@ def loss_of(job: TrainJob) -> Loss | TracedLoss:
     """What a job's data are checked against and its loss is computed by."""
     if not job.data:
         raise InvalidInputError("must hold at least one datum", path="data")
-    if not job.shards:  # a part of a job was judged with the whole, which has more tokens
-        check_dense_bytes(job.data)
+    # A part of a job was judged with the whole, which has more tokens.
+    if not job.shards and (sparse := sparse_inputs(job.data)):
+        check_dense_bytes(sparse, [len(datum.tokens) for datum in job.data])
     if job.loss_fn != CUSTOM:
         return find_loss(job.loss_fn)
     if job.custom_loss is None:
