@@ -91,7 +91,9 @@ def test_a_run_over_a_group_survives_its_members(tmp_path: Path) -> None:
             assert train(rough, {1: signal.SIGKILL, 3: signal.SIGSTOP}, server) == before
             assert first not in followers(server)
             assert len(followers(server)) == 1
-            assert server.log.count("worker: the group ends") >= 2
+            # A leader may also be ended from within the collective that lost the killed one, before
+            # it can say why. That the group was formed anew after each signal is what counts.
+            assert server.log.count("a group of 2:") >= 3
             assert "did not come to" in server.log
             (folder, bits), (_, others) = (
                 weights(server, c, n) for c, n in ((calm, "calm"), (rough, "rough"))
