@@ -588,7 +588,7 @@ async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loo
     answers = await asyncio.gather(*(_post(world, CHAT, NOBODY) for _ in range(12)))
     assert {answer.status_code for answer in answers} == {400}
     assert "role 'nobody' is unknown" in answers[0].text
-    assert most[0] <= fields.READING_AT_ONCE
+    assert most[0] <= exchange.READING_AT_ONCE
     assert threading.current_thread() not in threads
 
 
@@ -625,7 +625,7 @@ async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
     posts = [world.http.post(f"/api/v1/{path}", content=content, headers=key) for _ in range(8)]
     answers = await asyncio.gather(*posts)
     assert {answer.status_code for answer in answers} == {400}
-    assert most[0] <= fields.READING_AT_ONCE
+    assert most[0] <= exchange.READING_AT_ONCE
     assert min(held) > len(content)
     assert world.app.state.parsed_bodies.held_bytes == 0
 

@@ -30,7 +30,7 @@ from tinkex.server.compat.callers import foreign_sees_users, foreign_user
 from tinkex.server.compat.refusals import in_their_words, is_foreign
 from tinkex.server.config import ServerConfig
 from tinkex.server.console import install as console
-from tinkex.server.exchange import Answer, headers_of, let_go, receive_body
+from tinkex.server.exchange import READING_AT_ONCE, Answer, headers_of, let_go, receive_body
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.private import secret
@@ -132,6 +132,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     app.state.metrics = ServerMetrics()
     app.state.bodies = BodyBudget(config.max_held_body_bytes)
     app.state.parsed_bodies = BodyBudget(config.max_held_body_bytes)
+    app.state.reading = FairGate(READING_AT_ONCE)
     app.state.quotas = quotas = Quotas(store, config)
     app.state.presence = Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid)
     app.state.auth = auth = Auth.open(

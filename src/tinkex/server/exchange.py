@@ -37,6 +37,8 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 T = TypeVar("T")
 SMALL_BODY_BYTES = 16 * 1024
 """Bodies below this are not counted against the budget."""
+READING_AT_ONCE = 2
+"""Bodies of many parts that are parsed and checked at a time."""
 RESERVE_BYTES = 1024 * 1024
 """Reserved at a time for a body that does not say its length."""
 _KEPT = "tinkex.body"

@@ -122,8 +122,6 @@ CONVERSATION = JsonBounds(containers=50_000, keys=150_000, values=250_000, depth
 """Four thousand messages of an agent, in parts and with two thousand calls, have 20,000 objects."""
 AT_ONCE = JsonBounds(containers=512, keys=2048, values=4096, depth=64)
 """What is read on the event loop: a millisecond or two."""
-READING_AT_ONCE = 2
-"""Bodies of many parts that are parsed and checked at a time."""
 CONTAINER_BYTES, VALUE_BYTES = 800, 120
 """What a list or an object costs in memory once it is checked, and what any other value does."""
 

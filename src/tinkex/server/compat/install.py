@@ -15,12 +15,10 @@ from tinkex.server.compat import (
     records,
 )
 from tinkex.server.compat.chat_formats import ChatFormats
-from tinkex.server.compat.fields import READING_AT_ONCE
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.refusals import PREFIXES
 from tinkex.server.compat.trajectories import TrajectoryRecorder
 from tinkex.server.service import Service
-from tinkex.server.work.queue import FairGate
 from tinkex.store import User
 
 _MODULES = (openai_chat, openai_completions, openai_responses)
@@ -38,10 +36,9 @@ def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
 
 
 def install(app: FastAPI, service: Service) -> None:
-    """Mount the routes; sets `names`, `chat_formats`, `reading`, `trajectories` on `app.state`."""
+    """Mount the routes; sets `names`, `chat_formats` and `trajectories` on `app.state`."""
     app.state.names = ModelNames(service)
     app.state.chat_formats = ChatFormats(service.catalog)
-    app.state.reading = FairGate(READING_AT_ONCE)
     app.state.trajectories = TrajectoryRecorder(service.store, service.shelf)
     for prefix in PREFIXES:
         for module in _MODULES:
