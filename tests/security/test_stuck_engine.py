@@ -154,3 +154,5 @@ def test_a_job_in_the_middle_of_anothers_is_never_at_work_alone() -> None:
         with pulse.work():
             assert pulse.now.job_ids == (), "many share a step of sampling"
         assert pulse.now.job_ids == ("long",)
+        with pulse.work("long", is_loading=True):
+            assert pulse.now.job_ids == ("long",), "a job that loads its model is one job"

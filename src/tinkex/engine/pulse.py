@@ -106,8 +106,8 @@ class _Work:
 
     def __init__(self, pulse: Pulse, job_ids: tuple[str, ...], is_loading: bool) -> None:
         self._pulse, self._before = pulse, pulse.now
-        if job_ids:  # what waits for it holds its memory meanwhile
-            job_ids += pulse.now.job_ids
+        if job_ids:  # what waits for it holds its memory meanwhile; a job may wait for a part of it
+            job_ids += tuple(waits for waits in pulse.now.job_ids if waits not in job_ids)
         self._beat = Beat(pulse.now.num_turns + 1, True, is_loading, job_ids)
 
     def __enter__(self) -> None:
