@@ -19,8 +19,9 @@ from tinkex.contract import traced
 from tinkex.engine.jobs import TracedLoss, TrainDatum
 from tinkex.engine.metrics import reduce_metrics
 from tinkex.engine.train import graph_ops
-from tinkex.engine.train.graph import MAX_NODES, build_loss, check_graph
+from tinkex.engine.train.graph import build_loss
 from tinkex.engine.train.graph_cost import LossBudget
+from tinkex.engine.train.graph_program import MAX_NODES, check_graph
 from tinkex.engine.train.graph_shapes import _datum_operations, check_work
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -446,7 +447,7 @@ def test_whatever_is_sent_ends_in_a_loss_or_in_a_refusal():
 def test_a_graph_is_refused_without_torch():
     """An API process refuses a bad graph and never loads a tensor library."""
     code = (
-        "import sys; from tinkex.engine.train.graph import check_graph; "
+        "import sys; from tinkex.engine.train.graph_program import check_graph; "
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)

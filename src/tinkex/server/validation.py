@@ -141,7 +141,7 @@ def optimizer_params(asked: OptimStepRequest, model_type: str) -> OptimizerParam
 
 def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
     """Refuse a graph that the engine would not rebuild."""
-    from tinkex.engine.train.graph import check_graph as check
+    from tinkex.engine.train.graph_program import check_graph as check
 
     pairs = tuple((item["name"], item["rank"]) for item in inputs)
     check(TracedLoss(inputs=pairs, graph=graph))

@@ -20,8 +20,8 @@ from tinkex.contract import traced
 from tinkex.engine.arrays import form_of
 from tinkex.engine.jobs import TracedLoss, TrainDatum
 from tinkex.engine.train import graph_ops as ops
-from tinkex.engine.train.graph import NodeRef, Program, Step, check_graph
 from tinkex.engine.train.graph_cost import Shape, step_operations
+from tinkex.engine.train.graph_program import NodeRef, Program, Step, check_graph
 from tinkex.errors import InvalidInputError
 
 MAX_COUNTED_STEPS = 4096
