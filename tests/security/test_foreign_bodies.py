@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -567,17 +567,19 @@ def _told(answer: httpx.Response) -> Any:
 # ------------------------------------------------------------------------------------ turns
 
 
-async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loop(
-    world: AppWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock, most, now, threads = threading.Lock(), [0], [0], set()
+def _most_parsed_at_once(
+    monkeypatch: pytest.MonkeyPatch, note: Callable[[], None]
+) -> Callable[[], int]:
+    """Call `note` whenever JSON is parsed; returns what tells how many were at most at a time."""
+    lock, counts, now = threading.Lock(), [0], [0]
     parse = json_codec.loads_object
 
     def noted(content: bytes, **given: bool) -> dict[str, Any]:
         with lock:
             now[0] += 1
-            most[0] = max(most[0], now[0])
-        threads.add(threading.current_thread())
+            counts.append(now[0])
+        note()
+        time.sleep(0.02)  # so that those who are not kept apart meet
         try:
             return parse(content, **given)
         finally:
@@ -585,10 +587,18 @@ async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loo
                 now[0] -= 1
 
     monkeypatch.setattr(json_codec, "loads_object", noted)
+    return lambda: max(counts)
+
+
+async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loop(
+    world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[threading.Thread] = set()
+    most = _most_parsed_at_once(monkeypatch, lambda: threads.add(threading.current_thread()))
     answers = await asyncio.gather(*(_post(world, CHAT, NOBODY) for _ in range(12)))
     assert {answer.status_code for answer in answers} == {400}
     assert "role 'nobody' is unknown" in answers[0].text
-    assert most[0] <= exchange.READING_AT_ONCE
+    assert most() <= exchange.READING_AT_ONCE
     assert threading.current_thread() not in threads
 
 
@@ -604,28 +614,15 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {
 async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
     world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, most, now, held = threading.Lock(), [0], [0], []
-    parse = json_codec.loads_object
-
-    def noted(content: bytes, **given: bool) -> dict[str, Any]:
-        with lock:
-            now[0] += 1
-            most[0] = max(most[0], now[0])
-        held.append(world.app.state.parsed_bodies.held_bytes)
-        time.sleep(0.02)
-        try:
-            return parse(content, **given)
-        finally:
-            with lock:
-                now[0] -= 1
-
-    monkeypatch.setattr(json_codec, "loads_object", noted)
+    held: list[int] = []
+    budget: BodyBudget = world.app.state.parsed_bodies
+    most = _most_parsed_at_once(monkeypatch, lambda: held.append(budget.held_bytes))
     path, body = OWN[name]
     content, key = orjson.dumps(body), {"x-api-key": "tml-ann"}
     posts = [world.http.post(f"/api/v1/{path}", content=content, headers=key) for _ in range(8)]
     answers = await asyncio.gather(*posts)
     assert {answer.status_code for answer in answers} == {400}
-    assert most[0] <= exchange.READING_AT_ONCE
+    assert most() <= exchange.READING_AT_ONCE
     assert min(held) > len(content)
     assert world.app.state.parsed_bodies.held_bytes == 0
 
