@@ -27,7 +27,7 @@ import httpx
 import report
 
 import tinkex
-from tinkex.server.work.curves import Curve, LiveCurves
+from tinkex.server.runs.curves import Curve, LiveCurves
 from tinkex.store import Model, Session, Store, StoredCurve
 
 ROOT = Path(__file__).resolve().parent.parent

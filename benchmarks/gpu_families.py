@@ -35,8 +35,8 @@ from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import RandomWeights
-from tinkex.engine.mxfp4 import PackedExperts
-from tinkex.engine.routed_experts import unpack
+from tinkex.engine.numerics.mxfp4 import PackedExperts
+from tinkex.engine.numerics.routed_experts import unpack
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.train.trainer import Trainer
 

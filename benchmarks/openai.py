@@ -43,7 +43,7 @@ from urllib.parse import urlsplit
 import report
 
 import tinkex
-from tinkex.client.rest.downloads import download_checkpoint
+from tinkex.client.service.downloads import download_checkpoint
 from tinkex.engine.model import default_model
 
 ROOT = Path(__file__).resolve().parent.parent

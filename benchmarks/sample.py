@@ -25,9 +25,9 @@ import report
 import torch
 
 from tinkex.engine import jobs
-from tinkex.engine.config import EngineConfig
-from tinkex.engine.engine import TorchEngine
 from tinkex.engine.model import default_model
+from tinkex.engine.torch.config import EngineConfig
+from tinkex.engine.torch.engine import TorchEngine
 
 BARS = {"sample_cpu_32": 2.0, "sample_cpu_1": 1.2}
 VOCAB = 49152

@@ -34,7 +34,7 @@ from tinkex.engine.jobs import (
     TrainJob,
 )
 from tinkex.engine.model import default_model
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 
 RANK, NUM_DATUMS, NUM_TENANTS, TENANT_LENGTH = 32, 8, 16, 128

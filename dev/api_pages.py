@@ -65,6 +65,7 @@ GROUPS = {
     "sampling": "Sampling",
     "service": "Sessions, models and checkpoints",
     "account": "Accounts, billing and telemetry",
+    "fields": "Identifiers",
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig, RopeConfig
-from tinkex.engine.model.survey import Needs, needs
+from tinkex.engine.torch.survey import Needs, needs
 
 LENGTH, RANK, SAMPLES = 2048, 32, 16
 OVERHEAD = 2e9

@@ -58,7 +58,7 @@ def cli_page() -> str:
 
 
 def settings_page() -> str:
-    server = fields(ROOT / "src/tinkex/server/config.py", "ServerConfig")
+    server = fields(ROOT / "src/tinkex/server/process/config.py", "ServerConfig")
     client = fields(ROOT / "src/tinkex/client/config.py", "ClientConfig")
     return "\n".join(
         [

@@ -23,20 +23,20 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
     from tinkex.client.config import ClientConfig as ClientConfig
     from tinkex.client.futures import APIFuture as APIFuture
     from tinkex.client.futures import FutureStatus as FutureStatus
-    from tinkex.client.http.retry import RetryConfig as RetryConfig
     from tinkex.client.http.transport import RequestOptions as RequestOptions
     from tinkex.client.recovery.policy import RecoveryEvent as RecoveryEvent
     from tinkex.client.recovery.policy import RecoveryPolicy as RecoveryPolicy
-    from tinkex.client.recovery.recovering_client import (
-        RecoveringTrainingClient as RecoveringTrainingClient,
-    )
     from tinkex.client.recovery.run_monitor import RunMonitor as RunMonitor
     from tinkex.client.rest.admin_client import AdminClient as AdminClient
     from tinkex.client.rest.rest_client import RestClient as RestClient
+    from tinkex.client.sampling.sample_retry import RetryConfig as RetryConfig
     from tinkex.client.sampling.sampling_client import SamplingClient as SamplingClient
-    from tinkex.client.service_client import ServiceClient as ServiceClient
+    from tinkex.client.service.service_client import ServiceClient as ServiceClient
     from tinkex.client.training.loss_tracing import LossHandle as LossHandle
     from tinkex.client.training.loss_tracing import PerDatumLossFn as PerDatumLossFn
+    from tinkex.client.training.recovering_client import (
+        RecoveringTrainingClient as RecoveringTrainingClient,
+    )
     from tinkex.client.training.train_step import TrainStepResult as TrainStepResult
     from tinkex.client.training.training_client import TrainingClient as TrainingClient
     from tinkex.errors import APIConnectionError as APIConnectionError
@@ -106,15 +106,15 @@ _NAMES = {
     "httpx": "Timeout",
     "tinkex.client.config": "ClientConfig",
     "tinkex.client.futures": "APIFuture FutureStatus",
-    "tinkex.client.http.retry": "RetryConfig",
+    "tinkex.client.sampling.sample_retry": "RetryConfig",
     "tinkex.client.http.transport": "RequestOptions",
     "tinkex.client.recovery.policy": "RecoveryEvent RecoveryPolicy",
-    "tinkex.client.recovery.recovering_client": "RecoveringTrainingClient",
+    "tinkex.client.training.recovering_client": "RecoveringTrainingClient",
     "tinkex.client.recovery.run_monitor": "RunMonitor",
     "tinkex.client.rest.admin_client": "AdminClient",
     "tinkex.client.rest.rest_client": "RestClient",
     "tinkex.client.sampling.sampling_client": "SamplingClient",
-    "tinkex.client.service_client": "ServiceClient",
+    "tinkex.client.service.service_client": "ServiceClient",
     "tinkex.client.training.loss_tracing": "LossHandle PerDatumLossFn",
     "tinkex.client.training.train_step": "TrainStepResult",
     "tinkex.client.training.training_client": "TrainingClient",
@@ -178,5 +178,5 @@ def __dir__() -> list[str]:
 @atexit.register
 def _end_clients() -> None:
     """Registered on import: exit handlers of those who import us come first and can still send."""
-    if (loop := sys.modules.get("tinkex.client.session.background_loop")) is not None:
+    if (loop := sys.modules.get("tinkex.client.background_loop")) is not None:
         loop.end_background()

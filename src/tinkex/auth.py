@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from tinkex.client.config import LOCAL, ClientConfig
-from tinkex.client.session.credentials import load_default_key
+from tinkex.client.credentials import load_default_key
 from tinkex.errors import ConfigError
 
 __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]

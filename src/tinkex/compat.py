@@ -48,8 +48,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tinker.lib.public_interfaces.sampling_client": _CLIENTS,
     "tinker.lib.public_interfaces.service_client": _CLIENTS,
     "tinker.lib.public_interfaces.training_client": _CLIENTS,
-    "tinker.lib.queue_state_logger": ("tinkex.client.polling",),
-    "tinker.lib.retry_handler": ("tinkex.client.http.retry",),
+    "tinker.lib.queue_state_logger": ("tinkex.client.session.polling",),
+    "tinker.lib.retry_handler": ("tinkex.client.sampling.sample_retry",),
     "tinker.lib.retryable_exception": ("tinkex.errors",),
     "tinker.lib.telemetry": ("tinkex.client.session.telemetry",),
 }

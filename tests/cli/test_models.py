@@ -118,7 +118,7 @@ def test_train_sft_without_data_fails(cli):
 
 
 def test_ctrl_c_ends_training_with_130_and_a_checkpoint(cli, data, monkeypatch):
-    from tinkex.recipes.run_log import RunLog
+    from tinkex.runs.run_log import RunLog
 
     real = RunLog.metrics
 
@@ -221,7 +221,7 @@ def test_checkpoint_push_hf_of_something_that_is_no_adapter_fails(cli, saved):
 def test_checkpoint_push_hf(cli, saved, monkeypatch):
     pushed = []
     monkeypatch.setattr(
-        "tinkex.client.rest.downloads.push_to_hub",
+        "tinkex.client.service.downloads.push_to_hub",
         lambda folder, repo_id, **options: pushed.append((repo_id, options)),
     )
     shown = cli("checkpoint", "push-hf", saved.state_path, "-r", "me/x", "--public", "--json").json

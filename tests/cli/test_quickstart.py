@@ -12,7 +12,7 @@ import pytest
 from process_settings import settings_restored
 
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
-from tinkex.recipes.run_log import RunLog
+from tinkex.runs.run_log import RunLog
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkex.server.config import ServerConfig
 from tinkex.server.greeting import greeting
+from tinkex.server.process.config import ServerConfig
 
 
 def _serve(folder: Path, *flags: str, **options: object) -> subprocess.Popen[bytes]:

@@ -16,7 +16,7 @@ from patience import until as wait_until
 
 from tinkex.client.config import ClientConfig
 from tinkex.client.recovery.policy import RecoveryPolicy
-from tinkex.client.service_client import ServiceClient
+from tinkex.client.service.service_client import ServiceClient
 from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import BadRequestError
 from tinkex.types import AdamParams, Datum, ModelInput

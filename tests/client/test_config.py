@@ -12,7 +12,7 @@ import pytest
 
 import tinkex
 from tinkex.client.config import HOSTED_BASE_URL, ClientConfig
-from tinkex.client.session.credentials import (
+from tinkex.client.credentials import (
     TokenProvider,
     delete_default_key,
     load_default_key,

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tinkex.client.rest import downloads
+from tinkex.client.service import downloads
 from tinkex.errors import APIConnectionError, APIStatusError, HubError, InvalidInputError
 
 CONTENT = bytes(range(256)) * 2000

@@ -23,7 +23,7 @@ def after_all():
 atexit.register(after_all)
 
 import tinkex
-from tinkex.client.session.background_loop import background
+from tinkex.client.background_loop import background
 
 def mine():
     answered = threading.Event()
@@ -62,7 +62,7 @@ def test_exit_handlers_can_still_send_and_then_the_loop_ends():
 LATE = """
 import ctypes, sys, time
 import tinkex
-from tinkex.client.session.background_loop import background
+from tinkex.client.background_loop import background
 
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)

@@ -192,7 +192,7 @@ def test_a_forked_child_starts_its_own_loop_and_cannot_wait_for_the_parents_futu
 
 
 def test_calls_from_many_threads_keep_their_own_order() -> None:
-    from tinkex.client.session.background_loop import background
+    from tinkex.client.background_loop import background
 
     seen: list[tuple[int, int]] = []
 

@@ -18,7 +18,7 @@ from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import Expect, Poller, QueueWatch
+from tinkex.client.session.polling import Expect, Poller, QueueWatch
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,

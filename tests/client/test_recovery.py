@@ -24,7 +24,7 @@ from recovery_world import (
 from tinkex import events
 from tinkex.client.config import ClientConfig
 from tinkex.client.recovery.policy import RecoveryPolicy
-from tinkex.client.service_client import ServiceClient
+from tinkex.client.service.service_client import ServiceClient
 from tinkex.client.session import embedded_server
 from tinkex.errors import InvalidInputError
 from tinkex.types import AdamParams

@@ -24,8 +24,8 @@ from recovery_world import (
 )
 
 from tinkex.client.futures import APIFuture
-from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
-from tinkex.client.service_client import ServiceClient
+from tinkex.client.service.service_client import ServiceClient
+from tinkex.client.training.recovering_client import RecoveringTrainingClient
 from tinkex.client.training.training_client import TrainingClient
 from tinkex.errors import ConfigError, ResultTimeoutError, TinkerError
 

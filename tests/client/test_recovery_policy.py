@@ -16,7 +16,7 @@ from recovery_world import (
 
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.recovery.run_monitor import RunMonitor
-from tinkex.client.service_client import ServiceClient
+from tinkex.client.service.service_client import ServiceClient
 from tinkex.errors import (
     BadRequestError,
     ConfigError,

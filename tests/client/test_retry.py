@@ -13,12 +13,11 @@ from tinkex.client.http.retry import (
     BillingPause,
     CallRetry,
     Outage,
-    PollRetry,
-    RetryConfig,
     RetryPolicy,
-    SampleRetry,
     parse_retry_after_s,
 )
+from tinkex.client.sampling.sample_retry import RetryConfig, SampleRetry
+from tinkex.client.session.polling import PollRetry
 from tinkex.errors import (
     APIConnectionError,
     PromiseLostError,

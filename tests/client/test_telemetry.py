@@ -11,7 +11,7 @@ from patience import soon
 
 from tinkex import events
 from tinkex.client.config import ClientConfig
-from tinkex.client.service_client import ServiceClient
+from tinkex.client.service.service_client import ServiceClient
 from tinkex.client.session import telemetry
 from tinkex.client.session.telemetry import Reporter, ReporterConfig
 from tinkex.errors import (

@@ -13,10 +13,10 @@ from virtual_time import run_virtual
 
 from tinkex import errors
 from tinkex.client.config import ClientConfig
+from tinkex.client.credentials import TokenProvider
 from tinkex.client.http.http1 import ProtocolError, Reply
 from tinkex.client.http.retry import RetryPolicy
 from tinkex.client.http.transport import Call, Transport, status_error
-from tinkex.client.session.credentials import TokenProvider
 
 
 class Recorded:

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tinkex.client import background_loop as loop_module
+from tinkex.client.background_loop import LoopThread
 from tinkex.client.http.limits import RateLimiter
-from tinkex.client.session import background_loop as loop_module
-from tinkex.client.session.background_loop import LoopThread
 
 T = TypeVar("T")
 

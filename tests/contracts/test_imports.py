@@ -28,7 +28,8 @@ ENGINE_MAY_IMPORT = {
     *("torch", "numpy", "safetensors", "transformers", "triton"),
     *("tokenizers", "huggingface_hub"),
 }
-MAX_MODULES = 20
+# Folders with more modules than this are hard to read; the order of rooms matters more.
+MAX_MODULES = 25
 
 
 def allowed_by_the_page() -> dict[str, set[str]]:
@@ -37,7 +38,17 @@ def allowed_by_the_page() -> dict[str, set[str]]:
     return {name: set(re.findall(r"`(\w+)`", cell)) for name, cell in rows}
 
 
+def floors_of_the_page() -> dict[str, list[set[str]]]:
+    """Each package's rooms, the lowest floor first; "." is the modules beside the rooms."""
+    rows = re.findall(r"^\| `(\w+)` \| (`[^|]*<[^|]*`) \|$", PAGE, re.M)
+    return {
+        package: [set(re.findall(r"`([\w.]+)`", floor)) for floor in cell.split("<")]
+        for package, cell in rows
+    }
+
+
 BELOW = allowed_by_the_page()
+FLOORS = floors_of_the_page()
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 
 
@@ -100,6 +111,55 @@ def test_the_page_allows_no_cycle():
 def test_imports_point_one_way(package: str):
     allowed = BELOW[package] | FREE | {package}
     assert not [wrong for path in modules(package) for wrong in wrong_imports(path, allowed)]
+
+
+def room(name: str) -> str:
+    """The room of the module `tinkex.package.room.module`; "." for a module beside the rooms."""
+    parts = name.split(".")
+    return parts[2] if len(parts) > 3 else "."
+
+
+def module_name(path: Path) -> str:
+    parts = ("tinkex", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path) for path in ROOT.rglob("*.py")}
+
+
+def imports_between_rooms(path: Path) -> Iterator[tuple[str, str, int]]:
+    """(importing room, imported room, line) of each import of another room of the same package."""
+    me = module_name(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.module:
+            continue
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            module = whole if whole in MODULES else node.module
+            if module.split(".")[:2] == me.split(".")[:2] and room(module) != room(me):
+                yield room(me), room(module), node.lineno
+
+
+def upward_imports(path: Path, floors: list[set[str]]) -> list[str]:
+    height = {room: number for number, floor in enumerate(floors) for room in floor}
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {upper} imports {lower}, which is not below it"
+        for upper, lower, line in imports_between_rooms(path)
+        if height[upper] <= height[lower]
+    ]
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_rooms_import_only_rooms_below_them(package: str):
+    wrong = [x for path in modules(package) for x in upward_imports(path, FLOORS[package])]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_the_page_gives_every_room_one_floor(package: str):
+    rooms = {room(module_name(path)) for path in modules(package)}
+    shown = [name for floor in FLOORS[package] for name in floor]
+    assert sorted(shown) == sorted(rooms | {"."})
 
 
 def test_modules_beside_the_packages_are_above_or_below_them():

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from tinkex.client import validation as client_checks
 from tinkex.contract.losses import LOSSES
-from tinkex.engine.arrays import dense
 from tinkex.engine.jobs import ModelInfo, TrainJob
+from tinkex.engine.numerics.arrays import dense
 from tinkex.engine.train.data import Limits
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
-from tinkex.server import validation
-from tinkex.server.decode import TrainRequest, train_request
+from tinkex.server.jobs import validation
+from tinkex.server.jobs.decode import TrainRequest, train_request
 from tinkex.types import Datum, ForwardBackwardInput, ForwardBackwardRequest
 from tinkex.wire import Generation, requests
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from own_home import users_home
 
-from tinkex.client.session.credentials import credentials_path
-from tinkex.client.session.embedded_server import state_folder as of_client
-from tinkex.server.config import state_folder as of_server
+from tinkex.client.credentials import credentials_path
+from tinkex.wire.local_servers import state_folder
 
 
 def test_what_tinkex_keeps_lies_in_a_home_of_the_tests() -> None:
-    for place in (of_client(), of_server(), credentials_path().parent):
+    for place in (state_folder(), credentials_path().parent):
         assert place.parent == Path.home()
         assert not place.is_symlink()
     assert Path.home() != users_home()
@@ -21,7 +20,7 @@ def test_what_tinkex_keeps_lies_in_a_home_of_the_tests() -> None:
 
 def test_children_without_our_variables_live_there_too() -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("TINKE")}
-    program = "from tinkex.server.config import state_folder; print(state_folder())"
+    program = "from tinkex.wire.local_servers import state_folder; print(state_folder())"
     said = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )

@@ -30,8 +30,8 @@ from tinkex.engine.train.data import Limits, loss_of, read_datum
 from tinkex.engine.train.optim import OptimizerState, apply_step
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
-from tinkex.server import validation
-from tinkex.server.decode import TrainRequest
+from tinkex.server.jobs import validation
+from tinkex.server.jobs.decode import TrainRequest
 from tinkex.types import OptimStepRequest, SampleRequest
 from tinkex.wire import json_codec
 

@@ -59,4 +59,4 @@ def test_a_datum_is_checked_once_on_each_side(walk: dict[str, Any]):
     checks = [tuple(check) for check in walk["checks"]]
     assert len(checks) == len(set(checks))
     by_file = {file for file, _ in checks}
-    assert by_file == {"client/validation.py", "server/validation.py", "engine/train/data.py"}
+    assert by_file == {"client/validation.py", "server/jobs/validation.py", "engine/train/data.py"}

@@ -41,11 +41,11 @@ import uvicorn
 
 import tinkex
 from tinkex import types
-from tinkex.client.session.background_loop import background
+from tinkex.client.background_loop import background
 from tinkex.engine.toy.engine import ToyEngine
 from tinkex.server.app import create_app
-from tinkex.server.config import ServerConfig
 from tinkex.server.guard.connections import ConnectionLimits, guarded
+from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import open_store
 from tinkex.server.workers import child
 from tinkex.server.workers.pool import Pool
@@ -90,7 +90,7 @@ def _is_wake_of_queue(seen: dict[str, Any]) -> bool:
 # Where the request is left for somebody else: the last function of ours there, or the library's
 # that takes it. The condition tells this request from the heartbeats and polls that pass there too.
 OUT: dict[Function, Condition] = {
-    ("client/session/background_loop.py", "LoopThread.submit"): _is_wake_of_queue,
+    ("client/background_loop.py", "LoopThread.submit"): _is_wake_of_queue,
     ("client/http/http1.py", "_Connection.send"): _is_pass,
     ("store/journal.py", "Journal.append"): _always,
     ("server/work/lane.py", "Lane.kick"): _always,
@@ -101,7 +101,7 @@ OUT: dict[Function, Condition] = {
 }
 # Where the request was left just before, and whoever takes it is woken: no call that carries it.
 BELLS = {
-    ("client/session/background_loop.py", "LoopThread.submit"),
+    ("client/background_loop.py", "LoopThread.submit"),
     ("server/work/lane.py", "Lane.kick"),
     ("server/workers/supervised_worker.py", "SupervisedWorker._flush_soon"),
 }
@@ -204,7 +204,7 @@ class ThreadWorker(ProcessWorker):
     async def _spawn(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         ours, theirs = socket.socketpair()
         shared = tempfile.TemporaryFile()
-        shared.truncate(len(self._pulse))
+        shared.truncate(len(self._heartbeat))
 
         def serve() -> None:
             with contextlib.suppress(EOFError, ConnectionError):

@@ -66,7 +66,7 @@ def test_the_shapes_of_the_fit_table_are_those_of_the_models_they_name(monkeypat
     import torch
     from fit_table import MODELS
 
-    from tinkex.engine.model.survey import needs
+    from tinkex.engine.torch.survey import needs
 
     published = {
         "SmolLM2-135M": 0.1345,

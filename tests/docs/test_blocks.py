@@ -204,7 +204,7 @@ def test_python_that_does_not_run_here_uses_names_that_exist(block):
 
 
 def test_settings_files_load(tmp_path):
-    from tinkex.server.config import load_config
+    from tinkex.server.process.config import load_config
 
     for block in of("toml"):
         file = tmp_path / "server.toml"

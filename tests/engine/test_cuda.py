@@ -261,7 +261,7 @@ REGULAR = [None, 8, 16, 8, None, 16, 32]
 @pytest.mark.parametrize("family", OTHERS)
 def test_mixtures_and_hybrids_give_the_sampler_s_logprobs_to_the_bit(family, crowd):
     cfg = other(family)
-    assert kind_of(cfg).__name__ == "FamilyDecoder"
+    assert kind_of(cfg).__name__ == "MixedLayerDecoder"
     assert kind_of(cfg).batch_invariant
     if "kv_bytes" in crowd:  # blocks of these models have other sizes, and states
         layer = 2 * cfg.num_kv_heads * cfg.head_size * 2 * 16

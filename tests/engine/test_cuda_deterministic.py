@@ -125,8 +125,8 @@ import sys, json, hashlib, queue
 import numpy as np
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
-from tinkex.engine.config import EngineConfig
-from tinkex.engine.engine import TorchEngine
+from tinkex.engine.torch.config import EngineConfig
+from tinkex.engine.torch.engine import TorchEngine
 
 model, out = sys.argv[1:]
 engine = TorchEngine(EngineConfig(deterministic=True))

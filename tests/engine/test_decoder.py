@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 
 LENGTHS = [7, 12, 12, 1, 20]

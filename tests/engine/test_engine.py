@@ -20,12 +20,13 @@ from patience import until
 from tiny_llama import tiny_llama
 
 from tinkex.contract.optimizers import AdamParams
-from tinkex.engine import checkpoint, jobs
-from tinkex.engine.config import EngineConfig
-from tinkex.engine.engine import TorchEngine
-from tinkex.engine.holdings import tensor_bytes
+from tinkex.engine import jobs
+from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.checkpoint.snapshots import snapshot_room
+from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.sample.sampler import SamplerConfig
-from tinkex.engine.snapshots import snapshot_room
+from tinkex.engine.torch.config import EngineConfig
+from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.graph_cost import LossBudget
 from tinkex.engine.train.scoring import RowRun, _evaluate_whole
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
@@ -283,7 +284,7 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
     client = start(idle_s=0.2)
 
     def held(kind: str) -> int:
-        return client.engine.pulse._held[kind]
+        return client.engine.heartbeat._held[kind]
 
     for number in range(NUM_RUNS):
         name = f"run{number}"
@@ -296,7 +297,7 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
         if number == 0:
             one_run = tensor_bytes(client.engine._bases.loaded[client.base].trainer.adapters)
     until(lambda: held("adapters") == NUM_RUNS * one_run)
-    peak = dict(client.engine.pulse._held)
+    peak = dict(client.engine.heartbeat._held)
     assert peak["base"] > 0
     assert peak["snapshots"] > 0
     for number in range(NUM_RUNS):
@@ -573,7 +574,7 @@ def test_others_have_turns_between_the_datums_of_a_slow_traced_loss(start):
     alone = client.train("polite", backward=False).result
     client.sample().result  # noqa: B018
     slow = client.train("hog", loss_fn="custom", data=traced_data(16), custom_loss=slow_loss())
-    until(lambda: slow.events or slow.job.job_id in client.engine.pulse.now.job_ids)
+    until(lambda: slow.events or slow.job.job_id in client.engine.heartbeat.now.job_ids)
     sample = client.sample(max_tokens=4)
     short = client.train("polite", backward=False)
     assert len(sample.result.sequences[0].tokens) == 4

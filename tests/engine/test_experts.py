@@ -8,11 +8,11 @@ import transformers
 from torch.func import functional_call
 from training import save
 
-from tinkex.engine.checkpoint import read
+from tinkex.engine.checkpoint.reader import read
 from tinkex.engine.jobs import CreateAdapterJob, LoraSpec
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import InvalidInputError
 

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint import create, save
 
-from tinkex.engine import checkpoint
-from tinkex.engine.fingerprint import Base, fingerprint, witness_of
+from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.jobs import LoadAdapterJob
 from tinkex.engine.model import base_model, default_model
 from tinkex.engine.model.base_model import resolve
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.fingerprint import Base, fingerprint, witness_of
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import WrongBaseError
-from tinkex.recipes.merge import merge_adapter
+from tinkex.export.merge import merge_adapter
 
 HUB_NAME = default_model.STANDS_FOR[0]
 
@@ -94,7 +94,7 @@ def test_a_kept_fingerprint_is_forgotten_when_a_file_changes(bases):
 
 
 def test_loading_says_how_far_it_is(bases, monkeypatch):
-    monkeypatch.setattr("tinkex.engine.fingerprint.TELL_EVERY_S", 0.0)
+    monkeypatch.setattr("tinkex.engine.model.fingerprint.TELL_EVERY_S", 0.0)
     told = []
     source = resolve(str(bases[0]))
     load_decoder(source, weights=witness_of(source, told.append))

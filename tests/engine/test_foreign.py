@@ -16,8 +16,8 @@ from tinkex.engine.jobs import (
     TrainResult,
 )
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.foreign import ForeignDecoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import NotSupportedError
 

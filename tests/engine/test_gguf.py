@@ -12,8 +12,8 @@ from tiny_llama import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.gguf import GgufFile, unpermute_rope_rows
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 

@@ -23,6 +23,8 @@ from tinkex.engine.cuda import (
     optimizer_kernels,
     product,
 )
+from tinkex.engine.cuda.adapter_operand import BatchOperands, OwnGradients, StackGradients
+from tinkex.engine.cuda.adapter_slots import AdapterSlots
 from tinkex.engine.lora.adapter import (
     Adapter,
     AdapterSpan,
@@ -31,8 +33,6 @@ from tinkex.engine.lora.adapter import (
     LoraPart,
     TargetPart,
 )
-from tinkex.engine.lora.operand import BatchOperands, OwnGradients, StackGradients
-from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.sample import sampling_math
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -27,7 +27,8 @@ from tinkex.engine import jobs
 from tinkex.engine.lora.adapter import fresh_adapter
 from tinkex.engine.model import default_model
 from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.model.decoder import Decoder, load_decoder
+from tinkex.engine.model.decoder import Decoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import InvalidInputError
 
 

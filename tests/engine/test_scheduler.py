@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tinkex.engine.loop.fair_share import FairShare
 from tinkex.engine.sample.kv_cache import BlockPool
-from tinkex.engine.sample.scheduler import Chunk, FairShare, Scheduler, SchedulerConfig, Seq
+from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
 from tinkex.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.tokenizer import tokenizer_json
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import NotSupportedError
 
 

@@ -19,7 +19,6 @@ from training import (
 )
 
 from tinkex.contract.optimizers import OPTIMIZERS, AdamParams
-from tinkex.engine.holdings import is_out_of_memory
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
@@ -27,6 +26,7 @@ from tinkex.engine.jobs import (
     TrainDatum,
     TrainResult,
 )
+from tinkex.engine.numerics.memory_in_use import is_out_of_memory
 from tinkex.errors import InvalidInputError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkex.engine import checkpoint
+from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,

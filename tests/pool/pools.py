@@ -115,8 +115,8 @@ def child(engine: str = "toy", **spec: Any) -> ProcessWorker:
 
 
 def torch_member(deterministic: bool) -> EngineWorker:
-    from tinkex.engine.config import EngineConfig
-    from tinkex.engine.engine import TorchEngine
+    from tinkex.engine.torch.config import EngineConfig
+    from tinkex.engine.torch.engine import TorchEngine
 
     config = EngineConfig(device="cpu", deterministic=deterministic)
     return EngineWorker(lambda: TorchEngine(config), f"engine-{next(_numbers)}")

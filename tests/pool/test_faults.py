@@ -18,8 +18,8 @@ from app_world import AppWorld, open_app
 from pools import TOY, EngineWorker, Run, always_split, opened, torch_member
 from wire_client import PROTO, loss_of, model_body, train_body
 
+from tinkex.engine.heartbeat import Activity
 from tinkex.engine.jobs import Failed, TrainJob
-from tinkex.engine.pulse import Beat
 from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.engine import ToyEngine
 from tinkex.errors import EngineError
@@ -152,8 +152,8 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
 
 def tight_pool(exchange: Path) -> Pool:
     """Two engines, one of which has no room for a datum of more than forty tokens."""
-    from tinkex.engine.config import EngineConfig
-    from tinkex.engine.engine import TorchEngine
+    from tinkex.engine.torch.config import EngineConfig
+    from tinkex.engine.torch.engine import TorchEngine
     from tinkex.engine.train.trainer import Trainer
 
     def make_tight() -> TorchEngine:
@@ -212,15 +212,15 @@ async def test_no_memory_on_one_device_fails_the_pass_to_blame_and_nothing_else(
 
 def test_a_process_that_does_not_run_is_noticed_and_its_job_may_run_again() -> None:
     now = [0.0]
-    dog = Watchdog(Budget(turn_s=300, breath_s=30), clock=lambda: now[0])
+    dog = Watchdog(Budget(turn_s=300, heartbeat_s=30), clock=lambda: now[0])
     dog.posted(TrainJob(job_id="t", adapter_id="a", data=(), loss_fn="cross_entropy"))
     dog.posted(TrainJob(job_id="u", adapter_id="b", data=(), loss_fn="cross_entropy"))
     for second in range(20):
         now[0] = second
-        dog.beat(Beat(1, True, False, ("t",), num_breaths=1 + second))
+        dog.note(Activity(1, True, False, ("t",), num_heartbeats=1 + second))
     assert dog.suspects == ["t"], "it runs, so the job is to blame"
     now[0] = 60.0
-    dog.beat(Beat(1, True, False, ("t",), num_breaths=20))
+    dog.note(Activity(1, True, False, ("t",), num_heartbeats=20))
     assert dog.suspects == []
     assert not dog.is_blameless("t"), "it is counted, and given up after some times"
     assert dog.is_blameless("u")

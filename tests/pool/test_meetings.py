@@ -14,7 +14,7 @@ from pools import EngineWorker, Run, always_split, opened, torch_member
 from tinkex.engine.exchange import meetings
 from tinkex.engine.exchange.meeting import Meeting, MeetingLost
 from tinkex.engine.exchange.reduction import reduce
-from tinkex.server.config import ServerConfig
+from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_pool
 from tinkex.server.workers import gradient_exchange
 

@@ -16,7 +16,7 @@ from wire_client import loss_of
 
 from tinkex.engine.jobs import SampleJob, SampleResult, Tokens
 from tinkex.errors import ConfigError, InvalidInputError, WorkerLostError
-from tinkex.server.config import ServerConfig
+from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_worker
 
 

@@ -7,7 +7,7 @@ import pytest
 from tinkex.errors import ConfigError
 from tinkex.recipes import best
 from tinkex.recipes.best import Watch, stopped_at
-from tinkex.recipes.run_log import RunLog, SavedStep
+from tinkex.runs.run_log import RunLog, SavedStep
 
 CONFIG = {"rank": 8}
 

@@ -15,7 +15,7 @@ from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes import dpo, rl, sft
 from tinkex.recipes.episodes import Episode
 from tinkex.recipes.loop import ServerTracker, batch_at, learning_rate_at
-from tinkex.recipes.run_log import RunLog
+from tinkex.runs.run_log import RunLog
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 pytestmark = pytest.mark.usefixtures("default_model_dir")

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tiny_llama import tiny_llama
 
 from tinkex import events
-from tinkex.client.rest import downloads
-from tinkex.client.service_client import ServiceClient
+from tinkex.client.service import downloads
+from tinkex.client.service.service_client import ServiceClient
 from tinkex.client.training.custom_loss import forward_data
 from tinkex.errors import BadRequestError, InvalidInputError, RegularizerError, RequestFailedError
 from tinkex.regularizers import (

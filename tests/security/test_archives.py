@@ -14,7 +14,7 @@ import pytest
 from app_world import AppWorld
 from patience import soon
 
-from tinkex.client.rest import downloads
+from tinkex.client.service import downloads
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 from tinkex.server.files import backup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tinkex.server.files.steady_clock import SteadyClock
+from tinkex.server.process.steady_clock import SteadyClock
 from tinkex.server.work.futures import FinishedLog
 
 DAY_S = 86_400.0

@@ -11,13 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from alembic import command
-from alembic.config import Config
 from app_world import AppWorld, open_app
-from sqlalchemy import create_engine
 
 from tinkex.errors import ConfigError
-from tinkex.store.database import MIGRATIONS
 
 
 async def _save(world: AppWorld, name: str, session: str | None = None) -> str:
@@ -171,36 +167,3 @@ async def test_quarantine_has_an_end_and_touches_nothing_else(tmp_path: Path) ->
             (root / name / "checkpoints").mkdir(parents=True)
         await asyncio.to_thread(world.app.state.shelf.folders.purge_quarantine, time.time() - 100)
         assert sorted(os.listdir(root)) == sorted([new, "notes-of-mine"])
-
-
-def _make_older(database: Path, version: str) -> None:
-    """Have the rows of a database in one that an older Tinkex made."""
-    older, config = database.with_suffix(".older"), Config()
-    engine = create_engine(f"sqlite:///{older}")
-    config.set_main_option("script_location", str(MIGRATIONS))
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, version)
-    engine.dispose()
-    with closing(sqlite3.connect(older)) as db, db:
-        db.execute("ATTACH ? AS newer", (str(database),))
-        found = db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        for (table,) in found:
-            names = ", ".join(row[1] for row in db.execute(f"PRAGMA table_info({table})"))
-            if table != "alembic_version":
-                db.execute(f"INSERT INTO {table} ({names}) SELECT {names} FROM newer.{table}")
-    older.replace(database)
-
-
-async def test_rows_of_an_older_version_are_renamed_by_the_migration(tmp_path: Path) -> None:
-    async with open_app(tmp_path, snapshot_every_ops=1) as world:
-        path = await _save(world, "kept")
-        model = path.removeprefix("tinker://").split("/")[0]
-    _make_older(tmp_path / "tinkex.db", "0001")
-    with closing(sqlite3.connect(tmp_path / "tinkex.db")) as db, db:  # what the first version wrote
-        for table in ("checkpoints", "snapshots"):
-            db.execute(f"UPDATE {table} SET folder = '../elsewhere/data/' || folder")
-    (tmp_path / "store.id").unlink()
-    async with open_app(tmp_path) as world:
-        assert await _loads(world, path)
-        assert "error" not in await world.result((await world.step(model, 4)).json())

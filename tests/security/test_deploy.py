@@ -13,7 +13,7 @@ import click
 import yaml
 from app_world import AppWorld
 
-from tinkex.server.config import ServerConfig
+from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import serve
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"

@@ -26,13 +26,13 @@ from server_process import ServerProcess
 
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.errors import InvalidInputError
-from tinkex.server import exchange
 from tinkex.server.compat import fields, openai_completions
 from tinkex.server.compat.chat_formats import ChatFormat
 from tinkex.server.compat.openai_chat import ChatRequest
 from tinkex.server.compat.openai_completions import CompletionRequest
+from tinkex.server.fairness.gate import FairGate
 from tinkex.server.guard.limits import BodyBudget
-from tinkex.server.work.queue import FairGate
+from tinkex.server.http import bodies as exchange
 from tinkex.wire import json_codec
 
 GIB = 1024**3

@@ -14,7 +14,7 @@ from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
 from tinkex.contract.sparse import BYTES_PER_TOKEN, FLAT_BYTES, MOST_FOR_TOKENS, TIMES_STORED
-from tinkex.server.guard.pauses import FIRST_S, FORGET_S, LONGEST_S, Pauses
+from tinkex.server.fairness.pauses import FIRST_S, FORGET_S, LONGEST_S, Pauses
 from tinkex.server.workers.deaths import KernelKills, cause_of, count_files
 from tinkex.wire import tinker_public_pb2 as pb
 
@@ -307,8 +307,8 @@ async def test_a_traced_loss_of_too_much_work_is_refused_with_its_numbers(
 async def test_who_was_to_blame_twice_waits_while_others_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.guard.pauses.FIRST_S", 3600.0)
-    monkeypatch.setattr("tinkex.server.guard.pauses.LONGEST_S", 3600.0)
+    monkeypatch.setattr("tinkex.server.fairness.pauses.FIRST_S", 3600.0)
+    monkeypatch.setattr("tinkex.server.fairness.pauses.LONGEST_S", 3600.0)
     async with open_app(
         tmp_path,
         engine=f"toy:hang_token={HANG}",

@@ -12,10 +12,10 @@ import pytest
 from app_world import AppWorld, open_app
 from wire_client import SESSION, loss_of, train_body
 
-from tinkex.server.work import curves as curves_module
-from tinkex.server.work.curves import LiveCurves
+from tinkex.server.fairness.gate import FairGate
+from tinkex.server.runs import curves as curves_module
+from tinkex.server.runs.curves import LiveCurves
 from tinkex.server.work.open_work import OpenWork
-from tinkex.server.work.queue import FairGate
 from tinkex.server.workers.pool import Pool
 from tinkex.store import SampleLedger, Store
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from app_world import AppWorld, open_app
 
-from tinkex.engine.pulse import KINDS, Pulse, look
-from tinkex.server.metrics import MAX_USERS, ServerMetrics
+from tinkex.engine.heartbeat import KINDS, Heartbeat, look
+from tinkex.server.service.metrics import MAX_USERS, ServerMetrics
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 
@@ -76,9 +76,9 @@ def test_the_number_of_named_users_has_a_bound() -> None:
 
 
 def test_memory_travels_with_the_pulse() -> None:
-    pulse, memory = Pulse(), memoryview(bytearray(4096))
-    pulse._memory = memory
-    pulse.hold(base=5, kv=2**40)
-    with pulse.work(*(f"job{n}" * 50 for n in range(100))):
+    heartbeat, memory = Heartbeat(), memoryview(bytearray(4096))
+    heartbeat._memory = memory
+    heartbeat.hold(base=5, kv=2**40)
+    with heartbeat.work(*(f"job{n}" * 50 for n in range(100))):
         held = dict(zip(KINDS, look(memory).held_bytes, strict=True))
     assert (held["base"], held["kv"], held["snapshots"]) == (5, 2**40, 0)

@@ -17,8 +17,8 @@ from server_process import ServerProcess
 from tinkex.client.session import embedded_server
 from tinkex.client.session.embedded_server import join_local_server
 from tinkex.errors import ConfigError
-from tinkex.server.config import ServerConfig
 from tinkex.server.guard.origin import is_loopback_name
+from tinkex.server.process.config import ServerConfig
 
 BODY = {"tags": [], "sdk_version": "test"}
 

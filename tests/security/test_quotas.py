@@ -10,10 +10,10 @@ import pytest
 from app_world import open_app
 
 from tinkex.errors import ConfigError
-from tinkex.server.config import ServerConfig, load_config
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas, read_quotas
-from tinkex.server.guard.strangers import Strangers
-from tinkex.server.problems import ApiError
+from tinkex.server.process.config import ServerConfig, load_config
+from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
@@ -114,10 +114,12 @@ async def test_nothing_new_is_stored_when_the_disk_is_nearly_full(tmp_path: Path
 
 async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        world.app.state.strangers._clock = lambda: 0.0  # it is the same minute, however slow we are
+        world.app.state.failed_logins._clock = lambda: (
+            0.0
+        )  # it is the same minute, however slow we are
         statuses = {
             (await world.post("create_session", BODY, key=f"tml-{n}")).status_code
-            for n in range(Strangers.MAX_A_MINUTE + 5)
+            for n in range(FailedLogins.MAX_A_MINUTE + 5)
         }
         assert statuses == {401, 429}
         assert (await world.post("create_session", BODY, key="tml-ann")).status_code == 200
@@ -126,7 +128,7 @@ async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -
 @pytest.mark.parametrize("way", ["login", "enter", "cookie", "header"])
 async def test_keys_tried_at_the_console_count_like_all_others(tmp_path: Path, way: str) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        world.app.state.strangers._clock = lambda: 0.0
+        world.app.state.failed_logins._clock = lambda: 0.0
 
         async def knock(key: str) -> httpx.Response:
             if way == "login":
@@ -137,8 +139,8 @@ async def test_keys_tried_at_the_console_count_like_all_others(tmp_path: Path, w
             value = f"tinkex_console_0={key}" if way == "cookie" else key
             return await world.http.get("/console/api/runs", headers={name: value})
 
-        tried = [await knock(f"tml-{n}") for n in range(Strangers.MAX_A_MINUTE + 2)]
-        assert {answer.status_code for answer in tried[: Strangers.MAX_A_MINUTE]} <= {401, 303}
+        tried = [await knock(f"tml-{n}") for n in range(FailedLogins.MAX_A_MINUTE + 2)]
+        assert {answer.status_code for answer in tried[: FailedLogins.MAX_A_MINUTE]} <= {401, 303}
         assert [answer.status_code for answer in tried[-2:]] == [429, 429]
         assert "Wait a minute" in tried[-1].text
         assert (await world.post("create_session", BODY, key="tml-x")).status_code == 429
@@ -148,7 +150,7 @@ async def test_keys_tried_at_the_console_count_like_all_others(tmp_path: Path, w
 
 async def test_a_visitor_without_a_key_is_sent_to_the_login_however_often(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        for _ in range(Strangers.MAX_A_MINUTE + 5):
+        for _ in range(FailedLogins.MAX_A_MINUTE + 5):
             assert (await world.http.get("/console")).status_code == 303
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from app_world import open_app
 
-from tinkex.server.config import ServerConfig
 from tinkex.server.files.sweeper import Sweeper
-from tinkex.server.guard.logs import JsonLines, TextLines, answering
+from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.logs import JsonLines, TextLines, answering
 from tinkex.server.serve import open_store
 from tinkex.store import Ended, NewRow, Store
 
@@ -70,7 +70,7 @@ async def test_what_a_request_logs_carries_its_id(
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(TextLines().format(record))  # type: ignore[method-assign]
-    logging.getLogger("tinkex.server.problems").addHandler(handler)
+    logging.getLogger("tinkex.server.process.problems").addHandler(handler)
     async with open_app(tmp_path) as world:
 
         def fail(*_: object, **__: object) -> None:
@@ -80,6 +80,6 @@ async def test_what_a_request_logs_carries_its_id(
         headers = {"x-request-id": "mine-7"}
         answer = await world.post("get_info", {"model_id": "x"}, headers=headers)
         monkeypatch.undo()
-    logging.getLogger("tinkex.server.problems").removeHandler(handler)
+    logging.getLogger("tinkex.server.process.problems").removeHandler(handler)
     assert answer.status_code == 500
     assert any("[mine-7]" in line for line in lines)

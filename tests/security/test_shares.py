@@ -14,9 +14,9 @@ from patience import soon
 
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.scheduler import Scheduler, SchedulerConfig, Seq
+from tinkex.server.fairness.gate import FairGate
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.kept_results import KeptResults
-from tinkex.server.work.queue import FairGate
 from tinkex.store import User
 from tinkex.wire import requests
 from tinkex.wire.requests import Opened

@@ -21,7 +21,7 @@ from server_process import ServerProcess
 
 from tinkex.server.guard.connections import ConnectionLimits, guarded
 from tinkex.server.guard.limits import BodyBudget, body_limit
-from tinkex.server.problems import ApiError
+from tinkex.server.process.problems import ApiError
 
 KEY = {"x-api-key": "tml-ann"}
 SETTINGS = """

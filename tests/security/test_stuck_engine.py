@@ -11,8 +11,8 @@ import pytest
 from app_world import AppWorld, open_app
 from wire_client import loss_of
 
+from tinkex.engine.heartbeat import Activity, Heartbeat
 from tinkex.engine.jobs import DescribeModelJob, SampleJob
-from tinkex.engine.pulse import Beat, Pulse
 from tinkex.errors import EngineError, WorkerLostError
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget, Watchdog
@@ -79,15 +79,15 @@ def test_a_budget_counts_from_the_last_turn_and_grows_with_the_job() -> None:
     dog.posted(SampleJob(job_id="s", base_model="m", adapter_folder=None, prompt=prompt))  # type: ignore[arg-type]
     dog.posted(DescribeModelJob(job_id="d", base_model="m"))
     assert dog.limit_s() == 10
-    dog.beat(Beat(1, True, False, ("s",)))
+    dog.note(Activity(1, True, False, ("s",)))
     assert dog.limit_s() == 20
     assert dog.suspects == ["s"]
-    dog.beat(Beat(2, True, True, ("d",)))
+    dog.note(Activity(2, True, True, ("d",)))
     assert dog.limit_s() == 99
     now[0] = 130.0
-    dog.beat(Beat(2, True, False, ("d",)))
+    dog.note(Activity(2, True, False, ("d",)))
     assert not dog.is_moving
-    dog.beat(Beat(3, True))
+    dog.note(Activity(3, True))
     assert dog.is_moving
     assert dog.suspects == []
     assert (dog.is_blameless("d"), dog.is_blameless("s")) == (True, False)
@@ -116,8 +116,8 @@ class _Hanging(SupervisedWorker):
     def _flush(self) -> None:
         self._outbox.clear()
 
-    def _look(self) -> Beat:
-        return Beat(1, is_busy=True, job_ids=self._at_work)
+    def _look(self) -> Activity:
+        return Activity(1, is_busy=True, job_ids=self._at_work)
 
 
 async def _ends(worker: SupervisedWorker) -> list[BaseException]:
@@ -147,12 +147,12 @@ async def test_of_several_that_share_a_pass_none_is_blamed_and_each_runs_again_a
 
 def test_a_job_in_the_middle_of_anothers_is_never_at_work_alone() -> None:
     """The one that waits holds its memory: a death now may be either's."""
-    pulse = Pulse()
-    with pulse.work("long"):
-        with pulse.work("short"):
-            assert pulse.now.job_ids == ("short", "long")
-        with pulse.work():
-            assert pulse.now.job_ids == (), "many share a step of sampling"
-        assert pulse.now.job_ids == ("long",)
-        with pulse.work("long", is_loading=True):
-            assert pulse.now.job_ids == ("long",), "a job that loads its model is one job"
+    heartbeat = Heartbeat()
+    with heartbeat.work("long"):
+        with heartbeat.work("short"):
+            assert heartbeat.now.job_ids == ("short", "long")
+        with heartbeat.work():
+            assert heartbeat.now.job_ids == (), "many share a step of sampling"
+        assert heartbeat.now.job_ids == ("long",)
+        with heartbeat.work("long", is_loading=True):
+            assert heartbeat.now.job_ids == ("long",), "a job that loads its model is one job"

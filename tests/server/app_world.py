@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from wire_client import Caller
 
 from tinkex.server.app import create_app
-from tinkex.server.config import ServerConfig
+from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_pool, open_store
-from tinkex.server.service import Service
+from tinkex.server.service.service import Service
 
 
 @dataclass

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 
-from tinkex.server.config import ServerConfig
-from tinkex.server.files.beacon import Beacon
+from tinkex.server.process.beacon import Beacon
+from tinkex.server.process.config import ServerConfig
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tinkex.errors import ConfigError
-from tinkex.server.config import ServerConfig, load_config
+from tinkex.server.process.config import ServerConfig, load_config
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_every_setting_is_documented() -> None:
     import ast
     import inspect
 
-    from tinkex.server import config as module
+    from tinkex.server.process import config as module
 
     tree = ast.parse(inspect.getsource(module))
     (found,) = [

@@ -11,7 +11,7 @@ from wire_client import loss_of
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.console.source import Growth
-from tinkex.server.work.curves import MAX_CURVES, MAX_POINTS, Curve, LiveCurves
+from tinkex.server.runs.curves import MAX_CURVES, MAX_POINTS, Curve, LiveCurves
 from tinkex.store import Store
 
 

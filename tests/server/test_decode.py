@@ -10,7 +10,7 @@ import pytest
 
 from tinkex.engine.jobs import CsrArray
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server import decode
+from tinkex.server.jobs import decode
 from tinkex.types import Datum, EncodedTextChunk, ForwardBackwardInput, ModelInput, TensorData
 from tinkex.types.training.forward_backward import ForwardBackwardRequest, ForwardRequest
 from tinkex.wire import Body, Generation, requests

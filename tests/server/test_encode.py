@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from tinkex.engine.jobs import SampledTokens, SampleResult, TrainResult
-from tinkex.server import encode
+from tinkex.server.jobs import encode
 from tinkex.types import ForwardBackwardOutput, OptimStepResponse
 from tinkex.wire import results
 

@@ -25,10 +25,10 @@ from table import make
 
 from tinkex import ServiceClient, types
 from tinkex.engine import jobs
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import ConfigError
-from tinkex.server.config import ServerConfig
+from tinkex.server.process.config import ServerConfig
 
 PROMPT = [(3 + i * 5) % 61 for i in range(20)]
 

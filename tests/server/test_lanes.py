@@ -15,11 +15,11 @@ from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.fairness.gate import FairGate
 from tinkex.server.work.flights import Flights
+from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
-from tinkex.server.work.queue import FairGate
 from tinkex.server.work.queued_request import QueuedRequest
-from tinkex.server.workers.place import Place
 
 TOKENS = [1, 2, 3, 4]
 
@@ -238,7 +238,7 @@ async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() 
         answer.set_result(job)
         return answer
 
-    place = Place(SimpleNamespace(post=post), FairGate(1), FairGate(1))  # type: ignore[arg-type]
+    place = GatedPool(SimpleNamespace(post=post), FairGate(1), FairGate(1))  # type: ignore[arg-type]
     open_work = OpenWork(SimpleNamespace(limit=lambda *_: 0))  # type: ignore[arg-type]
     flights = Flights("ann", place, open_work, generation=lambda: 0, on_ended=lambda: None)
     await place.training.acquire("ben", 1.0)

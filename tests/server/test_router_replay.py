@@ -168,7 +168,7 @@ def test_a_result_with_experts_is_bounded_before_it_is_computed() -> None:
     from tinkex.contract.routing import ExpertCounts
     from tinkex.engine.jobs import ModelInfo, SampleJob
     from tinkex.errors import InvalidInputError
-    from tinkex.server.validation import check_result_size
+    from tinkex.server.jobs.validation import check_result_size
 
     info = ModelInfo(
         base_model="m", arch="qwen3_moe", vocab_size=100, max_context_length=4096,

@@ -7,9 +7,10 @@ from pathlib import Path
 from app_world import AppWorld, open_app
 from patience import soon
 
-from tinkex.server.presence import Presence, is_alive
-from tinkex.server.work.live_sessions import LiveSessions
+from tinkex.server.process.presence import Presence
+from tinkex.server.runs.live_sessions import LiveSessions
 from tinkex.store import Store
+from tinkex.wire.local_servers import is_alive
 
 
 def test_each_silence_is_reported_once(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ async def test_silence_parks_the_models_without_being_asked(
     tmp_path: Path,
     monkeypatch,  # type: ignore[no-untyped-def]
 ) -> None:
-    monkeypatch.setattr("tinkex.server.service.TICK_S", 0.05)
+    monkeypatch.setattr("tinkex.server.service.service.TICK_S", 0.05)
     async with open_app(tmp_path, park_after_s=0.3) as world:
         model = await world.model()
         await world.result((await world.train(model, 1, [1, 2, 3])).json())

@@ -6,9 +6,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.sweeper import TRAJECTORY_TTL_S, Sweeper
+from tinkex.server.process.config import ServerConfig
 from tinkex.store import Store, TrajectoryAnswer
 
 

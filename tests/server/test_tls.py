@@ -18,7 +18,7 @@ from server_process import ServerProcess, refused_start
 import tinkex
 from tinkex.client.config import ClientConfig
 from tinkex.errors import APIConnectionError
-from tinkex.server.config import load_config
+from tinkex.server.process.config import load_config
 from tinkex.types import AdamParams, ModelInput, SamplingParams
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
-from tinkex.server.files.disk import DiskFullError
+from tinkex.server.process.disk import DiskFullError
 from tinkex.server.work.write_behind import Note, WriteBehind
 from tinkex.store import Ended
 from tinkex.store.journal import Journal

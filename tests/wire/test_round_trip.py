@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tinkex import types
-from tinkex.types._models import Response
+from tinkex.types.fields.message import Response
 from tinkex.wire import Generation, proto_requests, requests, results
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.endpoints import ENDPOINTS

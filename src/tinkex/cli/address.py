@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def resolve_address(state: State) -> Iterator[tuple[str, str]]:
     """(base URL, key) of the configured server; the embedded one is started and left again."""
     from tinkex.client.config import LOCAL, ClientConfig
-    from tinkex.client.session.credentials import run_credential_command
+    from tinkex.client.credentials import run_credential_command
 
     config = ClientConfig.from_env(base_url=state.base_url)
     key = config.api_key or run_credential_command(config.credential_cmd or "")

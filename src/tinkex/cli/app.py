@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "billing": ("tinkex.cli.commands.billing:billing", "Tokens used and checkpoint storage."),
     "chat": ("tinkex.cli.commands.chat:chat", "Talk to a base model or a checkpoint."),
     "checkpoint": (
-        "tinkex.cli.checkpoints.checkpoint:checkpoint",
+        "tinkex.cli.commands.checkpoint:checkpoint",
         "List, publish, download and delete.",
     ),
     "cluster": ("tinkex.cli.commands.cluster:cluster", "Look at the Ray cluster of a server."),
@@ -40,11 +40,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "disk": ("tinkex.cli.commands.disk:disk", "What Tinkex keeps on this machine, by run."),
     "doctor": ("tinkex.cli.commands.doctor:doctor", "Check this machine and a server."),
     "export": (
-        "tinkex.cli.checkpoints.export:export",
+        "tinkex.cli.commands.export:export",
         "Write a checkpoint as PEFT, merged or GGUF.",
     ),
     "gc": ("tinkex.cli.commands.disk:gc", "Remove what nobody needs from this machine's disk."),
-    "import": ("tinkex.cli.checkpoints.import_:import_", "Turn a PEFT adapter into a checkpoint."),
+    "import": ("tinkex.cli.commands.import_:import_", "Turn a PEFT adapter into a checkpoint."),
     "admin": (
         "tinkex.cli.commands.admin:admin",
         "Look after your own server: its data, its users.",

@@ -86,7 +86,7 @@ class IsoMoment(_Moment):
 
 def known_runs() -> str:
     """The names of the runs on this machine, for people who missed one."""
-    from tinkex.recipes.runs import known
+    from tinkex.runs.names import known
 
     return ", ".join(run.name for run in known()) or "none"
 
@@ -95,6 +95,6 @@ def named(model: str | None) -> str | None:
     """A run's name or folder as its checkpoint; everything else as it is."""
     if model is None:
         return None
-    from tinkex.recipes.runs import find_path
+    from tinkex.runs.names import find_path
 
     return find_path(model) or model

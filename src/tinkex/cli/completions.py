@@ -50,7 +50,7 @@ def _fits(name: str, incomplete: str) -> bool:
 
 def _runs() -> Iterator[tuple[str, str]]:
     with contextlib.suppress(Exception):
-        from tinkex.recipes.runs import known
+        from tinkex.runs.names import known
 
         for run in known():
             yield run.name, f"{run.recipe}, {run.step} steps"
@@ -75,7 +75,7 @@ def _checkpoints() -> Iterator[tuple[str, str]]:
 
         state = State()
         if state.config(patient=False).base_url == LOCAL:
-            from tinkex.server.files.usage import checkpoint_paths
+            from tinkex.server.administration.disk_usage import checkpoint_paths
 
             yield from checkpoint_paths(data_folder(), limit=100)
             return

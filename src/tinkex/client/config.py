@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
-from tinkex.client.session.credentials import load_default_key, mask
+from tinkex.client.credentials import load_default_key, mask
 from tinkex.errors import ConfigError
 
 HOSTED_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"

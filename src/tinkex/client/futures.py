@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tinkex.client.session.background_loop import background
+from tinkex.client.background_loop import background
 from tinkex.errors import ResultTimeoutError, TinkerError
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class FutureStatus:
 
 
 class Waiting:
-    """What the machinery writes down about one request while it waits; read by `status()`."""
+    """The state of one request while it waits: written by the machinery, read by `status()`."""
 
     __slots__ = ("num_polls", "reason", "request_id", "started_s", "state")
 
@@ -60,7 +60,7 @@ class Waiting:
 
 
 class Ender(Protocol):
-    """Who ends futures: the background loop, or the keeper of a recovering client."""
+    """A thread that ends futures: the background loop, or that of a recovering client."""
 
     @property
     def is_current(self) -> bool:

@@ -257,7 +257,7 @@ def _from_transformers(name: str, trust_remote_code: bool) -> Any:
 
 
 def _is_on_hub(name: str) -> bool:
-    """One quick question: without a network, transformers would try for most of a minute."""
+    """Whether the hub has the model; offline, transformers would try for most of a minute."""
     if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return False
     from huggingface_hub import get_hf_file_metadata, hf_hub_url

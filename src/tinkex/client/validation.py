@@ -16,8 +16,8 @@ from tinkex.contract.optimizers import OPTIMIZERS, read_params
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.settings import is_finite, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
 from tinkex.types.account.checkpoints import TYPE_BY_KIND
+from tinkex.types.fields.bounds import MAX_TTL_S, MIN_TTL_S
 
 
 def check_loss(loss_fn: Any, config: Mapping[str, Any] | None) -> str:
@@ -78,7 +78,7 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
 
 
 def check_routed_experts(data: Sequence[types.Datum], honoured: bool) -> None:
-    """One row per token; refused where the server would train with other experts than these."""
+    """Check that experts are given for each token, and that the server would train with them."""
     for index, datum in enumerate(data):
         if (experts := datum.loss_fn_inputs.get(ROUTED_EXPERTS)) is None:
             continue

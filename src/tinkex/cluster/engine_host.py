@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.cluster import job_paths
-from tinkex.engine import pulse
+from tinkex.engine import heartbeat
 from tinkex.engine.hosting import Cancel, submitting
 from tinkex.engine.jobs import Done, Emit, Engine, Event, Job
 from tinkex.errors import ConfigError
 
-BREATH_S = 1.0
+HEARTBEAT_S = 1.0
 """How long a call for events waits for the first one."""
 MAX_EVENTS = 256
 _SCRATCH = "tinkex-worker-"
@@ -74,7 +74,7 @@ class EngineHost:
         clear_scratch()
         self._scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
         self._node_id = node_id
-        self._memory = memoryview(bytearray(pulse.SIZE_BYTES))
+        self._memory = memoryview(bytearray(heartbeat.SIZE_BYTES))
         self._engine: Engine | None = None
         self._next = 0
         self._early: dict[int, bytes] = {}
@@ -83,7 +83,7 @@ class EngineHost:
         refusal = ""
         try:
             self._engine = build(spec)
-            self._engine.pulse.share(self._memory)
+            self._engine.heartbeat.share(self._memory)
         except ConfigError as exc:
             refusal = str(exc)
         self._started = Started(os.getpid(), refusal)
@@ -93,14 +93,14 @@ class EngineHost:
 
     def facts(self) -> dict[str, Any]:
         """For `tinkex cluster status`."""
-        beat = pulse.look(self._memory)
+        activity = heartbeat.look(self._memory)
         return {
             "node_id": self._node_id,
             "pid": self._started.pid,
             "started_at": self._started_at,
-            "is_busy": beat.is_busy,
-            "is_loading": beat.is_loading,
-            "num_turns": beat.num_turns,
+            "is_busy": activity.is_busy,
+            "is_loading": activity.is_loading,
+            "num_turns": activity.num_turns,
         }
 
     # ------------------------------------------------------------------------ jobs and events
@@ -123,16 +123,16 @@ class EngineHost:
             with submitting(message, emit):
                 self._engine.submit(self._moved_here(message), emit)
 
-    def events(self) -> tuple[bytes, pulse.Beat]:
+    def events(self) -> tuple[bytes, heartbeat.Activity]:
         """What happened since the last call, or in the next second; and what the engine does."""
         found: list[Event | WrittenOnNode] = []
         try:
-            found.append(self._events.get(timeout=BREATH_S))
+            found.append(self._events.get(timeout=HEARTBEAT_S))
             while len(found) < MAX_EVENTS:
                 found.append(self._events.get_nowait())
         except queue.Empty:
             pass
-        return pickle.dumps(found, protocol=5), pulse.look(self._memory)
+        return pickle.dumps(found, protocol=5), heartbeat.look(self._memory)
 
     def _emitter(self, job: Job) -> Emit:
         path = job_paths.written_by(job)

@@ -21,9 +21,9 @@ from tinkex.cluster.engine_host import Forget, Started, WrittenOnNode
 from tinkex.cluster.job_paths import WHOLE
 from tinkex.cluster.parcels import PIECE_BYTES, Parcels
 from tinkex.engine.folders import make_safe
+from tinkex.engine.heartbeat import Activity
 from tinkex.engine.hosting import Cancel
 from tinkex.engine.jobs import Event, Job
-from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -56,14 +56,14 @@ class RemoteEngine:
         """Messages arrive in the order of the calls."""
         self._call("jobs", "tell", next(self._numbers), pickle.dumps(message, protocol=5))
 
-    async def events(self, timeout_s: float) -> tuple[list[Event | WrittenOnNode], Beat]:
+    async def events(self, timeout_s: float) -> tuple[list[Event | WrittenOnNode], Activity]:
         """What happened since, or in the next second.
 
         Raises:
             ConnectionError: It is gone, or said nothing for that long.
         """
-        frame, beat = await self._ask("events", "events", timeout_s=timeout_s)
-        return pickle.loads(frame), beat
+        frame, activity = await self._ask("events", "events", timeout_s=timeout_s)
+        return pickle.loads(frame), activity
 
     # ------------------------------------------------------------------------ files
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from tinkex.contract.optimizers import OptimizerParams
 from tinkex.contract.routing import ExpertCounts
 from tinkex.contract.sampling import DrawSettings, SampleOptions
+from tinkex.engine.heartbeat import Heartbeat
 from tinkex.engine.metrics import Tally
-from tinkex.engine.pulse import Pulse
 
 Array = NDArray[Any]
 LOOPBACK = "127.0.0.1"
@@ -424,7 +424,7 @@ class Engine(Protocol):
     of the engine.
     """
 
-    pulse: Pulse
+    heartbeat: Heartbeat
     """What the engine's thread is doing."""
 
     def submit(self, job: Job, emit: Emit) -> None: ...

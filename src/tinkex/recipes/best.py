@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import ConfigError
-from tinkex.recipes import lines
 from tinkex.recipes.loop import save
-from tinkex.recipes.run_log import RunLog
+from tinkex.runs import json_lines
+from tinkex.runs.run_log import RunLog
 
 if TYPE_CHECKING:
     from tinkex import TrainingClient
@@ -73,7 +73,7 @@ class Watch:
                 saved = save(training, self._log, step, for_sampler=True)
                 paths = {"state_path": saved.state_path, "sampler_path": saved.sampler_path or ""}
             self.best = Best(step=step, value=value, **paths)
-            lines.append(self._file, {"step": step, "value": value, **paths})
+            json_lines.append(self._file, {"step": step, "value": value, **paths})
         elif self.best is None or step > self.best.step:
             self._waited += 1
         return self._should_stop(step, value)
@@ -103,8 +103,8 @@ class Watch:
 
     def _read(self, last_step: int) -> Best | None:
         """The best so far. Lines of steps that will be trained again are dropped."""
-        lines.keep(self._file, lambda line: line["step"] <= last_step)
-        kept = list(lines.read(self._file))
+        json_lines.keep(self._file, lambda line: line["step"] <= last_step)
+        kept = list(json_lines.read(self._file))
         return Best(**kept[-1]) if kept else None
 
 

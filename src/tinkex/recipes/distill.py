@@ -30,10 +30,10 @@ from tinkex.recipes.loop import (
     print_step,
     sampler_of,
 )
-from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rl import datum_of, mean_gap, measure_gaps, question_of, to_look_at
 from tinkex.recipes.rollouts import RolloutLog
+from tinkex.runs.plots import Panel
 
 PANELS = (
     Panel(

@@ -27,8 +27,8 @@ from tinkex.recipes.loop import (
     print_step,
     sampler_of,
 )
-from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Rendered, Renderer
+from tinkex.runs.plots import Panel
 
 if TYPE_CHECKING:
     import torch

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from tinkex.contract.models import DEFAULT_MODEL as DEFAULT_MODEL
 from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
 from tinkex.recipes.data import BadRow, Loaded, split_off
-from tinkex.recipes.plots import Panel, plot
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.run_log import RunLog, SavedStep, make_trackers
+from tinkex.runs.plots import Panel, plot
+from tinkex.runs.run_log import RunLog, SavedStep, make_trackers
 
 if TYPE_CHECKING:
     from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.recipes import lines
 from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result, check_here, open_log
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.sft import SftConfig, train
+from tinkex.runs import json_lines
 
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient
@@ -115,5 +115,5 @@ def ask(sampler: SamplingClient, questions: Sequence[str], max_tokens: int = 40)
 
 
 def _held_out_losses(folder: Path) -> list[float]:
-    records = lines.read(folder / "metrics.jsonl")
+    records = json_lines.read(folder / "metrics.jsonl")
     return [record["held_out_loss"] for record in records if "held_out_loss" in record]

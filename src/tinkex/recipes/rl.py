@@ -52,9 +52,9 @@ from tinkex.recipes.loop import (
     print_step,
     sampler_of,
 )
-from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
+from tinkex.runs.plots import Panel
 
 PANELS = (
     Panel(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.chat.detokenizer import pieces_of
-from tinkex.recipes import lines
 from tinkex.recipes.render import Renderer
+from tinkex.runs import json_lines
 
 __all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog"]
 
@@ -78,7 +78,7 @@ class RolloutLog:
         self.file = Path(folder) / FILE_NAME
         self._max_bytes = max_bytes
         self._is_full = False
-        lines.keep(self.file, lambda line: line.get("step", 0) < start_step)
+        json_lines.keep(self.file, lambda line: line.get("step", 0) < start_step)
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
         """Append answers, all of them or, when the file would grow too large, none."""

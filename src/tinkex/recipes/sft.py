@@ -27,9 +27,9 @@ from tinkex.recipes.loop import (
     open_log,
     print_step,
 )
-from tinkex.recipes.plots import Panel
 from tinkex.recipes.render import Rendered, Renderer
 from tinkex.recipes.rollouts import Rollout, RolloutLog
+from tinkex.runs.plots import Panel
 
 PANELS = (
     Panel(

@@ -17,7 +17,7 @@ class BaseLossOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class RegularizerOutput:
-    """One term: `contribution` = `weight` * `value`. Norms are set when they are tracked."""
+    """A term: `contribution` = `weight` * `value`. Norms are set when they are tracked."""
 
     name: str
     value: float

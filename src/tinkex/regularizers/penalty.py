@@ -59,7 +59,7 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
 
 
 def as_tensors(logprobs: Logprobs, path: str = "logprobs") -> list[Tensor]:
-    """One tensor per datum, checked: floating point, 1-D or 2-D, not empty, finite."""
+    """The tensor of each datum, checked: floating point, 1-D or 2-D, not empty, finite."""
     import torch
 
     tensors = [logprobs] if isinstance(logprobs, torch.Tensor) else list(logprobs)

@@ -31,7 +31,7 @@ _Answer = tuple["Tensor", dict[str, float]]
 
 @dataclass(frozen=True)
 class RegularizerSpec:
-    """One term: `fn(data, logprobs) -> (scalar, metrics)`, how much it counts, and its name.
+    """A term: `fn(data, logprobs) -> (scalar, metrics)`, how much it counts, and its name.
 
     The name defaults to that of the penalty or function and must be unique in a pipeline.
     """
@@ -173,7 +173,7 @@ def _grad_norm(value: Tensor, tensors: Sequence[Tensor]) -> float | None:
 
 
 class _Term:
-    """One computation on its way, and where its answer or its error will be."""
+    """A term being computed, and where its answer or its error will be."""
 
     def __init__(self, kind: str, spec: RegularizerSpec, data: Any, logprobs: Any) -> None:
         self.kind = kind

@@ -2,7 +2,7 @@
 
 `create_app` takes what it needs as arguments, so that tests run it over an in-process transport
 with a store in a temporary folder and a worker of their choice. Routers find everything on
-`request.app.state`: `config`, `store`, `auth`, `strangers`, `shelf`, `signer`, `service`,
+`request.app.state`: `config`, `store`, `auth`, `failed_logins`, `shelf`, `signer`, `service`,
 `presence`, `metrics`.
 """
 
@@ -23,44 +23,37 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 import tinkex
-from tinkex.server import openapi, problems
-from tinkex.server.auth import Auth, CurrentUser, current_user
+from tinkex.server import openapi
+from tinkex.server.administration import routes as administration
+from tinkex.server.administration.administration import Administration
 from tinkex.server.compat import install as compat
-from tinkex.server.compat.callers import foreign_sees_users, foreign_user
-from tinkex.server.compat.refusals import in_their_words, is_foreign
-from tinkex.server.config import ServerConfig
+from tinkex.server.compat.refusals import in_their_words
 from tinkex.server.console import install as console
-from tinkex.server.exchange import READING_AT_ONCE, Answer, headers_of, let_go, receive_body
+from tinkex.server.fairness.gate import FairGate
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.depot import Depot, refuse_without
 from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
 from tinkex.server.files.sweeper import Sweeper
+from tinkex.server.guard.auth import Auth, CurrentUser, current_user
+from tinkex.server.guard.callers import foreign_sees_users, foreign_user, is_foreign
 from tinkex.server.guard.connections import HOLD_HEAD
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.limits import BodyBudget, body_limit
-from tinkex.server.guard.logs import answering
 from tinkex.server.guard.origin import check_local
 from tinkex.server.guard.quotas import LIMITED_PATHS, Quotas
-from tinkex.server.guard.strangers import Strangers
-from tinkex.server.metrics import ServerMetrics
-from tinkex.server.presence import Presence
-from tinkex.server.rest import (
-    accounts,
-    administration,
-    audit,
-    checkpoints,
-    files,
-    imports,
-    runs,
-    sessions,
-)
+from tinkex.server.http.bodies import READING_AT_ONCE, Answer, headers_of, let_go, receive_body
+from tinkex.server.process import problems
+from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.logs import answering
+from tinkex.server.process.presence import Presence
+from tinkex.server.rest import accounts, audit, checkpoints, files, imports, runs, sessions
 from tinkex.server.routes import futures as routes_futures
 from tinkex.server.routes import sampling as routes_sampling
 from tinkex.server.routes import service as routes_service
 from tinkex.server.routes import training as routes_training
-from tinkex.server.service import Service
-from tinkex.server.work.oversight import Oversight
-from tinkex.server.work.queue import FairGate
+from tinkex.server.service.metrics import ServerMetrics
+from tinkex.server.service.service import Service
 from tinkex.server.workers.pool import Pool
 from tinkex.store import Store, User
 from tinkex.wire.endpoints import ENDPOINTS
@@ -144,8 +137,8 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> FastAPI:
     app.state.shelf = shelf = Shelf(store, data_dir, _open_depot(config))
     app.state.signer = Signer(secret(store, data_dir, "links"))
     app.state.service = service = Service(config, store, shelf, pool, auth.user_of, quotas)
-    app.state.oversight = oversight = Oversight(service, auth, quotas)
-    app.state.strangers = Strangers(oversight.note_knocking)
+    app.state.administration = administration = Administration(service, auth, quotas)
+    app.state.failed_logins = FailedLogins(administration.note_knocking)
     # Routes are matched in this order: what is called most stands first.
     for router in (*_OURS, *(module.router for module in REST)):
         app.include_router(router)
@@ -183,7 +176,7 @@ class Application(FastAPI):
         self._foreign = compat.endpoints()
         self._turns = FairGate(MAX_SUBMITTING)
         self._max_body_bytes: int = self.state.config.max_body_bytes
-        self._strangers: Strangers = self.state.strangers
+        self._failed_logins: FailedLogins = self.state.failed_logins
         self._auth: Auth = self.state.auth
         self._quotas: Quotas = self.state.quotas
 
@@ -251,7 +244,7 @@ class Application(FastAPI):
 
     def _put_off(self, exc: Exception, scope: Scope) -> Exception:
         """A caller whose key is unknown, again and again, is asked to wait."""
-        return self._strangers.put_off(exc, scope["client"][0] if scope.get("client") else "")
+        return self._failed_logins.put_off(exc, scope["client"][0] if scope.get("client") else "")
 
     async def _enter(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The long way, which reads bodies before it asks who is there; so we ask first."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from tinkex import __version__
 from tinkex.contract.models import DEFAULT_MODEL
-from tinkex.server.config import ServerConfig
+from tinkex.server.process.config import ServerConfig
 
 __all__ = ["greeting"]
 

@@ -29,13 +29,9 @@ from fastapi import FastAPI
 from tinkex.engine.model.base_model import require
 from tinkex.errors import ConfigError, ModelNotFoundError
 from tinkex.server.app import create_app
-from tinkex.server.auth import is_configured
-from tinkex.server.config import ServerConfig, load_config
-from tinkex.server.files import disk
-from tinkex.server.files.beacon import Beacon
 from tinkex.server.files.private import close_to_others, make_private
 from tinkex.server.greeting import greeting
-from tinkex.server.guard import logs
+from tinkex.server.guard.auth import is_configured
 from tinkex.server.guard.connections import (
     SPARE_FILES,
     ConnectionLimits,
@@ -43,6 +39,9 @@ from tinkex.server.guard.connections import (
     raise_file_limit,
 )
 from tinkex.server.guard.quotas import read_quotas
+from tinkex.server.process import disk, logs
+from tinkex.server.process.beacon import Beacon
+from tinkex.server.process.config import ServerConfig, load_config
 from tinkex.server.tls import check_tls
 from tinkex.server.workers.child import WorkerSpec
 from tinkex.server.workers.pool import Pool

@@ -1,5 +1,8 @@
 """Open a database by URL and bring its tables up to date.
 
+A new database is made from the tables of `schema` and marked with the newest revision; one that
+exists already goes through the revisions of `migrations/versions` that it has not seen.
+
 SQLite runs in WAL mode: readers never wait for the writer. Two engines over one database: `writer`
 opens every transaction with BEGIN IMMEDIATE, so that it never meets a lock half-way; `reader` is a
 pool for everything else. PostgreSQL needs no such care and shares one engine.
@@ -14,13 +17,17 @@ from typing import Any
 import orjson
 from alembic import command
 from alembic.config import Config
+from alembic.migration import MigrationContext
 from alembic.util import CommandError
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tinkex.errors import ConfigError
+from tinkex.store.schema import metadata
 
 MIGRATIONS = Path(__file__).parent / "migrations"
+FIRST_REVISION = "0010"
+"""The oldest revision that is opened; earlier ones were never part of a release."""
 BUSY_TIMEOUT_MS = 10_000
 CACHE_KB = 4000
 """Pages of the database that each connection keeps; the system's cache has the others."""
@@ -48,7 +55,8 @@ def open_database(url: str, *, full_sync: bool = True) -> Database:
     """Connect and migrate. `full_sync` False trades the last moments before a power cut for speed.
 
     Raises:
-        ConfigError: The URL is not one of a SQLite file or a PostgreSQL database.
+        ConfigError: The URL is not one of a SQLite file or a PostgreSQL database, or what is there
+            cannot be used.
     """
     url = _with_driver(url)
     options: dict[str, Any] = {"json_serializer": _dumps, "json_deserializer": orjson.loads}
@@ -64,6 +72,9 @@ def open_database(url: str, *, full_sync: bool = True) -> Database:
         database = Database(reader, writer)
     try:
         migrate(database.writer)
+    except ConfigError:
+        database.dispose()
+        raise
     except (CommandError, DBAPIError) as exc:
         database.dispose()
         raise _unusable(database.writer, exc) from exc
@@ -89,11 +100,23 @@ def _unusable(engine: Engine, exc: Exception) -> Exception:
 
 
 def migrate(engine: Engine) -> None:
-    """Run the migrations shipped in the package; does nothing when they all ran before."""
+    """Make the tables of a new database, or bring those of an existing one up to date."""
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
+        revision = MigrationContext.configure(connection).get_current_revision()
+        if revision is None:
+            metadata.create_all(connection)
+            command.stamp(config, "head")
+            return
+        if revision < FIRST_REVISION:  # revisions are numbers of four digits
+            raise ConfigError(
+                f"The database {engine.url.render_as_string()} has revision {revision}, from "
+                f"before the first release; this Tinkex opens {FIRST_REVISION} and later. Start a "
+                "server of commit e232661 on it once, which brings it up to date, or give this "
+                "server a --data-dir of its own."
+            )
         command.upgrade(config, "head")
 
 

@@ -2,8 +2,9 @@
 
 The table of a record has a column for each of its fields, of the type that the field has; what is
 said here is the rest: keys, indexes, and columns that no record shows. Times are doubles (seconds,
-UTC), so that SQLite and PostgreSQL agree to the bit. A change here or in `records` needs a
-migration in `migrations/versions`; a test compares the two.
+UTC), so that SQLite and PostgreSQL agree to the bit. A new database is made from these tables; a
+change here or in `records` needs a revision in `migrations/versions` for those that exist already.
+A test opens a recorded database and compares.
 """
 
 from __future__ import annotations

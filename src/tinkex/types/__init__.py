@@ -18,10 +18,12 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
     from tinkex.types.account.checkpoints import *
     from tinkex.types.data.chunks import *
     from tinkex.types.data.datum import *
+    from tinkex.types.data.loss import *
     from tinkex.types.data.model_input import *
     from tinkex.types.data.provenance import *
     from tinkex.types.data.tensor_data import *
     from tinkex.types.data.topk_logprobs import *
+    from tinkex.types.fields.identifiers import *
     from tinkex.types.sampling.request import *
     from tinkex.types.sampling.response import *
     from tinkex.types.sampling.samplers import *
@@ -30,7 +32,6 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
     from tinkex.types.sampling.trajectory import *
     from tinkex.types.service.future_results import *
     from tinkex.types.service.futures import *
-    from tinkex.types.service.identifiers import *
     from tinkex.types.service.request_error import *
     from tinkex.types.service.server import *
     from tinkex.types.service.session_search import *
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
     from tinkex.types.service.telemetry import *
     from tinkex.types.training.custom_loss import *
     from tinkex.types.training.forward_backward import *
-    from tinkex.types.training.loss import *
     from tinkex.types.training.models import *
     from tinkex.types.training.optimizer import *
     from tinkex.types.training.weights import *
@@ -62,10 +62,12 @@ _NAMES = {
     ),
     "data.chunks": "DmelChunk EncodedTextChunk ImageAssetPointerChunk ImageChunk ModelInputChunk",
     "data.datum": "Datum",
+    "data.loss": "LossFnInputs LossFnOutput LossFnType",
     "data.model_input": "ModelInput",
     "data.provenance": "PromptProvenanceSpan ProvenanceSpan ProvenanceSpans SampledProvenanceSpan",
     "data.tensor_data": "TensorData TensorDtype",
     "data.topk_logprobs": "TopkLogprobs",
+    "fields.identifiers": "ModelID RequestID",
     "sampling.request": (
         "CreateSamplingSessionRequest JoinSamplingSessionRequest SampleRequest SamplingParams"
     ),
@@ -83,7 +85,6 @@ _NAMES = {
         "FuturesRetrieveResponse QueueState RequestFailedResponse SamplingSessionFuturesTarget "
         "TryAgainResponse UntypedAPIFuture"
     ),
-    "service.identifiers": "ModelID RequestID",
     "service.request_error": "RequestErrorCategory is_retryable",
     "service.server": (
         "ApiKeyDetails ApiKeyResponse AuthTokenResponse ClientConfigRequest ClientConfigResponse "
@@ -119,7 +120,6 @@ _NAMES = {
     "training.forward_backward": (
         "ForwardBackwardInput ForwardBackwardOutput ForwardBackwardRequest ForwardRequest"
     ),
-    "training.loss": "LossFnInputs LossFnOutput LossFnType",
     "training.models": (
         "CreateModelRequest CreateModelResponse GetInfoRequest GetInfoResponse LoraConfig "
         "ModelData UnloadModelRequest UnloadModelResponse"
@@ -136,7 +136,7 @@ _NAMES = {
         "SaveWeightsResponse WeightsInfoRequest WeightsInfoResponse"
     ),
 }
-"""What each module has for everybody."""
+"""The public names of each module."""
 _MODULES = {module: names.split() for module, names in _NAMES.items()}
 _MODULES["training.optimizer"] += [f"{name}Params" for name in _OPTIMIZERS]
 _MODULES["training.optimizer"] += [f"{name}OptimizerConfig" for name in _OPTIMIZERS]

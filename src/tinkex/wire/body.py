@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import zstandard
 
 from tinkex.errors import WireError
-from tinkex.types._value import short
+from tinkex.types.fields.value import short
 
 DEFAULT_MAX_BYTES = 32 * 1024 * 1024
 """Most bytes a body may have after decompression, unless the caller allows more."""

@@ -16,13 +16,13 @@ import orjson
 from pydantic import BaseModel, ValidationError
 
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._complaints import explain
 from tinkex.types.data.chunks import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
     ImageChunk,
     ModelInputChunk,
 )
+from tinkex.types.fields.complaints import explain
 from tinkex.types.sampling.request import SampleRequest
 from tinkex.types.training.optimizer import AdamParams, OptimStepRequest
 from tinkex.wire.budget import check_json

@@ -6,12 +6,12 @@ from typing import Any
 
 from tinkex.contract.settings import is_finite
 from tinkex.errors import InvalidInputError
-from tinkex.types._bounds import Id, SeqId
-from tinkex.types._models import Request
-from tinkex.types._value import short
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.fields.bounds import Id, SeqId
+from tinkex.types.fields.message import Request
+from tinkex.types.fields.value import short
 from tinkex.types.training.forward_backward import (
     ForwardBackwardInput,
     ForwardBackwardRequest,

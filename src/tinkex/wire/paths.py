@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import nest
+from tinkex.types.fields.value import nest
 
 
 class at:

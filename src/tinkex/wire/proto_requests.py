@@ -17,12 +17,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._value import nest, short
 from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageChunk, ModelInputChunk
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.provenance import PromptProvenanceSpan, ProvenanceSpan
 from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.fields.value import nest, short
 from tinkex.types.training.forward_backward import (
     ForwardBackwardInput,
     ForwardBackwardRequest,

@@ -12,12 +12,12 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError, WireError
+from tinkex.types.data.loss import LossFnOutput
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.data.topk_logprobs import TopkLogprobs
 from tinkex.types.sampling.response import PromptAltTokens, SampledSequence, SampleResponse
 from tinkex.types.sampling.stop_reason import StopReason
 from tinkex.types.training.forward_backward import ForwardBackwardOutput
-from tinkex.types.training.loss import LossFnOutput
 from tinkex.wire import budget
 from tinkex.wire import tinker_public_pb2 as pb
 from tinkex.wire.paths import at

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._value import short
+from tinkex.types.fields.value import short
 from tinkex.wire import json_codec, json_requests, proto_requests, sdk_0_4
 from tinkex.wire.body import Body
 from tinkex.wire.endpoints import ENDPOINTS, Endpoint

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.errors import InvalidInputError, WireError
-from tinkex.types._value import short
+from tinkex.types.fields.value import short
 from tinkex.types.sampling.response import SampleResponse
 from tinkex.types.training.forward_backward import ForwardBackwardOutput
 from tinkex.wire import json_codec, proto_results

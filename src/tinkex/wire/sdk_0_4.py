@@ -15,11 +15,11 @@ from pydantic_core import to_jsonable_python
 
 from tinkex.contract.losses import LOGPROBS
 from tinkex.errors import NotSupportedError
-from tinkex.types._value import short
 from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.fields.value import short
 from tinkex.types.training.optimizer import AdamParams, OptimStepRequest
 from tinkex.wire.json_codec import dumps, writing
 from tinkex.wire.json_requests import INPUT_FIELD, Pass

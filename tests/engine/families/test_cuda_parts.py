@@ -18,11 +18,10 @@ if sys.platform != "linux":
 if torch.cuda.is_available():
     pytest.skip("on a card tests/engine/test_cuda.py holds them, in bf16", allow_module_level=True)
 
+from tinkex.engine.cuda import adapter_operand, delta_rule
 from tinkex.engine.cuda import delta as cuda_delta
-from tinkex.engine.cuda import delta_rule
-from tinkex.engine.cuda.families import FamilyDecoder
 from tinkex.engine.cuda.flash import PackedFlash
-from tinkex.engine.lora import operand
+from tinkex.engine.cuda.mixed_layers import MixedLayerDecoder
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model import delta
 from tinkex.engine.model.attention import PackedCausal
@@ -30,7 +29,7 @@ from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import DeltaConfig
 from tinkex.engine.model.weights import open_weights
-from tinkex.engine.mxfp4 import PackedExperts
+from tinkex.engine.numerics.mxfp4 import PackedExperts
 
 
 def by_autograd(self, layer_index, dout, q, k, v, out, lse):
@@ -64,12 +63,12 @@ def cuda_decoder(monkeypatch):
     monkeypatch.setattr(PackedFlash, "sinks", {}, raising=False)
     monkeypatch.setattr(PackedFlash, "forward", remember)
     monkeypatch.setattr(PackedFlash, "backward", by_autograd)
-    monkeypatch.setattr(operand, "over_rows", over_rows)
+    monkeypatch.setattr(adapter_operand, "over_rows", over_rows)
 
     def load(folder, **options):
         source = resolve(str(folder))
         config = source.config()
-        return FamilyDecoder(
+        return MixedLayerDecoder(
             config, open_weights(source), device="cpu", dtype=torch.float32, **options
         )
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_arithmetic import noisy_adapter, packed, sequences_of
 
-from tinkex.engine.fingerprint import witness_of
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.base_model import resolve
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.model.fingerprint import witness_of
 from tinkex.engine.model.loading import weight_bytes
-from tinkex.engine.model.survey import survey
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
-from tinkex.engine.mxfp4 import PackedExperts
+from tinkex.engine.numerics.mxfp4 import PackedExperts
+from tinkex.engine.torch.backend import load_decoder
+from tinkex.engine.torch.survey import survey
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 

@@ -17,8 +17,8 @@ from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder, native_targets
 from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.loading import weight_bytes
-from tinkex.engine.model.survey import needs
 from tinkex.engine.model.weights import RandomWeights, expected_shapes
+from tinkex.engine.torch.survey import needs
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -37,7 +37,7 @@ CONFIG = {
 }
 LOAD = """
 import json, sys, threading
-from tinkex.engine.model.decoder import load_decoder
+from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.model.loading import Loader
 
 def anonymous():

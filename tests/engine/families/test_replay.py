@@ -10,9 +10,10 @@ from test_sampling import PROMPT, run, sampler_of
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.contract.routing import ExpertCounts
-from tinkex.engine import jobs, routed_experts
+from tinkex.engine import jobs
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.numerics import routed_experts
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 OPTIONS = {"max_tokens": 9, "seed": 3, "stop_tokens": (), "routed_experts": True}

@@ -13,7 +13,7 @@ from test_arithmetic import packed, sequences_of
 from training import save
 
 from tinkex.contract.optimizers import AdamParams
-from tinkex.engine.checkpoint import read
+from tinkex.engine.checkpoint.reader import read
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoadAdapterJob,
@@ -25,10 +25,10 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import load_decoder
 from tinkex.engine.model.mixture import Routing
-from tinkex.recipes.merge import merge_adapter
-from tinkex.recipes.stack import stack_experts
+from tinkex.engine.torch.backend import load_decoder
+from tinkex.export.merge import merge_adapter
+from tinkex.export.stacked_experts import stack_experts
 
 
 def create(trainer, **lora):

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 from table import Model, make
 
-from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.leader import Leader, LedSampler, LedTrainer
 from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 

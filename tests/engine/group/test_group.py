@@ -24,7 +24,8 @@ from table import FAMILIES, VOCAB
 from training import distance, job, make, train
 
 from tinkex.contract.optimizers import AdamParams, LionParams, MuonParams
-from tinkex.engine import checkpoint, jobs
+from tinkex.engine import jobs
+from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.errors import EngineError, InvalidInputError, ModelNotFoundError
 
 KINDS = ("qwen3-yarn", "qwen3_moe", "qwen3_5")

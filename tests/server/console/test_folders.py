@@ -14,7 +14,7 @@ from visits import HOSTILE
 
 from tinkex.server.console.folder_pages import create_app
 from tinkex.server.console.folder_runs import Folder
-from tinkex.server.work.curves import MAX_CURVES
+from tinkex.server.runs.curves import MAX_CURVES
 
 
 def write(file: Path, *lines: dict) -> None:

@@ -12,7 +12,7 @@ import pytest
 from visits import token_of, visitor
 
 from tinkex.engine.jobs import SampledTokens, SampleResult, TrainDatum
-from tinkex.server.work.rollouts import Rollouts
+from tinkex.server.runs.rollouts import Rollouts
 
 PROMPT = [5, 6, 7]
 

@@ -14,8 +14,8 @@ from app_world import AppWorld, open_app
 from sqlalchemy import event, insert
 from visits import HOSTILE, token_of
 
-from tinkex.engine.pulse import KINDS
-from tinkex.server.work.remembered import Remembered
+from tinkex.engine.heartbeat import KINDS
+from tinkex.server.administration.remembered import Remembered
 from tinkex.store import UsageCount, schema
 
 ADMIN, ANN = "tml-admin", "tml-ann"
@@ -178,10 +178,10 @@ async def test_the_number_of_questions_does_not_grow_with_users_runs_and_rows(wo
         asked.append(statement)
 
     event.listen(store._database.reader, "before_cursor_execute", note)
-    oversight = world.app.state.oversight
+    administration = world.app.state.administration
 
     def forget_sums() -> None:
-        oversight._usage, oversight._throughput = Remembered(60), Remembered(60)
+        administration._usage, administration._throughput = Remembered(60), Remembered(60)
 
     async with log_in(world, ADMIN) as root:
 

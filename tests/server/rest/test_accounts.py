@@ -10,8 +10,8 @@ import jwt
 import pytest
 from rest_world import World
 
-from tinkex.server.auth import ISSUER
 from tinkex.server.files.private import secret as secret_of
+from tinkex.server.guard.auth import ISSUER
 
 
 @pytest.mark.parametrize("key", ["", "tml-nobody", "secret", "eyJhbGciOiJIUzI1NiJ9.e30.x"])

@@ -15,10 +15,10 @@ import store_rows as rows
 from rest_world import World
 
 from tinkex.errors import InvalidInputError
-from tinkex.server.config import ServerConfig
 from tinkex.server.files import checkpoints
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
 from tinkex.server.files.sweeper import Sweeper
+from tinkex.server.process.config import ServerConfig
 
 ONE = "/training_runs/s:train:0/checkpoints/weights/first"
 PATH = "tinker://s:train:0/weights/first"

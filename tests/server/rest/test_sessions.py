@@ -10,8 +10,8 @@ import pytest
 import store_rows as rows
 from rest_world import World
 
-from tinkex.server.config import ServerConfig
 from tinkex.server.files.sweeper import Sweeper
+from tinkex.server.process.config import ServerConfig
 from tinkex.store import UsageCount
 
 

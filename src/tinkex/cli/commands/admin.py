@@ -195,7 +195,7 @@ def _told(state: State, facts: dict[str, Any]) -> None:
 
 
 def _data_dir(given: Path | None) -> Path:
-    from tinkex.server.config import load_config
+    from tinkex.server.process.config import load_config
 
     flags: dict[str, Any] = {} if given is None else {"data_dir": given}
     return load_config(flags=flags).data_dir

@@ -30,7 +30,7 @@ def auth() -> None:
 @pass_state
 def login(state: State) -> None:
     """Store an API key as this machine's default, after the server has accepted it."""
-    from tinkex.client.session import credentials
+    from tinkex.client import credentials
 
     if credentials.load_default_key() is not None:
         raise click.ClickException("Already logged in. Run `tinkex auth logout` first.")
@@ -59,7 +59,7 @@ def _ask_for_key(state: State, url: str) -> str:
 @pass_state
 def logout(state: State) -> None:
     """Forget the default key. A key that a login generated is revoked as well."""
-    from tinkex.client.session import credentials
+    from tinkex.client import credentials
 
     stored = credentials.load_credentials()
     entry = stored.get("keys", {}).get(str(stored.get("default")))
@@ -133,7 +133,7 @@ def whoami(state: State) -> None:
 
 def _claims(state: State) -> dict[str, Any]:
     """What the server says about our key: the claims of a token exchanged for it."""
-    from tinkex.client.session.credentials import jwt_claims
+    from tinkex.client.credentials import jwt_claims
 
     with resolve_address(state) as (base_url, key):
         if key.startswith("eyJ"):

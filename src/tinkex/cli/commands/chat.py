@@ -229,7 +229,7 @@ def _line_editing() -> Any:
     except ImportError:  # Windows
         yield
         return
-    from tinkex.client.session.embedded_server import state_folder
+    from tinkex.wire.local_servers import state_folder
 
     file = state_folder() / "chat_history"
     readline.clear_history()

@@ -19,7 +19,7 @@ from tinkex.cli.output import Table, ago, print_table, size
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
-    from tinkex.server.files.usage import Cleared, Holdings, RunHoldings
+    from tinkex.server.administration.disk_usage import Cleared, Holdings, RunHoldings
 
 _FOLDER = click.Path(path_type=Path)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -38,7 +38,7 @@ def _age(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @pass_state
 def disk(state: State, data_dir: Path | None, show_all: bool) -> None:
     """Show what Tinkex keeps on this machine: by run, with age, and the models it fetched."""
-    from tinkex.server.files.usage import holdings
+    from tinkex.server.administration.disk_usage import holdings
 
     found = {folder: holdings(folder) for folder in _data_folders(data_dir)}
     models = {} if data_dir else dict(_fetched_models())
@@ -92,7 +92,7 @@ def gc(
 
     Checkpoints with a name stay, unless --run names their run.
     """
-    from tinkex.server.files.usage import holdings
+    from tinkex.server.administration.disk_usage import holdings
     from tinkex.store.claim import InUseError
 
     folders = list(_data_folders(data_dir))
@@ -130,7 +130,7 @@ def gc(
 
 def _one_run(folders: list[Path], wanted: str) -> tuple[Path, str]:
     """The run that is called so, and its folder."""
-    from tinkex.server.files.usage import holdings
+    from tinkex.server.administration.disk_usage import holdings
 
     found = [
         (folder, run.run_id)
@@ -151,7 +151,7 @@ def _one_run(folders: list[Path], wanted: str) -> tuple[Path, str]:
 def _cleared(state: State, folder: Path, older_than_s: float, run_id: str) -> Cleared:
     """Clear a folder; that of the private server once it has ended, seconds after its last use."""
     from tinkex.client.session.embedded_server import IDLE_S
-    from tinkex.server.files.usage import clear
+    from tinkex.server.administration.disk_usage import clear
     from tinkex.store.claim import InUseError
 
     try:
@@ -178,7 +178,7 @@ def _spare(run: RunHoldings) -> int:
 
 def _data_folders(given: Path | None) -> Iterator[Path]:
     """Those that hold a database; the private server's come first."""
-    from tinkex.client.session.embedded_server import state_folder
+    from tinkex.wire.local_servers import state_folder
 
     if given is not None:
         yield given.expanduser()

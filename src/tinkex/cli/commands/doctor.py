@@ -115,7 +115,7 @@ def _survey(folder: str, length: int) -> Iterator[Finding]:
     """What a server would make of a folder, without loading it."""
     try:
         from tinkex.engine.model.base_model import resolve
-        from tinkex.engine.model.survey import survey
+        from tinkex.engine.torch.survey import survey
     except ImportError:
         yield Finding(check=folder, verdict="warn", detail="unknown without torch")
         return

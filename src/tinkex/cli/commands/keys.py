@@ -64,7 +64,7 @@ def add(
     **where: Any,
 ) -> None:
     """Make a key for a user and show it, this once."""
-    from tinkex.server.auth import new_key
+    from tinkex.server.guard.auth import new_key
 
     if not user.strip() or user != user.strip():
         raise click.BadParameter(
@@ -115,7 +115,7 @@ def list_(state: State, /, user: str | None, revoked: bool, **where: Any) -> Non
 @pass_state
 def revoke(state: State, /, key_id: int, **where: Any) -> None:
     """Refuse a key, and the tokens made for it, from now on."""
-    from tinkex.server.auth import is_configured
+    from tinkex.server.guard.auth import is_configured
 
     with _store(where) as store:
         found = store.accounts.get_key(key_id)
@@ -148,7 +148,7 @@ def revoke(state: State, /, key_id: int, **where: Any) -> None:
 @contextmanager
 def _store(where: dict[str, Any], *, make: bool = False) -> Iterator[Store]:
     """The database of the server that is meant. Only `make` creates one."""
-    from tinkex.server.config import load_config
+    from tinkex.server.process.config import load_config
     from tinkex.server.serve import connect_store
     from tinkex.store.database import sqlite_file
 
@@ -184,7 +184,7 @@ def _plain(key: ApiKey) -> dict[str, Any]:
 
 
 def _state(key: ApiKey) -> str:
-    from tinkex.server.auth import is_configured
+    from tinkex.server.guard.auth import is_configured
 
     if key.revoked_at is not None:
         return "revoked"

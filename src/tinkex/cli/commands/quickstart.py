@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @pass_state
 def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: str | None) -> None:
     """Fine-tune SmolLM2-135M to answer as a pirate, here and now, on the CPU if need be."""
-    from tinkex.cli.checkpoints.fetch import fetch_folder
+    from tinkex.cli.downloads import fetch_folder
     from tinkex.recipes.loop import DEFAULT_MODEL
     from tinkex.recipes.quickstart import run
 

@@ -36,9 +36,9 @@ def rollouts(
     limit: int,
 ) -> None:
     """Show the answers that were sampled in training. RUN is the run's name or its log folder."""
-    from tinkex.recipes import lines
     from tinkex.recipes.rollouts import FILE_NAME
-    from tinkex.recipes.runs import find
+    from tinkex.runs import json_lines
+    from tinkex.runs.names import find
 
     if best and worst:
         raise click.UsageError("--best and --worst exclude each other.")
@@ -52,10 +52,10 @@ def rollouts(
             "none, SFT none with --samples 0."
         )
     if step is not None and step < 0:
-        step += 1 + max((int(one["step"]) for one in lines.read(file)), default=0)
+        step += 1 + max((int(one["step"]) for one in json_lines.read(file)), default=0)
     found: Iterator[dict[str, Any]] = (
         one
-        for one in lines.read(file)
+        for one in json_lines.read(file)
         if (step is None or one["step"] == step) and contains in one["text"]
     )
     if best or worst:

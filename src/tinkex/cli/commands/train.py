@@ -276,7 +276,7 @@ def _run(
 
 def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options that were given; the recipe's defaults stand for the others."""
-    from tinkex.recipes.runs import find_path, remember
+    from tinkex.runs.names import find_path, remember
 
     name, start = options.pop("name"), options.pop("start")
     given = {name: value for name, value in options.items() if value is not None}
@@ -345,10 +345,10 @@ def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
 
 def _draw(state: State, folder: Path) -> None:
     """The curve that matters most, in characters, on stderr."""
-    from tinkex.recipes import lines
-    from tinkex.recipes.plots import terminal_plot
+    from tinkex.runs import json_lines
+    from tinkex.runs.plots import terminal_plot
 
-    records = list(lines.read(folder / "metrics.jsonl"))
+    records = list(json_lines.read(folder / "metrics.jsonl"))
     for name in ("reward", "kl", "loss"):
         if drawn := terminal_plot(records, name, label(name)):
             state.note(f"\n{drawn}\n")
@@ -358,7 +358,7 @@ def _draw(state: State, folder: Path) -> None:
 
 def _called(log_dir: str) -> str:
     """The shortest thing that `tinkex chat` takes for this run."""
-    from tinkex.recipes.runs import known
+    from tinkex.runs.names import known
 
     place = Path(log_dir).resolve()
     return next((run.name for run in known() if run.folder == place), log_dir)

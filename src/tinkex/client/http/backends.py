@@ -23,7 +23,7 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 class Backend(Protocol):
-    """One pool of connections."""
+    """A pool of connections to one server."""
 
     async def send(
         self,

@@ -34,7 +34,7 @@ def _machine() -> str:
 
 @cache
 def standard_headers() -> MappingProxyType[str, str]:
-    """What every request carries, credential and per-call headers excepted."""
+    """The headers of every request, credential and per-call headers excepted."""
     import tinkex
 
     return MappingProxyType(

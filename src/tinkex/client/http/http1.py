@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import errno
 import zlib
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +22,8 @@ from urllib.parse import urlsplit
 
 import orjson
 import zstandard
+
+from tinkex.client.http.waiting_line import WaitingLine
 
 _MAX_HEAD_BYTES = 65_536
 
@@ -61,7 +62,7 @@ class Reply:
 
 
 class _Connection(asyncio.Protocol):
-    """One socket; at most one request at a time."""
+    """A socket that carries at most one request at a time."""
 
     def __init__(self, pool: Http1Pool) -> None:
         self._pool = pool
@@ -266,7 +267,7 @@ class Http1Pool:
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._opening = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._line = WaitingLine()
         self._closed = False
 
     async def send(
@@ -330,14 +331,7 @@ class Http1Pool:
                     # The process may open no more files: live with the connections there are.
                     self._max = present
                     continue
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():
-                    self._wake_one()
-                raise
+            await self._line.wait(1, lambda _: self._line.wake())
 
     async def _open(self, timeout_s: float) -> _Connection:
         self._opening += 1
@@ -348,7 +342,7 @@ class Http1Pool:
                 )
         finally:
             self._opening -= 1
-            self._wake_one()
+            self._line.wake()
         if self._closed:
             connection.abort()
             raise ProtocolError("the pool is closed")
@@ -360,25 +354,18 @@ class Http1Pool:
             connection.abort()
             return
         self._idle.append(connection)
-        self._wake_one()
+        self._line.wake()
 
     def forget(self, connection: _Connection) -> None:
         self._all.discard(connection)
-        self._wake_one()
-
-    def _wake_one(self) -> None:
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                return
+        self._line.wake()
 
     async def close(self) -> None:
         self._closed = True
         for connection in tuple(self._all):
             connection.abort()
-        while self._waiters:
-            self._wake_one()
+        while self._line.wake() is not None:
+            pass  # each one finds the pool closed
 
 
 def _time_out(answer: asyncio.Future[Reply], timeout_s: float) -> None:

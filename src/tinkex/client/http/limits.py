@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
-from tinkex.client.session.background_loop import loop_time
+from tinkex.client.background_loop import loop_time
+from tinkex.client.http.waiting_line import WaitingLine
 
 _GRACE_S = 10.0
 
@@ -61,28 +61,18 @@ class ByteSemaphore:
 
     def __init__(self, size_bytes: int) -> None:
         self.balance = size_bytes
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._line = WaitingLine()
 
     async def acquire(self, num_bytes: int) -> None:
-        if self.balance >= 0 and not self._waiting:
+        if self.balance >= 0 and not self._line:
             self.balance -= num_bytes
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, num_bytes))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release(num_bytes)  # admitted and cancelled in the same breath
-            raise
+        await self._line.wait(num_bytes, self.release)
 
     def release(self, num_bytes: int) -> None:
         self.balance += num_bytes
-        while self._waiting and self.balance >= 0:
-            turn, wanted = self._waiting.popleft()
-            if not turn.done():
-                self.balance -= wanted
-                turn.set_result(None)
+        while self.balance >= 0 and (wanted := self._line.wake()) is not None:
+            self.balance -= wanted
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
@@ -94,7 +84,7 @@ class ByteSemaphore:
 
 
 class SampleGate:
-    """What a sample passes before it is submitted (6.3): slots, fewer after a 429, then bytes."""
+    """The gate before a sample is submitted (6.3): slots, fewer after a 429, then bytes."""
 
     SLOTS = 400
     SLOTS_AFTER_BACKOFF = 10
@@ -148,7 +138,7 @@ class _Admission:
 
 
 class Budgets:
-    """What may be under way at once, as the server's flags say."""
+    """Bounds on the bytes and samples under way at once, as the server's flags say."""
 
     def __init__(
         self, limiter: RateLimiter, *, sample_bytes: int, training_bytes: int, result_bytes: int

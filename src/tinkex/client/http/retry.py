@@ -1,30 +1,23 @@
-"""When to try again, and after how long: decisions, no network (contract 9).
+"""When to send a call again, and after how long: decisions, no network (contract 9).
 
-From the inside out: `CallRetry` repeats one call, `PollRetry` spaces the polls for a promise,
-`SampleRetry` repeats a sample, submit and wait, as a new request. `BillingPause` is asked by the
-first two whenever a 402 may mean "wait". What lies around them, one try and the loss of a run, and
-in which order all of it happens, is in `docs/client.md`.
+`CallRetry` repeats one call; `BillingPause` is asked by calls and polls whenever a 402 may mean
+"wait". Polls are spaced by `session/polling.py: PollRetry` and whole samples repeated by
+`sampling/sample_retry.py: SampleRetry`. In which order all of it happens is in `docs/client.md`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
-import httpx
-
-from tinkex.client.session.background_loop import loop_time
-from tinkex.errors import APIConnectionError, APIStatusError, RetryableException
+from tinkex.client.background_loop import loop_time
 from tinkex.types.service.request_error import is_retryable_status
 
 logger = logging.getLogger("tinkex.retry")
-T = TypeVar("T")
 
 _MAX_SERVER_DELAY_S = 60.0
 
@@ -190,157 +183,3 @@ class Outage:
             silent_s = self.clock() - self._since
             logger.warning("%s goes on, after %.0f s.", self.base_url, silent_s)
         self._since = self._logged = None
-
-
-class PollRetry:
-    """The pauses between polls for one promise, or for all of a sampler (4.2).
-
-    A poll asks for nothing new, so it is repeated without end; only a server that refuses it as
-    wrong, again and again, ends it.
-    """
-
-    _MAX_BAD_REQUESTS = 3
-    _MAX_PAUSE_S = 30.0
-
-    def __init__(self, billing: BillingPause) -> None:
-        self._billing = billing
-        self._in_a_row = 0
-        self._bad_requests = 0
-
-    def answered(self) -> None:
-        """The server said something that is not a refusal."""
-        self._in_a_row = self._bad_requests = 0
-
-    def delay_s(self, status_code: int | None) -> float | None:
-        """After a poll that was refused, or had no answer (None). None: give up."""
-        if status_code is None or status_code == 429:
-            self._in_a_row += 1
-            return min(2.0 ** min(self._in_a_row - 1, 10), self._MAX_PAUSE_S)
-        self._in_a_row = 0
-        if status_code == 402:
-            return self._billing.delay_s()
-        if status_code == 400 and self._bad_requests < self._MAX_BAD_REQUESTS:
-            self._bad_requests += 1
-            return 0.0
-        # No pause here: a server that fails at once is slowed down like one that answers at once.
-        return 0.0 if status_code >= 500 else None
-
-
-def _default_retryable() -> tuple[type[Exception], ...]:
-    return (asyncio.TimeoutError, APIConnectionError, httpx.TimeoutException, RetryableException)
-
-
-@dataclass(frozen=True)
-class RetryConfig:
-    """How a SamplingClient retries whole samples."""
-
-    max_connections: int | None = 1000
-    """As in the official SDK the server's number always wins; None, no bound, is taken too."""
-    progress_timeout: float = 7200.0
-    """Seconds without any finished sample after which the waiting ones fail."""
-    retry_delay_base: float = 0.5
-    retry_delay_max: float = 10.0
-    jitter_factor: float = 0.25
-    enable_retry_logic: bool = True
-    enable_stuck_detection: bool = True
-    retryable_exceptions: tuple[type[Exception], ...] = field(default_factory=_default_retryable)
-
-    def __post_init__(self) -> None:
-        if self.max_connections is not None and self.max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}.")
-        if not 0 <= self.jitter_factor <= 1:
-            raise ValueError(f"jitter_factor must be in 0..1, got {self.jitter_factor}.")
-
-    def wants(self, error: BaseException) -> bool:
-        if not self.enable_retry_logic:
-            return False
-        if isinstance(error, APIStatusError):
-            return is_retryable_status(error.status_code or 0)
-        return isinstance(error, self.retryable_exceptions)
-
-    def delay_s(self, attempt: int, uniform: Callable[[], float] = random.random) -> float:
-        delay = min(self.retry_delay_base * 2.0 ** min(attempt, 30), self.retry_delay_max)
-        swing = self.jitter_factor * delay * (2 * uniform() - 1)
-        return min(max(delay + swing, 0.0), self.retry_delay_max)
-
-
-class SampleRetry:
-    """Run samples with a cap on concurrency, retries without end, and an eye on progress (9.3).
-
-    Progress is common to all calls of the handler: as long as any of them finishes, none is stuck.
-    """
-
-    def __init__(
-        self,
-        config: RetryConfig,
-        *,
-        max_in_flight: int | None,
-        stuck_detection: bool = True,
-    ) -> None:
-        self.config = config
-        self._slots = asyncio.Semaphore(max_in_flight) if max_in_flight else None
-        self._detect = stuck_detection and config.enable_stuck_detection
-        self._running: set[asyncio.Task[Any]] = set()
-        self._stuck: set[asyncio.Task[Any]] = set()
-        self._last_progress = loop_time()
-        self._watch: asyncio.TimerHandle | None = None
-
-    def execute(self, call: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        return self._watched(call) if self._slots is None else self._in_turn(self._slots, call)
-
-    async def _in_turn(self, slots: asyncio.Semaphore, call: Callable[[], Awaitable[T]]) -> T:
-        async with slots:
-            return await self._watched(call)
-
-    async def _watched(self, call: Callable[[], Awaitable[T]]) -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        if not self._running:  # an idle hour is not an hour without progress
-            self._last_progress = loop_time()
-        self._running.add(task)
-        if self._detect and self._watch is None:
-            self._watch_in(self.config.progress_timeout)
-        try:
-            result = await self._attempts(call)
-            self._last_progress = loop_time()
-            return result
-        except asyncio.CancelledError:
-            if task in self._stuck:
-                raise APIConnectionError(
-                    f"No sample finished for {self.config.progress_timeout:.0f} s; requests "
-                    "seem stuck. Look at the server, or raise RetryConfig.progress_timeout."
-                ) from None
-            raise
-        finally:
-            self._stuck.discard(task)
-            self._running.discard(task)
-            if not self._running and self._watch is not None:
-                self._watch.cancel()
-                self._watch = None
-
-    async def _attempts(self, call: Callable[[], Awaitable[T]]) -> T:
-        attempt = 0
-        while True:
-            try:
-                return await call()
-            except Exception as exc:
-                if not self.config.wants(exc):
-                    raise
-                delay = self.config.delay_s(attempt)
-                logger.debug("sample attempt %d failed (%s); again in %.2f s", attempt, exc, delay)
-            attempt += 1
-            await asyncio.sleep(delay)
-
-    def _watch_in(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._watch = loop.call_later(max(delay_s, 0.01), self._look_at_progress)
-
-    def _look_at_progress(self) -> None:
-        left = self._last_progress + self.config.progress_timeout - loop_time()
-        if left > 0:
-            self._watch_in(left)
-            return
-        self._watch = None
-        for task in tuple(self._running):
-            self._stuck.add(task)
-            task.cancel()

@@ -24,7 +24,9 @@ import httpx
 import orjson
 
 from tinkex import events
+from tinkex.client.background_loop import loop_time
 from tinkex.client.config import LOCAL_KEY, ClientConfig
+from tinkex.client.credentials import TokenProvider
 from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Backend, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
@@ -38,8 +40,6 @@ from tinkex.client.http.retry import (
     RetryPolicy,
     parse_retry_after_s,
 )
-from tinkex.client.session.background_loop import loop_time
-from tinkex.client.session.credentials import TokenProvider
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
@@ -77,7 +77,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One HTTP call of the contract. `body` is sent as it is; None sends none."""
+    """An HTTP call of the contract. `body` is sent as it is; None sends none."""
 
     method: str
     path: str
@@ -232,7 +232,7 @@ class Transport:
     async def exchange(
         self, call: Call, *, attempt: int = 0, key: str | None = None, follow: bool = True
     ) -> Reply:
-        """One try. Any status is an answer; no answer is an APIConnectionError.
+        """Send the call once. Any status is an answer; no answer is an APIConnectionError.
 
         What happens to it, in this order: it waits while the account is held back, it is refused
         while the circuit is open, it is sent, and sent once more if the embedded server was dead

@@ -29,7 +29,7 @@ BLOCKS = frozenset({"forward_backward_custom", "forward_backward_regularized"})
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """One call: where in the order it stands, and on which run it was made last."""
+    """A call, where in the order it stands, and on which run it was made last."""
 
     method: str
     args: tuple[Any, ...]
@@ -47,7 +47,7 @@ class RecordedCall:
 
     @property
     def is_settled(self) -> bool:
-        """It was answered, or its result is here to be."""
+        """True when the call was answered, or its result is here to be."""
         if self.answer.done():
             return True
         future = self.made[0]
@@ -170,7 +170,7 @@ class CallLog:
         return first + [one for one in known if one not in first]
 
     def distrusted(self, known: Sequence[SavedPoint]) -> list[str]:
-        """What is wrong with those that are no candidates."""
+        """Why each rejected checkpoint was rejected."""
         return [
             f"{saved.path} was being saved again and may hold either state: give each save a name "
             "of its own"
@@ -207,7 +207,7 @@ class CallLog:
         ]
 
     def to_repeat(self, saved: SavedPoint) -> list[RecordedCall]:
-        """What the checkpoint does not hold, and whatever can and must still be answered."""
+        """The calls whose effect the checkpoint does not hold, and those still to be answered."""
         # Settled calls that change nothing need no repeat: their answers stand, and cost time.
         if self.is_exact:
             after = [call for call in self.calls if call.position > saved.position]

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from tinkex.client.background_loop import background
 from tinkex.client.recovery.run_monitor import SLICE_S
-from tinkex.client.session.background_loop import background
 from tinkex.errors import ClientClosedError
 
 logger = logging.getLogger("tinkex.recovery")

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tinkex.client.service_client import ServiceClient
+    from tinkex.client.session.holder import Holder
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryEvent:
-    """What a callback is told."""
+    """A loss or a recovery, as a callback is told of it."""
 
     run_id: str
     """The run that was lost."""
@@ -30,6 +30,13 @@ class RecoveryEvent:
     num_forgotten: int = 0
     """Calls between the checkpoint and the first one remembered, whose effect is lost: not 0 only
     when the newest checkpoints could not be loaded."""
+
+
+class SessionOwner(Protocol):
+    """A `ServiceClient`, as far as a recovery needs to know it."""
+
+    @property
+    def holder(self) -> Holder: ...
 
 
 Callback = Callable[[RecoveryEvent], object]
@@ -65,8 +72,8 @@ class RecoveryPolicy:
     unreachable_s: float = 120.0
     """How long a server may stay silent, while a result is awaited, before its run counts as lost.
     A Tinkex server that comes back within it brings its runs back by itself."""
-    connect: Callable[[], ServiceClient] | None = None
-    """Makes the client of an attempt; by default one like the first."""
+    connect: Callable[[], SessionOwner] | None = None
+    """Makes the `ServiceClient` of an attempt; by default one like the first."""
     on_lost: Callback | None = None
     on_recovered: Callback | None = None
     on_failed: Callback | None = None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
@@ -21,8 +21,7 @@ from tinkex.client.http.transport import Call
 from tinkex.errors import APIStatusError, RetryableException, TinkerError
 
 if TYPE_CHECKING:
-    from tinkex.client.service_client import ServiceClient
-    from tinkex.client.training.training_client import TrainingClient
+    from tinkex.client.session.holder import Holder
 
 logger = logging.getLogger("tinkex.recovery")
 
@@ -38,6 +37,16 @@ class RunHealth:
     reason: str = ""
 
 
+class WatchedRun(Protocol):
+    """A `TrainingClient`, as far as its health is concerned."""
+
+    @property
+    def holder(self) -> Holder: ...
+
+    @property
+    def model_id(self) -> str: ...
+
+
 class RunMonitor:
     """Asks the server about one run every `interval_s` seconds, on a thread of its own.
 
@@ -47,7 +56,7 @@ class RunMonitor:
 
     def __init__(
         self,
-        on_lost: Callable[[TrainingClient, str], object] | None = None,
+        on_lost: Callable[[Any, str], object] | None = None,
         *,
         interval_s: float = 30.0,
         timeout_s: float = 10.0,
@@ -55,12 +64,12 @@ class RunMonitor:
         self._on_lost = on_lost
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self._client: TrainingClient | None = None
+        self._client: WatchedRun | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
 
-    def watch(self, client: TrainingClient) -> None:
+    def watch(self, client: WatchedRun) -> None:
         """Watch this client's run from now on."""
         with self._lock:
             self._client = client
@@ -74,7 +83,7 @@ class RunMonitor:
         """Stop watching; returns at once."""
         self._stop.set()
 
-    def check(self, client: TrainingClient) -> RunHealth:
+    def check(self, client: WatchedRun) -> RunHealth:
         """Ask once, now. Waits at most the monitor's timeout; never raises."""
         asked = client.holder.spawn(lambda waiting: _ask(client, waiting))
         try:
@@ -89,7 +98,7 @@ class RunMonitor:
             asked.cancel()  # no effect once it ended
 
     def _run(self) -> None:
-        told: TrainingClient | None = None
+        told: WatchedRun | None = None
         while not self._stop.wait(self._interval_s):
             client = self._client
             if client is None or client is told:  # lost once is lost: asking on would tell it twice
@@ -103,7 +112,7 @@ class RunMonitor:
                     self._on_lost(client, health.reason)
 
 
-async def _ask(client: TrainingClient, waiting: Waiting) -> RunHealth:
+async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
     holder = client.holder
     request = types.GetInfoRequest(model_id=client.model_id)
     await holder.post(
@@ -123,9 +132,8 @@ async def _ask(client: TrainingClient, waiting: Waiting) -> RunHealth:
     return RunHealth("ok")
 
 
-def check_service(service: ServiceClient, timeout_s: float = 10.0) -> RunHealth:
+def check_service(holder: Holder, timeout_s: float = 10.0) -> RunHealth:
     """Ask a server once whether it is there; `ok` or `unreachable`."""
-    holder = service.holder
     call = Call(method="GET", path="get_server_capabilities", max_retries=0, window=False)
     asked = holder.spawn(lambda waiting: holder.transport.call(call))
     try:

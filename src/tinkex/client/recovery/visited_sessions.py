@@ -45,15 +45,17 @@ class VisitedSessions:
                 continue
             if is_gone and holder is not self._first:
                 self._opened.remove(holder)
-                _close(holder, "errored", "its run was lost")
+                close_session(holder, "errored", "its run was lost")
 
     def close(self, timeout_s: float) -> None:
         """Close what was opened here, except where the first session's ServiceClient lives now."""
         home = self._first.latest
-        closing = [_close(holder, "success") for holder in self._opened if holder is not home]
+        closing = [
+            close_session(holder, "success") for holder in self._opened if holder is not home
+        ]
         for closed in closing:
             closed.result(timeout_s)
 
 
-def _close(holder: Holder, status: str, detail: str | None = None) -> APIFuture[None]:
+def close_session(holder: Holder, status: str, detail: str | None = None) -> APIFuture[None]:
     return spawn(lambda waiting: holder.close(status, detail))

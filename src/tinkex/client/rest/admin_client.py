@@ -7,9 +7,9 @@ from typing import Literal
 from urllib.parse import quote
 
 from tinkex import types
-from tinkex.client.direct import awaited
 from tinkex.client.futures import APIFuture
 from tinkex.client.rest.rest_client import Caller
+from tinkex.client.twins import awaited
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.administration import (
     AdminUsageResponse,
@@ -27,7 +27,7 @@ class AdminClient(Caller):
     def get_audit_log(
         self, event_type: str = "all", day: date | str | None = None
     ) -> APIFuture[types.AuditLogResponse]:
-        """Who did what, on one day (`YYYY-MM-DD`) or lately."""
+        """The audit log of one day (`YYYY-MM-DD`), or the latest entries: who did what."""
         if event_type not in _EVENT_TYPES:
             raise InvalidInputError(
                 f"must be one of {', '.join(_EVENT_TYPES)}, got {event_type!r}", path="event_type"
@@ -52,7 +52,7 @@ class AdminClient(Caller):
     def get_current_checkpoint_storage_usage(
         self, project_id: str | None = None
     ) -> APIFuture[types.CurrentCheckpointStorageUsageResponse]:
-        """What the checkpoints stored now take and cost."""
+        """Size and cost of the checkpoints stored now."""
         method, query = "get_current_checkpoint_storage_usage", {"project_id": project_id}
         return self._ask(method, "checkpoint_storage_usage", query=query)
 

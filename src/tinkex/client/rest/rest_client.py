@@ -19,11 +19,12 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
-from tinkex.client.direct import DirectFuture, awaited
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call
+from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.session.holder import Holder, parse, shared_holder
+from tinkex.client.twins import awaited
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
 from tinkex.wire import requests
 from tinkex.wire.endpoints import API, ENDPOINTS
@@ -36,7 +37,7 @@ _TRACE_POLL_S = 5.0
 
 
 class Caller:
-    """What RestClient and AdminClient share: a session-less holder and the sdk headers."""
+    """The base of RestClient and AdminClient: a session-less holder and the SDK's headers."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class RestClient(Caller):
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[types.TrainingRun]:
-        """One training run."""
+        """A training run, by its id."""
         scope = validation.check_access_scope(access_scope)
         run = _segment(training_run_id, "training_run_id")
         return self._ask("get_training_run", query={"access_scope": scope}, run_id=run)
@@ -128,7 +129,7 @@ class RestClient(Caller):
         access_scope: AccessScope = "owned",
         project_id: str | None = None,
     ) -> APIFuture[types.TrainingRunsResponse]:
-        """One page of training runs; `cursor.total_count` says how many there are."""
+        """A page of training runs; `cursor.total_count` says how many there are."""
         query = {
             **_page(limit, offset),
             "access_scope": validation.check_access_scope(access_scope),
@@ -159,7 +160,7 @@ class RestClient(Caller):
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
     ) -> APIFuture[types.CheckpointsListResponse]:
-        """One page of all checkpoints of the account, newest first."""
+        """A page of all checkpoints of the account, newest first."""
         return self._ask("list_user_checkpoints", query=_page(limit, offset))
 
     list_user_checkpoints_async = awaited(list_user_checkpoints)
@@ -171,7 +172,7 @@ class RestClient(Caller):
     def get_weights_info_by_tinker_path(
         self, tinker_path: str
     ) -> APIFuture[types.WeightsInfoResponse]:
-        """What a checkpoint was trained from: base model, rank, layers."""
+        """The base model, rank and layers that a checkpoint was trained from."""
         validation.check_tinker_path(tinker_path)
         request = types.WeightsInfoRequest(tinker_path=tinker_path)
         return self._ask("get_weights_info_by_tinker_path", "weights_info", request)
@@ -320,7 +321,7 @@ class RestClient(Caller):
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[types.ListSessionsResponse]:
-        """One page of session ids."""
+        """A page of session ids."""
         scope = validation.check_access_scope(access_scope)
         return self._ask("list_sessions", query={**_page(limit, offset), "access_scope": scope})
 
@@ -365,7 +366,7 @@ class RestClient(Caller):
     search_sessions_async = awaited(search_sessions)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[types.GetSamplerResponse]:
-        """What a sampling session samples from."""
+        """The weights that a sampling session samples from."""
         return self._ask("get_sampler", sampler_id=_segment(sampler_id, "sampler_id"))
 
     get_sampler_async = awaited(get_sampler)
@@ -457,7 +458,7 @@ def _checkpoint(training_run_id: str, checkpoint_id: str) -> dict[str, Any]:
 
 
 def _parts(tinker_path: str, **options: Any) -> dict[str, Any]:
-    """What a checkpoint's path gives to the path of a row."""
+    """The parts of a checkpoint's path that fill the path of an endpoint."""
     run, checkpoint = validation.check_tinker_path(tinker_path, **options)
     kind, _, name = checkpoint.partition("/")
     return {"run_id": run, "kind": kind, "name": name}

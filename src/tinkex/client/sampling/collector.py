@@ -25,8 +25,9 @@ from typing import Any
 
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.http1 import Reply
-from tinkex.client.http.retry import BillingPause, PollRetry
+from tinkex.client.http.retry import BillingPause
 from tinkex.client.http.transport import Call, status_error
+from tinkex.client.session.polling import PollRetry
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -244,7 +245,7 @@ class BatchSubmitter:
         self._pending: list[_Sample] = []
 
     async def submit(self, body: bytes) -> dict[str, Any]:
-        """One entry of the answer: a promise, or a refusal with its `status`."""
+        """Submit a sample with others; gives its promise, or a refusal with its `status`."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
         if not self._pending:

@@ -15,12 +15,12 @@ from typing import Any
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.retry import RetryConfig, SampleRetry
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.sampling.collector import BatchSubmitter, Collector, FinishedSample
 from tinkex.client.sampling.sample_fields import SampleFields
+from tinkex.client.sampling.sample_retry import RetryConfig, SampleRetry
 from tinkex.client.session.holder import Holder
+from tinkex.client.session.polling import Expect, QueueWatch
 from tinkex.errors import (
     APIResponseValidationError,
     BillingError,
@@ -163,7 +163,7 @@ class SampleCalls:
         return self._clone_id * CLONE_STRIDE + number
 
     async def _attempt(self, fields: SampleFields, waiting: Waiting) -> types.SampleResponse:
-        """One submission and the wait for its result. A retry is a new submission."""
+        """Submit a sample and wait for its result. A retry is a new submission."""
         started = time.monotonic()
         waiting.state = "submitting"
         promise = await self._submit(fields, waiting)

@@ -16,14 +16,15 @@ import orjson
 
 from tinkex import types
 from tinkex.client.config import ClientConfig
-from tinkex.client.direct import BaseModelName, DirectFuture, awaited
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.retry import RetryConfig
 from tinkex.client.http.transport import Call
+from tinkex.client.older_sdk import BaseModelName, DirectFuture
 from tinkex.client.sampling.sample_calls import SampleCalls
 from tinkex.client.sampling.sample_fields import SampleFields, target_tensor
+from tinkex.client.sampling.sample_retry import RetryConfig
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.holder import Holder
+from tinkex.client.twins import awaited
 from tinkex.errors import (
     APIResponseValidationError,
     InvalidInputError,

@@ -7,7 +7,7 @@ state folder says where it listens; a lock beside it keeps two clients from star
 client first finds the server dead starts it again on the same port: its journal brings every
 session and run back, so all of them go on. Where the user runs `tinkex serve` with the wanted model
 and without keys, that one is joined instead. The server code runs only in the child: this module
-knows a command line, two kinds of files and three URLs.
+knows a command line, the files of `wire/local_servers.py` and three URLs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ import httpx
 
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.errors import LocalServerError, how_to_install
+from tinkex.wire.local_servers import (
+    SERVING,
+    is_alive,
+    read_record,
+    state_folder,
+    write_record,
+)
 from tinkex.wire.loopback import DIRECT
 
 logger = logging.getLogger("tinkex.local")
@@ -45,8 +52,6 @@ STATE_TTL_S = 86_400.0
 KEY_FILE = "local.key"
 LOCAL_USER = "local"
 """Who the key acts for."""
-SERVING = "serving"
-"""Folder of the state folder in which every `tinkex serve` says where it listens."""
 MAX_RESTARTS = 3
 """Times within `RESTART_WINDOW_S` that a server which died is started again."""
 RESTART_WINDOW_S = 600.0
@@ -67,11 +72,6 @@ def _part_from_children() -> None:
     for child in _children:
         if child.poll() is None:
             child.returncode = 0
-
-
-def state_folder(env: Mapping[str, str] | None = None) -> Path:
-    env = os.environ if env is None else env
-    return Path(env.get("TINKEX_HOME") or Path.home() / ".tinkex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) 
     """The address of a `tinkex serve` of this user that would do; says so when it is used."""
     wanted = model or DEFAULT_MODEL
     for file in sorted((folder / SERVING).glob("*.json")):
-        found = _read_record(file)
+        found = read_record(file)
         fits = (
             found.get("engine") == (env.get("TINKEX_LOCAL_ENGINE") or "torch")
             and found.get("needs_key") is False
@@ -164,7 +164,7 @@ def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) 
         )
         base_url = str(found.get("base_url", ""))
         # A killed server leaves its file; the next one that starts removes it.
-        if fits and _is_alive(found.get("pid")) and _answers(base_url, key):
+        if fits and is_alive(found.get("pid")) and _answers(base_url, key):
             logger.warning(
                 "Using your server at %s (`tinkex serve`, process %s), which has %s.",
                 base_url,
@@ -175,18 +175,6 @@ def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) 
     return None
 
 
-def _is_alive(pid: Any) -> bool:
-    if os.name != "posix" or not isinstance(pid, int) or pid < 1:
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def data_folder(env: Mapping[str, str] | None = None) -> Path:
     """Where the private server keeps its database and checkpoints."""
     env = os.environ if env is None else env
@@ -194,7 +182,7 @@ def data_folder(env: Mapping[str, str] | None = None) -> Path:
 
 
 def _kind(env: Mapping[str, str]) -> str:
-    """One server per kind of engine: the toy of a test is not the model of a notebook."""
+    """The kind of engine, for each has a server: a test's toy is not a notebook's model."""
     engine = env.get("TINKEX_LOCAL_ENGINE")
     return f"local-{''.join(c if c.isalnum() else '_' for c in engine)}" if engine else "local"
 
@@ -243,7 +231,7 @@ class _PrivateServer:
 
     def running(self, key: str) -> str | None:
         """Its base URL, if it lives and takes us in."""
-        base_url = str(_read_record(self._record).get("base_url", ""))
+        base_url = str(read_record(self._record).get("base_url", ""))
         if not _answers(base_url, key):
             return None
         logger.info("Using the private server of this machine: %s", base_url)
@@ -252,7 +240,7 @@ class _PrivateServer:
     def last_port(self) -> int:
         """Where the last one listened, so that clients who still wait for it find the next one."""
         try:
-            port = urlsplit(str(_read_record(self._record).get("base_url"))).port or 0
+            port = urlsplit(str(read_record(self._record).get("base_url"))).port or 0
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port))
@@ -262,7 +250,7 @@ class _PrivateServer:
 
     def count_restart(self) -> None:
         """Note that it is started again; refuse when that happened too often lately."""
-        known, now = _read_record(self._record), time.time()
+        known, now = read_record(self._record), time.time()
         recent = [at for at in known.get("restarts", []) if now - at < RESTART_WINDOW_S]
         if len(recent) >= MAX_RESTARTS:
             raise LocalServerError(
@@ -356,9 +344,7 @@ class _PrivateServer:
         return "\n".join([f"Its last words ({self._log}):", *lines])
 
     def _note(self, **facts: Any) -> None:
-        aside = self._record.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({**_read_record(self._record), **facts}), "utf-8")
-        os.replace(aside, self._record)
+        write_record(self._record, {**read_record(self._record), **facts})
 
 
 def _answers(base_url: str, key: str) -> bool:
@@ -367,14 +353,6 @@ def _answers(base_url: str, key: str) -> bool:
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL):
         return False
     return True
-
-
-def _read_record(record: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(record.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _attach(base_url: str, key: str) -> None:

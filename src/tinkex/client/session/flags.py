@@ -58,7 +58,7 @@ class DynamicFlags(ClientDynamicConfigResponse):
 
 
 def _usable(defaults: ServerFlags | DynamicFlags, body: Any) -> dict[str, Any]:
-    """What has the type of its default; a wrong type is logged and the default stays."""
+    """The values that have their default's type; a wrong one is logged and the default stays."""
     given = body if isinstance(body, Mapping) else {}
     kept: dict[str, Any] = {}
     for name, default in defaults:

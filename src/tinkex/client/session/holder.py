@@ -21,16 +21,16 @@ from pydantic import BaseModel, ValidationError
 
 from tinkex import types
 from tinkex.client.config import LOCAL, ClientConfig
+from tinkex.client.credentials import TokenProvider
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.backends import Backend, choose_backend
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import Budgets, RateLimiter
 from tinkex.client.http.transport import Call, Transport
-from tinkex.client.polling import Expect, Poller
-from tinkex.client.session.credentials import TokenProvider
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.open_calls import OpenCalls
+from tinkex.client.session.polling import Expect, Poller
 from tinkex.client.session.revival import Revival
 from tinkex.client.session.session import Session
 from tinkex.errors import (

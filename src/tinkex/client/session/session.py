@@ -7,9 +7,9 @@ import logging
 from typing import TYPE_CHECKING
 
 from tinkex import events, types
+from tinkex.client.background_loop import loop_time
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Call, Transport
-from tinkex.client.session.background_loop import loop_time
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
 
 if TYPE_CHECKING:

@@ -253,7 +253,7 @@ _process: tuple[int, str] = (0, "")
 
 
 def process_uuid() -> str:
-    """One id per process; a forked child gets its own."""
+    """The id of this process; a forked child gets its own."""
     global _process
     if _process[0] != os.getpid():
         _process = (os.getpid(), str(uuid.uuid4()))

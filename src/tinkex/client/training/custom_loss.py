@@ -35,7 +35,7 @@ CustomLossFn = Callable[
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What a custom loss came to, and the cross-entropy batch that has the same gradient."""
+    """The value of a custom loss, and the cross-entropy batch that has the same gradient."""
 
     loss: float
     metrics: Mapping[str, float]

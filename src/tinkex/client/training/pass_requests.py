@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tinkex import types
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import Expect
 from tinkex.client.session.flags import ServerFlags
+from tinkex.client.session.polling import Expect
 from tinkex.client.training.submission import CallPart
 from tinkex.wire import chunking, requests
 

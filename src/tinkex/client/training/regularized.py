@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RegularizedOutput(NamedTuple):
-    """What the server did, and what the loss was made of."""
+    """The server's result, and the terms that the loss was made of."""
 
     forward_backward: types.ForwardBackwardOutput
     loss: CustomLossOutput

@@ -26,7 +26,7 @@ class StepCount:
         self._asked_at_save: dict[str, int] = {}
 
     def asked(self) -> int:
-        """One more was asked for; gives its number."""
+        """Count a step that was asked for; gives its number."""
         self._num_asked += 1
         return self._num_asked
 
@@ -64,7 +64,7 @@ class StepCount:
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """What is left of a batch, and what to say about its ages."""
+    """The datums of a batch that are fresh enough, and metrics of their ages."""
 
     kept: list[int]
     metrics: dict[str, float]

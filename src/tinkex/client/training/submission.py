@@ -19,9 +19,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from tinkex import types
+from tinkex.client.background_loop import background
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.transport import Call
-from tinkex.client.session.background_loop import background
 from tinkex.client.session.holder import Holder, parse
 from tinkex.errors import ClientClosedError
 
@@ -39,7 +39,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """One request of a call. `encode` gets the sequence number and may run on another thread."""
+    """A request of a call. `encode` gets the sequence number and may run on another thread."""
 
     encode: Callable[[int], Call]
     size_bytes: int = 0
@@ -47,7 +47,7 @@ class CallPart:
 
 
 class Submission:
-    """One call in its place: its requests, and what becomes of them."""
+    """A call in its place of the order: its requests, and what becomes of them."""
 
     def __init__(self, parts: Sequence[CallPart]) -> None:
         self.parts = parts

@@ -10,7 +10,7 @@ from tinkex import types
 
 @dataclass(frozen=True, slots=True)
 class TrainStepResult:
-    """What one `train_step` did."""
+    """The results of one `train_step`."""
 
     forward_backward: types.ForwardBackwardOutput
     optim_step: types.OptimStepResponse

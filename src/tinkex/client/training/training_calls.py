@@ -18,8 +18,8 @@ from tinkex import events, types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import Expect, QueueWatch
 from tinkex.client.session.holder import Holder
+from tinkex.client.session.polling import Expect, QueueWatch
 from tinkex.client.training.pass_requests import pass_parts
 from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import CallPart, Submission, SubmitQueue

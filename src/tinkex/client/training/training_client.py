@@ -17,25 +17,26 @@ from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.client import validation
-from tinkex.client.direct import DirectFuture, awaited, submitted, threaded
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.transport import Call
-from tinkex.client.polling import Expect
+from tinkex.client.older_sdk import DirectFuture
+from tinkex.client.session.polling import Expect
 from tinkex.client.training.pass_requests import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
 from tinkex.client.training.sample_age import Fresh, keep_fresh
 from tinkex.client.training.submission import CallPart
 from tinkex.client.training.train_step import TrainStepResult
 from tinkex.client.training.training_calls import TrainingCalls
+from tinkex.client.twins import awaited, submitted, threaded
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.wire.chunking import combine
 from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
-    from tinkex.client.http.retry import RetryConfig
     from tinkex.client.recovery.policy import RecoveryPolicy
-    from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
+    from tinkex.client.sampling.sample_retry import RetryConfig
     from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
+    from tinkex.client.training.recovering_client import RecoveringTrainingClient
     from tinkex.client.training.regularized import RegularizedOutput
     from tinkex.regularizers import RegularizerSpec
 
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 
 class TrainingClient(TrainingCalls):
-    """One model being trained. Made by `ServiceClient.create_lora_training_client` and friends."""
+    """A model being trained. Made by `ServiceClient.create_lora_training_client` and friends."""
 
     # -- training
 
@@ -432,7 +433,7 @@ class TrainingClient(TrainingCalls):
     log_metrics_async = awaited(log_metrics)
 
     def get_info(self) -> DirectFuture[types.GetInfoResponse]:
-        """What the server knows about this model."""
+        """The server's description of this model."""
         return DirectFuture.of(self._info(), "get_info", types.GetInfoResponse)
 
     get_info_async = awaited(get_info)
@@ -476,7 +477,7 @@ class TrainingClient(TrainingCalls):
 
         Make all further calls on it: it repeats its own calls on a new run, not those made here.
         """
-        from tinkex.client.recovery.recovering_client import RecoveringTrainingClient
+        from tinkex.client.training.recovering_client import RecoveringTrainingClient
 
         return RecoveringTrainingClient(self, policy)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.shape import DeltaConfig
-from tinkex.engine.transfer import send
+from tinkex.engine.numerics.transfer import send
 
 CHUNK = 64
 _UNIT_EPS = tl.constexpr(1e-6)

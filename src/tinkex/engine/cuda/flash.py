@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tinkex.engine.cuda import attention
 from tinkex.engine.model.shape import ModelConfig
-from tinkex.engine.transfer import send
+from tinkex.engine.numerics.transfer import send
 
 LONG = 2048
 """From this length on a sequence is worth a rectangle of its own, though it must be copied."""

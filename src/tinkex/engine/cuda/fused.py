@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import kernels, mixture
+from tinkex.engine.cuda.adapter_layout import EXPERTS
+from tinkex.engine.cuda.adapter_operand import AdapterTokens, BatchOperands, LoraAddend
 from tinkex.engine.cuda.delta import WholeSequences
 from tinkex.engine.cuda.flash import PackedFlash, Three
 from tinkex.engine.cuda.product import product
 from tinkex.engine.cuda.small_passes import Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.layout import EXPERTS
-from tinkex.engine.lora.operand import AdapterTokens, BatchOperands, LoraAddend
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.decoder import Decoder, _Layer
 from tinkex.engine.model.mixture import Routing

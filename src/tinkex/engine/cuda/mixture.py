@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import mixture_kernels as kernels
+from tinkex.engine.cuda.adapter_layout import EXPERTS
+from tinkex.engine.cuda.adapter_operand import AdapterTokens, Weights, grad_of
 from tinkex.engine.cuda.product import product
 from tinkex.engine.lora.adapter import Adapter, LoraPart
-from tinkex.engine.lora.layout import EXPERTS
-from tinkex.engine.lora.operand import AdapterTokens, Weights, grad_of
 from tinkex.engine.model.mixture import MixtureWeights, Routing
 from tinkex.engine.model.shape import ExpertsConfig
-from tinkex.engine.mxfp4 import expanded
+from tinkex.engine.numerics.mxfp4 import expanded
 
 # ---------------------------------------------------------------------------- stacked adapters
 

@@ -26,18 +26,18 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import attention, delta
+from tinkex.engine.cuda.adapter_layout import EXPERTS
+from tinkex.engine.cuda.adapter_slots import AdapterSlots
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
-from tinkex.engine.lora.layout import EXPERTS
-from tinkex.engine.lora.slots import AdapterSlots
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.numerics.transfer import send
 from tinkex.engine.sample.expert_pages import ExpertPages
 from tinkex.engine.sample.paged import PagedCache, Placed, cells, slots_of, split
 from tinkex.engine.sample.scheduler import Chunk
 from tinkex.engine.sample.states import StateCache
-from tinkex.engine.transfer import send
 
 Drawn = tuple[Tensor, Sequence[int]]
 """Tokens on the device, and which of them each chunk feeds in."""

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.cuda import attention
+from tinkex.engine.cuda.adapter_operand import BatchOperands, low_precision_flat
 from tinkex.engine.cuda.flash import PackedFlash
 from tinkex.engine.lora.adapter import Adapter, LoraBatch
-from tinkex.engine.lora.operand import BatchOperands, low_precision_flat
-from tinkex.engine.transfer import send
+from tinkex.engine.numerics.transfer import send
 
 if TYPE_CHECKING:
     from tinkex.engine.cuda.fused import CudaDecoder

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from tinkex.engine.config import EngineConfig, make_cuda_deterministic
-from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.calls import SELF, CallEnded, Go, GroupCall, Ref, Resume, Start, Trouble
 from tinkex.engine.group.decoder import GroupDecoder, load_part
 from tinkex.engine.group.group import Group, end, form
 from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
 from tinkex.engine.hosting import Ready, Refused
 from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
+from tinkex.engine.torch.config import EngineConfig, make_cuda_deterministic
 from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import ConfigError, TinkerError
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.exchange.meeting import Meeting, MeetingLost, meet
-from tinkex.engine.holdings import is_out_of_memory
+from tinkex.engine.numerics.memory_in_use import is_out_of_memory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

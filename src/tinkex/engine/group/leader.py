@@ -29,8 +29,8 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from tinkex.engine import checkpoint, jobs
-from tinkex.engine.fingerprint import Base, Witness
+from tinkex.engine import jobs
+from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.group.calls import (
     SELF,
     CallEnded,
@@ -49,6 +49,7 @@ from tinkex.engine.hosting import Ready, Refused
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.model.fingerprint import Base, Witness
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
 from tinkex.engine.train.trainer import TrainerConfig

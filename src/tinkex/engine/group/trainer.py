@@ -14,14 +14,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tinkex.engine import checkpoint
+from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.exchange import gradient_file
-from tinkex.engine.fingerprint import Base
 from tinkex.engine.group.adapters import AdapterCut, CutAdapter
 from tinkex.engine.group.decoder import GroupDecoder
 from tinkex.engine.group.group import Group
 from tinkex.engine.jobs import LoraSpec, SampleJob, SaveAdapterJob
 from tinkex.engine.lora.adapter import Adapter, Kind
+from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import Detokenize
 from tinkex.engine.train.packing import Pass

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinkex.contract.models import MAX_RANK
 from tinkex.engine.cuda import HAS_TRITON
-from tinkex.engine.rows import filled
+from tinkex.engine.numerics.rows import filled
 from tinkex.errors import InvalidInputError
 
 Kind = Literal["attn", "mlp", "unembed"]

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.lora.adapter import (
     NO_TERMS,
     Kind,
@@ -35,10 +34,9 @@ from tinkex.engine.lora.adapter import (
     low_rank_inner,
 )
 from tinkex.engine.model.attention import Attend, PackedCausal, RecurrentAttend
-from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.layers import glu_linear, linear, norm_linear, rms_norm, rotate, wide
-from tinkex.engine.model.loading import Loader, keeps_packed
+from tinkex.engine.model.loading import Loader
 from tinkex.engine.model.mixture import (
     MixtureWeights,
     Routing,
@@ -47,7 +45,7 @@ from tinkex.engine.model.mixture import (
     mlp_targets,
 )
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
-from tinkex.engine.model.weights import WeightReader, open_weights
+from tinkex.engine.model.weights import WeightReader
 from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -428,45 +426,3 @@ def _read_layer(read: Loader, index: int) -> _Layer:
         delta=delta,
         mixture=block,
     )
-
-
-def load_decoder(
-    model: str | ModelSource,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    weights: WeightReader | None = None,
-) -> DecoderLike:
-    """Load a base model by name, path or source: our decoder when it can, else transformers'.
-
-    With `weights`, our decoder reads from there.
-    """
-    source = resolve(model) if isinstance(model, str) else model
-    config = source.config()
-    if not config.native:
-        from tinkex.engine.model.foreign import ForeignDecoder
-
-        return ForeignDecoder(source, config, device=device, dtype=dtype)
-    device = torch.device(device)
-    kind = _decoder_class(config, device)
-    reader = weights or open_weights(source, config)
-    packed = keeps_packed(config, reader, source.name, device, compute_dtype(device, dtype))
-    return kind(config, reader, device=device, dtype=dtype, keep_packed=packed)
-
-
-def _decoder_class(config: ModelConfig, device: torch.device | str) -> type[Decoder]:
-    """A fused decoder where one knows the model's shape, the plain one elsewhere."""
-    if not runs_kernels(torch.device(device)):
-        return Decoder
-    from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
-
-    if can_fuse(config):
-        return CudaDecoder
-    from tinkex.engine.cuda.families import FamilyDecoder, can_run
-
-    return FamilyDecoder if can_run(config) else Decoder
-
-
-def runs_kernels(device: torch.device) -> bool:
-    """Whether our kernels run here: they need triton and bf16, which not all machines have."""
-    return device.type == "cuda" and HAS_TRITON and multiplies_bf16(device)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tinkex.engine.lora.adapter import LoraTerm, add_low_rank, low_rank_backward
 from tinkex.engine.model import packed_weights
-from tinkex.engine.mxfp4 import Matrix, expanded
-from tinkex.engine.rows import filled
+from tinkex.engine.numerics.mxfp4 import Matrix, expanded
+from tinkex.engine.numerics.rows import filled
 
 
 def _apply(function: Any, *args: Any) -> Tensor:

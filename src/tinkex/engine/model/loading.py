@@ -17,7 +17,7 @@ from tinkex.engine.model.mixture import MixtureWeights
 from tinkex.engine.model.packed_weights import free_bytes
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import WeightReader, expected_shapes
-from tinkex.engine.mxfp4 import BYTES_PER_GROUP, GROUP, Stack
+from tinkex.engine.numerics.mxfp4 import BYTES_PER_GROUP, GROUP, Stack
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tinkex.engine.lora.adapter import NO_TERMS, LoraBatch, Target
 from tinkex.engine.model.layers import linear, wide
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
-from tinkex.engine.mxfp4 import Matrix, Stack
+from tinkex.engine.numerics.mxfp4 import Matrix, Stack
 
 _ALPHA = 1.702
 Biased = tuple[Matrix, Tensor | None]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig
-from tinkex.engine.mxfp4 import PackedExperts, gate_then_up
+from tinkex.engine.numerics.mxfp4 import PackedExperts, gate_then_up
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.gguf import GgufFile, unpermute_rope_rows
 from tinkex.engine.model.published import PublishedWeights, text_names
 from tinkex.engine.model.shape import ModelConfig
-from tinkex.engine.mxfp4 import PackedExperts
+from tinkex.engine.numerics.mxfp4 import PackedExperts
 from tinkex.errors import InvalidInputError
 
 

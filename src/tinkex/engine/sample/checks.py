@@ -12,7 +12,8 @@ from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import ExpertCounts
 from tinkex.contract.sampling import check_vocabulary
 from tinkex.contract.settings import check
-from tinkex.engine import jobs, routed_experts
+from tinkex.engine import jobs
+from tinkex.engine.numerics import routed_experts
 from tinkex.errors import InvalidInputError
 
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from tinkex.contract.sampling import EMPTY_LOGPROB
 from tinkex.engine import jobs
 from tinkex.engine.model.softmax import log_total, logprobs_of
+from tinkex.engine.numerics.transfer import send
 from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniform_table
 from tinkex.engine.sample.sampling_math import (
     Settings,
     draw,
     top_logprobs,
 )
-from tinkex.engine.transfer import send
 from tinkex.errors import InvalidInputError
 
 

@@ -23,20 +23,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkex.engine import jobs, routed_experts
-from tinkex.engine.holdings import give_back, is_out_of_memory
+from tinkex.engine import jobs
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.mixture import Routing
+from tinkex.engine.numerics import routed_experts
+from tinkex.engine.numerics.memory_in_use import give_back, is_out_of_memory
+from tinkex.engine.numerics.rows import exactly
+from tinkex.engine.numerics.transfer import Fetch, send
 from tinkex.engine.reports import cancelled
-from tinkex.engine.rows import exactly
 from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
 from tinkex.engine.sample.intake import Intake
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
 from tinkex.engine.sample.pass_clock import PassClock
-from tinkex.engine.sample.relief import Relief
+from tinkex.engine.sample.preemption import Preemption
 from tinkex.engine.sample.rng import uniform_table
 from tinkex.engine.sample.running_jobs import (
     RunningJob,
@@ -51,7 +53,6 @@ from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Se
 from tinkex.engine.sample.state_pool import StatePool
 from tinkex.engine.sample.states import StateCache, state_bytes
 from tinkex.engine.sample.stopping import Detokenize
-from tinkex.engine.transfer import Fetch, send
 from tinkex.errors import ConfigError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Sampler:
         self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
         limits = replace(self.config, max_running=max_running)
         self.scheduler = Scheduler(limits, BlockPool(num_blocks, size), pool)
-        self._relief = Relief(self.scheduler.config)
+        self._preemption = Preemption(self.scheduler.config)
         self._experts: ExpertPages | None = None
         if routing is not None:
             self._experts = ExpertPages(decoder.config, num_blocks, size, decoder.device)
@@ -225,8 +226,8 @@ class Sampler:
             num_tokens, trouble = self._attempt(look_ahead)
         self._pass_clock.end()
         if trouble:
-            self._relieve(trouble)
-        elif (config := self._relief.passed()) is not None:
+            self._preempt_all(trouble)
+        elif (config := self._preemption.passed()) is not None:
             self.scheduler.config = config
         return num_tokens
 
@@ -242,14 +243,14 @@ class Sampler:
     def _settle(self) -> None:
         """Called once in every pass, when all is computed and before anybody is told of it."""
 
-    def _relieve(self, trouble: str) -> None:
+    def _preempt_all(self, trouble: str) -> None:
         """Begin again after a pass that found no memory, from what was drawn until then."""
         self._unread = self._settings = None
-        config, is_blamed = self._relief.failed()
+        config, is_blamed = self._preemption.failed()
         log.warning("a sampling pass found no memory, smaller ones follow: %s", trouble)
         if is_blamed:
-            request = self._relief.to_blame(self._requests.values())
-            text, job_id = self._relief.text(trouble, request), request.job.job_id
+            request = self._preemption.to_blame(self._requests.values())
+            text, job_id = self._preemption.text(trouble, request), request.job.job_id
             del self._requests[job_id]
             request.emit(jobs.Failed(job_id=job_id, message=text, category="server"))
         give_back()
@@ -279,7 +280,7 @@ class Sampler:
                         self.scheduler.done(chunk)
                 return len(chunks)
         chunks = self.scheduler.plan()
-        self._relief.planned(chunks)
+        self._preemption.planned(chunks)
         self._pass_clock.among(len(chunks))
         if self.states is not None:  # before the pass, which goes on from there
             self.states.copy(self.scheduler.take_restores())

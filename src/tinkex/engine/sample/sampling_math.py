@@ -27,7 +27,7 @@ from torch import Tensor
 from tinkex.contract.sampling import EMPTY_LOGPROB, DrawSettings
 from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.model.softmax import log_total, logprobs_of
-from tinkex.engine.transfer import send
+from tinkex.engine.numerics.transfer import send
 
 _ONE = float(1 << 40)
 """The weight of a row's likeliest token."""

@@ -1,4 +1,4 @@
-"""Decide which tokens run in the next forward pass, and whose turn the device is.
+"""Decide which tokens run in the next forward pass.
 
 `Scheduler` owns the waiting and running queues and the blocks of KV. It sees token counts, token
 ids and adapter versions, never tensors or HTTP, so its tests need no model. Every pass advances
@@ -6,14 +6,12 @@ each running sequence: by one token when it decodes, by a chunk of its prompt wh
 prefilled, so neither waits for the other. Sequences are admitted in the order they came. When KV
 runs out, the one admitted last loses its blocks, returns to the front of the queue and is prefilled
 again; the oldest always makes progress.
-
-`FairShare` lets sampling and training take turns by the time they used.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tinkex.engine.sample.kv_cache import BlockPool, Key, chain_key, root_key
@@ -398,32 +396,3 @@ class Scheduler:
         if self.states is not None and seq.state >= 0:
             self.states.give(seq.state)
             seq.state = -1
-
-
-@dataclass
-class FairShare:
-    """Turns by time used: whoever has used least, weighted, is next.
-
-    A kind of work that was idle does not save up time: it starts level with the others.
-    """
-
-    weights: dict[str, float]
-    _used: dict[str, float] = field(default_factory=dict)
-    _active: frozenset[str] = frozenset()
-
-    def pick(self, ready: Iterable[str]) -> str:
-        """One of the kinds that have work now."""
-        now = frozenset(ready)
-        assert now
-        level = min((self._used[kind] for kind in self._active & now), default=0.0)
-        # Nobody who was active goes on: level with the highest, or a returning kind could spend
-        # what it did not use while it slept.
-        if not self._active & now:
-            level = max(self._used.values(), default=0.0)
-        for kind in now - self._active:
-            self._used[kind] = max(self._used.get(kind, 0.0), level)
-        self._active = now
-        return min(sorted(now), key=lambda kind: self._used[kind])
-
-    def charge(self, kind: str, seconds: float) -> None:
-        self._used[kind] = self._used.get(kind, 0.0) + seconds / self.weights[kind]

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from tinkex.contract.models import MAX_RANK
 from tinkex.engine import jobs
 from tinkex.engine.exchange import gradient_file
+from tinkex.engine.heartbeat import Heartbeat
 from tinkex.engine.metrics import Tally
-from tinkex.engine.pulse import Pulse
 from tinkex.engine.reports import cancelled, failure, tell
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
@@ -54,7 +54,7 @@ class ToyEngine:
 
     def __init__(self, config: ToyConfig | None = None) -> None:
         self.config = config or ToyConfig()
-        self.pulse = Pulse()
+        self.heartbeat = Heartbeat()
         self._limits = Limits(
             vocab_size=self.config.vocab_size, max_length=self.config.max_context_length
         )
@@ -148,7 +148,7 @@ class ToyEngine:
         if due.event is not None:
             self._finish(due.emit, due.event)
         else:
-            with self.pulse.work(due.job.job_id):
+            with self.heartbeat.work(due.job.job_id):
                 self._attempt(due, partial(self._run, due))
 
     def _attempt(self, due: Due, action: Callable[[], jobs.Result | None]) -> None:

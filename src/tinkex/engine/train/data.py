@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import ExpertCounts
-from tinkex.engine import routed_experts
-from tinkex.engine.arrays import check_dense_bytes, dense, form_of, sparse_inputs
 from tinkex.engine.jobs import Array, CsrArray, TracedLoss, TrainDatum, TrainJob
+from tinkex.engine.numerics import routed_experts
+from tinkex.engine.numerics.arrays import check_dense_bytes, dense, form_of, sparse_inputs
 from tinkex.errors import InvalidInputError
 
 

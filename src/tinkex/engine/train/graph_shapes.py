@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from tinkex.contract import traced
-from tinkex.engine.arrays import form_of
 from tinkex.engine.jobs import TracedLoss, TrainDatum
+from tinkex.engine.numerics.arrays import form_of
 from tinkex.engine.train import graph_ops as ops
 from tinkex.engine.train.graph_cost import Shape, step_operations
 from tinkex.engine.train.graph_program import NodeRef, Program, Step, check_graph

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tinkex.engine.holdings import is_out_of_memory
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.packed_weights import free_bytes
+from tinkex.engine.numerics.memory_in_use import is_out_of_memory
 from tinkex.engine.train.optim import OptimizerState, make_room
 from tinkex.engine.train.shards import tree_sum
 

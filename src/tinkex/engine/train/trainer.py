@@ -22,10 +22,8 @@ from torch import Tensor
 from tinkex.contract import traced
 from tinkex.contract.optimizers import check_params
 from tinkex.contract.routing import NOT_RECORDED
-from tinkex.engine import checkpoint
+from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.exchange import gradient_file
-from tinkex.engine.fingerprint import Base
-from tinkex.engine.holdings import is_out_of_memory
 from tinkex.engine.jobs import (
     AddGradientJob,
     CreateAdapterJob,
@@ -42,9 +40,11 @@ from tinkex.engine.jobs import (
 from tinkex.engine.lora.adapter import KINDS, Adapter, AdapterSpan, Kind, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
-from tinkex.engine.rows import exactly
+from tinkex.engine.numerics.memory_in_use import is_out_of_memory
+from tinkex.engine.numerics.rows import exactly
 from tinkex.engine.train.data import Limits
 from tinkex.engine.train.graph_cost import LossSeconds
 from tinkex.engine.train.losses import Prepared

@@ -14,7 +14,6 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, refusals, replies
-from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import (
     Asked,
@@ -25,8 +24,9 @@ from tinkex.server.compat.dialogue import (
     understood,
 )
 from tinkex.server.compat.fields import Stops
+from tinkex.server.guard.callers import ForeignUser
 from tinkex.types import SampleResponse
-from tinkex.types._bounds import listing
+from tinkex.types.fields.bounds import listing
 
 router = APIRouter(prefix="/v1", tags=["anthropic"])
 THINKING = ("enabled", "adaptive", "disabled")

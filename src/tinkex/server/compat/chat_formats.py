@@ -12,9 +12,9 @@ from tinkex.chat.renderer import ChatRenderer
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.engine.jobs import ModelInfo
 from tinkex.errors import InvalidInputError
-from tinkex.server.catalog import Catalog
-from tinkex.server.problems import ApiError
-from tinkex.server.work.queue import FairGate
+from tinkex.server.fairness.gate import FairGate
+from tinkex.server.process.problems import ApiError
+from tinkex.server.workers.catalog import Catalog
 from tinkex.store import User
 
 T = TypeVar("T")

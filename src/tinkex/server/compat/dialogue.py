@@ -30,8 +30,8 @@ from tinkex.server.compat.trajectories import (
     trajectory_of,
 )
 from tinkex.server.compat.wording import AnswerText, num_thoughts
-from tinkex.server.exchange import is_parsed_held, let_go_parsed, service_of
-from tinkex.server.off_loop import off_loop
+from tinkex.server.http.bodies import is_parsed_held, let_go_parsed, service_of
+from tinkex.server.process.off_loop import off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
 from tinkex.wire.budget import JsonShape, json_shape

@@ -29,10 +29,10 @@ from pydantic import (
 
 from tinkex.contract import sampling
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server.exchange import read_body, reserve_parsed
-from tinkex.server.off_loop import LARGE_BYTES, off_loop
-from tinkex.server.work.queue import FairGate
-from tinkex.types._bounds import listing
+from tinkex.server.fairness.gate import FairGate
+from tinkex.server.http.bodies import read_body, reserve_parsed
+from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
+from tinkex.types.fields.bounds import listing
 from tinkex.wire import json_codec
 from tinkex.wire.budget import JsonShape, json_shape
 

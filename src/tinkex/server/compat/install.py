@@ -16,9 +16,9 @@ from tinkex.server.compat import (
 )
 from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.compat.model_names import ModelNames
-from tinkex.server.compat.refusals import PREFIXES
 from tinkex.server.compat.trajectories import TrajectoryRecorder
-from tinkex.server.service import Service
+from tinkex.server.guard.callers import PREFIXES
+from tinkex.server.service.service import Service
 from tinkex.store import User
 
 _MODULES = (openai_chat, openai_completions, openai_responses)

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 from tinkex.errors import InvalidInputError
-from tinkex.server.problems import ApiError
-from tinkex.server.service import Service
+from tinkex.server.process.problems import ApiError
+from tinkex.server.service.service import Service
 from tinkex.store import User
 
 MAX_LISTED = 1000

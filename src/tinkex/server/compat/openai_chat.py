@@ -16,16 +16,16 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, replies
-from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
 from tinkex.server.compat.fields import Stops
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.openai_shapes import chat_logprobs, usage
 from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import check_told
-from tinkex.server.exchange import answer
+from tinkex.server.guard.callers import ForeignUser
+from tinkex.server.http.bodies import answer
 from tinkex.types import SampledSequence, SampleResponse
-from tinkex.types._bounds import listing
+from tinkex.types.fields.bounds import listing
 
 router = APIRouter(tags=["openai"])
 TEMPLATE_OPTIONS = frozenset({"enable_thinking", "reasoning_effort", "preserve_thinking"})

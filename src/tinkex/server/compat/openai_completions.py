@@ -20,7 +20,6 @@ from pydantic import Field
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, replies
-from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat, ChatFormats
 from tinkex.server.compat.dialogue import find_model
 from tinkex.server.compat.fields import JsonBounds, SamplingFields, Stops
@@ -30,11 +29,12 @@ from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check_told, prompt_scores
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.wording import AnswerText, token_text
-from tinkex.server.exchange import let_go_parsed, service_of
-from tinkex.server.validation import check_length
+from tinkex.server.guard.callers import ForeignUser
+from tinkex.server.http.bodies import let_go_parsed, service_of
+from tinkex.server.jobs.validation import check_length
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
-from tinkex.types._bounds import listing
+from tinkex.types.fields.bounds import listing
 
 router = APIRouter(tags=["openai"])
 MAX_PROMPTS = 1024

@@ -20,11 +20,11 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, openai_shapes, replies
-from tinkex.server.compat.callers import ForeignUser
 from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
+from tinkex.server.guard.callers import ForeignUser
 from tinkex.types import SampleResponse
-from tinkex.types._bounds import listing
+from tinkex.types.fields.bounds import listing
 
 router = APIRouter(tags=["openai"])
 TOOL_FIELDS = "type name description parameters strict"

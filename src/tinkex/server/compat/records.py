@@ -14,10 +14,10 @@ from tinkex import types
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.trajectories import TrajectoryRecorder, check_id
-from tinkex.server.exchange import Answer, serve
 from tinkex.server.files.checkpoints import check_name
-from tinkex.server.problems import ApiError
-from tinkex.server.service import Service
+from tinkex.server.http.bodies import Answer, serve
+from tinkex.server.process.problems import ApiError
+from tinkex.server.service.service import Service
 from tinkex.store import Store, TrajectoryAnswer, User
 from tinkex.types.service.extensions import (
     DeleteTrajectoryResponse,

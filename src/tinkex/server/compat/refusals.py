@@ -1,6 +1,6 @@
 """How OpenAI and Anthropic say no: our error answers in the shape of the API that was called.
 
-Every failure is first an answer of ours (`server.problems`); the path of the request decides whose
+Every failure is first an answer of ours (`process.problems`); the path of the request decides whose
 words it takes. That holds for what routes refuse and for what never reaches one: an unknown path, a
 body too large, a quota that is spent.
 """
@@ -12,9 +12,8 @@ from typing import Any
 import orjson
 from fastapi import Response
 
-PREFIXES = ("/v1", "/oai/api/v1")
-"""OpenAI's own, and the one of the hosted service."""
-_BELOW = tuple(f"{prefix}/" for prefix in PREFIXES)
+from tinkex.server.guard.callers import is_foreign
+
 _MESSAGES = "/v1/messages"
 _KEPT_HEADERS = ("retry-after", "connection", "allow")
 
@@ -32,10 +31,6 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-
-
-def is_foreign(path: str) -> bool:
-    return path.startswith(_BELOW)
 
 
 def in_their_words(path: str, ours: Response) -> Response:

@@ -12,9 +12,9 @@ import orjson
 from fastapi import Response
 from fastapi.responses import StreamingResponse
 
-from tinkex.server import problems
 from tinkex.server.compat import refusals
-from tinkex.server.exchange import Answer
+from tinkex.server.http.bodies import Answer
+from tinkex.server.process import problems
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"

@@ -17,10 +17,10 @@ from fastapi import Request
 from tinkex.engine.jobs import Event, ModelInfo, Tokens
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.model_names import SampleTarget
-from tinkex.server.off_loop import off_loop
-from tinkex.server.problems import ApiError
-from tinkex.server.service import Service
-from tinkex.server.validation import check_length
+from tinkex.server.jobs.validation import check_length
+from tinkex.server.process.off_loop import off_loop
+from tinkex.server.process.problems import ApiError
+from tinkex.server.service.service import Service
 from tinkex.server.work.futures import Outcome
 from tinkex.store import User
 from tinkex.types import SampleRequest, SampleResponse

@@ -16,13 +16,13 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from tinkex.server import problems
 from tinkex.server.console import run_pages, shell
 from tinkex.server.console.folder_runs import FolderRuns
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.visitors import leave_cookie
-from tinkex.server.guard.strangers import Strangers
-from tinkex.server.problems import ApiError
+from tinkex.server.guard.failed_logins import FailedLogins
+from tinkex.server.process import problems
+from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
@@ -63,7 +63,7 @@ def create_app(root: Path, secret: str) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.state.console = FolderRuns(root)
     app.state.auth = LinkAuth(secret)
-    app.state.strangers = Strangers()
+    app.state.failed_logins = FailedLogins()
     for module in (shell, run_pages):
         app.include_router(module.router)
     app.include_router(router)

@@ -22,8 +22,8 @@ from typing import Any
 
 from tinkex.server.console.source import PAGE, Query, Source, age, number_in, resume
 from tinkex.server.console.sparks import spark
-from tinkex.server.problems import ApiError
-from tinkex.server.work.curves import MAX_CURVES, Curve
+from tinkex.server.process.problems import ApiError
+from tinkex.server.runs.curves import MAX_CURVES, Curve
 from tinkex.store import User
 
 METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"

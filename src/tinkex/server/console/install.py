@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 from fastapi.responses import RedirectResponse
 
-from tinkex.server.auth import OPEN_USER
 from tinkex.server.console import pages, playground, run_pages, server_page, shell
 from tinkex.server.console.server_runs import ServerRuns
+from tinkex.server.guard.auth import OPEN_USER
 
 
 def install(app: FastAPI) -> None:

@@ -11,9 +11,9 @@ from fastapi.responses import RedirectResponse
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import source_of
 from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in, put_off
-from tinkex.server.exchange import service_of
 from tinkex.server.files.checkpoints import parse_path
-from tinkex.server.problems import ApiError
+from tinkex.server.http.bodies import service_of
+from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import archive
 
 MAX_TAGS = 20

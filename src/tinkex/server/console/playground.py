@@ -13,7 +13,7 @@ from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.visitors import Changing, Visitor
-from tinkex.server.exchange import answer, service_of
+from tinkex.server.http.bodies import answer, service_of
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 

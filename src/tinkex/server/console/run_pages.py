@@ -18,8 +18,8 @@ from tinkex.server.console.rollout_view import Coloring, rollout_view
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import Growth, Source, source_of, told_curves
 from tinkex.server.console.visitors import Visitor
-from tinkex.server.exchange import answer
-from tinkex.server.problems import ApiError
+from tinkex.server.http.bodies import answer
+from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)

@@ -1,7 +1,7 @@
 """The server's own page, for administrators: health, workers, queues, users, keys, usage, audit.
 
-What may be done is in `work/oversight.py`, the same that `/tinkex/v1/admin` calls; this module
-shows it and takes forms. A key that is made is shown once, in the answer to its form.
+The acts are those of `administration/administration.py`, which `/tinkex/v1/admin` calls too; this
+module shows them and takes forms. A key that is made is shown once, in the answer to its form.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel
 
-from tinkex.server.auth import is_configured
+from tinkex.server.administration.administration import Administration
 from tinkex.server.console.run_pages import Number
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import age
 from tinkex.server.console.visitors import AdminVisitor, Changing
-from tinkex.server.exchange import answer, service_of
+from tinkex.server.guard.auth import is_configured
 from tinkex.server.guard.quotas import QUOTAS
-from tinkex.server.metrics import ServerMetrics, process_memory
-from tinkex.server.problems import ApiError
-from tinkex.server.work.oversight import Oversight
+from tinkex.server.http.bodies import answer, service_of
+from tinkex.server.process.problems import ApiError
+from tinkex.server.service.metrics import ServerMetrics, process_memory
 from tinkex.server.workers.worker import Worker
 from tinkex.store import UsedBy
 from tinkex.types.account.administration import KeyRole
@@ -45,14 +45,14 @@ HELD = {
     "adapters": "Adapters",
     "snapshots": "Snapshots",
 }
-"""What a worker's memory is for (`engine/pulse.py`), and what the page calls it."""
+"""What a worker's memory is for (`engine/heartbeat.py`), and what the page calls it."""
 DAY_HOURS = 24
 USED_BY: tuple[UsedBy, ...] = ("user", "key", "run")
 Text = Annotated[str, Form(max_length=200)]
 
 
-def _oversight(request: Request) -> Oversight:
-    found: Oversight = request.app.state.oversight
+def _administration(request: Request) -> Administration:
+    found: Administration = request.app.state.administration
     return found
 
 
@@ -80,12 +80,12 @@ async def server_json(
 
 async def _facts(request: Request, find: str = "", users_page: int = 0) -> dict[str, Any]:
     """All but what moves. Asks the database a fixed number of questions, whoever there is."""
-    oversight = _oversight(request)
+    administration = _administration(request)
     offset = users_page * MAX_USERS
-    users, num_users = await oversight.users(MAX_USERS, offset, search=find)
-    keys, num_keys = await oversight.newest_keys(MAX_KEYS, find)
-    runs, num_busy = await oversight.runs(MAX_RUNS, busy_only=True)
-    audit = await oversight.audit(MAX_AUDIT)
+    users, num_users = await administration.users(MAX_USERS, offset, search=find)
+    keys, num_keys = await administration.newest_keys(MAX_KEYS, find)
+    runs, num_busy = await administration.runs(MAX_RUNS, busy_only=True)
+    audit = await administration.audit(MAX_AUDIT)
     return {
         "find": find,
         "users_page": users_page,
@@ -136,7 +136,7 @@ async def _moving(request: Request) -> dict[str, Any]:
     """What changes while one looks."""
     service = service_of(request)
     metrics: ServerMetrics = request.app.state.metrics
-    at, tokens = await _oversight(request).tokens()
+    at, tokens = await _administration(request).tokens()
     place = service.place
     rollouts, kept = service.rollouts, service.samples.kept
     free = await asyncio.to_thread(lambda: shutil.disk_usage(service.config.data_dir).free)
@@ -182,8 +182,8 @@ def _process_bytes(member: Worker) -> int:
 
 async def _usage(request: Request) -> dict[str, list[dict[str, Any]]]:
     """What each user, key and run used in the last day; most device time first."""
-    oversight = _oversight(request)
-    found = {by: await oversight.usage(by, DAY_HOURS, MAX_USED) for by in USED_BY}
+    administration = _administration(request)
+    found = {by: await administration.usage(by, DAY_HOURS, MAX_USED) for by in USED_BY}
     return {f"usage_by_{by}": _told(used) for by, used in found.items()}
 
 
@@ -207,7 +207,7 @@ async def add_key(
     name: Text = "",
     role: Annotated[KeyRole, Form()] = "user",
 ) -> Response:
-    key, made = await _oversight(request).add_key(admin, user_id.strip(), name=name, role=role)
+    key, made = await _administration(request).add_key(admin, user_id.strip(), name=name, role=role)
     return page(request, "server.html", admin, new_key=key, made=made, **await _shown(request))
 
 
@@ -218,7 +218,7 @@ async def revoke_key(
     _: Changing,
     key_id: Annotated[int, Form(ge=0, le=2**31 - 1)],
 ) -> Response:
-    await _oversight(request).revoke_key(admin, key_id)
+    await _administration(request).revoke_key(admin, key_id)
     return _back()
 
 
@@ -232,13 +232,13 @@ async def change_user(
     reason: Annotated[str, Form(max_length=1000)] = "",
 ) -> Response:
     """End a user's work, refuse the user, or let them in again."""
-    oversight = _oversight(request)
+    administration = _administration(request)
     if action == "stop":
-        await oversight.stop_user(admin, user_id, reason)
+        await administration.stop_user(admin, user_id, reason)
     elif action == "disable":
-        await oversight.disable(admin, user_id, reason)
+        await administration.disable(admin, user_id, reason)
     elif action == "enable":
-        await oversight.enable(admin, user_id)
+        await administration.enable(admin, user_id)
     else:
         raise ApiError(400, f"No action {action[:40]!r}; use stop, disable or enable.")
     return _back()
@@ -254,7 +254,7 @@ async def set_quota(
     limit: Annotated[str, Form(max_length=30)] = "",
 ) -> Response:
     """One limit of one user; an empty one goes back to the server's own."""
-    await _oversight(request).set_quotas(admin, user_id, {name: _amount(limit)})
+    await _administration(request).set_quotas(admin, user_id, {name: _amount(limit)})
     return _back()
 
 
@@ -272,5 +272,5 @@ def _amount(text: str) -> float | None:
 
 @router.post("/server/runs/stop")
 async def stop_run(request: Request, admin: AdminVisitor, _: Changing, run_id: Text) -> Response:
-    await _oversight(request).stop_run(admin, run_id)
+    await _administration(request).stop_run(admin, run_id)
     return _back()

@@ -8,10 +8,10 @@ from typing import Any
 from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.console.source import PAGE, Query, Source, age, resume, span
 from tinkex.server.console.sparks import spark
-from tinkex.server.problems import ApiError
-from tinkex.server.service import Service
-from tinkex.server.work.curves import Course, Curve
-from tinkex.server.work.rollouts import told
+from tinkex.server.process.problems import ApiError
+from tinkex.server.runs.curves import Course, Curve
+from tinkex.server.runs.rollouts import told
+from tinkex.server.service.service import Service
 from tinkex.store import Checkpoint, Model, RunFilter, Session, User
 
 LISTED = ("reward", "loss", "loss_per_token", "learning_rate", "tokens")

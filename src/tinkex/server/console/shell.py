@@ -17,10 +17,10 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from tinkex.server import problems
 from tinkex.server.console.source import source_of
 from tinkex.server.console.visitors import form_token, put_off
-from tinkex.server.problems import ApiError
+from tinkex.server.process import problems
+from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
 STATIC = Path(__file__).parent / "static"

@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from tinkex.server.work.curves import Curve
+from tinkex.server.runs.curves import Curve
 from tinkex.store import User
 from tinkex.types.service.extensions import MAX_METRIC
 

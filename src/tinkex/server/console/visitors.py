@@ -13,10 +13,10 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 
-from tinkex.server.auth import TOKEN_TTL_S, Auth, address_of, credential_of
+from tinkex.server.guard.auth import TOKEN_TTL_S, Auth, address_of, credential_of
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
-from tinkex.server.guard.strangers import Strangers
-from tinkex.server.problems import ApiError
+from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
 _FORM_SECRET = secrets.token_bytes(32)
@@ -39,8 +39,8 @@ def put_off(request: Request, exc: Exception) -> Exception:
     brings_one = request.url.path.endswith(("/login", "/enter")) or _cookie(request)
     if not brings_one:
         return exc
-    strangers: Strangers = request.app.state.strangers
-    return strangers.put_off(exc, address_of(request))
+    failed_logins: FailedLogins = request.app.state.failed_logins
+    return failed_logins.put_off(exc, address_of(request))
 
 
 async def visitor(request: Request) -> User:
@@ -103,7 +103,7 @@ async def log_in(request: Request, response: Response, key: str) -> None:
     auth: Auth = request.app.state.auth
     token = await auth.issue_token(key)
     user = await auth.user_of(token)
-    request.app.state.oversight.note_login(user.user_id, address_of(request), by="console")
+    request.app.state.administration.note_login(user.user_id, address_of(request), by="console")
     leave_cookie(request, response, token, max_age_s=TOKEN_TTL_S)
 
 

@@ -25,9 +25,9 @@ from weakref import WeakValueDictionary
 from tinkex.errors import InvalidInputError
 from tinkex.server.files.depot import Depot, is_stored
 from tinkex.server.files.folders import DataFolder
-from tinkex.server.problems import ApiError
+from tinkex.server.process.problems import ApiError
 from tinkex.store import Checkpoint, CheckpointKind, Store, UsageCount, User
-from tinkex.types._bounds import MAX_TTL_S, MIN_TTL_S
+from tinkex.types.fields.bounds import MAX_TTL_S, MIN_TTL_S
 
 log = logging.getLogger(__name__)
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from tinkex.server.problems import ApiError
+from tinkex.server.process.problems import ApiError
 
 LINK_TTL_S = 3600.0
 

@@ -11,9 +11,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tinkex.server.config import ServerConfig
 from tinkex.server.files.checkpoints import Shelf
-from tinkex.server.files.steady_clock import SteadyClock
+from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.steady_clock import SteadyClock
 from tinkex.store import Store, UsageCount
 
 log = logging.getLogger(__name__)

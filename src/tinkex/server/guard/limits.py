@@ -11,8 +11,8 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from tinkex.server.compat.refusals import is_foreign
-from tinkex.server.problems import ApiError
+from tinkex.server.guard.callers import is_foreign
+from tinkex.server.process.problems import ApiError
 from tinkex.wire.endpoints import ENDPOINTS, MAX_BYTES
 
 JSON_BYTES = 64 * 1024 * 1024

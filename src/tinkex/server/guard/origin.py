@@ -13,7 +13,7 @@ from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from tinkex.server.problems import ApiError
+from tinkex.server.process.problems import ApiError
 
 _FORWARDED = frozenset(
     {b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"}

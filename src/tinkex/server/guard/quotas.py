@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.errors import ConfigError
-from tinkex.server.config import ServerConfig
-from tinkex.server.problems import ApiError
+from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.problems import ApiError
 from tinkex.store import Store, User
 
 LOOK_EVERY_S = 3.0

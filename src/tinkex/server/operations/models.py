@@ -18,8 +18,9 @@ from tinkex.engine.jobs import (
     Result,
 )
 from tinkex.errors import InvalidInputError
-from tinkex.server import validation
-from tinkex.server.operations.operation import (
+from tinkex.server.jobs import validation
+from tinkex.server.process.problems import ApiError
+from tinkex.server.work.operation import (
     Conclusion,
     Operation,
     OperationAddress,
@@ -28,7 +29,6 @@ from tinkex.server.operations.operation import (
     canonical,
     json_outcome,
 )
-from tinkex.server.problems import ApiError
 from tinkex.store import Checkpoint, Model, User
 from tinkex.types import CreateModelRequest, LoadWeightsRequest
 from tinkex.wire.requests import Opened

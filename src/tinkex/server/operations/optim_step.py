@@ -6,9 +6,9 @@ import orjson
 
 from tinkex.contract.optimizers import OptimizerParams
 from tinkex.engine.jobs import Job, OptimJob, OptimResult, Result
-from tinkex.server import encode, validation
-from tinkex.server.operations.operation import Conclusion, Operation, OperationRun, canonical
+from tinkex.server.jobs import encode, validation
 from tinkex.server.work.futures import Outcome
+from tinkex.server.work.operation import Conclusion, Operation, OperationRun, canonical
 from tinkex.store import Model, User
 from tinkex.types import OptimStepRequest
 from tinkex.wire import json_codec

@@ -9,11 +9,11 @@ import numpy as np
 from tinkex.contract.losses import LOSSES, WEIGHTS
 from tinkex.engine.jobs import CsrArray, Job, ModelInfo, Result, TracedLoss, TrainJob, TrainResult
 from tinkex.errors import InvalidInputError
-from tinkex.server import encode, validation
-from tinkex.server.decode import TrainRequest, train_request
-from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Conclusion, Operation, OperationRun
+from tinkex.server.jobs import encode, validation
+from tinkex.server.jobs.decode import TrainRequest, train_request
+from tinkex.server.process.off_loop import off_loop
 from tinkex.server.work.futures import Outcome
+from tinkex.server.work.operation import Conclusion, Operation, OperationRun
 from tinkex.store import Model, UsageCount, UsageKind, User
 from tinkex.wire.generation import JSON, PROTOBUF
 from tinkex.wire.requests import Opened

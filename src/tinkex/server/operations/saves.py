@@ -14,14 +14,14 @@ from tinkex.engine.jobs import AdapterResult, Job, Result, SaveAdapterJob
 from tinkex.errors import InvalidInputError
 from tinkex.server.files.checkpoints import check_name, expiry_of, parse_path
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
-from tinkex.server.operations.operation import (
+from tinkex.server.work.futures import Outcome
+from tinkex.server.work.operation import (
     Conclusion,
     Operation,
     OperationRun,
     canonical,
     json_outcome,
 )
-from tinkex.server.work.futures import Outcome
 from tinkex.store import Checkpoint, CheckpointKind, Model, SamplingSession, User
 from tinkex.types import (
     SaveWeightsExternalRequest,

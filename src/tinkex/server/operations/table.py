@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tinkex.server import operations
-from tinkex.server.operations.operation import Operation, Tools
+from tinkex.server.work.operation import Operation, Tools
 
 
 def _all(base: type[Operation[Any]]) -> Iterator[type[Operation[Any]]]:
@@ -17,7 +17,7 @@ def _all(base: type[Operation[Any]]) -> Iterator[type[Operation[Any]]]:
         yield from _all(found)
 
 
-for _module in pkgutil.iter_modules(operations.__path__, f"{operations.__name__}."):
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
     importlib.import_module(_module.name)
 
 OPERATIONS: dict[str, type[Operation[Any]]] = {

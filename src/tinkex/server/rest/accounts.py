@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
-from tinkex.server.auth import (
+from tinkex.server.guard.auth import (
     ORGANIZATION,
     Auth,
     CurrentUser,
@@ -13,8 +13,8 @@ from tinkex.server.auth import (
     credential_of,
     is_configured,
 )
-from tinkex.server.exchange import answer, serve
-from tinkex.server.problems import ApiError
+from tinkex.server.http.bodies import answer, serve
+from tinkex.server.process.problems import ApiError
 from tinkex.store import Store
 
 router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
@@ -24,7 +24,7 @@ router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 async def exchange_token(request: Request, user: CurrentUser) -> Response:
     auth: Auth = request.app.state.auth
     token = await auth.issue_token(credential_of(request))
-    request.app.state.oversight.note_login(user.user_id, address_of(request), by="token")
+    request.app.state.administration.note_login(user.user_id, address_of(request), by="token")
     return answer(types.AuthTokenResponse(jwt=token))
 
 

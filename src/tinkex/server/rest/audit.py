@@ -13,12 +13,12 @@ from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
 from tinkex import types
-from tinkex.server.exchange import serve
-from tinkex.server.problems import ApiError
-from tinkex.server.rest.inputs import Text, moment
+from tinkex.server.http.bodies import serve
+from tinkex.server.http.inputs import Text, moment
+from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.views import audit_view, storage_view, texts, usage_view
 from tinkex.store import Store, User
-from tinkex.types._models import FIRST, LAST
+from tinkex.types.fields.message import FIRST, LAST
 
 router = APIRouter(prefix="/api/v1", tags=["admin"])
 MAX_WINDOW = timedelta(days=14)

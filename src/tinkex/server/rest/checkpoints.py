@@ -17,12 +17,12 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tinkex import types
-from tinkex.server.auth import Auth, CurrentUser
-from tinkex.server.exchange import answer, serve
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
+from tinkex.server.guard.auth import Auth, CurrentUser
+from tinkex.server.http.bodies import answer, serve
+from tinkex.server.http.inputs import Limit, Offset, Text, cursor, moment
 from tinkex.server.rest import idle_run
 from tinkex.server.rest.files import link
-from tinkex.server.rest.inputs import Limit, Offset, Text, cursor, moment
 from tinkex.server.rest.runs import visible_run
 from tinkex.server.rest.views import checkpoint_view
 from tinkex.store import Checkpoint, Store, User

@@ -17,14 +17,14 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from tinkex.server.auth import Auth, credential_of
-from tinkex.server.exchange import serve
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.signing import Signer
 from tinkex.server.files.tar import FolderTar
-from tinkex.server.problems import ApiError
-from tinkex.server.rest.inputs import Text
-from tinkex.server.trace import chrome_trace
+from tinkex.server.guard.auth import Auth, credential_of
+from tinkex.server.http.bodies import serve
+from tinkex.server.http.inputs import Text
+from tinkex.server.process.problems import ApiError
+from tinkex.server.rest.trace import chrome_trace
 from tinkex.store import Checkpoint, Store
 
 router = APIRouter(prefix="/api/v1/signed", tags=["files"])

@@ -24,13 +24,13 @@ from fastapi import APIRouter, Request
 from tinkex.engine.folders import DIGEST, MANIFESTS
 from tinkex.engine.jobs import AdapterResult, DropAdapterJob, LoadAdapterJob
 from tinkex.errors import InvalidInputError
-from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import read_body, serve, service_of
 from tinkex.server.files.checkpoints import TinkerPath, check_name
 from tinkex.server.files.folders import folder_size
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.bodies import read_body, serve, service_of
+from tinkex.server.http.inputs import Text
 from tinkex.server.rest import idle_run
-from tinkex.server.rest.inputs import Text
-from tinkex.server.service import Service
+from tinkex.server.service.service import Service
 from tinkex.server.workers.worker import run
 from tinkex.store import Checkpoint, User
 from tinkex.wire import tar

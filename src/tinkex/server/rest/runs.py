@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import APIRouter
 
 from tinkex import types
-from tinkex.server.exchange import serve
 from tinkex.server.files.checkpoints import Shelf
-from tinkex.server.problems import ApiError
-from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, cursor
+from tinkex.server.http.bodies import serve
+from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, cursor
+from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.views import run_view, weights_view
-from tinkex.server.service import Service
-from tinkex.server.work.curves import Course
+from tinkex.server.runs.curves import Course
+from tinkex.server.service.service import Service
 from tinkex.server.workers.pool import Pool
 from tinkex.store import Model, Store, User
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
-from tinkex.server.auth import CurrentUser, user_id_of_urn
-from tinkex.server.exchange import answer, serve
-from tinkex.server.problems import ApiError
+from tinkex.server.guard.auth import CurrentUser, user_id_of_urn
+from tinkex.server.http.bodies import answer, serve
+from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, moment
+from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import link
-from tinkex.server.rest.inputs import AccessScope, Limit, Offset, Text, moment
 from tinkex.server.rest.views import session_summary, texts
-from tinkex.server.service import Service
+from tinkex.server.service.service import Service
 from tinkex.store import Session, SessionQuery, Store, User
 from tinkex.types import SessionSearchRequest as Search
 

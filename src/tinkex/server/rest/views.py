@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from tinkex import types
-from tinkex.server.auth import ORGANIZATION, user_urn
-from tinkex.server.rest.inputs import moment
+from tinkex.server.guard.auth import ORGANIZATION, user_urn
+from tinkex.server.http.inputs import moment
 from tinkex.store import AuditEntry, Checkpoint, Model, Session, UsageRow, User
 from tinkex.types.account.checkpoints import TYPE_BY_KIND
 

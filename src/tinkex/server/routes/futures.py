@@ -14,12 +14,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
-from tinkex.server import encode
-from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import Answer, answer, header, read, serve, service_of
-from tinkex.server.off_loop import off_loop
-from tinkex.server.problems import ApiError
-from tinkex.server.service import Service
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.bodies import Answer, answer, header, read, serve, service_of
+from tinkex.server.jobs import encode
+from tinkex.server.process.off_loop import off_loop
+from tinkex.server.process.problems import ApiError
+from tinkex.server.service.service import Service
 from tinkex.server.work.futures import FinishedSample, Outcome, Promise
 from tinkex.store import User
 from tinkex.types.service.extensions import CancelFutureResponse

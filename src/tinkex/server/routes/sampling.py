@@ -13,12 +13,12 @@ from fastapi.responses import StreamingResponse
 from tinkex import types
 from tinkex.engine.jobs import Event, Progress, Tokens
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server import encode
-from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, open_body, serve, service_of
-from tinkex.server.off_loop import off_loop
-from tinkex.server.problems import ApiError
-from tinkex.server.service import Service
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.bodies import answer, open_body, serve, service_of
+from tinkex.server.jobs import encode
+from tinkex.server.process.off_loop import off_loop
+from tinkex.server.process.problems import ApiError
+from tinkex.server.service.service import Service
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.samples import AcceptedSample
 from tinkex.store import User

@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
-from tinkex.server.compat.callers import foreign_sees_users
-from tinkex.server.exchange import Answer, answer, serve, service_of
+from tinkex.server.guard.callers import foreign_sees_users
 from tinkex.server.guard.connections import ConnectionLimits
-from tinkex.server.metrics import ServerMetrics
-from tinkex.server.presence import Presence
-from tinkex.server.problems import problem
-from tinkex.server.service import Service
+from tinkex.server.http.bodies import Answer, answer, serve, service_of
+from tinkex.server.process.presence import Presence
+from tinkex.server.process.problems import problem
+from tinkex.server.service.metrics import ServerMetrics
+from tinkex.server.service.service import Service
 from tinkex.store import User
 from tinkex.types import (
     ClientConfigRequest,

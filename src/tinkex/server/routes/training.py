@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
-from tinkex.server.auth import CurrentUser
-from tinkex.server.exchange import answer, open_body, serve, service_of
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.bodies import answer, open_body, serve, service_of
 from tinkex.server.operations.table import OPERATIONS
-from tinkex.server.service import Service
+from tinkex.server.service.service import Service
 from tinkex.store import User
 from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 

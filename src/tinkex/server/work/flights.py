@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from tinkex.engine.jobs import Job, Result
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
-from tinkex.server.workers.place import Place
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Flights:
     def __init__(
         self,
         user_id: str,
-        place: Place,
+        place: GatedPool,
         open_work: OpenWork,
         *,
         generation: Callable[[], int],

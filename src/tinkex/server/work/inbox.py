@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex.errors import InvalidInputError
-from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Operation
-from tinkex.server.problems import ApiError
+from tinkex.server.process.off_loop import off_loop
+from tinkex.server.process.problems import ApiError
 from tinkex.server.work.futures import Promise
+from tinkex.server.work.operation import Operation
 from tinkex.store import NewRow, SeqConflictError, User
 from tinkex.store.journal import body_hash
-from tinkex.types._bounds import INT64
+from tinkex.types.fields.bounds import INT64
 from tinkex.wire.requests import Opened
 
 if TYPE_CHECKING:

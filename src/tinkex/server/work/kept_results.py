@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from tinkex.server.fairness.gate import take_from
 from tinkex.server.work.futures import Promise
-from tinkex.server.work.queue import take_from
 
 logger = logging.getLogger(__name__)
 SMALL_BYTES = 4096

@@ -22,20 +22,20 @@ from typing import Any
 
 from tinkex.engine.jobs import Job, Result, TrainJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.files import disk
-from tinkex.server.guard.pauses import Pauses
-from tinkex.server.off_loop import off_loop
-from tinkex.server.operations.operation import Conclusion, Operation, OperationRun
+from tinkex.server.fairness.pauses import Pauses
+from tinkex.server.process import disk
+from tinkex.server.process.off_loop import off_loop
 from tinkex.server.work import replay
 from tinkex.server.work.flights import Flight, Flights
 from tinkex.server.work.futures import Outcome, Promise
+from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.model_state import ModelState
 from tinkex.server.work.open_work import OpenWork
+from tinkex.server.work.operation import Conclusion, Operation, OperationRun
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.work.results import Results
 from tinkex.server.work.write_behind import WriteBehind
-from tinkex.server.workers.place import Place
 from tinkex.store import JournalRow, Model, NewRow, Store, UsageCount
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,12 @@ class Means:
 
 class Lane:
     def __init__(
-        self, model: Model, project_id: str | None, place: Place, state: ModelState, means: Means
+        self,
+        model: Model,
+        project_id: str | None,
+        place: GatedPool,
+        state: ModelState,
+        means: Means,
     ) -> None:
         self.model = model
         self.place = place

@@ -33,13 +33,13 @@ from tinkex.engine.jobs import (
     SaveAdapterJob,
 )
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
-from tinkex.server.files import disk
 from tinkex.server.files.folders import DataFolder
-from tinkex.server.operations.operation import Operation
+from tinkex.server.process import disk
+from tinkex.server.work.operation import Operation
 from tinkex.server.work.write_behind import RETRY_S, WriteBehind
 from tinkex.server.workers.pool import Pool
 from tinkex.store import JournalRow, Snapshot, Store
-from tinkex.types._bounds import INT64
+from tinkex.types.fields.bounds import INT64
 
 logger = logging.getLogger(__name__)
 MAX_REPLAY_BYTES = 128_000_000

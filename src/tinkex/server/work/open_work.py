@@ -12,9 +12,9 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from tinkex.server.guard.pauses import Pauses
+from tinkex.server.fairness.gate import Held, take_from
+from tinkex.server.fairness.pauses import Pauses
 from tinkex.server.guard.quotas import Quotas
-from tinkex.server.work.queue import Held, take_from
 
 
 class OpenWork:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tinkex.engine.jobs import Event, Job, Progress
-from tinkex.server.operations.operation import Operation
 from tinkex.server.work.futures import Promise, is_loading
+from tinkex.server.work.operation import Operation
 
 logger = logging.getLogger(__name__)
 Mode = Literal["run", "replay", "skip"]

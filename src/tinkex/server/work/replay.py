@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinkex.server.operations.operation import Operation
+from tinkex.server.work.operation import Operation
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.store import JournalRow
 

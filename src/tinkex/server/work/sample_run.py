@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult
 from tinkex.errors import EngineError, WorkerLostError
 from tinkex.server.work.futures import Promise, is_loading
+from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
-from tinkex.server.workers.place import Place
 from tinkex.store import SamplingSession
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class SampleRun:
     job: SampleJob
     on_event: Callable[[Event], None] | None
     key_id: int | None
-    place: Place
+    place: GatedPool
     open_work: OpenWork
     prepare: Callable[[SamplingSession], Awaitable[None]]
     """Called right before it is sent; may refuse it."""

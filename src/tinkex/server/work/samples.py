@@ -22,18 +22,18 @@ import orjson
 
 from tinkex.engine.jobs import Event, ModelInfo, SampleJob, SampleResult
 from tinkex.errors import EngineError, InvalidInputError
-from tinkex.server import encode, validation
-from tinkex.server.catalog import Catalog
+from tinkex.server.fairness.gate import take_from
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.guard.quotas import Quotas
-from tinkex.server.problems import ApiError
+from tinkex.server.jobs import encode, validation
+from tinkex.server.process.problems import ApiError
 from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.origins import Origins
-from tinkex.server.work.queue import take_from
 from tinkex.server.work.sample_run import SampleRun
-from tinkex.server.workers.place import Place
+from tinkex.server.workers.catalog import Catalog
 from tinkex.store import Checkpoint, SampleLedger, SamplingSession, Store, UsageKind, User
 from tinkex.types import SampleRequest
 
@@ -63,7 +63,7 @@ class Samples:
         store: Store,
         shelf: Shelf,
         catalog: Catalog,
-        place: Place,
+        place: GatedPool,
         promises: PromiseTable,
         ledger: SampleLedger,
         max_queued: int,

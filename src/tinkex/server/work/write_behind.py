@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from tinkex.server.files import disk
+from tinkex.server.process import disk
 from tinkex.store import Ended, Fetched
 from tinkex.store.journal import Journal
 

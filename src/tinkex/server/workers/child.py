@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.engine.heartbeat import SIZE_BYTES
 from tinkex.engine.hosting import Cancel, Ready, Refused, submitting
 from tinkex.engine.jobs import Engine, Job
-from tinkex.engine.pulse import SIZE_BYTES
 from tinkex.errors import ConfigError
 
 HEADER = struct.Struct("<Q")
@@ -117,8 +117,8 @@ def build_engine(spec: WorkerSpec) -> Engine:
         return ToyEngine(
             ToyConfig.read(spec.engine, models=models, deterministic=spec.deterministic)
         )
-    from tinkex.engine.config import EngineConfig
-    from tinkex.engine.engine import TorchEngine
+    from tinkex.engine.torch.config import EngineConfig
+    from tinkex.engine.torch.engine import TorchEngine
 
     device, *others = spec.device.split("+")
     if others:
@@ -136,7 +136,7 @@ def build_engine(spec: WorkerSpec) -> Engine:
     return TorchEngine(config)
 
 
-def serve(frames: FrameSocket, pulse_fd: int) -> None:
+def serve(frames: FrameSocket, heartbeat_fd: int) -> None:
     """Host the engine until the server's end of the socket closes."""
     spec: WorkerSpec = frames.receive()
     logging.basicConfig(
@@ -148,7 +148,7 @@ def serve(frames: FrameSocket, pulse_fd: int) -> None:
         frames.send(Refused(str(exc)))
         return
     frames.send(Ready(os.getpid()))
-    engine.pulse.share(memoryview(mmap.mmap(pulse_fd, SIZE_BYTES)))
+    engine.heartbeat.share(memoryview(mmap.mmap(heartbeat_fd, SIZE_BYTES)))
 
     while True:
         message: Job | Cancel = frames.receive()

@@ -39,7 +39,7 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.train.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.workers.backlog import Backlog
+from tinkex.server.fairness.backlog import Backlog
 from tinkex.server.workers.gradient_exchange import Brought, Exchange, raise_worst
 from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
 from tinkex.server.workers.splitting import JobPart, joined, part_of, renumbered, split

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from typing import IO, Any
 
-from tinkex.engine import pulse
+from tinkex.engine import heartbeat
 from tinkex.server.workers.child import HEADER, WorkerSpec, dumps
 from tinkex.server.workers.deaths import Cause, KernelKills, cause_of
 from tinkex.server.workers.supervised_worker import SupervisedWorker
@@ -38,7 +38,7 @@ class ProcessWorker(SupervisedWorker):
         self._spec = spec
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._pulse = memoryview(bytearray(pulse.SIZE_BYTES))
+        self._heartbeat = memoryview(bytearray(heartbeat.SIZE_BYTES))
         self._kills = KernelKills()
         self._was_killed = False  # by us, not by the kernel
 
@@ -61,8 +61,8 @@ class ProcessWorker(SupervisedWorker):
         # once (which other OpenMP libraries than GNU's are told) costs a tenth when alone.
         env = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **os.environ}
         with _memory_file() as shared:  # both map it, so it may be closed
-            shared.truncate(pulse.SIZE_BYTES)
-            self._pulse = memoryview(mmap.mmap(shared.fileno(), pulse.SIZE_BYTES))
+            shared.truncate(heartbeat.SIZE_BYTES)
+            self._heartbeat = memoryview(mmap.mmap(shared.fileno(), heartbeat.SIZE_BYTES))
             fds = [theirs.fileno(), shared.fileno()]
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tinkex.server.workers.child", *map(str, fds)],
@@ -107,10 +107,10 @@ class ProcessWorker(SupervisedWorker):
         if self._writer is not None and not self._writer.is_closing():  # else all are lost anyway
             self._writer.writelines([_frame(message) for message in outbox])
 
-    def _look(self) -> pulse.Beat:
-        return pulse.look(self._pulse)
+    def _look(self) -> heartbeat.Activity:
+        return heartbeat.look(self._heartbeat)
 
-    def _observed(self) -> pulse.Beat:
+    def _observed(self) -> heartbeat.Activity:
         self._kills.look()
         return super()._observed()
 
@@ -118,7 +118,7 @@ class ProcessWorker(SupervisedWorker):
 def _memory_file() -> IO[bytes]:
     """In memory where the system can: a full disk must not keep a worker from starting."""
     if sys.platform == "linux":
-        return os.fdopen(os.memfd_create("tinkex-pulse"), "r+b")
+        return os.fdopen(os.memfd_create("tinkex-heartbeat"), "r+b")
     return tempfile.TemporaryFile()
 
 

@@ -17,9 +17,9 @@ from tinkex.cluster import job_paths
 from tinkex.cluster.connection import Cluster, Node
 from tinkex.cluster.engine_host import Forget, WrittenOnNode
 from tinkex.cluster.remote_engine import RemoteEngine
+from tinkex.engine.heartbeat import Activity
 from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Event, Failed, Job, Result
-from tinkex.engine.pulse import Beat
 from tinkex.errors import EngineError
 from tinkex.server.workers.child import WorkerSpec, build_engine
 from tinkex.server.workers.supervised_worker import SupervisedWorker
@@ -52,7 +52,7 @@ class RemoteWorker(SupervisedWorker):
         self._num_devices, self._uses_gpus = num_devices, uses_gpus
         self._patience_s = budget.turn_s
         self._engine: RemoteEngine | None = None
-        self._beat = Beat()
+        self._activity = Activity()
         self._end_text = "did not start"
         self._reading: dict[str, tuple[str, ...]] = {}
         self._read_once: set[str] = set()
@@ -77,7 +77,7 @@ class RemoteWorker(SupervisedWorker):
                 return
             self._take(Ready(started.pid))
             while True:
-                events, self._beat = await engine.events(self._patience_s)
+                events, self._activity = await engine.events(self._patience_s)
                 for event in events:
                     self._hear(event)
         except (ConnectionError, TimeoutError, EngineError) as exc:
@@ -100,15 +100,15 @@ class RemoteWorker(SupervisedWorker):
         await asyncio.gather(*self._errands, return_exceptions=True)
         self._kill()
         self._engine = None
-        self._beat = Beat()
+        self._activity = Activity()
         return self._end_text
 
     def _kill(self) -> None:
         if self._engine is not None:
             self._engine.kill()
 
-    def _look(self) -> Beat:
-        return self._beat
+    def _look(self) -> Activity:
+        return self._activity
 
     # ------------------------------------------------------------------------ jobs
 

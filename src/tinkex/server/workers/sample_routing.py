@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tinkex.engine.jobs import Event, Result, SampleJob, SampleResult, Tokens
-from tinkex.server.workers.backlog import Backlog
+from tinkex.server.fairness.backlog import Backlog
 from tinkex.server.workers.worker import OnEvent, Worker
 
 BLOCK = 64

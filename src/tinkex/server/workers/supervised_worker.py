@@ -16,9 +16,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from tinkex.engine.heartbeat import KINDS, Activity
 from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Done, Event, Failed, Job, Result
-from tinkex.engine.pulse import KINDS, Beat
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
 from tinkex.server.workers.deaths import Cause
 from tinkex.server.workers.utilisation import Utilisation
@@ -79,7 +79,7 @@ class SupervisedWorker(ABC):
         """Give the engine the jobs and `Cancel`s of the outbox, in their order."""
 
     @abstractmethod
-    def _look(self) -> Beat:
+    def _look(self) -> Activity:
         """What the engine's thread was doing when it last said so."""
 
     # ------------------------------------------------------------------------ Worker
@@ -189,10 +189,10 @@ class SupervisedWorker(ABC):
                 self._broken = f"{self.name} {end} right after its start"
                 await asyncio.sleep(min(2 ** (failures - 1) * 0.1, 10.0))
 
-    def _observed(self) -> Beat:
-        beat = self._look()
-        self._utilisation.note(beat.busy_s)
-        return beat
+    def _observed(self) -> Activity:
+        activity = self._look()
+        self._utilisation.note(activity.busy_s)
+        return activity
 
     def _take(self, message: Ready | Refused | Event) -> None:
         """Act on what the engine's process said of itself, or of a job."""

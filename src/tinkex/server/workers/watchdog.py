@@ -2,7 +2,7 @@
 
 Every job gets a budget by its size, counted anew whenever the engine gets on: a turn of its thread
 (a training pass, a decode step), an answer, a word about its progress. The watchdog looks once a
-second at what the engine says of itself (`engine.pulse`). Loading a base model has a budget of its
+second at the engine's activity (`engine/heartbeat.py`). Loading a base model has a budget of its
 own. A process that does not run at all, not even its thread that only counts, was stopped from
 outside or is starved; that is noticed sooner, and no job is failed for it at the first time.
 """
@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tinkex.engine.heartbeat import Activity
 from tinkex.engine.jobs import Job, SampleJob, TrainJob
-from tinkex.engine.pulse import Beat
 
 LATELY_S = 120.0
 """An engine with work that made no turn for this long is not called moving."""
@@ -29,7 +29,7 @@ class Budget:
     """More for each token of the job it works on."""
     load_s: float = 3600.0
     """For loading a base model."""
-    breath_s: float = 30.0
+    heartbeat_s: float = 30.0
     """For a process that has work and does not run at all."""
 
 
@@ -37,8 +37,8 @@ class Watchdog:
     def __init__(self, budget: Budget, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
         self._clock = clock
-        self._beat = Beat()
-        self._moved_at = self._breathed_at = clock()
+        self._activity = Activity()
+        self._moved_at = self._heartbeat_at = clock()
         self._num_tokens: dict[str, int] = {}
         self._samples: set[str] = set()
 
@@ -58,52 +58,53 @@ class Watchdog:
     def heard(self) -> None:
         self._moved_at = self._clock()
 
-    def beat(self, beat: Beat) -> None:
-        before = self._beat
-        idles = not beat.is_busy and beat.num_breaths != before.num_breaths
-        if beat.num_turns != before.num_turns or idles:
+    def note(self, activity: Activity) -> None:
+        before = self._activity
+        idles = not activity.is_busy and activity.num_heartbeats != before.num_heartbeats
+        if activity.num_turns != before.num_turns or idles:
             self.heard()
-        if beat.num_breaths != before.num_breaths or not beat.num_breaths:  # 0: it does not count
-            self._breathed_at = self._clock()
-        self._beat = beat
+        counts = activity.num_heartbeats > 0
+        if activity.num_heartbeats != before.num_heartbeats or not counts:
+            self._heartbeat_at = self._clock()
+        self._activity = activity
 
     # ------------------------------------------------------------------------ what it says
 
     @property
     def is_moving(self) -> bool:
         quiet_s = self._clock() - self._moved_at
-        return not self._num_tokens or self._beat.is_loading or quiet_s < LATELY_S
+        return not self._num_tokens or self._activity.is_loading or quiet_s < LATELY_S
 
     @property
     def suspects(self) -> list[str]:
         """The jobs that the engine works on. None when it samples: many share a step there."""
         if self._is_frozen:
             return []
-        return [job_id for job_id in self._beat.job_ids if job_id in self._num_tokens]
+        return [job_id for job_id in self._activity.job_ids if job_id in self._num_tokens]
 
     @property
     def _is_frozen(self) -> bool:
         """Whether the process has not run for the better part of the time without progress."""
         now = self._clock()
-        return now - self._breathed_at > max(1.0, (now - self._moved_at) / 2)
+        return now - self._heartbeat_at > max(1.0, (now - self._moved_at) / 2)
 
     def is_blameless(self, job_id: str) -> bool:
         """A sample may be the reason when nothing better is known; what only waits is not."""
         if self._is_frozen:
-            return job_id not in self._beat.job_ids
+            return job_id not in self._activity.job_ids
         return bool(self.suspects) or job_id not in self._samples
 
     def limit_s(self) -> float:
-        if self._beat.is_loading:
+        if self._activity.is_loading:
             return self._budget.load_s
-        working_on = [self._num_tokens.get(job_id, 0) for job_id in self._beat.job_ids]
+        working_on = [self._num_tokens.get(job_id, 0) for job_id in self._activity.job_ids]
         return self._budget.turn_s + self._budget.token_s * sum(working_on)
 
-    async def bark(self, look: Callable[[], Beat]) -> str:
+    async def bark(self, look: Callable[[], Activity]) -> str:
         """Look once a second until the engine hangs; says how it shows."""
-        self._beat = Beat()
+        self._activity = Activity()
         self.heard()
-        self._breathed_at = self._clock()
+        self._heartbeat_at = self._clock()
         tick_s = min(1.0, self._budget.turn_s / 4)
         while True:
             slept_at = self._clock()
@@ -111,15 +112,15 @@ class Watchdog:
             late_s = self._clock() - slept_at - tick_s
             if late_s > tick_s:  # it is this process that hung: events wait unread
                 self._moved_at += late_s
-                self._breathed_at += late_s
-            self.beat(look())
+                self._heartbeat_at += late_s
+            self.note(look())
             quiet_s = self._clock() - self._moved_at
             if self._num_tokens and quiet_s > self.limit_s():
                 return f"no progress in {quiet_s:.0f} s"
-            breathless_s = min(quiet_s, self._clock() - self._breathed_at)
-            if self._num_tokens and not self._beat.is_loading:
-                if breathless_s > self._budget.breath_s:
-                    return f"its process has not run for {breathless_s:.0f} s"
+            silent_s = min(quiet_s, self._clock() - self._heartbeat_at)
+            if self._num_tokens and not self._activity.is_loading:
+                if silent_s > self._budget.heartbeat_s:
+                    return f"its process has not run for {silent_s:.0f} s"
 
 
 def _num_tokens(job: Job) -> int:

@@ -58,7 +58,7 @@ class Worker(Protocol):
 
     @property
     def held_bytes(self) -> dict[str, int]:
-        """Its memory by `pulse.KINDS`; empty while it starts."""
+        """Its memory by `heartbeat.KINDS`; empty while it starts."""
 
     @property
     def utilisation(self) -> float:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._bounds import Id, Name, text
-from tinkex.types._models import Listing, Request, Response
 from tinkex.types.account.checkpoints import Cursor
+from tinkex.types.fields.bounds import Id, Name, text
+from tinkex.types.fields.message import Listing, Request, Response
 
 Reason: TypeAlias = Annotated[str, text(1000)]
 """Told to the user whose work is ended, and kept in the audit log."""

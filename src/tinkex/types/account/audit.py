@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from tinkex.types._models import Listing, Response
+from tinkex.types.fields.message import Listing, Response
 
 
 class AuditLogEntry(Response):

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._bounds import Name
-from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types.fields.bounds import Name
+from tinkex.types.fields.message import Listing, Request, Response, Texts
 
 
 class GetBillingUsageRequest(Request):

@@ -6,8 +6,8 @@ from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._bounds import TtlSeconds
-from tinkex.types._models import Listing, Metrics, Request, Response, Texts
+from tinkex.types.fields.bounds import TtlSeconds
+from tinkex.types.fields.message import Listing, Metrics, Request, Response, Texts
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import short
+from tinkex.types.fields.value import short
 
 _log = logging.getLogger("tinkex.types")
 _warned: set[str] = set()

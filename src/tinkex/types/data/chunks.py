@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, set_field, short
 from tinkex.types.data.arrays import check_flat, token_array
+from tinkex.types.fields.value import Value, set_field, short
 
 MAX_TOKENS = 2**25
 """Most tokens of a chunk in JSON; what a model reads at once is far less."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from tinkex.contract.losses import LOSSES
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, nest, set_field
+from tinkex.types.data.loss import LossFnInputs
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.provenance import (
     ProvenanceSpan,
@@ -18,7 +18,7 @@ from tinkex.types.data.provenance import (
     checked_spans,
 )
 from tinkex.types.data.tensor_data import TensorData, TensorDtype, from_list
-from tinkex.types.training.loss import LossFnInputs
+from tinkex.types.fields.value import Value, nest, set_field
 
 # A list carries no dtype of its own, so its name decides, as the losses declare it.
 LIST_DTYPES = {

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, nest, set_field
 from tinkex.types.data.chunks import (
     CHUNK_SCHEMA,
     EncodedTextChunk,
     ModelInputChunk,
     chunk_from_dict,
 )
+from tinkex.types.fields.value import Value, nest, set_field
 
 MAX_CHUNKS = 65_536
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, comparable, set_field
 from tinkex.types.data.arrays import as_numpy, check_flat, pack_flat, wire_array
+from tinkex.types.fields.value import Value, comparable, set_field
 
 if TYPE_CHECKING:
     import torch

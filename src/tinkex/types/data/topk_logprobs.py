@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tinkex.contract.sampling import EMPTY_LOGPROB
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, comparable, readonly, set_field, short
+from tinkex.types.fields.value import Value, comparable, readonly, set_field, short
 
 _MAX_CELLS = 2**22
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal, TypeAlias
 
 from tinkex.contract import sampling
-from tinkex.types._bounds import Count, Id, Name, Number, Path, listing, text
-from tinkex.types._models import Request, all_known
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.fields.bounds import Count, Id, Name, Number, Path, listing, text
+from tinkex.types.fields.message import Request, all_known
 
 StopText: TypeAlias = Annotated[str, text(sampling.MAX_STOP_CHARACTERS, 1)]
 StopTexts: TypeAlias = Annotated[list[StopText], *listing(sampling.MAX_STOP_TEXTS)]

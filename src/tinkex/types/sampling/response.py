@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, comparable, nest, readonly, set_field, short
 from tinkex.types.data.arrays import pack_flat, token_array
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.data.topk_logprobs import TopkList, TopkLogprobs
+from tinkex.types.fields.value import Value, comparable, nest, readonly, set_field, short
 from tinkex.types.sampling.snapshot import WeightsSnapshot
 from tinkex.types.sampling.stop_reason import StopReason
 

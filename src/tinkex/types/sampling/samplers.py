@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tinkex.types._models import Response
+from tinkex.types.fields.message import Response
 
 
 class CreateSamplingSessionResponse(Response):

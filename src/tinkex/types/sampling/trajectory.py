@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tinkex.types._models import Listing, Response
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
+from tinkex.types.fields.message import Listing, Response
 
 
 class TrajectoryAnswer(Response):

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SkipValidation
 
-from tinkex.types._bounds import INT32, Id, Number, Path, listing, text
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types.fields.bounds import INT32, Id, Number, Path, listing, text
+from tinkex.types.fields.message import Listing, Request, Response
 from tinkex.types.sampling.request import SampleRequest
 
 

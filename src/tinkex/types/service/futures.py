@@ -7,9 +7,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._bounds import Id, Ids, Number
-from tinkex.types._models import Listing, Request, Response, member_of
-from tinkex.types.service.identifiers import ModelID, RequestID
+from tinkex.types.fields.bounds import Id, Ids, Number
+from tinkex.types.fields.identifiers import ModelID, RequestID
+from tinkex.types.fields.message import Listing, Request, Response, member_of
 from tinkex.types.service.request_error import RequestErrorCategory
 
 

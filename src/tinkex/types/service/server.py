@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tinkex.types._bounds import Name
-from tinkex.types._models import Listing, Request, Response
+from tinkex.types.fields.bounds import Name
+from tinkex.types.fields.message import Listing, Request, Response
 
 
 class HealthResponse(Response):

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._bounds import Id, Metadata, Name, Names, listing, text
-from tinkex.types._models import AwareMoment, Listing, Request, Response, Texts
+from tinkex.types.fields.bounds import Id, Metadata, Name, Names, listing, text
+from tinkex.types.fields.message import AwareMoment, Listing, Request, Response, Texts
 from tinkex.types.service.session_status import ClientSessionFinishReasonType, SessionStatus
 
 

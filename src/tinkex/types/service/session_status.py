@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types._models import Response
+from tinkex.types.fields.message import Response
 
 ClientSessionFinishReasonType: TypeAlias = Literal["success", "errored", "interrupted"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from tinkex.types._bounds import MAX_NAME, Id, Name, Names, Plain, Text, text
-from tinkex.types._models import Listing, Request, Response, Texts
+from tinkex.types.fields.bounds import MAX_NAME, Id, Name, Names, Plain, Text, text
+from tinkex.types.fields.message import Listing, Request, Response, Texts
 from tinkex.types.service.session_status import ClientSessionFinishReason
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, TypeAlias
 
-from tinkex.types._bounds import Count, Id, Name, Plain, Text, listing
-from tinkex.types._models import Moment, Request, Response, member_of
+from tinkex.types.fields.bounds import Count, Id, Name, Plain, Text, listing
+from tinkex.types.fields.message import Moment, Request, Response, member_of
 
 
 class EventType(StrEnum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from tinkex.types._bounds import Id, Name, Number, Plain, PlainList, listing
-from tinkex.types._models import Request, Response
+from tinkex.types.fields.bounds import Id, Name, Number, Plain, PlainList, listing
+from tinkex.types.fields.message import Request, Response
 
 CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from tinkex.errors import InvalidInputError
-from tinkex.types._value import Value, set_field
 from tinkex.types.data.datum import MAX_INPUTS, Datum
-from tinkex.types.service.identifiers import ModelID
-from tinkex.types.training.loss import LossFnOutput
+from tinkex.types.data.loss import LossFnOutput
+from tinkex.types.fields.identifiers import ModelID
+from tinkex.types.fields.value import Value, set_field
 
 
 class _NotGiven:

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from tinkex.contract.bounds import Between
 from tinkex.contract.models import MAX_RANK
-from tinkex.types._bounds import Count, Id, Name, Plain, Seed
-from tinkex.types._models import Request, Response, all_known
-from tinkex.types.service.identifiers import ModelID
+from tinkex.types.fields.bounds import Count, Id, Name, Plain, Seed
+from tinkex.types.fields.identifiers import ModelID
+from tinkex.types.fields.message import Request, Response, all_known
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 
 

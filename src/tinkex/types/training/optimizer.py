@@ -17,8 +17,8 @@ from pydantic import (
 )
 
 from tinkex.contract import optimizers
-from tinkex.types._bounds import MAX_PARTS, Id, Name, SeqId, plain
-from tinkex.types._models import Metrics, Request, Response
+from tinkex.types.fields.bounds import MAX_PARTS, Id, Name, SeqId, plain
+from tinkex.types.fields.message import Metrics, Request, Response
 
 __all__ = [
     "AdamOptimizerConfig",

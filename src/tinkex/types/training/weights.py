@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from tinkex.types._bounds import (
+from tinkex.types.account.checkpoints import ParsedCheckpointTinkerPath
+from tinkex.types.account.console_urls import checkpoint_url, playground_url
+from tinkex.types.fields.bounds import (
     Count,
     Id,
     Metadata,
@@ -18,10 +20,8 @@ from tinkex.types._bounds import (
     TtlSeconds,
     listing,
 )
-from tinkex.types._models import Request, Response, Texts
-from tinkex.types.account.checkpoints import ParsedCheckpointTinkerPath
-from tinkex.types.account.console_urls import checkpoint_url, playground_url
-from tinkex.types.service.identifiers import ModelID
+from tinkex.types.fields.identifiers import ModelID
+from tinkex.types.fields.message import Request, Response, Texts
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 
 

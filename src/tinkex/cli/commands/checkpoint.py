@@ -1,0 +1,263 @@
+"""`tinkex checkpoint ...`: everything one does to saved weights short of training on.
+
+Downloads and pushes are done by `tinkex.client.service.downloads`; this module asks and reports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinkex.cli.arguments import check_tinker_path, limit_option, offset_option, path_argument
+from tinkex.cli.commands.checkpoint_delete import delete
+from tinkex.cli.output import Table, print_json, properties, size, span
+from tinkex.cli.paging import collect, counted
+from tinkex.cli.state import Noun, State, pass_state
+
+if TYPE_CHECKING:
+    from tinkex.types import Checkpoint
+
+_PAGE = 1000
+
+
+@click.group(cls=Noun)
+def checkpoint() -> None:
+    """List, publish, download and delete checkpoints."""
+
+
+checkpoint.add_command(delete)
+
+
+@checkpoint.command("list")
+@click.option("--run-id", help="Only this run's checkpoints.")
+@limit_option(20)
+@offset_option()
+@pass_state
+def list_(state: State, run_id: str | None, limit: int, offset: int) -> None:
+    """List checkpoints, newest first."""
+    total: int | None
+    with state.rest() as rest:
+        if run_id:
+            found = rest.list_checkpoints(run_id).result().checkpoints
+            rows, total = found[offset:][: limit or None], max(offset, len(found))
+        else:
+            rows, total = collect(
+                rest.list_user_checkpoints, "checkpoints", limit=limit, offset=offset, page=_PAGE
+            )
+    state.show(
+        Table(
+            title=counted("Checkpoints", rows, total),
+            columns=("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path"),
+            rows=[list(_pairs(item).values()) for item in rows],
+        ),
+        {**({"run_id": run_id} if run_id else {}), "checkpoints": rows},
+    )
+
+
+def _pairs(item: Checkpoint) -> dict[str, Any]:
+    return {
+        "Checkpoint ID": item.checkpoint_id,
+        "Type": item.checkpoint_type,
+        "Size": size(item.size_bytes),
+        "Public": item.public,
+        "Created": item.time,
+        "Expires": item.expires_at or "Never",
+        "Path": item.tinker_path,
+    }
+
+
+@checkpoint.command()
+@path_argument
+@pass_state
+def info(state: State, path: str) -> None:
+    """Show one checkpoint."""
+    from tinkex.types import ParsedCheckpointTinkerPath
+
+    run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+    with state.rest() as rest:
+        found = [
+            c for c in rest.list_checkpoints(run_id).result().checkpoints if c.tinker_path == path
+        ]
+        if not found:
+            raise click.ClickException(
+                f"No checkpoint {path}. See `tinkex checkpoint list --run-id {run_id}`."
+            )
+        weights = rest.get_weights_info_by_tinker_path(path).result()
+    extra = {"is_lora": weights.is_lora, "lora_rank": weights.lora_rank}
+    state.show(
+        lambda: properties(
+            f"Checkpoint {found[0].checkpoint_id}",
+            {
+                **_pairs(found[0]),
+                "Base Model": weights.base_model,
+                "LoRA": f"Rank {weights.lora_rank}" if weights.lora_rank else weights.is_lora,
+                **{f"Metadata: {k}": v for k, v in (found[0].user_metadata or {}).items()},
+            },
+        ),
+        {**found[0].model_dump(), **extra},
+    )
+
+
+@checkpoint.command()
+@click.argument("name")
+@click.option("--base-model", help="Start a fresh adapter on this model.")
+@click.option("--from", "source", callback=check_tinker_path, help="Or take this checkpoint.")
+@click.option("--rank", type=click.IntRange(min=1), default=32, help="LoRA rank of a fresh one.")
+@click.option("--seed", type=int, help="Seed of a fresh one's weights.")
+@click.option("--sampler", is_flag=True, help="For sampling only, without optimizer state.")
+@click.option("--ttl", type=int, metavar="SECONDS", help="Delete it this long from now.")
+@pass_state
+def save(
+    state: State,
+    name: str,
+    base_model: str | None,
+    source: str | None,
+    rank: int,
+    seed: int | None,
+    sampler: bool,
+    ttl: int | None,
+) -> None:
+    """Save a checkpoint called NAME."""
+    if (base_model is None) == (source is None):
+        raise click.UsageError("Give exactly one of --base-model and --from.")
+    with state.service() as service:
+        if source is not None:
+            training = service.create_training_client_from_state(source)
+        else:
+            assert base_model is not None
+            training = service.create_lora_training_client(base_model, rank=rank, seed=seed)
+        if sampler:
+            path = training.save_weights_for_sampler(name, ttl_seconds=ttl).result().path
+        else:
+            path = training.save_state(name, ttl_seconds=ttl).result().path
+    state.show(
+        properties(None, {"Checkpoint": path, "Run": training.model_id}),
+        {"tinker_path": path, "training_run_id": training.model_id},
+    )
+
+
+@checkpoint.command()
+@path_argument
+@pass_state
+def publish(state: State, path: str) -> None:
+    """Let every user of the server read a checkpoint."""
+    with state.rest() as rest:
+        rest.publish_checkpoint_from_tinker_path(path).result()
+    _done(state, f"Published: every user of the server may read {path}", path=path, public=True)
+
+
+@checkpoint.command()
+@path_argument
+@pass_state
+def unpublish(state: State, path: str) -> None:
+    """Keep a checkpoint to yourself again."""
+    with state.rest() as rest:
+        rest.unpublish_checkpoint_from_tinker_path(path).result()
+    _done(state, f"Private: only you may read {path}", path=path, public=False)
+
+
+@checkpoint.command("set-ttl")
+@path_argument
+@click.option("--ttl", type=int, metavar="SECONDS", help="Delete it this long from now.")
+@click.option("--remove", is_flag=True, help="Keep it until someone deletes it.")
+@pass_state
+def set_ttl(state: State, path: str, ttl: int | None, remove: bool) -> None:
+    """Set or remove a checkpoint's time to live."""
+    if (ttl is None) == (not remove):
+        raise click.UsageError("Give exactly one of --ttl SECONDS and --remove.")
+    with state.rest() as rest:
+        rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
+    until = "stays until it is deleted" if ttl is None else f"expires in {span(ttl)}"
+    _done(state, f"{path} {until}", path=path, ttl_seconds=ttl)
+
+
+@checkpoint.command()
+@path_argument
+@click.argument("name")
+@pass_state
+def name(state: State, path: str, name: str) -> None:
+    """Give a checkpoint a short NAME, for OpenAI and Anthropic clients and for yourself."""
+    with state.rest() as rest:
+        rest.name_checkpoint(path, name).result()
+    _done(state, f"{name} is {path}", path=path, name=name)
+
+
+@checkpoint.command()
+@click.argument("name")
+@pass_state
+def unname(state: State, name: str) -> None:
+    """Take a short NAME back; its checkpoint stays."""
+    with state.rest() as rest:
+        rest.remove_checkpoint_name(name).result()
+    _done(state, f"{name} is no name any more", name=name)
+
+
+@checkpoint.command()
+@pass_state
+def names(state: State) -> None:
+    """List the short names of your checkpoints."""
+    with state.rest() as rest:
+        found = rest.list_checkpoint_names().result().names
+    rows = [(one.name, one.path) for one in found]
+    state.show(Table(columns=("Name", "Path"), rows=rows), {"names": found})
+
+
+def _done(state: State, words: str, **facts: Any) -> None:
+    """Say on stderr what was done; a program reads it as JSON from stdout."""
+    state.note(words)
+    if state.format == "json":
+        print_json(facts)
+
+
+@checkpoint.command()
+@path_argument
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Parent folder of the download; the current one by default.",
+)
+@click.option("--force", is_flag=True, help="Replace a folder of that name.")
+@pass_state
+def download(state: State, path: str, output: Path | None, force: bool) -> None:
+    """Download a checkpoint as a PEFT folder named <run>_<kind>_<name>."""
+    from tinkex.cli.downloads import fetch_folder, folder_name
+
+    folder = (output or Path()) / folder_name(path)
+    num_bytes = fetch_folder(state, path, folder, force=force)
+    state.show(
+        properties(None, {"Checkpoint": path, "Destination": folder, "Size": size(num_bytes)}),
+        {"checkpoint_path": path, "destination": str(folder), "file_size_bytes": num_bytes},
+    )
+
+
+@checkpoint.command("push-hf")
+@path_argument
+@click.option("-r", "--repo", help="Repository, USER/NAME; made from the path by default.")
+@click.option("--public", is_flag=True, help="Make a new repository public.")
+@click.option("--revision", help="Branch to push to.")
+@click.option("--commit-message", help="What the commit says.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request instead of pushing.")
+@click.option("--allow-pattern", multiple=True, help="Push only files like this; repeatable.")
+@click.option("--ignore-pattern", multiple=True, help="Leave out files like this; repeatable.")
+@click.option("--no-model-card", is_flag=True, help="Write no README.md.")
+@pass_state
+def push_hf(state: State, /, path: str, public: bool, **options: Any) -> None:
+    """Push a checkpoint to the Hugging Face hub as a PEFT adapter."""
+    from tinkex.cli.downloads import push_to_hub
+
+    repo_id, revision = push_to_hub(state, path, public=public, **options)
+    state.show(
+        properties(
+            None,
+            {"Checkpoint": path, "Repository": repo_id, "Revision": revision, "Public": public},
+        ),
+        {
+            "checkpoint_path": path,
+            "repo_id": repo_id,
+            **({"revision": revision} if revision else {}),
+            "public": public,
+        },
+    )

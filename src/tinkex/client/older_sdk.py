@@ -1,0 +1,130 @@
+"""Futures that can be used as their result, for programs written for SDKs up to 0.37.
+
+Up to SDK 0.37 some calls (`create_lora_training_client`, `get_info` ...) waited and gave the plain
+value; from 0.38 on every call gives a future. Programs of both ages run here, so `await f()`,
+`f().result()` and `f()` used as its result all work: `DirectFuture` passes whatever a future does
+not have on to its result, and `isinstance` sees both. No other module disguises an object.
+
+Outside an event loop such a call waits before it returns, so that an error is raised at the line
+that caused it, where programs catch it. Inside one it returns at once and is awaited.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tinkex.client.futures import APIFuture, is_in_loop
+
+logger = logging.getLogger("tinkex.futures")
+T = TypeVar("T")
+
+
+class DirectFuture(APIFuture[T]):
+    """A future that can also be used as its result, which it then waits for."""
+
+    def __init__(self, behind: APIFuture[T], name: str, kind: type[T] | None = None) -> None:
+        super().__init__()
+        self._behind = behind
+        self._name = name
+        self._kind = kind
+        self._got: T | None = None
+        self._ender = behind._ender
+        self.follow(behind)
+        self._is_set_up = True  # from here on, foreign attributes are those of the result
+        behind.add_done_callback(self._end_like)
+
+    @classmethod
+    def of(cls, behind: APIFuture[T], name: str, kind: type[T] | None = None) -> Self:
+        """The answer of the method `name`. Waits outside an event loop."""
+        made = cls(behind, name, kind)
+        if not is_in_loop():
+            made.result()
+        return made
+
+    def _end_like(self, behind: concurrent.futures.Future[T]) -> None:
+        if behind.cancelled():
+            self.cancel()
+        elif (error := behind.exception()) is not None:
+            self._fail(error)
+        else:
+            self._succeed(behind.result())
+
+    def _cancel_task(self) -> None:
+        self._behind.cancel()
+
+    # -- as the result
+
+    def _value(self) -> T:
+        if self._got is not None:
+            return self._got
+        if not self.done() and is_in_loop():
+            logger.warning(
+                "What %s() gives is used before it is there, which blocks the running event loop; "
+                "await %s() instead.",
+                self._name,
+                self._name,
+            )
+        self._got = self.result()
+        return self._got
+
+    def __getattr__(self, name: str) -> Any:
+        # Only asked for what a future does not have. Dunder names are asked for by libraries that
+        # look at what an object is; none of them may wait for a server.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._value(), name)
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if "_is_set_up" not in self.__dict__ or name in self.__dict__:
+                object.__setattr__(self, name, value)
+            else:
+                setattr(self._value(), name, value)
+
+        @property
+        def __class__(self) -> type:
+            """The type of the result, which `isinstance` sees beside APIFuture."""
+            return self._kind or type(self._value())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._value()(*args, **kwargs)  # type: ignore[operator]
+
+    def __len__(self) -> int:
+        return len(self._value())  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        if self.done() and not self.cancelled() and self.exception() is None:
+            return repr(self.result())
+        return f"<{self._name}(): {self.status()}>"
+
+    __str__ = __repr__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._value().__reduce_ex__(protocol)
+
+
+class BaseModelName(str):
+    """A text with the ways of asking that a future has. It is there already."""
+
+    def result(self, timeout: float | None = None) -> str:
+        return str(self)
+
+    async def result_async(self, timeout: float | None = None) -> str:
+        return str(self)
+
+    coroutine = result_async
+
+    def future(self) -> APIFuture[str]:
+        done: APIFuture[str] = APIFuture()
+        done.set_result(str(self))
+        return done
+
+    def __await__(self) -> Generator[Any, None, str]:
+        return self.result_async().__await__()

@@ -1,0 +1,1 @@
+"""The front door of a service, and the downloads through it."""

@@ -1,0 +1,357 @@
+"""The front door: from a service to clients that train and sample on it.
+
+A ServiceClient costs nothing until its first call. It holds one session for training and sampling,
+made when first needed, and shares a session-less connection for everything else. It belongs to the
+process that made it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+from urllib.parse import quote
+
+from tinkex import types
+from tinkex.client import validation
+from tinkex.client.config import ClientConfig
+from tinkex.client.futures import APIFuture, Waiting, spawn
+from tinkex.client.http.transport import Call
+from tinkex.client.older_sdk import DirectFuture
+from tinkex.client.rest.rest_client import RestClient, RestClientFuture
+from tinkex.client.sampling.sample_retry import RetryConfig
+from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
+from tinkex.client.session.holder import Holder
+from tinkex.client.training.creation import create_from_state, create_model
+from tinkex.client.training.training_client import TrainingClient, TrainingClientFuture
+from tinkex.client.twins import awaited, threaded
+from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
+from tinkex.types.account.console_urls import session_url
+
+FinishStatus = Literal["success", "errored", "interrupted"]
+
+
+class ServiceClient:
+    """A service to train and sample on.
+
+    Without `base_url`: `TINKER_BASE_URL`, else the hosted service when a key is set, else a server
+    on this machine that starts by itself and loads any model it is asked for. `model` is the base
+    model of calls that name none: a name on the Hugging Face hub, a folder, or a GGUF file. Use it
+    as a context manager to tell the server how the program ended.
+    """
+
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        model: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        config: ClientConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            warnings.warn(
+                f"ServiceClient ignores {', '.join(sorted(kwargs))}; use config=ClientConfig(...).",
+                FutureWarning,
+                stacklevel=2,
+            )
+        self.config = config or ClientConfig.from_env(
+            base_url=base_url,
+            api_key=api_key,
+            user_metadata=user_metadata,
+            project_id=project_id,
+            display_name=display_name,
+            model=model,
+            headers=dict(default_headers_overrides or {}),
+        )
+        self.config.set_up_logging()
+        self._lock = threading.Lock()
+        self._holder: Holder | None = None
+        self._plain_holder: Holder | None = None
+        self._closing: APIFuture[None] | None = None
+
+    @property
+    def holder(self) -> Holder:
+        """The inside of this client: session, connections, background tasks.
+
+        Another one after `with_recovery` rebuilt a run whose session was lost: see
+        `docs/recovery.md`.
+        """
+        with self._lock:
+            if self._holder is None:
+                self._holder = Holder(self.config)
+            return self._holder.latest
+
+    # -- the service
+
+    def openai_options(self) -> dict[str, str]:
+        """Arguments for an OpenAI client of this server: `OpenAI(**service.openai_options())`.
+
+        Waits until the server answers; the embedded one is started.
+
+        Raises:
+            NotSupportedError: The key comes from a credential command, whose tokens end; give the
+                client a key of its own.
+        """
+        self.get_server_capabilities().result()
+        config = self._sessionless().config
+        if config.api_key is None:
+            raise NotSupportedError(
+                "A credential command's tokens end while an OpenAI client lives. Make the client "
+                f"with base_url={config.base_url}/v1 and an API key.",
+                path="api_key",
+            )
+        return {"base_url": f"{config.base_url}/v1", "api_key": config.api_key}
+
+    openai_options_async = threaded(openai_options)
+
+    def get_server_capabilities(self) -> DirectFuture[types.GetServerCapabilitiesResponse]:
+        """Which models the server offers."""
+        holder = self._sessionless()
+        call = Call(method="GET", path="get_server_capabilities")
+        kind = types.GetServerCapabilitiesResponse
+        asked = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
+        return DirectFuture.of(asked, "get_server_capabilities", kind)
+
+    get_server_capabilities_async = awaited(get_server_capabilities)
+
+    def trajectories(self, trajectory_id: str) -> DirectFuture[types.Trajectory]:
+        """The conversations recorded under an id by the OpenAI and Anthropic endpoints.
+
+        They come back as exact tokens: `result.to_datums(reward)` is ready to train on.
+        """
+        holder = self._sessionless()
+        call = Call(method="GET", path=f"trajectories/{quote(trajectory_id, safe='')}")
+        asked = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
+        return DirectFuture.of(asked, "trajectories", types.Trajectory)
+
+    trajectories_async = awaited(trajectories)
+
+    def _sessionless(self) -> Holder:
+        """The session's own holder when there is one, else one that needs no session."""
+        with self._lock:
+            if self._holder is not None:
+                return self._holder.latest
+            if self._plain_holder is None:
+                self._plain_holder = Holder(self.config, with_session=False)
+            return self._plain_holder
+
+    # -- training
+
+    def create_lora_training_client(
+        self,
+        base_model: str | None = None,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: dict[str, str] | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClientFuture:
+        """A fresh LoRA adapter on a base model, by default that of the ServiceClient."""
+        base_model = self.config.model if base_model is None else base_model
+        if not base_model or not isinstance(base_model, str):
+            raise InvalidInputError(
+                f"expected a model name, got {base_model!r}; or give ServiceClient(model=...)",
+                path="base_model",
+            )
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise InvalidInputError(
+                f"must be a whole number of at least 1, got {rank!r}", path="rank"
+            )
+        if not (train_mlp or train_attn or train_unembed):
+            raise InvalidInputError(
+                "at least one of train_mlp, train_attn and train_unembed must be True",
+                path="train_mlp",
+            )
+        lora = types.LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_unembed=train_unembed,
+            train_mlp=train_mlp,
+            train_attn=train_attn,
+        )
+        holder = self.holder
+        made = holder.spawn(
+            lambda waiting: create_model(
+                holder, base_model, lora, user_metadata, optimizer, waiting
+            )
+        )
+        return TrainingClientFuture.of(made, "create_lora_training_client", TrainingClient)
+
+    create_lora_training_client_async = awaited(create_lora_training_client)
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: Any = None,
+    ) -> TrainingClientFuture:
+        """Train on from a checkpoint's weights; the optimizer starts afresh."""
+        return self._from_state(
+            "create_training_client_from_state",
+            path=path,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+            optimizer_config=optimizer,
+        )
+
+    create_training_client_from_state_async = awaited(create_training_client_from_state)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: dict[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClientFuture:
+        """Train on exactly where a checkpoint was saved, optimizer included."""
+        return self._from_state(
+            "create_training_client_from_state_with_optimizer",
+            path=path,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+            optimizer=True,
+        )
+
+    create_training_client_from_state_with_optimizer_async = awaited(
+        create_training_client_from_state_with_optimizer
+    )
+
+    def _from_state(self, name: str, **asked: Any) -> TrainingClientFuture:
+        validation.check_tinker_path(asked["path"], name="path")
+        wanted, holder = types.LoadWeightsRequest(**asked), self.holder
+        made = holder.spawn(lambda waiting: create_from_state(holder, wanted, waiting))
+        return TrainingClientFuture.of(made, name, TrainingClient)
+
+    # -- sampling
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClientFuture:
+        """Sample from a saved checkpoint or from a base model, by default the ServiceClient's."""
+        if model_path is None and base_model is None:
+            base_model = self.config.model
+        made = SamplingClient.create(
+            self.holder,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+        return SamplingClientFuture.of(made, "create_sampling_client", SamplingClient)
+
+    create_sampling_client_async = awaited(create_sampling_client)
+
+    # -- more
+
+    def create_custom_loss(
+        self, fn: Callable[..., Any], input_ranks: Mapping[str, int]
+    ) -> APIFuture[Any]:
+        """Trace a loss written in torch, once, to be run by the server in one pass."""
+        from tinkex.client.training.custom_calls import create_custom_loss
+
+        return create_custom_loss(self.holder, fn, input_ranks)
+
+    create_custom_loss_async = awaited(create_custom_loss)
+
+    def copy_weights(
+        self,
+        path: str,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> APIFuture[str]:
+        """Copy a checkpoint into this client's project; gives the new path."""
+        if self.config.project_id is None:
+            raise ConfigError(
+                "copy_weights needs a project: pass project_id= or set TINKER_PROJECT_ID."
+            )
+        return RestClient(self._sessionless()).copy_weights(
+            path,
+            self.config.project_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=weights_access_token,
+        )
+
+    copy_weights_async = awaited(copy_weights)
+
+    def create_rest_client(self) -> RestClientFuture:
+        """A client for listings and checkpoints of the same service. Touches no network."""
+        made: APIFuture[RestClient] = APIFuture()
+        made.set_result(RestClient(self._sessionless()))
+        return RestClientFuture.of(made, "create_rest_client", RestClient)
+
+    create_rest_client_async = awaited(create_rest_client)
+
+    def get_console_url(self) -> str:
+        """Where a browser shows this session (or all of them, before the first call)."""
+        return session_url(self._holder.latest.session_id if self._holder else None)
+
+    def get_telemetry(self) -> Any:
+        return self._holder.latest.reporter if self._holder else None
+
+    def __repr__(self) -> str:
+        holder = self._holder.latest if self._holder is not None else None
+        where = holder.config.base_url if holder is not None else self.config.base_url
+        session = holder.session_id if holder is not None else None
+        state = ", closed" if self._closing is not None else ""
+        return f"<ServiceClient of {where}, session {session or 'not begun'}{state}>"
+
+    # -- ending
+
+    def close(self, status: FinishStatus = "success", detail: str | None = None) -> APIFuture[None]:
+        """Tell the server how the program ended and let the connections go. Returns at once."""
+        with self._lock:
+            if self._closing is None:
+                first, plain = self._holder, self._plain_holder
+                holders = [first, first.latest if first else None, plain]  # closing twice is fine
+
+                async def close(waiting: Waiting) -> None:
+                    for holder in holders:
+                        if holder is not None:
+                            await holder.close(status, detail)
+
+                self._closing = spawn(close)
+            return self._closing
+
+    def __enter__(self) -> ServiceClient:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self.close(*_ending(error)).result(60)
+
+    async def __aenter__(self) -> ServiceClient:
+        return self
+
+    async def __aexit__(
+        self, _kind: object, error: BaseException | None, _traceback: object
+    ) -> None:
+        await self.close(*_ending(error))
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A ServiceClient belongs to the process that made it. Make a new one there, or pickle "
+            "a SamplingClient."
+        )
+
+
+def _ending(error: BaseException | None) -> tuple[FinishStatus, str | None]:
+    if error is None:
+        return "success", None
+    status: FinishStatus = "errored" if isinstance(error, Exception) else "interrupted"
+    return status, f"{type(error).__name__}: {error}"[:1000]

@@ -1,0 +1,1 @@
+"""Checkpoint folders: written, read, and kept in memory for sampling."""

@@ -1,0 +1,1 @@
+"""The loop of an engine: whose turn it is. Needs no torch."""

@@ -1,0 +1,1 @@
+"""The engine that computes with torch, on a CPU or a GPU."""

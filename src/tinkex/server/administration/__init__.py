@@ -1,0 +1,1 @@
+"""What administrators see and do, and what lies in a data folder."""

@@ -1,0 +1,1 @@
+"""Whose turn it is: fair gates, backlogs, pauses."""

@@ -1,0 +1,314 @@
+"""Who is calling: API keys, signed tokens, and the open mode of a private server.
+
+A credential travels in `X-API-Key`: a key (`tml-...`) that the store knows by its hash, or a token
+(`eyJ...`) that this server signed. A token names the key it was exchanged for and dies with it. A
+server without any key is open: whoever reaches it is the user `local`; it is refused on any address
+but loopback, and ends when a key is added, for as long as the process lives. Keys are read from the
+store, so that `tinkex keys` works on a running server. Routes ask for `current_user` and never see
+a credential. What a user may touch is decided where the thing lives; what an admin key may do
+besides, where it asks for `current_admin`. A key of the role `metrics` is good for `/metrics` and
+refused everywhere else. A user that an administrator disabled is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import jwt
+from fastapi import Depends, Request
+
+from tinkex.server.process.problems import ApiError
+from tinkex.store import ApiKey, Store, User
+
+logger = logging.getLogger(__name__)
+ISSUER = "passport-tinkex"
+ORGANIZATION = "local"
+TOKEN_TTL_S = 3600
+OPEN_USER = "local"
+CACHE_S = 5.0
+"""A revoked key is refused after this long at the latest, and so are the tokens it was given."""
+CACHE_SIZE = 4096
+MAX_CREDENTIAL = 4096
+_CONFIG_NOTE = "set in the server's configuration"
+_URN = "tml:user:"
+_KEY_CLAIM = "key_id"
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    user: User
+    key_id: int | None
+    """None: nobody's key, because the server is open."""
+    role: str
+    valid_s: float = CACHE_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    identity: _Identity
+    until: float
+
+
+class Auth:
+    """Checks credentials. Make it with `Auth.open`, which reads and writes the store."""
+
+    def __init__(self, store: Store, secret: bytes, open_user: User | None) -> None:
+        self._store = store
+        self._secret = secret
+        self._open_user = open_user
+        self._seen: dict[str, _Seen] = {}
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        api_keys: tuple[str, ...] = (),
+        *,
+        secret: bytes,
+        key_required: bool = False,
+    ) -> Auth:
+        """Take over the configured keys (`KEY` or `KEY=USER`) and drop those configured before.
+
+        Blocks. Without any key the server is open; once `tinkex keys` made one, it stays closed,
+        even when the last one is revoked.
+        """
+        configured: dict[str, str] = {}
+        for entry in api_keys:
+            key, _, user_id = entry.partition("=")
+            configured[key] = user_id or "default"
+        kept = set()
+        for key, user_id in configured.items():
+            store.accounts.ensure_user(user_id)
+            kept.add(store.accounts.add_key(key, user_id, note=_CONFIG_NOTE).key_id)
+        known = store.accounts.all_keys()
+        for record in known:
+            if is_configured(record) and record.key_id not in kept and record.revoked_at is None:
+                store.accounts.revoke_key(record.key_id)
+        is_closed = key_required or kept or any(not is_configured(record) for record in known)
+        if is_closed and not store.accounts.active_keys():
+            logger.warning("no key is valid: all are refused until `tinkex keys add` makes one")
+        open_user = None if is_closed else store.accounts.ensure_user(OPEN_USER)
+        return cls(store, secret, open_user)
+
+    @property
+    def is_open(self) -> bool:
+        return self._open_user is not None
+
+    async def user_of(self, credential: str | None) -> User:
+        """The user behind a key or token.
+
+        Raises:
+            ApiError: 401, with a text that never repeats the credential; 403 for a metrics key.
+        """
+        seen = self._seen.get(credential or "")  # the short way of most requests
+        if seen is not None and seen.until > time.monotonic() and seen.identity.role != "metrics":
+            return seen.identity.user
+        return (await self._identity(credential)).user
+
+    async def sees_users(self, credential: str | None) -> bool:
+        """Whether a valid credential, a metrics key among them, is told what each user does.
+
+        Raises:
+            ApiError: 401.
+        """
+        return (await self._any_identity(credential)).role in ("admin", "metrics")
+
+    async def is_admin(self, credential: str | None) -> bool:
+        """Whether a valid credential is an admin key, or a token made for one."""
+        return (await self._identity(credential)).role == "admin"
+
+    async def admin_of(self, credential: str | None) -> User:
+        """The user behind an admin key.
+
+        Raises:
+            ApiError: 401 for no valid key, 403 for one of an ordinary user.
+        """
+        found = await self._identity(credential)
+        if found.role != "admin":
+            raise ApiError(
+                403,
+                "This needs an admin key. Whoever runs the server makes one with "
+                "`tinkex keys add --user NAME --admin`.",
+            )
+        return found.user
+
+    async def _identity(self, credential: str | None) -> _Identity:
+        found = await self._any_identity(credential)
+        if found.role == "metrics":
+            raise ApiError(403, "This key may read /metrics and nothing else. Use another key.")
+        return found
+
+    async def _any_identity(self, credential: str | None) -> _Identity:
+        credential = (credential or "").strip()
+        if len(credential) > MAX_CREDENTIAL:
+            raise _refused(f"A key or token has at most {MAX_CREDENTIAL} characters.")
+        seen = self._seen.get(credential)
+        if seen is not None and seen.until > time.monotonic():
+            return seen.identity
+        found = await self._look_up(credential)
+        if len(self._seen) >= CACHE_SIZE:
+            self._seen.clear()
+        self._seen[credential] = _Seen(found, time.monotonic() + min(found.valid_s, CACHE_S))
+        return found
+
+    async def grantor(self, credential: str | None) -> tuple[str, int | None]:
+        """(user, key) behind a credential, for what is given away in their name."""
+        found = await self._identity(credential)
+        return found.user.user_id, found.key_id
+
+    async def key_of(self, credential: str | None) -> ApiKey | None:
+        """The record of an API key; None for tokens and in open mode."""
+        if not credential or not credential.startswith("tml-"):
+            return None
+        return await self._store.call(self._store.accounts.find_key, credential)
+
+    def forget(self) -> None:
+        """Look every credential up again, because a key was revoked."""
+        self._seen.clear()
+
+    async def issue_token(self, credential: str | None) -> str:
+        """A signed token that acts for a key, good for an hour or until the key is revoked."""
+        found = await self._identity(credential)
+        now = int(time.time())
+        claims = {
+            "iss": ISSUER,
+            "sub": user_urn(found.user.user_id),
+            "org_id": ORGANIZATION,
+            "email": found.user.email,
+            "iat": now,
+            "exp": now + TOKEN_TTL_S,
+            _KEY_CLAIM: found.key_id,
+        }
+        return jwt.encode(claims, self._secret, algorithm="HS256")
+
+    async def _still_open(self) -> User | None:
+        """The user of an open server. Once it has a key it stays closed, whatever is revoked."""
+        if self._open_user is not None:
+            if await self._store.call(self._store.accounts.active_keys):
+                logger.warning("a key was added: callers without one are refused from now on")
+                self._open_user = None
+        return self._open_user
+
+    async def _look_up(self, credential: str) -> _Identity:
+        open_user = await self._still_open()
+        if credential.startswith("eyJ"):
+            return await self._from_token(credential)
+        if open_user is not None:
+            if credential and not credential.startswith("tml-"):
+                raise _refused("A key starts with 'tml-'; this server also accepts none at all.")
+            return _Identity(open_user, None, role="admin")
+        if not credential:
+            raise _refused("No API key was sent. Set TINKER_API_KEY, or pass api_key.")
+        record = await self._store.call(self._store.accounts.find_key, credential)
+        if record is None:
+            raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
+        return await self._identified(record, CACHE_S)
+
+    async def _from_token(self, token: str) -> _Identity:
+        try:
+            claims: dict[str, Any] = jwt.decode(
+                token,
+                self._secret,
+                algorithms=["HS256"],
+                issuer=ISSUER,
+                options={"require": ["exp", "sub", "iss"]},
+            )
+        except jwt.ExpiredSignatureError as exc:
+            raise _refused("The token has expired. Get a new one from /api/v1/auth/token.") from exc
+        except jwt.InvalidTokenError as exc:
+            raise _refused("The token was not signed by this server, or is damaged.") from exc
+        user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
+        left_s = claims["exp"] - time.time()
+        if key_id is None and self._open_user is not None:  # made by this server while it is open
+            return _Identity(await self._user(user_id), None, "admin", left_s)
+        record = None if key_id is None else await self._standing(key_id, user_id)
+        if record is None:
+            raise _refused("The key this token was made for is revoked. Use another key.")
+        return await self._identified(record, left_s)
+
+    async def _identified(self, key: ApiKey, valid_s: float) -> _Identity:
+        user = replace(
+            await self._user(key.user_id),
+            key_id=key.key_id,
+            key_requests_per_minute=key.requests_per_minute,
+        )
+        return _Identity(user, key.key_id, key.role, valid_s)
+
+    async def may_act(self, key_id: int | None, user_id: str) -> bool:
+        """Whether what was given away in the name of a key is still good."""
+        user = await self._store.call(self._store.accounts.get_user, user_id)
+        if user is None or user.disabled_at is not None:
+            return False
+        if key_id is None:  # made by an open server
+            return self._open_user is not None
+        return await self._standing(key_id, user_id) is not None
+
+    async def _standing(self, key_id: int, user_id: str) -> ApiKey | None:
+        """The key that something was made for; None when it is no longer good."""
+        key = await self._store.call(self._store.accounts.get_key, key_id)
+        if key is None or key.revoked_at is not None or key.user_id != user_id:
+            return None
+        return key
+
+    async def _user(self, user_id: str) -> User:
+        user = await self._store.call(self._store.accounts.get_user, user_id)
+        if user is None:
+            raise _refused("The user of this credential no longer exists.")
+        if user.disabled_at is not None:
+            raise ApiError(
+                403,
+                f"The user {user_id!r} was disabled by an administrator of this server. What it "
+                "stored is kept; ask them to enable it.",
+                code="user_disabled",
+            )
+        return user
+
+
+def new_key() -> str:
+    return f"tml-{secrets.token_urlsafe(32)}"
+
+
+def is_configured(key: ApiKey) -> bool:
+    """Whether a key stands in the server's configuration: revoked, it would be back at a start."""
+    return key.note == _CONFIG_NOTE
+
+
+def user_urn(user_id: str) -> str:
+    return f"{_URN}{user_id}"
+
+
+def user_id_of_urn(urn: str) -> str:
+    return urn.removeprefix(_URN)
+
+
+def credential_of(request: Request) -> str | None:
+    return request.headers.get("x-api-key")
+
+
+def address_of(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+async def current_user(request: Request) -> User:
+    """FastAPI dependency: the caller, or a 401."""
+    auth: Auth = request.app.state.auth
+    return await auth.user_of(credential_of(request))
+
+
+async def current_admin(request: Request) -> User:
+    """FastAPI dependency: the caller, whose key is an admin's, or a 401 or 403."""
+    auth: Auth = request.app.state.auth
+    return await auth.admin_of(credential_of(request))
+
+
+CurrentAdmin = Annotated[User, Depends(current_admin)]
+CurrentUser = Annotated[User, Depends(current_user)]
+"""The type of a route's argument that wants the caller: `async def route(user: CurrentUser)`."""
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(401, message)

@@ -1,0 +1,1 @@
+"""One HTTP request: its body read within limits, its handler, its answer."""

@@ -1,0 +1,432 @@
+"""The server's living state: lanes, promises, sessions and samples, and how they start and stop.
+
+Routes call this; it calls the store and the workers. A model's lane is made from the journal when
+first needed and dropped when its session has been silent for long, so memory follows activity, not
+history. After a restart the lanes with unfinished requests come back by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import orjson
+
+from tinkex.engine.jobs import SampleJob, SampleResult
+from tinkex.errors import InvalidInputError
+from tinkex.server.files.checkpoints import Shelf, parse_path
+from tinkex.server.guard.quotas import Quotas
+from tinkex.server.jobs import validation
+from tinkex.server.operations.table import make_operations
+from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.disk import Room
+from tinkex.server.process.problems import ApiError
+from tinkex.server.process.steady_clock import SteadyClock
+from tinkex.server.runs.curves import LiveCurves
+from tinkex.server.runs.live_sessions import LiveSessions
+from tinkex.server.runs.rollouts import Rollouts
+from tinkex.server.work.futures import Outcome, Promise, PromiseTable
+from tinkex.server.work.gated_pool import GatedPool
+from tinkex.server.work.kept_results import KeptResults
+from tinkex.server.work.lane import Lane, Means
+from tinkex.server.work.model_state import ModelState, SnapshotFiles
+from tinkex.server.work.open_work import OpenWork
+from tinkex.server.work.operation import Operation, Tools
+from tinkex.server.work.results import Results
+from tinkex.server.work.samples import Samples
+from tinkex.server.work.write_behind import WriteBehind
+from tinkex.server.workers.catalog import Catalog
+from tinkex.server.workers.pool import Pool
+from tinkex.store import (
+    CustomLoss,
+    Model,
+    SampleLedger,
+    SamplingSession,
+    SeqConflictError,
+    Store,
+    User,
+)
+from tinkex.types import CreateCustomLossRequest
+from tinkex.wire.requests import Opened
+
+logger = logging.getLogger(__name__)
+TICK_S = 5.0
+LOOK_FOR_SILENT_S = 3600.0
+
+
+class Service:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: Store,
+        shelf: Shelf,
+        pool: Pool,
+        user_of: Callable[[str], Awaitable[User]],
+        quotas: Quotas,
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.shelf = shelf
+        self.stopping = asyncio.Event()
+        self.place = GatedPool.before(
+            pool,
+            max_training=config.max_running_training,
+            max_sampling=config.max_running_samples,
+        )
+        self.catalog = Catalog(config, pool)
+        self.sessions = LiveSessions(store)
+        self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
+        self.curves = LiveCurves(store)
+        self.rollouts = Rollouts(
+            is_on=config.keep_rollouts,
+            ttl_s=config.rollout_ttl_s,
+            max_bytes=config.max_rollout_bytes,
+        )
+        self.open_work = OpenWork(quotas)
+        self.samples = Samples(
+            store=store,
+            shelf=shelf,
+            catalog=self.catalog,
+            place=self.place,
+            promises=self.promises,
+            ledger=SampleLedger(config.data_dir / "samples.log"),
+            max_queued=config.max_queued_samples,
+            max_sample_bytes=config.max_sample_bytes,
+            max_unnamed=config.max_unnamed_samplers,
+            kept=KeptResults(
+                config.data_dir / "results",
+                memory_bytes=config.max_kept_result_bytes,
+            ),
+            quotas=quotas,
+            open_work=self.open_work,
+            on_use=self.sessions.use,
+            on_sampled=self._keep_rollout,
+        )
+        self.ends = WriteBehind(store.journal)
+        self.results = Results(
+            store,
+            self.promises,
+            self.ends,
+            grace_s=config.result_grace_s,
+            resume=self._resume,
+        )
+        self.room = Room(config.data_dir, config.min_free_bytes)
+        tools = Tools(
+            store=store,
+            shelf=shelf,
+            catalog=self.catalog,
+            curves=self.curves,
+            rollouts=self.rollouts,
+            drop_superseded=self.samples.drop_superseded,
+            user_of=user_of,
+        )
+        self.operations = make_operations(tools)
+        self._means = Means(
+            store=store,
+            room=self.room,
+            results=self.results,
+            ends=self.ends,
+            operations=self.operations,
+            open_work=self.open_work,
+            gap_limit_s=config.gap_limit_s,
+            on_worked=self.curves.worked,
+        )
+        self._snapshots = SnapshotFiles(
+            store=store,
+            ends=self.ends,
+            folders=shelf.folders,
+            every_requests=config.snapshot_every_ops,
+            every_s=config.snapshot_every_s,
+        )
+        self._lanes: dict[str, Lane] = {}
+        # A lock lives as long as somebody holds it or waits for it.
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._clock = SteadyClock()
+
+    # ------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        await self.place.pool.start()
+        for model_id in await self.store.call(self.store.journal.unfinished_models):
+            try:
+                await self._resume(model_id)
+            except (ApiError, InvalidInputError) as exc:
+                logger.warning("requests of %s cannot go on: %s", model_id, exc)
+        self._housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+
+    async def _resume(self, model_id: str) -> None:
+        """Let the unfinished requests of a model go on."""
+        lane = await self._open_lane(model_id)
+        logger.info("%s goes on with %d requests", model_id, lane.num_waiting)
+        lane.kick()
+
+    def begin_stop(self) -> None:
+        """Answer every waiting poll now; called as soon as the server is told to stop."""
+        self.stopping.set()
+        self.promises.wake_all()
+        self.samples.wake_all()
+
+    async def stop(self) -> None:
+        self.begin_stop()
+        if self._housekeeping is not None:
+            self._housekeeping.cancel()
+            await asyncio.gather(self._housekeeping, return_exceptions=True)
+        for lane in list(self._lanes.values()):
+            await lane.close()
+        self.ends.flush()
+        await self.curves.flush()
+        await self.catalog.close()
+        await self.samples.close()
+        await self.place.pool.close()
+
+    async def _keep_house(self) -> None:
+        looked_at = -LOOK_FOR_SILENT_S
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                if time.monotonic() - looked_at >= LOOK_FOR_SILENT_S:
+                    looked_at = time.monotonic()
+                    await self.drop_silent(self._clock.now())
+                await self.curves.flush()
+                self.rollouts.forget()
+                self.promises.forget_expired()
+                self.samples.forget()
+                for session_id in self.sessions.fell_silent(self.config.park_after_s):
+                    await self.park_session(session_id)
+            except Exception:
+                logger.exception("housekeeping failed; it goes on in %g s", TICK_S)
+
+    async def park_session(self, session_id: str, *, save: bool = True) -> None:
+        """Save the models of a session and free their memory. Busy ones stay.
+
+        Without `save` the journal since their last snapshots is what they are restored from.
+        """
+        for lane in [x for x in self._lanes.values() if x.model.session_id == session_id]:
+            if await lane.park(save=save):
+                self._lanes.pop(lane.model.model_id, None)
+                self.curves.let_go(lane.model.model_id)
+            else:
+                self.sessions.touch(session_id)  # look again after the next silence
+        self.sessions.forget(session_id)
+
+    async def drop_silent(self, now: float) -> None:
+        """Drop the state of models that nobody used for long; their checkpoints stay.
+
+        That of a session that its client closed goes first, since nobody can train on there; its
+        curves stay as long as all others.
+        """
+        limit = now - self.config.state_ttl_s
+        await self.store.call(self.store.curves.drop_unloaded, limit)
+        models = self.store.models
+        closed = await self.store.call(models.closed_since, now - self.config.closed_state_ttl_s)
+        for model_id in closed:
+            if await self._drop_state(model_id):
+                logger.info("%s was closed by its client; its state is dropped", model_id)
+        for model_id in await self.store.call(models.silent_since, limit):
+            if await self._drop_state(model_id):
+                await self.curves.drop(model_id)
+                self.rollouts.drop_run(model_id)
+                logger.info("%s was silent for too long; its state is dropped", model_id)
+
+    async def _drop_state(self, model_id: str) -> bool:
+        """Forget what a model could be restored from, unless it is in memory."""
+        async with self._opening.setdefault(model_id, asyncio.Lock()):
+            if model_id in self._lanes:
+                return False
+            await self.store.call(self.store.models.mark, model_id, unloaded=True)
+            await self._snapshots.forget(model_id)
+            return True
+
+    async def finish_session(self, session_id: str) -> None:
+        """Its client said goodbye: give the memory back as soon as the running work allows.
+
+        No snapshot is made: hardly anyone comes back, and a replay would bring it all back.
+        """
+        self.sessions.forget(session_id)
+        await self.park_session(session_id, save=False)
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return list(self._lanes.values())
+
+    def find_lane(self, model_id: str) -> Lane | None:
+        """The lane of a model that is in memory: every one that has work under way."""
+        return self._lanes.get(model_id)
+
+    def doing(self, model_id: str) -> str:
+        """What a model is doing right now, in words; empty when it has nothing to do."""
+        lane = self._lanes.get(model_id)
+        return lane.doing if lane is not None else ""
+
+    def busy_models(self) -> list[str]:
+        """The models that have something to do right now."""
+        return [model_id for model_id, lane in self._lanes.items() if lane.num_waiting]
+
+    def _keep_rollout(self, session: SamplingSession, job: SampleJob, result: SampleResult) -> None:
+        """An answer was sampled from the weights of a run."""
+        if not self.rollouts.agreement(session.user_id):
+            return
+        found = self.rollouts.source(session.sampling_session_id)
+        if found is None and session.model_path is not None:
+            run_id = parse_path(session.model_path).run_id
+            found = run_id, self.curves.num_steps(run_id)
+        if found is not None:
+            self.rollouts.sampled(
+                session.user_id,
+                *found,
+                job.prompt,
+                result,
+                base_model=session.base_model,
+                snapshot=session.model_path or session.sampling_session_id,
+            )
+
+    # ------------------------------------------------------------------------ models
+
+    async def model(self, user: User, model_id: str) -> Model:
+        lane = self._lanes.get(model_id)
+        if lane is not None:
+            model: Model | None = lane.model
+        else:
+            model = await self.store.call(self.store.models.get, model_id)
+        if model is None or model.user_id != user.user_id:
+            raise ApiError(404, f"No model {model_id!r} of yours; create it first.")
+        if model.unloaded:
+            raise _unloaded(model_id)
+        return model
+
+    async def lane(self, user: User, model_id: str) -> Lane:
+        """The lane of a model of the caller's own."""
+        model = await self.model(user, model_id)
+        await self.sessions.use(model.session_id)
+        self.store.models.touch(model_id)
+        return self._lanes.get(model_id) or await self._open_lane(model_id)
+
+    async def new_lane(self, operation: Operation[Any], opened: Opened, user: User) -> Lane:
+        """The lane of the model that a request makes; a repeat gives the first one's."""
+        request = opened.read()
+        if request.session_id is None:
+            raise InvalidInputError("is needed where there is no model_id", path="session_id")
+        await self.sessions.owned(user, request.session_id)
+        model = await operation.new_model(request, user)
+        known = await self.store.call(self.store.models.get, model.model_id)
+        if known is None:
+            await self.store.call(self.store.models.create, model)
+        elif known.base_model != model.base_model:
+            raise SeqConflictError(
+                f"{model.model_seq_id} was used before for a model on {known.base_model!r}; "
+                "every model of a session needs a new number.",
+                path="model_seq_id",
+            )
+        return self._lanes.get(model.model_id) or await self._open_lane(model.model_id)
+
+    async def unload(self, user: User, model_id: str) -> Promise:
+        """Forget a model's state for good; its checkpoints stay."""
+        lane = await self.lane(user, model_id)
+        if not await lane.discard():
+            raise ApiError(400, f"{model_id!r} still has requests under way; wait for them.")
+        await self.store.call(self.store.models.mark, model_id, unloaded=True)
+        self._lanes.pop(model_id, None)
+        promise = self.results.promise(f"{model_id}:unload", user.user_id, "unload_model")
+        payload = orjson.dumps({"model_id": model_id, "type": "unload_model"})
+        promise.settle(Outcome(payload=payload))
+        return promise
+
+    async def create_custom_loss(self, user: User, asked: CreateCustomLossRequest) -> Promise:
+        """Keep a traced loss; the same (session, custom_loss_seq_id) gives back the first."""
+        inputs = [item.model_dump() for item in asked.inputs]
+        graph = asked.graph.model_dump()
+        await asyncio.to_thread(validation.check_graph, inputs, graph)
+        seq_id = asked.custom_loss_seq_id
+        loss = CustomLoss(
+            loss_id=f"{asked.session_id}:loss:{seq_id}",
+            session_id=asked.session_id,
+            user_id=user.user_id,
+            seq_id=seq_id,
+            name=asked.name,
+            inputs=inputs,
+            graph=graph,
+            created_at=time.time(),
+        )
+        made = await self.store.call(self.store.sampling.create_loss, loss)
+        if (made.inputs, made.graph) != (loss.inputs, loss.graph):
+            raise InvalidInputError(
+                f"{seq_id} was used before for another loss", path="custom_loss_seq_id"
+            )
+        promise = self.promises.add(_loss_promise(made))
+        self.promises.settled(promise)
+        return promise
+
+    async def _open_lane(self, model_id: str) -> Lane:
+        async with self._opening.setdefault(model_id, asyncio.Lock()):
+            lane = self._lanes.get(model_id)
+            if lane is None:
+                lane = await self._make_lane(model_id)
+                await lane.open()
+                self._lanes[model_id] = lane
+        return lane
+
+    async def _make_lane(self, model_id: str) -> Lane:
+        model = await self.store.call(self.store.models.get, model_id)
+        if model is None:
+            raise ApiError(404, f"No model {model_id!r}.")
+        if model.unloaded:
+            raise _unloaded(model_id)
+        session = await self.store.call(self.store.sessions.get, model.session_id)
+        base_model = self.catalog.resolve(model.base_model)
+        state = ModelState(model_id, base_model, self.place.pool, self._snapshots)
+        project_id = session.project_id if session else None
+        return Lane(model, project_id, self.place, state, self._means)
+
+    # ------------------------------------------------------------------------ promises
+
+    async def promise(self, user: User, request_id: str) -> Promise:
+        """The promise of that id, from memory or from the journal.
+
+        Raises:
+            ApiError: 410 for a sample that a restart has lost; 404 for everything unknown.
+        """
+        found = await self.results.find(request_id)
+        if found is None and ":loss:" in request_id:
+            loss = await self.store.call(self.store.sampling.get_loss, request_id)
+            found = _loss_promise(loss) if loss is not None else None
+        if found is None and ":sample:" in request_id:
+            self.samples.handed_out([request_id])
+            raise ApiError(
+                410, f"The sample {request_id!r} is no longer known here; submit it again."
+            )
+        if found is None or found.user_id != user.user_id:
+            raise ApiError(404, f"No request {request_id!r} of yours.")
+        return found
+
+    def fetched(self, promise: Promise) -> None:
+        """A result was handed out."""
+        if not self.promises.fetched(promise):
+            return
+        if promise.request_type == "Sample":
+            self.samples.handed_out([promise.request_id])
+        else:
+            self.results.fetched(promise.request_id)
+
+
+def _loss_promise(loss: CustomLoss) -> Promise:
+    payload = orjson.dumps({"loss_id": loss.loss_id, "type": "create_custom_loss"})
+    promise = Promise(loss.loss_id, loss.user_id, "CreateCustomLoss")
+    promise.settle(Outcome(payload=payload))
+    return promise
+
+
+def _unloaded(model_id: str) -> ApiError:
+    return ApiError(
+        400,
+        f"{model_id!r} was unloaded, or unused for so long that its state was dropped "
+        "(state_ttl_s); load a checkpoint into a new model.",
+    )

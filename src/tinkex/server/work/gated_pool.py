@@ -1,0 +1,34 @@
+"""The pool and the two lines in front of it: one for training, one for samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinkex.server.fairness.gate import FairGate
+from tinkex.server.workers.pool import Pool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedPool:
+    pool: Pool
+    training: FairGate
+    sampling: FairGate
+
+    @staticmethod
+    def before(pool: Pool, *, max_training: int, max_sampling: int) -> GatedPool:
+        """Gates as wide as the pool is large, whenever it grows or shrinks."""
+        place = GatedPool(pool, FairGate(max_training), FairGate(max_sampling))
+
+        def resize() -> None:
+            place.training.resize(max_training * pool.size)
+            place.sampling.resize(max_sampling * pool.size)
+
+        resize()
+        pool.watch(resize)
+        return place
+
+    def trouble(self) -> str:
+        """Why no worker takes jobs and gets on with them; empty when one does."""
+        if not self.pool.is_ready:
+            return f"{self.pool.name} is starting"
+        return "" if self.pool.is_moving else f"{self.pool.name} has work and makes no progress"

@@ -1,0 +1,90 @@
+"""The base models a server offers: their names, aliases and facts.
+
+A name on the wire becomes the name the engine knows; facts come from the engine itself
+(`DescribeModelJob`) and are asked for once. With the toy engine and no `--model`, every name is a
+model; a private server, whose user is its owner, loads whatever it is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+
+from tinkex.contract.models import DEFAULT_MODEL
+from tinkex.engine.jobs import DescribeModelJob, ModelInfo
+from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.server.process.config import ServerConfig
+from tinkex.server.workers.worker import Worker, run
+
+logger = logging.getLogger(__name__)
+QUICK_S = 5.0
+
+
+class Catalog:
+    def __init__(self, config: ServerConfig, worker: Worker) -> None:
+        self._names = config.models or (DEFAULT_MODEL,)
+        self._aliases = dict(config.aliases)
+        self._is_private = bool(config.parent_pid)
+        self._takes_any = self._is_private or (config.is_toy and not config.models)
+        self._worker = worker
+        self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
+        self._asked_at: dict[str, float] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Every name a client may ask for; of a private server, those that were asked for."""
+        asked = [name for name, task in self._asking.items() if _succeeded(task)]
+        asked = asked if self._is_private else []
+        return list(dict.fromkeys([*self._names, *self._aliases, *asked]))
+
+    def resolve(self, name: str, *, path: str = "base_model") -> str:
+        """The engine's name of a base model.
+
+        Raises:
+            InvalidInputError: It is not served here; the message lists what is.
+        """
+        if name in self._aliases:
+            return self._aliases[name]
+        if name in self._names or name in self._aliases.values() or self._takes_any:
+            return name
+        raise InvalidInputError(
+            f"no base model {name[:200]!r} is served here; served: {', '.join(self.names)}. Start "
+            "the server with --model, or --alias to give a served model this name.",
+            path=path,
+        )
+
+    async def info(self, name: str, *, timeout_s: float = QUICK_S) -> ModelInfo | None:
+        """Facts about a base model; None when the engine did not say in time."""
+        model = self.resolve(name)
+        task = self._asking.get(model)
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = self._asking[model] = asyncio.create_task(self._ask(model))
+            self._asked_at[model] = time.monotonic()
+        if task.done():
+            return task.result()
+        # Counted from the question, so that a thousand callers together wait only once.
+        left_s = self._asked_at[model] + timeout_s - time.monotonic()
+        if left_s <= 0:
+            return None
+        try:
+            return await asyncio.wait_for(asyncio.shield(task), left_s)
+        except (TimeoutError, TinkerError) as exc:
+            logger.debug("no facts about %s yet: %s", model, exc)
+            return None
+
+    async def _ask(self, model: str) -> ModelInfo:
+        job = DescribeModelJob(job_id=f"describe-{secrets.token_hex(8)}", base_model=model)
+        info = await run(self._worker, job)
+        assert isinstance(info, ModelInfo)
+        return info
+
+    async def close(self) -> None:
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+
+
+def _succeeded(task: asyncio.Task[ModelInfo]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
