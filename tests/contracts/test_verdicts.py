@@ -22,12 +22,12 @@ from tinkex.contract.sampling import DrawSettings, SampleOptions
 from tinkex.contract.settings import Setting, settings_of
 from tinkex.engine.jobs import LoraSpec, ModelInfo, SampleJob, TrainDatum, TrainJob
 from tinkex.engine.lora.adapter import Target, fresh_adapter
+from tinkex.engine.optim.optimizer import OptimizerState, apply_step
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.toy.engine import ToyConfig, ToyEngine
 from tinkex.engine.toy.losses import loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter
 from tinkex.engine.train.data import Limits, loss_of, read_datum
-from tinkex.engine.train.optim import OptimizerState, apply_step
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
 from tinkex.server.jobs import validation

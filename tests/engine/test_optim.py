@@ -10,8 +10,8 @@ import torch
 
 from tinkex.contract.optimizers import OPTIMIZERS, AdamParams, LionParams, MuonParams, check_params
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
-from tinkex.engine.train.optim import OptimizerState, apply_step
-from tinkex.engine.train.updates import UPDATES, orthogonalize
+from tinkex.engine.optim.optimizer import OptimizerState, apply_step
+from tinkex.engine.optim.updates import UPDATES, orthogonalize
 from tinkex.errors import InvalidInputError
 
 

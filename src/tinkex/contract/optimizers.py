@@ -1,7 +1,7 @@
 """The optimizers: the numbers of one step of each, with their ranges and defaults.
 
 A class here is both the declaration and the value that travels to an engine. How a step is computed
-is `engine.train.updates`. A norm to clip at of 0 means no clipping; the norm is reported either
+is `engine.optim.updates`. A norm to clip at of 0 means no clipping; the norm is reported either
 way. Weight decay is decoupled: weights shrink by learning_rate * weight_decay before the step.
 """
 

@@ -17,7 +17,7 @@ import torch
 from tinkex.engine.exchange import reduction
 from tinkex.engine.exchange.meeting import Meeting, MeetingLost, meet, open_store
 from tinkex.engine.exchange.reduction import PartialSum, parts_of, reduce
-from tinkex.engine.train.shards import NUM_SHARDS, tree_sum
+from tinkex.engine.optim.shards import NUM_SHARDS, tree_sum
 from tinkex.errors import EngineError
 
 CPU = torch.device("cpu")

@@ -460,7 +460,7 @@ def test_a_step_that_finds_no_memory_at_one_member_fails_before_anything_has_cha
     for trainer, whose in ((both.alone, ""), (both.group, "member 0 of the group: ")):
         train(trainer, job(data()))
         with monkeypatch.context() as patch:  # of this process: the other member has memory
-            patch.setattr("tinkex.engine.train.resident.make_room", full)
+            patch.setattr("tinkex.engine.optim.resident.make_room", full)
             with pytest.raises(EngineError) as failed:
                 optim(trainer)
         assert f"the step failed: {whose}CUDA out of memory" in str(failed.value)
@@ -475,7 +475,7 @@ def test_an_adapter_that_one_member_has_no_memory_for_is_refused_by_all(pair, mo
     for trainer, whose in ((both.alone, ""), (both.group, "member 0 of the group: ")):
         make(trainer)
         with monkeypatch.context() as patch:  # of this process: the other member has memory
-            patch.setattr("tinkex.engine.train.resident.free_bytes", lambda: 100_000)
+            patch.setattr("tinkex.engine.optim.resident.free_bytes", lambda: 100_000)
             with pytest.raises(EngineError) as refused:
                 make(trainer, "b", rank=64)
         said = f"of rank 64 beside 1 others: {whose}"

@@ -41,10 +41,10 @@ from tinkex.engine.lora.adapter import (
 from tinkex.engine.lora.foreign_names import our_modules
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.model.fingerprint import Base
-from tinkex.engine.train.optim import OptimizerState
-from tinkex.engine.train.resident import ResidentAdapter
-from tinkex.engine.train.shards import NUM_SHARDS
-from tinkex.engine.train.updates import UPDATES
+from tinkex.engine.optim.optimizer import OptimizerState
+from tinkex.engine.optim.resident import ResidentAdapter
+from tinkex.engine.optim.shards import NUM_SHARDS
+from tinkex.engine.optim.updates import UPDATES
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

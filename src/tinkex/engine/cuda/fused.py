@@ -34,7 +34,7 @@ from tinkex.engine.cuda.product import product
 from tinkex.engine.cuda.small_passes import Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
-from tinkex.engine.model.decoder import Decoder, _Layer
+from tinkex.engine.model.decoder import Decoder, LayerWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 
@@ -240,7 +240,7 @@ class CudaDecoder(Decoder):
         return x2, added, saved
 
     def _mix(
-        self, index: int, w: _Layer, fused: Tensor, stream: Stream
+        self, index: int, w: LayerWeights, fused: Tensor, stream: Stream
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What the output linear gets; the rest as `KeptLayer` has it."""
         q, k, v = self._split(fused, _norms(w), stream.angles, stream.target(index))
@@ -261,7 +261,7 @@ class CudaDecoder(Decoder):
         )
 
     def _mlp(
-        self, w: _Layer, y: Tensor, stream: Stream, linears: Linears
+        self, w: LayerWeights, y: Tensor, stream: Stream, linears: Linears
     ) -> tuple[Tensor, Tensor | None, mixture.KeptBlock | None]:
         """(what the MLP adds, fused gate_up of its dense part, what its experts keep)."""
         return *swiglu(y, w.gate_up, w.down, linears), None
@@ -277,7 +277,7 @@ class CudaDecoder(Decoder):
         self._mlp_again(w, y, s, stream, linears)
 
     def _mlp_again(
-        self, w: _Layer, y: Tensor, s: KeptLayer, stream: Stream, linears: Linears
+        self, w: LayerWeights, y: Tensor, s: KeptLayer, stream: Stream, linears: Linears
     ) -> None:
         s.gate_up_TX = linears.forward("gate_up", y, w.gate_up)
 
@@ -303,7 +303,7 @@ class CudaDecoder(Decoder):
         kernels.rms_norm_backward_(dx, dy, s.x_TD, w.attn_norm, s.rstd1_T)
 
     def _mlp_backward(
-        self, w: _Layer, s: KeptLayer, dx: Tensor, stream: Stream, linears: Linears
+        self, w: LayerWeights, s: KeptLayer, dx: Tensor, stream: Stream, linears: Linears
     ) -> Tensor:
         """The gradient of the MLP's normed input."""
         assert s.gate_up_TX is not None
@@ -318,7 +318,7 @@ class CudaDecoder(Decoder):
         return dy
 
     def _mix_backward(
-        self, index: int, w: _Layer, s: KeptLayer, dmixed: Tensor, stream: Stream
+        self, index: int, w: LayerWeights, s: KeptLayer, dmixed: Tensor, stream: Stream
     ) -> Tensor:
         """The gradient of the fused linear in front of the mixer."""
         assert s.fused_TX is not None
@@ -426,7 +426,7 @@ class _ByHand(torch.autograd.Function):
         return None, None, None
 
 
-def _norms(w: _Layer) -> tuple[Tensor, Tensor] | None:
+def _norms(w: LayerWeights) -> tuple[Tensor, Tensor] | None:
     return None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
 
 
@@ -486,7 +486,7 @@ def swiglu(
 
 
 def attended(
-    index: int, w: _Layer, q: Tensor, k: Tensor, v: Tensor, stream: Stream
+    index: int, w: LayerWeights, q: Tensor, k: Tensor, v: Tensor, stream: Stream
 ) -> tuple[Tensor, Tensor | None]:
     """Attention's output [T, H, d], and in training the log-sums that its backward needs."""
     if stream.trains:

@@ -31,7 +31,7 @@ from tinkex.engine.cuda.fused import (
 )
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import _Layer
+from tinkex.engine.model.decoder import LayerWeights
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.mixture import mixture as plain_mixture
@@ -82,7 +82,7 @@ class MixedLayerDecoder(CudaDecoder):
     # ------------------------------------------------------------------------------ mixers
 
     def _mix(
-        self, index: int, w: _Layer, fused: Tensor, stream: Stream
+        self, index: int, w: LayerWeights, fused: Tensor, stream: Stream
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if w.delta is not None:
             mixer, eps = stream.whole or stream.attention, self.config.norm_eps
@@ -95,7 +95,7 @@ class MixedLayerDecoder(CudaDecoder):
             return attn.flatten(1), None, lse
         return (attn * gate.sigmoid()).flatten(1), attn, lse
 
-    def _norm_heads(self, layer: _Layer, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm_heads(self, layer: LayerWeights, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
         """By the kernel that takes a row at a time: torch's order of sums follows their number."""
         if torch.is_grad_enabled():
             return super()._norm_heads(layer, q_T, k_T)
@@ -135,7 +135,7 @@ class MixedLayerDecoder(CudaDecoder):
         return mixed
 
     def _mix_backward(
-        self, index: int, w: _Layer, s: KeptLayer, dmixed: Tensor, stream: Stream
+        self, index: int, w: LayerWeights, s: KeptLayer, dmixed: Tensor, stream: Stream
     ) -> Tensor:
         assert s.fused_TX is not None
         if w.delta is not None:
@@ -166,7 +166,7 @@ class MixedLayerDecoder(CudaDecoder):
     # ------------------------------------------------------------------------------ MLPs
 
     def _mlp(
-        self, w: _Layer, y: Tensor, stream: Stream, linears: Linears
+        self, w: LayerWeights, y: Tensor, stream: Stream, linears: Linears
     ) -> tuple[Tensor, Tensor | None, mixture.KeptBlock | None]:
         experts, block, routing = self.config.experts, w.mixture, stream.routing
         if block is None or experts is None:
@@ -191,7 +191,7 @@ class MixedLayerDecoder(CudaDecoder):
         return lora.batch
 
     def _mlp_again(
-        self, w: _Layer, y: Tensor, s: KeptLayer, stream: Stream, linears: Linears
+        self, w: LayerWeights, y: Tensor, s: KeptLayer, stream: Stream, linears: Linears
     ) -> None:
         experts, block = self.config.experts, w.mixture
         if block is None:
@@ -205,7 +205,7 @@ class MixedLayerDecoder(CudaDecoder):
             s.experts.gate_up_NX = again.gate_up(y, s.experts.sorted)[0]
 
     def _mlp_backward(
-        self, w: _Layer, s: KeptLayer, dx: Tensor, stream: Stream, linears: Linears
+        self, w: LayerWeights, s: KeptLayer, dx: Tensor, stream: Stream, linears: Linears
     ) -> Tensor:
         if w.mixture is None:
             return super()._mlp_backward(w, s, dx, stream, linears)

@@ -22,7 +22,7 @@ import torch
 from tinkex.engine import jobs
 from tinkex.engine.exchange.meeting import Meeting, meet, open_store
 from tinkex.engine.exchange.reduction import reduce
-from tinkex.engine.train.resident import ResidentAdapter
+from tinkex.engine.optim.resident import ResidentAdapter
 from tinkex.errors import EngineError, NotSupportedError
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.exchange.meeting import Meeting
-from tinkex.engine.train.shards import NUM_SHARDS, tree_sum
+from tinkex.engine.optim.shards import NUM_SHARDS, tree_sum
 from tinkex.errors import EngineError
 
 PIECE = 1 << 22

@@ -27,7 +27,7 @@ from tinkex.engine.group.group import Group
 from tinkex.engine.group.vocabulary import VocabularyPart
 from tinkex.engine.lora.adapter import LoraBatch, LoraTerm
 from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.model.decoder import Decoder, _Layer, compute_dtype, native_targets
+from tinkex.engine.model.decoder import Decoder, LayerWeights, compute_dtype, native_targets
 from tinkex.engine.model.layers import rms_norm, wide
 from tinkex.engine.model.loading import Loader, check_room
 from tinkex.engine.model.mixture import MixtureWeights, Routing, mixture
@@ -128,7 +128,7 @@ class GroupDecoder(Decoder):
         part_TD = mixture(self.config.experts, weights, index, y_TD, lora, routing, agree)
         return self.group.leave(part_TD)
 
-    def _norm_heads(self, layer: _Layer, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm_heads(self, layer: LayerWeights, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
         if not self.config.wide_qk_norm:
             return super()._norm_heads(layer, q_T, k_T)
         normed: tuple[Tensor, Tensor] = _CutNorm.apply(  # type: ignore[no-untyped-call]

@@ -22,10 +22,10 @@ from tinkex.engine.group.group import Group
 from tinkex.engine.jobs import LoraSpec, SampleJob, SaveAdapterJob
 from tinkex.engine.lora.adapter import Adapter, Kind
 from tinkex.engine.model.fingerprint import Base
+from tinkex.engine.optim.resident import ResidentAdapter
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import Detokenize
 from tinkex.engine.train.packing import Pass
-from tinkex.engine.train.resident import ResidentAdapter
 from tinkex.engine.train.tasks import TrainTask
 from tinkex.engine.train.trainer import Gathered, Trainer, TrainerConfig, given_up
 from tinkex.errors import EngineError

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +48,19 @@ from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import WeightReader
 from tinkex.errors import ConfigError
 
-if TYPE_CHECKING:
-    from tinkex.engine.group.vocabulary import VocabularyPart
+
+class VocabularyShard(Protocol):
+    """The head of a decoder that has the logits of a part of the vocabulary, as losses use it."""
+
+    def softmax(self, hidden_ND: Tensor, lora: LoraBatch, pieces: Any) -> Any:
+        """The softmax over the whole vocabulary at the targets of `pieces`; see `scoring`."""
+
+    def backward(self, dlogits_Nv: Tensor, hidden_ND: Tensor, lora: LoraBatch) -> Tensor:
+        """d loss / d hidden from the gradient of the shard's own logits."""
 
 
 class DecoderLike(Protocol):
-    """What trainer and sampler need of a model, ours or a foreign one."""
+    """The part of a model that trainer and sampler use, ours or a foreign one."""
 
     config: ModelConfig
     targets: Mapping[str, Target]
@@ -68,7 +75,7 @@ class DecoderLike(Protocol):
     leaf_keys: Container[str] | None = None
     """Linears whose adapters get their gradients through leaves; None: all. See `start_grad`."""
 
-    vocabulary: VocabularyPart | None = None
+    vocabulary: VocabularyShard | None = None
     """Where losses take their logits, if a group shares the vocabulary; None: from `head`."""
 
     def forward(
@@ -90,7 +97,9 @@ class DecoderLike(Protocol):
 
 
 @dataclass(slots=True)
-class _Layer:
+class LayerWeights:
+    """The frozen weights of one layer, linears that read the same input fused into one matrix."""
+
     attn_norm: Tensor
     qkv: Tensor
     """Of a delta layer: queries, keys, values, then gate, strength and decay; see `in_order`."""
@@ -270,7 +279,7 @@ class Decoder(DecoderLike):
         y_TD = rms_norm(x_TD, self.layers[index].mlp_norm, self.config.norm_eps)
         return mixture(self.config.experts, weights, index, y_TD, lora, routing)
 
-    def _norm_heads(self, layer: _Layer, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _norm_heads(self, layer: LayerWeights, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
         assert layer.q_norm is not None
         assert layer.k_norm is not None
         eps = self.config.norm_eps
@@ -288,7 +297,7 @@ class Decoder(DecoderLike):
         return (normed_THv * gate_THv).to(fused.dtype).flatten(1)
 
     def _heads(
-        self, layer: _Layer, qkv: Tensor, cos_Th: Tensor, sin_Th: Tensor
+        self, layer: LayerWeights, qkv: Tensor, cos_Th: Tensor, sin_Th: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Queries, keys and values, normed and rotated as the family does, and the heads' gate."""
         config = self.config
@@ -400,7 +409,7 @@ _QKV = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v"))
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
-def _read_layer(read: Loader, index: int) -> _Layer:
+def _read_layer(read: Loader, index: int) -> LayerWeights:
     prefix, config = f"model.layers.{index}.", read.config
     delta = read.delta(prefix) if config.has_delta(index) else None
     block = read.mixture(prefix) if config.has_experts(index) else None
@@ -409,7 +418,7 @@ def _read_layer(read: Loader, index: int) -> _Layer:
         qkv = tuple(f"linear_attn.{name}" for name in delta.config.linears)
         out = "linear_attn.out_proj"
     dense = block is None
-    return _Layer(
+    return LayerWeights(
         attn_norm=read.norm(prefix + "input_layernorm.weight"),
         qkv=read.fused(prefix, qkv, "weight"),
         qkv_bias=read.maybe_fused(prefix, qkv, "bias"),

@@ -28,6 +28,7 @@ from tinkex.engine import jobs
 from tinkex.engine.exchange import gradient_file
 from tinkex.engine.heartbeat import Heartbeat
 from tinkex.engine.metrics import Tally
+from tinkex.engine.optim.shards import deal
 from tinkex.engine.reports import cancelled, failure, tell
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.rng import fresh_seed, sample_key, uniform
@@ -39,7 +40,6 @@ from tinkex.engine.toy.losses import evaluate
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
 from tinkex.engine.toy.sampling import draw, ends_with_stop, log_softmax, prompt_scores, stack, top
 from tinkex.engine.train.data import Limits, loss_of, read_datum
-from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import OptimizerParams, check_params
 from tinkex.engine.jobs import LoraSpec
-from tinkex.engine.train.shards import tree_sum
-from tinkex.engine.train.updates import UPDATES
+from tinkex.engine.optim.shards import tree_sum
+from tinkex.engine.optim.updates import UPDATES
 
 GAIN = 100.0
 """Logits per unit of parameter, so that the learning rates users try (1e-4 to 1e-2) move it."""

@@ -22,6 +22,7 @@ from tinkex.contract.losses import Loss, read_settings
 from tinkex.contract.traced import request_limit
 from tinkex.engine.jobs import Array, TracedLoss, TrainJob, TrainResult
 from tinkex.engine.metrics import Gap, Tally, fsum
+from tinkex.engine.optim.shards import deal
 from tinkex.engine.train.data import Limits, loss_of
 from tinkex.engine.train.graph import build_loss
 from tinkex.engine.train.graph_cost import LossBudget, LossSeconds
@@ -30,7 +31,6 @@ from tinkex.engine.train.losses import GAP_INPUTS, Prepared, gap_metrics, loss_v
 from tinkex.engine.train.packing import Item, Pass
 from tinkex.engine.train.router_load import RouterLoad
 from tinkex.engine.train.scoring import Evaluate, RowRun
-from tinkex.engine.train.shards import deal
 from tinkex.errors import InvalidInputError, TinkerError
 
 DIVERGED = (

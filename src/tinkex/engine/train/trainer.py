@@ -45,12 +45,12 @@ from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.numerics.memory_in_use import is_out_of_memory
 from tinkex.engine.numerics.rows import exactly
+from tinkex.engine.optim.optimizer import OptimizerState, apply_step, scratch_bytes
+from tinkex.engine.optim.resident import ResidentAdapter, SharedGradients, shortage_for
 from tinkex.engine.train.data import Limits
 from tinkex.engine.train.graph_cost import LossSeconds
 from tinkex.engine.train.losses import Prepared
-from tinkex.engine.train.optim import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
-from tinkex.engine.train.resident import ResidentAdapter, SharedGradients, shortage_for
 from tinkex.engine.train.scoring import score
 from tinkex.engine.train.tasks import DIVERGED, TrainTask, check_job, collect, divergence, runs_of
 from tinkex.errors import (

@@ -37,7 +37,7 @@ from tinkex.engine.jobs import (
     TrainJob,
     TrainResult,
 )
-from tinkex.engine.train.shards import NUM_SHARDS
+from tinkex.engine.optim.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.fairness.backlog import Backlog
 from tinkex.server.workers.gradient_exchange import Brought, Exchange, raise_worst

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tinkex.engine.jobs import Array, TrainJob, TrainResult
 from tinkex.engine.metrics import join
-from tinkex.engine.train.shards import NUM_SHARDS, deal
+from tinkex.engine.optim.shards import NUM_SHARDS, deal
 from tinkex.errors import InvalidInputError
 
 _DATUM = re.compile(r"\bdata\[(\d+)\]")

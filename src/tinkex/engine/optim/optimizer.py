@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinkex.contract.optimizers import OptimizerParams, check_params
 from tinkex.engine.lora.adapter import Adapter
-from tinkex.engine.train.updates import UPDATES
+from tinkex.engine.optim.updates import UPDATES
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.packed_weights import free_bytes
 from tinkex.engine.numerics.memory_in_use import is_out_of_memory
-from tinkex.engine.train.optim import OptimizerState, make_room
-from tinkex.engine.train.shards import tree_sum
+from tinkex.engine.optim.optimizer import OptimizerState, make_room
+from tinkex.engine.optim.shards import tree_sum
 
 
 @dataclass(slots=True)

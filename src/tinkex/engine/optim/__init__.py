@@ -1,0 +1,1 @@
+"""Adapters under training: gradients by shard, optimizer state, and steps."""
