@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinkex.engine.collectives.process_group import join
 from tinkex.engine.exchange import gradient_file
-from tinkex.engine.exchange.meeting import meet
 from tinkex.engine.exchange.reduction import reduce
 
 ROUNDS = 3
@@ -38,7 +38,7 @@ def timed(barrier: Barrier, work: Callable[[], Any]) -> tuple[float, float]:
 
 def member(rank: int, num_values: int, folder: str, barrier: Barrier, answers: Any) -> None:
     torch.set_num_threads(1)
-    meeting = meet(rank, 2, torch.device("cpu"), f"file:{folder}/store", timeout_s=600)
+    meeting = join(rank, 2, torch.device("cpu"), f"file:{folder}/store", timeout_s=600)
     grad = torch.full((num_values,), rank + 1.0)
     sums: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Members that meet to add up gradients: whatever fails there costs time, and not a bit."""
+"""Members that join to add up gradients: whatever fails there costs time, and not a bit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pools import EngineWorker, Run, always_split, opened, torch_member
 
+from tinkex.engine.collectives.process_group import PeerLost, ProcessGroup
 from tinkex.engine.exchange import meetings
-from tinkex.engine.exchange.meeting import Meeting, MeetingLost
 from tinkex.engine.exchange.reduction import reduce
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_pool
@@ -55,19 +55,19 @@ def test_who_meets_is_a_matter_of_settings(
     assert used.meets == meets
 
 
-def cannot_meet(*_: Any, **__: Any) -> Meeting:
-    raise MeetingLost("member 0 of 2 found no meeting: no route to host")
+def cannot_meet(*_: Any, **__: Any) -> ProcessGroup:
+    raise PeerLost("member 0 of 2 found no meeting: no route to host")
 
 
-def loses_the_last_answer(meeting: Meeting, *args: Any) -> Any:
+def loses_the_last_answer(meeting: ProcessGroup, *args: Any) -> Any:
     """The first one has the sum, the other one does not."""
     total = reduce(meeting, *args)
     if meeting.rank:
-        raise MeetingLost("another one is gone in the middle of a swap")
+        raise PeerLost("another one is gone in the middle of a swap")
     return total
 
 
-def hangs(meeting: Meeting, *args: Any) -> Any:
+def hangs(meeting: ProcessGroup, *args: Any) -> Any:
     if meeting.rank:
         threading.Event().wait()
     return reduce(meeting, *args)
@@ -75,7 +75,7 @@ def hangs(meeting: Meeting, *args: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "broken", "timeout_s"),
-    [("meet", cannot_meet, 60.0), ("reduce", loses_the_last_answer, 60.0), ("reduce", hangs, 4.0)],
+    [("join", cannot_meet, 60.0), ("reduce", loses_the_last_answer, 60.0), ("reduce", hangs, 4.0)],
 )
 async def test_members_whose_meeting_fails_use_files_and_lose_nothing(
     tiny: str,

@@ -1,4 +1,4 @@
-"""Members that meet get the sum that one member would get, to the bit, or an error in time.
+"""Members that join get the sum that one member would get, to the bit, or an error in time.
 
 Members are threads of this process here, each with its own end of a real gloo meeting.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tinkex.engine.collectives.process_group import PeerLost, ProcessGroup, join, open_store
 from tinkex.engine.exchange import reduction
-from tinkex.engine.exchange.meeting import Meeting, MeetingLost, meet, open_store
 from tinkex.engine.exchange.reduction import PartialSum, parts_of, reduce
 from tinkex.engine.optim.shards import NUM_SHARDS, tree_sum
 from tinkex.errors import EngineError
@@ -24,12 +24,14 @@ CPU = torch.device("cpu")
 LENGTH = 1003
 
 
-def together(size: int, place: str, work: Callable[[Meeting], Any], timeout_s: float = 60) -> Any:
+def together(
+    size: int, place: str, work: Callable[[ProcessGroup], Any], timeout_s: float = 60
+) -> Any:
     """What each of so many members makes of a meeting, by rank; errors too."""
 
     def member(rank: int) -> Any:
         try:
-            meeting = meet(rank, size, CPU, place, timeout_s=timeout_s)
+            meeting = join(rank, size, CPU, place, timeout_s=timeout_s)
             try:
                 return work(meeting)
             finally:
@@ -133,7 +135,7 @@ def test_a_member_that_does_not_come_costs_the_others_their_patience_and_no_more
 ) -> None:
     over = threading.Event()
 
-    def work(meeting: Meeting) -> Any:
+    def work(meeting: ProcessGroup) -> Any:
         if meeting.rank:
             over.wait(100)  # it hangs
             return None
@@ -143,21 +145,21 @@ def test_a_member_that_does_not_come_costs_the_others_their_patience_and_no_more
             over.set()
 
     lost, _ = together(2, f"file:{tmp_path / 's'}", work, timeout_s=12)
-    assert isinstance(lost, MeetingLost)
+    assert isinstance(lost, PeerLost)
     assert "did not come to a gathering within 12 s" in str(lost)
 
 
 def test_a_member_that_leaves_is_noticed_at_once(tmp_path: Path) -> None:
-    def work(meeting: Meeting) -> Any:
+    def work(meeting: ProcessGroup) -> Any:
         if meeting.rank:
             return None
         return reduce(meeting, {0: torch.ones(LENGTH)}, torch.empty(LENGTH))
 
     lost, _ = together(2, f"file:{tmp_path / 's'}", work, timeout_s=60)
-    assert isinstance(lost, MeetingLost)
+    assert isinstance(lost, PeerLost)
     assert "is gone in the middle of a gathering" in str(lost)
 
 
 def test_a_meeting_that_nobody_else_joins_is_given_up(tmp_path: Path) -> None:
-    with pytest.raises(MeetingLost, match="member 0 of 2 found no meeting"):
-        meet(0, 2, CPU, f"file:{tmp_path / 's'}", timeout_s=0.5)
+    with pytest.raises(PeerLost, match="member 0 of 2 found no meeting"):
+        join(0, 2, CPU, f"file:{tmp_path / 's'}", timeout_s=0.5)

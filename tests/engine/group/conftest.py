@@ -1,6 +1,6 @@
 """A real group of two: this process leads, the other one was started by it.
 
-Whatever a test asks of a led trainer or sampler, both members do, over gloo.
+Both ranks do whatever a test asks of the leader's trainer or sampler, over gloo.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 from table import Model, make
 
-from tinkex.engine.group.leader import Leader, LedSampler, LedTrainer
+from tinkex.engine.group.leader import Leader
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
@@ -42,17 +42,17 @@ def leader() -> Iterator[Leader]:
 
 @dataclass(frozen=True)
 class Pair:
-    """One model alone, and the same model cut over the group."""
+    """One model alone, and the same model sharded over the group."""
 
     model: Model
     alone: Trainer
-    group: LedTrainer
+    group: Trainer
     leader: Leader
 
-    def samplers(self, **options: object) -> tuple[Sampler, LedSampler]:
+    def samplers(self, **options: object) -> tuple[Sampler, Sampler]:
         config = SamplerConfig(**({"kv_bytes": 1 << 22, "block_size": 4} | options))
         source = ModelSource(self.model.family, self.model.folder)
-        led = self.leader.led_sampler(self.group.decoder, config, source)
+        led = self.leader.sampler(self.group.decoder, config, source)
         return Sampler(self.alone.decoder, config), led
 
 
@@ -68,7 +68,7 @@ def pair(leader, tmp_path_factory) -> Callable[..., Pair]:
         config = TrainerConfig(**({"max_tokens": 40} | config))
         alone = Trainer(model.decoder(dtype), base_model=family, config=config, base=base)
         decoder = leader.load(ModelSource(family, model.folder), dtype=dtype)
-        led = leader.led_trainer(
+        led = leader.trainer(
             decoder, base_model=family, config=config, base=base, after_pass=lambda: None
         )
         return Pair(model, alone, led, leader)

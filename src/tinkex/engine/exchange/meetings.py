@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tinkex.engine import jobs
-from tinkex.engine.exchange.meeting import Meeting, meet, open_store
+from tinkex.engine.collectives.process_group import ProcessGroup, join, open_store
 from tinkex.engine.exchange.reduction import reduce
 from tinkex.engine.optim.resident import ResidentAdapter
 from tinkex.errors import EngineError, NotSupportedError
@@ -94,7 +94,7 @@ class _Room:
 
     def __init__(self, device: torch.device, job: jobs.JoinMeetingJob) -> None:
         self._device, self._job = device, job
-        self._meeting: Meeting | None = None
+        self._meeting: ProcessGroup | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         name = f"meeting-{job.meeting_id[:8]}"
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -119,13 +119,13 @@ class _Room:
 
     def join(self) -> jobs.AdapterResult:
         job = self._job
-        self._meeting = meet(
+        self._meeting = join(
             job.rank,
             job.size,
             self._device,
             job.place,
             timeout_s=job.timeout_s,
-            address=job.host,
+            host=job.host,
         )
         return jobs.AdapterResult()
 

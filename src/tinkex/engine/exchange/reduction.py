@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tinkex.engine.exchange.meeting import Meeting
+from tinkex.engine.collectives.process_group import ProcessGroup
 from tinkex.engine.optim.shards import NUM_SHARDS, tree_sum
 from tinkex.errors import EngineError
 
@@ -51,11 +51,11 @@ def parts_of(holders: Mapping[int, tuple[int, ...]]) -> list[PartialSum]:
     return below(0, NUM_SHARDS)
 
 
-def reduce(meeting: Meeting, shards: Mapping[int, Tensor], like_N: Tensor) -> Tensor | None:
+def reduce(meeting: ProcessGroup, shards: Mapping[int, Tensor], like_N: Tensor) -> Tensor | None:
     """The sum of all members' shards, for everybody; None when nobody has any.
 
     Raises:
-        MeetingLost: Another member is gone, or did not come.
+        PeerLost: Another member is gone, or did not come.
         EngineError: The members' gradients are not of one adapter.
     """
     holders = _holders(meeting, shards, like_N)
@@ -71,14 +71,14 @@ def reduce(meeting: Meeting, shards: Mapping[int, Tensor], like_N: Tensor) -> Te
 
 
 def _holders(
-    meeting: Meeting, shards: Mapping[int, Tensor], like_N: Tensor
+    meeting: ProcessGroup, shards: Mapping[int, Tensor], like_N: Tensor
 ) -> dict[int, tuple[int, ...]]:
     """Who has each shard, after a look at whether all speak of one thing."""
     fits = all(grad_N.shape == like_N.shape for grad_N in shards.values())
     mine = [like_N.numel() if fits else -1, *(int(s in shards) for s in range(NUM_SHARDS))]
     rows = [
         row.tolist()
-        for row in meeting.parts(torch.tensor(mine, dtype=torch.int64, device=meeting.device))
+        for row in meeting.all_gather(torch.tensor(mine, dtype=torch.int64, device=meeting.device))
     ]
     if any(row[0] != rows[0][0] or row[0] < 0 for row in rows):  # all see it, and nobody waits
         raise EngineError(f"gradients of {[row[0] for row in rows]} numbers do not fit each other")
@@ -89,7 +89,7 @@ def _holders(
 
 
 def _reduce_piece(
-    meeting: Meeting, shards: Mapping[int, Tensor], parts: list[PartialSum], total: Tensor
+    meeting: ProcessGroup, shards: Mapping[int, Tensor], parts: list[PartialSum], total: Tensor
 ) -> None:
     size, rank = meeting.size, meeting.rank
     bounds = [len(total) * place // size for place in range(size + 1)]
@@ -100,7 +100,7 @@ def _reduce_piece(
     given = torch.cat(slices) if slices else total.new_empty(0)
     counts = [sum(part.rank == other for part in parts) for other in range(size)]
     got_PW = total.new_empty(len(parts), widths[rank])
-    meeting.swap(
+    meeting.all_to_all(
         given,
         [len(mine) * width for width in widths],
         got_PW.view(-1),
@@ -114,7 +114,7 @@ def _reduce_piece(
         by_shard[part.first] = got_W if before is None else before.add_(got_W)
     sum_W = tree_sum(by_shard, lambda one, other: one.add_(other))
     assert sum_W is not None
-    meeting.swap(sum_W.repeat(size), [widths[rank]] * size, total, widths)
+    meeting.all_to_all(sum_W.repeat(size), [widths[rank]] * size, total, widths)
 
 
 def _sum_of(part: PartialSum, shards: Mapping[int, Tensor]) -> Tensor:

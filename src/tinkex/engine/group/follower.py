@@ -1,4 +1,4 @@
-"""A member of a group that does what its leader tells it, in a process of its own.
+"""A rank of a group that does what its leader tells it, in a process of its own.
 
 Started by `leader`, never by hand. It ends when the leader does, whichever way that went: its end
 of the pipe closes, or, where the system can, it is killed with its parent even while it is stopped.
@@ -18,17 +18,25 @@ from typing import Any
 
 import torch
 
-from tinkex.engine.group.calls import SELF, CallEnded, Go, GroupCall, Ref, Resume, Start, Trouble
-from tinkex.engine.group.decoder import GroupDecoder, load_part
-from tinkex.engine.group.group import Group, end, form
-from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
+from tinkex.engine.collectives.group import Group, end, form
+from tinkex.engine.group import rank
+from tinkex.engine.group.calls import (
+    SELF,
+    CallEnded,
+    Go,
+    GroupCall,
+    PassAbandoned,
+    Ref,
+    Resume,
+    Start,
+)
 from tinkex.engine.hosting import Ready, Refused
 from tinkex.engine.model.base_model import ModelSource
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.fingerprint import Base
-from tinkex.engine.sample.sampler import SamplerConfig
-from tinkex.engine.sample.stopping import load_detokenizer
+from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.torch.config import EngineConfig, make_cuda_deterministic
-from tinkex.engine.train.trainer import TrainerConfig
+from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError, TinkerError
 
 log = logging.getLogger(__name__)
@@ -38,7 +46,7 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 class Follower:
     def __init__(self, group: Group, pipe: Connection) -> None:
         self.group, self._pipe = group, pipe
-        group.on_trouble = lambda number: pipe.send(Trouble(number))
+        group.on_abandon = lambda number: pipe.send(PassAbandoned(number))
         self._objects: dict[int, Any] = {SELF: self}
         self._inbox: queue.SimpleQueue[GroupCall | Resume] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="calls", daemon=True).start()
@@ -50,8 +58,8 @@ class Follower:
                 message = self._pipe.recv()
             except (EOFError, OSError):
                 os._exit(0)
-            if isinstance(message, Trouble):
-                self.group.hear_trouble(message.num_regroups)
+            if isinstance(message, PassAbandoned):
+                self.group.note_abandoned(message.num_regroups)
             else:
                 self._inbox.put(message)
 
@@ -67,17 +75,17 @@ class Follower:
     def _run(self, call: GroupCall) -> None:
         for number in call.gone:
             self._objects.pop(number, None)
-        if call.num_meetings != self.group.num_meetings:
+        if call.num_collectives != self.group.num_collectives:
             end(
-                f"member {self.group.rank} has met the others {self.group.num_meetings} times "
-                f"before {call.method}, the leader {call.num_meetings} times"
+                f"member {self.group.rank} has taken part in {self.group.num_collectives} "
+                f"collectives before {call.method}, the leader in {call.num_collectives}"
             )
         error = ""
         try:
             args = [self._objects[a.number] if isinstance(a, Ref) else a for a in call.args]
-            made = getattr(self._objects[call.on], call.method)(*args)
+            result = getattr(self._objects[call.on], call.method)(*args)
             if call.makes is not None:
-                self._objects[call.makes] = made
+                self._objects[call.makes] = result
         except (TinkerError, OSError) as exc:
             error = f"{type(exc).__name__}: {exc}"
         except Exception as exc:
@@ -85,22 +93,20 @@ class Follower:
             end(f"member {self.group.rank} failed in {call.method}: {exc}")
         self._pipe.send(CallEnded(call.number, error))
 
-    # What the leader has made here, each as it makes its own.
+    # Calls on the follower itself (`SELF`): the leader has its objects made.
 
-    def decoder(self, source: ModelSource, dtype: torch.dtype | None) -> GroupDecoder:
-        return load_part(source, self.group, dtype=dtype)
+    def decoder(self, source: ModelSource, dtype: torch.dtype | None) -> Decoder:
+        return rank.load_shard(self.group, source, dtype)
 
     def trainer(
-        self, decoder: GroupDecoder, base_model: str, config: TrainerConfig | None, base: Base
-    ) -> GroupTrainer:
-        return GroupTrainer(
-            decoder, base_model=base_model, config=config, base=base, after_pass=self.window
-        )
+        self, decoder: Decoder, base_model: str, config: TrainerConfig | None, base: Base
+    ) -> Trainer:
+        return rank.make_trainer(decoder, base_model, config, base, self.window)
 
     def sampler(
-        self, decoder: GroupDecoder, config: SamplerConfig | None, source: ModelSource
-    ) -> GroupSampler:
-        return GroupSampler(decoder, config, lambda: load_detokenizer(source.path))
+        self, decoder: Decoder, config: SamplerConfig | None, source: ModelSource
+    ) -> Sampler:
+        return rank.make_sampler(decoder, config, source)
 
 
 def main() -> None:
@@ -133,7 +139,7 @@ def main() -> None:
         start.rank,
         start.size,
         device,
-        go.meeting_place,
+        go.file,
         exact=start.exact,
         timeout_s=start.timeout_s,
     )

@@ -1,8 +1,8 @@
-"""The leader of a group: the member inside the engine that everyone else follows.
+"""The leader of a group: rank 0, inside the engine, which all other ranks follow.
 
-It starts its followers, forms the group with them, and hands the engine trainers and samplers whose
-every call is told to the followers first (`calls`). If a follower dies, hangs in the middle of a
-pass, or ends a call in another way than the leader, the leader's process ends; see `group`.
+It starts its followers, forms the group with them, and makes trainers and samplers whose every call
+is sent to the followers first (`calls`). If a follower dies, hangs in the middle of a pass, or ends
+a call in another way than the leader, the leader's process ends; see `collectives.group`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -20,39 +19,34 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from tinkex.engine import jobs
-from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.collectives.group import MAX_MEMBERS, end, form
+from tinkex.engine.group import rank as ranks
 from tinkex.engine.group.calls import (
     SELF,
     CallEnded,
     Go,
     GroupCall,
+    PassAbandoned,
     Ref,
     Resume,
     Start,
-    Trouble,
 )
-from tinkex.engine.group.cut import check_divides
-from tinkex.engine.group.decoder import GroupDecoder, load_part
-from tinkex.engine.group.group import MAX_MEMBERS, end, form
-from tinkex.engine.group.trainer import GroupSampler, GroupTrainer
 from tinkex.engine.hosting import Ready, Refused
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model.base_model import ModelSource, resolve
-from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.fingerprint import Base, Witness
-from tinkex.engine.sample.sampler import SamplerConfig
-from tinkex.engine.sample.stopping import load_detokenizer
-from tinkex.engine.train.trainer import TrainerConfig
+from tinkex.engine.model.sharding import check_divides
+from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import (
     ConfigError,
     EngineError,
@@ -62,7 +56,6 @@ from tinkex.errors import (
 )
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
 T = TypeVar("T")
 _FOLDER = "tinkex-group-"
 
@@ -104,7 +97,8 @@ class Leader:
             self._end_followers()
             raise
         group.on_loss = self._lose
-        group.on_trouble = lambda number: self._tell(Trouble(number))
+        group.on_abandon = lambda number: self._tell(PassAbandoned(number))
+        group.followers = self
         self.group = group
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._gone: deque[int] = deque()
@@ -140,19 +134,19 @@ class Leader:
 
     @property
     def pids(self) -> list[int]:
-        """Of the followers."""
+        """The process ids of the followers."""
         return [process.pid for process, _ in self._followers]
 
     def _listen(self, rank: int, pipe: Connection) -> None:
         while True:
             try:
-                message: CallEnded | Trouble = pipe.recv()
+                message: CallEnded | PassAbandoned = pipe.recv()
             except (EOFError, OSError):
                 if not self._is_closing:
                     self._lose(f"member {rank} is gone")
                 return
-            if isinstance(message, Trouble):
-                self.group.hear_trouble(message.num_regroups)
+            if isinstance(message, PassAbandoned):
+                self.group.note_abandoned(message.num_regroups)
                 self._tell(message, but=rank)
             else:
                 self._note(message.number, message.error)
@@ -175,7 +169,7 @@ class Leader:
         for process, pipe in self._followers:
             process.wait()
             pipe.close()
-        self.group.meeting.close()
+        self.group.close()
 
     # ------------------------------------------------------------------------------------ calls
 
@@ -189,7 +183,7 @@ class Leader:
         a follower's error is raised here.
         """
         if self._is_inside:
-            yield  # of a call that the followers make themselves
+            yield  # inside a call that the followers make by themselves
             return
         number, gone = next(self._call_numbers), []
         while self._gone:
@@ -199,10 +193,10 @@ class Leader:
                 number=number,
                 on=self._number(on),
                 method=method,
-                args=args,
+                args=tuple(map(self._sent, args)),
                 makes=makes,
                 gone=tuple(gone),
-                num_meetings=self.group.num_meetings,
+                num_collectives=self.group.num_collectives,
             )
         )
         error, self._is_inside = "", True
@@ -233,14 +227,14 @@ class Leader:
             if rank == but:
                 continue
             try:
-                with self._telling:  # troubles are handed on by the threads that listen
+                with self._telling:  # abandoned passes are handed on by the threads that listen
                     pipe.send(message)
             except OSError:
                 if not self._is_closing:
                     self._lose(f"member {rank} is gone")
 
     def _note(self, number: int, error: str) -> None:
-        """How a member's call ended; all members must agree on the kind of it."""
+        """Note how a rank's call ended; all ranks must agree on the kind of the end."""
         with self._heard:
             endings = self._endings.setdefault(number, [])
             endings.append(error)
@@ -266,7 +260,11 @@ class Leader:
     def _number(self, thing: Any) -> int:
         return SELF if thing is self else self._numbers[thing]
 
-    def made(
+    def _sent(self, arg: Any) -> Any:
+        """An argument as followers get it: their own object in the place of the leader's."""
+        return Ref(self._numbers[arg]) if isinstance(arg, Adapter | Decoder) else arg
+
+    def make(
         self,
         on: Any,
         method: str,
@@ -274,7 +272,7 @@ class Leader:
         make: Callable[[], T],
         patient: bool = False,
     ) -> T:
-        """What a call makes; the followers hold theirs as long as this lives."""
+        """The object that a call makes; the followers hold theirs as long as it lives."""
         number = next(self._new_numbers)
         try:
             with self.call(on, method, *args, makes=number, patient=patient):
@@ -286,20 +284,17 @@ class Leader:
         weakref.finalize(thing, self._gone.append, number)
         return thing
 
-    def ref(self, thing: Any) -> Ref:
-        return Ref(self._number(thing))
-
     def load(
         self,
         source: ModelSource,
         witness: Witness | None = None,
         *,
         dtype: torch.dtype | None = None,
-    ) -> GroupDecoder:
-        load = partial(load_part, source, self.group, dtype=dtype, weights=witness)
-        return self.made(self, "decoder", source, dtype, make=load, patient=True)
+    ) -> Decoder:
+        load = partial(ranks.load_shard, self.group, source, dtype, witness)
+        return self.make(self, "decoder", source, dtype, make=load, patient=True)
 
-    def led_trainer(
+    def trainer(
         self,
         decoder: DecoderLike,
         *,
@@ -307,29 +302,19 @@ class Leader:
         config: TrainerConfig | None,
         base: Base,
         after_pass: Callable[[], None],
-    ) -> LedTrainer:
-        assert isinstance(decoder, GroupDecoder)
-        make = partial(
-            LedTrainer,
-            decoder,
-            base_model=base_model,
-            config=config,
-            base=base,
-            after_pass=lambda: self.between(after_pass),
-        )
-        args = (self.ref(decoder), base_model, config, base)
-        trainer = self.made(self, "trainer", *args, make=make)
-        trainer.leader = self
-        return trainer
+    ) -> Trainer:
+        assert isinstance(decoder, Decoder)
+        args = (decoder, base_model, config, base)
+        between = partial(self.between, after_pass)
+        make = partial(ranks.make_trainer, *args, between)
+        return self.make(self, "trainer", *args, make=make)
 
-    def led_sampler(
+    def sampler(
         self, decoder: DecoderLike, config: SamplerConfig | None, source: ModelSource
-    ) -> LedSampler:
-        assert isinstance(decoder, GroupDecoder)
-        make = partial(LedSampler, decoder, config, lambda: load_detokenizer(source.path))
-        sampler = self.made(self, "sampler", self.ref(decoder), config, source, make=make)
-        sampler.leader = self
-        return sampler
+    ) -> Sampler:
+        assert isinstance(decoder, Decoder)
+        args = (decoder, config, source)
+        return self.make(self, "sampler", *args, make=partial(ranks.make_sampler, *args))
 
 
 def check_models(names: Sequence[str], size: int) -> None:
@@ -370,67 +355,3 @@ def _spawn(start: Start) -> tuple[subprocess.Popen[bytes], Connection]:
     theirs.close()
     ours.send(start)
     return process, ours
-
-
-def _led(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """A method that all members call. Keywords are the leader's own: followers have defaults."""
-
-    def led(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.leader.call(self, method.__name__, *args):
-            return method(self, *args, **kwargs)
-
-    return led
-
-
-class LedTrainer(GroupTrainer):
-    """The leader's trainer: what is asked of it, all members do."""
-
-    leader: Leader
-
-    load = _led(GroupTrainer.load)
-    drop = _led(GroupTrainer.drop)
-    train = _led(GroupTrainer.train)
-    optim = _led(GroupTrainer.optim)
-    share_gradient = _led(GroupTrainer.share_gradient)
-    add_gradient = _led(GroupTrainer.add_gradient)
-
-    def create(self, job: jobs.CreateAdapterJob) -> None:
-        if job.lora.seed is None:
-            job = replace(job, lora=replace(job.lora, seed=secrets.randbits(63)))
-        with self.leader.call(self, "create", job):
-            super().create(job)
-
-    def capture(self, job: jobs.SaveAdapterJob) -> checkpoint.Image:
-        with self.leader.call(self, "join", job):
-            return super().capture(job)
-
-    def snapshot(self, adapter_id: str) -> Adapter:
-        make = partial(super().snapshot, adapter_id)
-        return self.leader.made(self, "snapshot", adapter_id, make=make)
-
-    def read_snapshot(self, folder: str) -> Adapter:
-        make = partial(super().read_snapshot, folder)
-        return self.leader.made(self, "read_snapshot", folder, make=make)
-
-
-class LedSampler(GroupSampler):
-    """The leader's sampler, the only one whose jobs are told anything."""
-
-    leader: Leader
-
-    cancel = _led(GroupSampler.cancel)
-    fail_all = _led(GroupSampler.fail_all)
-    step = _led(GroupSampler.step)
-
-    def add(
-        self,
-        job: jobs.SampleJob,
-        adapter: Adapter | None,
-        emit: jobs.Emit,
-        version: str | None = None,
-    ) -> None:
-        if job.seed is None:
-            job = replace(job, seed=secrets.randbits(63))
-        ref = None if adapter is None else self.leader.ref(adapter)
-        with self.leader.call(self, "follow", job, ref, version):
-            super().add(job, adapter, emit, version)

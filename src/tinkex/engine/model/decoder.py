@@ -15,13 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from tinkex.engine.collectives.group import Group
 from tinkex.engine.lora.adapter import (
     NO_TERMS,
     Kind,
@@ -45,18 +46,10 @@ from tinkex.engine.model.mixture import (
     mlp_targets,
 )
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
+from tinkex.engine.model.sharded_norm import norm_heads
+from tinkex.engine.model.sharding import ModelShards
 from tinkex.engine.model.weights import WeightReader
 from tinkex.errors import ConfigError
-
-
-class VocabularyShard(Protocol):
-    """The head of a decoder that has the logits of a part of the vocabulary, as losses use it."""
-
-    def softmax(self, hidden_ND: Tensor, lora: LoraBatch, pieces: Any) -> Any:
-        """The softmax over the whole vocabulary at the targets of `pieces`; see `scoring`."""
-
-    def backward(self, dlogits_Nv: Tensor, hidden_ND: Tensor, lora: LoraBatch) -> Tensor:
-        """d loss / d hidden from the gradient of the shard's own logits."""
 
 
 class DecoderLike(Protocol):
@@ -75,8 +68,10 @@ class DecoderLike(Protocol):
     leaf_keys: Container[str] | None = None
     """Linears whose adapters get their gradients through leaves; None: all. See `start_grad`."""
 
-    vocabulary: VocabularyShard | None = None
-    """Where losses take their logits, if a group shares the vocabulary; None: from `head`."""
+    group: Group = Group()
+    """The processes that hold the model together, each with a shard of it."""
+    tokens: range = range(0)
+    """The token ids whose logits `head_shard` gives; empty for models that are never sharded."""
 
     def forward(
         self,
@@ -94,6 +89,16 @@ class DecoderLike(Protocol):
     def head_backward(
         self, dlogits_NV: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
     ) -> Tensor: ...
+
+    def head_shard(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """Logits [N, v] of this rank's `tokens`."""
+        return self.head(hidden_ND, lora)
+
+    def head_shard_backward(
+        self, dlogits_Nv: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
+    ) -> Tensor:
+        """As `head_backward`, from the logits of this rank's `tokens`."""
+        return self.head_backward(dlogits_Nv, hidden_ND, lora)
 
 
 @dataclass(slots=True)
@@ -120,7 +125,13 @@ class LayerWeights:
 
 
 class Decoder(DecoderLike):
-    """A frozen base model. All methods are functions of their arguments; nothing is kept."""
+    """A frozen base model. All methods are functions of their arguments; nothing is kept.
+
+    In a group of several processes each has the decoder of its shard: some heads, columns of the
+    MLP, experts and tokens of the vocabulary. They come together at the edges of each block: once
+    behind the mixer, once behind the MLP, each an all-reduce of [T, D], and the same twice in a
+    backward pass. Every rank keeps the whole residual stream, so norms and routers need nobody.
+    """
 
     def __init__(
         self,
@@ -130,16 +141,31 @@ class Decoder(DecoderLike):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         keep_packed: bool = False,
+        group: Group | None = None,
     ) -> None:
-        """`keep_packed` leaves experts in 4 bits that `weights` has so."""
-        self.config = config
+        """`keep_packed` leaves experts in 4 bits that `weights` has so.
+
+        `config` is that of the whole model; `self.config` is that of this rank's shard.
+        """
+        self.group = group or Group()
+        self.shards = ModelShards(config, self.group.size)
+        self.config = self.shards.local
+        (self.tokens,) = self.shards.vocabulary()[self.group.rank]
         self.device = torch.device(device)
         self.dtype = compute_dtype(self.device, dtype)
-        read = self._loader(weights, keep_packed)
+        read = Loader(
+            self.shards,
+            self.group.rank,
+            weights,
+            self.device,
+            self.dtype,
+            keep_packed=keep_packed,
+        )
         self.embed_VD = read.one("model.embed_tokens.weight")
         self.layers = [_read_layer(read, index) for index in range(config.num_layers)]
         self.final_norm_D = read.norm("model.norm.weight")
         self.head_VD = self.embed_VD if config.tied_head else read.one("lm_head.weight")
+        # Of the whole model, as files have them.
         self.targets: Mapping[str, Target] = native_targets(config)
         rotary_size = config.rotary_size or config.head_size
         self._inv_freq_h = rope_frequencies(config.rope, rotary_size).to(self.device)
@@ -168,26 +194,48 @@ class Decoder(DecoderLike):
         cos_Th, sin_Th = self._rope(positions_T)
         for index in range(self.config.num_layers):
             if recompute and torch.is_grad_enabled():
-                x_TD = self._recomputed_layer(index, x_TD, cos_Th, sin_Th, attend, lora, routing)
+                # In a group a layer is computed again to its end: others wait for its sums.
+                with set_checkpoint_early_stop(self.group.size == 1):
+                    x_TD = checkpoint(
+                        self._layer,
+                        *(index, x_TD, cos_Th, sin_Th, attend, lora, routing),
+                        use_reentrant=False,
+                    )
             else:
                 x_TD = self._layer(index, x_TD, cos_Th, sin_Th, attend, lora, routing)
         return rms_norm(x_TD, self.final_norm_D, self.config.norm_eps)
 
     def head(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
-        """Logits [N, V] in fp32. `lora` spans count rows of `hidden_ND`."""
-        return linear(hidden_ND, self.head_VD, None, _terms(lora, "head")).float()
+        """Logits [N, V] in fp32, on every rank. `lora` spans count rows of `hidden_ND`."""
+        logits_Nv = self.head_shard(hidden_ND, lora)
+        if self.group.size == 1:
+            return logits_Nv
+        # The last rank may have fewer tokens; collectives take equal shapes.
+        logits_Nv = F.pad(logits_Nv, (0, self.shards.vocabulary_step - logits_Nv.shape[1]))
+        whole_NV = torch.cat(self.group.all_gather(logits_Nv), dim=1)
+        return whole_NV[:, : self.config.vocab_size].contiguous()
 
     def head_backward(
         self, dlogits_NV: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
     ) -> Tensor:
         """d loss / d hidden from d loss / d logits; adapter gradients go to their `.grad`."""
-        dlogits_NV = dlogits_NV.to(self.dtype)
-        dhidden_ND = dlogits_NV @ self.head_VD
+        if self.group.size > 1:
+            dlogits_NV = dlogits_NV[:, self.tokens.start : self.tokens.stop].contiguous()
+        return self.head_shard_backward(dlogits_NV, hidden_ND, lora)
+
+    def head_shard(self, hidden_ND: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        return linear(hidden_ND, self.head_VD, None, _terms(lora, "head")).float()
+
+    def head_shard_backward(
+        self, dlogits_Nv: Tensor, hidden_ND: Tensor, lora: LoraBatch | None = None
+    ) -> Tensor:
+        dlogits_Nv = dlogits_Nv.to(self.dtype)
+        dhidden_ND = dlogits_Nv @ self.head_VD
         if terms := _terms(lora, "head"):
             scaled = low_rank_inner(hidden_ND, terms)
-            grads = low_rank_backward(dlogits_NV, hidden_ND, dhidden_ND, terms, scaled)
+            grads = low_rank_backward(dlogits_Nv, hidden_ND, dhidden_ND, terms, scaled)
             accumulate(terms, grads)
-        return dhidden_ND
+        return self.group.all_reduce(dhidden_ND)
 
     def matrices(self) -> Iterator[Tensor]:
         """Every weight matrix that a token is multiplied with."""
@@ -199,11 +247,15 @@ class Decoder(DecoderLike):
                 yield from (layer.mixture.shared_gate_up, layer.mixture.shared_down)
         yield self.head_VD
 
-    def _loader(self, weights: WeightReader, keep_packed: bool) -> Loader:
-        return Loader(self.config, weights, self.device, self.dtype, keep_packed=keep_packed)
-
     def _embed(self, tokens_T: Tensor) -> Tensor:
-        return F.embedding(tokens_T, self.embed_VD)
+        if self.group.size == 1:
+            return F.embedding(tokens_T, self.embed_VD)
+        # The rank that has a token looks it up; the others add zeros.
+        mine_T = (tokens_T >= self.tokens.start) & (tokens_T < self.tokens.stop)
+        row_T = (tokens_T - self.tokens.start).clamp(0, len(self.tokens) - 1)
+        x_TD = self.group.all_reduce(F.embedding(row_T, self.embed_VD) * mine_T[:, None])
+        # All ranks have one graph, whichever adapters they have: its backward has collectives too.
+        return x_TD.requires_grad_() if torch.is_grad_enabled() else x_TD
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
@@ -226,7 +278,9 @@ class Decoder(DecoderLike):
         config, layer = self.config, self.layers[index]
         eps = config.norm_eps
         terms = _terms(lora, f"{index}.qkv")
-        qkv = norm_linear(self._enter(x_TD), layer.attn_norm, eps, layer.qkv, layer.qkv_bias, terms)
+        qkv = norm_linear(
+            self.group.enter(x_TD), layer.attn_norm, eps, layer.qkv, layer.qkv_bias, terms
+        )
         if layer.delta is not None:
             mixed = self._delta(index, layer.delta, qkv, attend)
         else:
@@ -239,21 +293,10 @@ class Decoder(DecoderLike):
             return x_TD + self._mixture(index, layer.mixture, x_TD, lora, routing)
         terms = _terms(lora, f"{index}.gate_up")
         gate_up = norm_linear(
-            self._enter(x_TD), layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, terms
+            self.group.enter(x_TD), layer.mlp_norm, eps, layer.gate_up, layer.gate_up_bias, terms
         )
         terms = _terms(lora, f"{index}.down")
         return self._leave(glu_linear, gate_up, layer.down, layer.down_bias, terms, x_TD)
-
-    # What a decoder whose weights are cut over several devices does otherwise.
-
-    def _recomputed_layer(self, *args: Any) -> Tensor:
-        """A `_layer` that is computed again for its backward pass."""
-        x_TD: Tensor = checkpoint(self._layer, *args, use_reentrant=False)
-        return x_TD
-
-    def _enter(self, x_TD: Tensor) -> Tensor:
-        """The stream, where a block reads it."""
-        return x_TD
 
     def _leave(
         self,
@@ -265,7 +308,12 @@ class Decoder(DecoderLike):
         x_TD: Tensor,
     ) -> Tensor:
         """The stream with a block's output, which is a `product`, added."""
-        return product(x_TI, weight_DI, bias_D, terms, x_TD)
+        if self.group.size == 1:  # the product adds bias and stream by itself
+            return product(x_TI, weight_DI, bias_D, terms, x_TD)
+        sum_TD = self.group.leave(product(x_TI, weight_DI, None, terms))
+        if bias_D is not None:
+            sum_TD = sum_TD + bias_D
+        return x_TD + sum_TD
 
     def _mixture(
         self,
@@ -275,14 +323,19 @@ class Decoder(DecoderLike):
         lora: LoraBatch | None,
         routing: Routing | None,
     ) -> Tensor:
-        assert self.config.experts is not None
-        y_TD = rms_norm(x_TD, self.layers[index].mlp_norm, self.config.norm_eps)
-        return mixture(self.config.experts, weights, index, y_TD, lora, routing)
+        config, group = self.config, self.group
+        assert config.experts is not None
+        y_TD = rms_norm(group.enter(x_TD), self.layers[index].mlp_norm, config.norm_eps)
+        # Routers may round differently: all ranks take the leader's choice of experts.
+        part_TD = mixture(config.experts, weights, index, y_TD, lora, routing, group.broadcast)
+        return group.leave(part_TD)
 
     def _norm_heads(self, layer: LayerWeights, q_T: Tensor, k_T: Tensor) -> tuple[Tensor, Tensor]:
         assert layer.q_norm is not None
         assert layer.k_norm is not None
         eps = self.config.norm_eps
+        if self.config.wide_qk_norm and self.group.size > 1:
+            return norm_heads(q_T, k_T, layer.q_norm, layer.k_norm, eps, self.group)
         return rms_norm(q_T, layer.q_norm, eps), rms_norm(k_T, layer.k_norm, eps)
 
     def _delta(self, index: int, weights: DeltaWeights, fused: Tensor, attend: Attend) -> Tensor:

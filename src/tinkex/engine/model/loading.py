@@ -16,6 +16,7 @@ from tinkex.engine.model.delta import DeltaWeights, by_kind
 from tinkex.engine.model.mixture import MixtureWeights
 from tinkex.engine.model.packed_weights import free_bytes
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.model.sharding import ModelShards
 from tinkex.engine.model.weights import WeightReader, expected_shapes
 from tinkex.engine.numerics.mxfp4 import BYTES_PER_GROUP, GROUP, Stack
 from tinkex.errors import InvalidInputError, NotSupportedError
@@ -28,7 +29,8 @@ class Loader:
 
     def __init__(
         self,
-        config: ModelConfig,
+        shards: ModelShards,
+        rank: int,
         weights: WeightReader,
         device: torch.device,
         dtype: torch.dtype,
@@ -37,13 +39,16 @@ class Loader:
     ) -> None:
         """`keep_packed` leaves experts in 4 bits that are stored so."""
         self._keep_packed = keep_packed
-        self.config, self._weights, self._device, self._dtype = config, weights, device, dtype
-        self._shapes = dict(expected_shapes(config))
+        self._shards, self._rank, self.config = shards, rank, shards.local
+        self._weights, self._device, self._dtype = weights, device, dtype
+        # Files hold the whole model: tensors are checked before their shard is taken.
+        self._shapes = dict(expected_shapes(shards.whole))
 
     def one(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._weights.read(name)
         self._check(name, tensor.shape)
-        return self.part(name, tensor).to(self._device, dtype or self._dtype).contiguous()
+        shard = self._shards.weight(name, tensor, self._rank)
+        return shard.to(self._device, dtype or self._dtype).contiguous()
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         if tuple(shape) != self._shapes[name]:
@@ -59,10 +64,6 @@ class Loader:
             return self.one(name)
         self._check(name, packed.shape)
         return packed.to(self._device, self._dtype)
-
-    def part(self, name: str, tensor: Tensor) -> Tensor:
-        """What is kept of a tensor: all of it, unless several devices share the model."""
-        return tensor
 
     def maybe(self, name: str) -> Tensor | None:
         """None for what this model does not have."""
@@ -103,6 +104,8 @@ class Loader:
     def mixture(self, prefix: str) -> MixtureWeights:
         name = f"{prefix}mlp."
         shared = f"{name}shared_expert."
+        experts = self.config.experts
+        assert experts is not None
         return MixtureWeights(
             self.one(name + "gate.weight"),
             self.maybe(name + "gate.bias"),
@@ -113,6 +116,7 @@ class Loader:
             self.maybe_fused(shared, ("gate_proj", "up_proj"), "weight"),
             self.maybe(shared + "down_proj.weight"),
             self.maybe(name + "shared_expert_gate.weight"),
+            first=self._rank * (experts.count // self._shards.size),
         )
 
 

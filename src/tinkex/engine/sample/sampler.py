@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -24,12 +25,13 @@ import torch
 from torch import Tensor
 
 from tinkex.engine import jobs
+from tinkex.engine.collectives.group import on_every_rank
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.numerics import routed_experts
-from tinkex.engine.numerics.memory_in_use import give_back, is_out_of_memory
+from tinkex.engine.numerics.memory_in_use import give_back
 from tinkex.engine.numerics.rows import exactly
 from tinkex.engine.numerics.transfer import Fetch, send
 from tinkex.engine.reports import cancelled
@@ -111,7 +113,10 @@ class Sampler:
         config: SamplerConfig | None = None,
         detokenizer: Callable[[], Detokenize] | None = None,
     ) -> None:
-        self.decoder, self.config = decoder, config or SamplerConfig()
+        self.decoder, self.group = decoder, decoder.group
+        config = config or SamplerConfig()
+        # All ranks of a group have as many blocks as the one with the least memory.
+        self.config = replace(config, kv_bytes=self.group.smallest(config.kv_bytes))
         size = self.config.block_size
         per_token = kv_bytes_per_token(decoder.config, decoder.dtype)
         if (routing := decoder.config.routing) is not None:
@@ -132,24 +137,14 @@ class Sampler:
         self._attend, self._graphs = _attention(
             decoder, self.cache, self.states, self._experts, exact=self.config.exact
         )
-        self._fewest_rows = packed_weights.FEWEST_ROWS if self._pack_weights() else 1
+        # Passes have as many rows on all ranks: all have packed copies, or none counts on them.
+        is_packed = self.group.all_true(_pack_weights(decoder, self.config))
+        self._fewest_rows = packed_weights.FEWEST_ROWS if is_packed else 1
         self._intake = Intake(decoder.config, kv_tokens=num_blocks * size, detokenizer=detokenizer)
         self._requests: dict[str, RunningJob] = {}
         self._settings: tuple[list[Sample], Settings] | None = None
         self._unread: _Drawn | None = None
         self._pass_clock = PassClock()
-
-    def _pack_weights(self) -> bool:
-        """Make the copies that decoding on a CPU is faster with; False where there are none."""
-        decoder, config = self.decoder, self.config
-        wanted = config.packed_weights and not config.exact and decoder.device.type == "cpu"
-        if not wanted or not isinstance(decoder, Decoder):
-            return False
-        return packed_weights.pack(decoder.matrices())
-
-    def _agree(self, drawn_2N: Tensor) -> Tensor:
-        """Tokens and logprobs that were drawn; members of a group take those of one."""
-        return drawn_2N
 
     @property
     def has_work(self) -> bool:
@@ -172,6 +167,18 @@ class Sampler:
         Raises:
             InvalidInputError: The job does not fit the model or the KV memory. Nothing is queued.
         """
+        if self.group.size > 1 and job.seed is None:  # all ranks draw the same tokens
+            job = replace(job, seed=secrets.randbits(63))
+        with self.group.call(self, "follow", job, adapter, version):
+            self._add(job, adapter, emit, version)
+
+    def follow(self, job: jobs.SampleJob, adapter: Adapter | None, version: str | None) -> None:
+        """Queue a job whose events only the leader emits."""
+        self._add(job, adapter, lambda event: None, version)
+
+    def _add(
+        self, job: jobs.SampleJob, adapter: Adapter | None, emit: jobs.Emit, version: str | None
+    ) -> None:
         if job.job_id in self._requests:
             raise InvalidInputError(f"a job {job.job_id!r} is running already", path="job_id")
         version = job.adapter_folder or "" if version is None else version
@@ -179,6 +186,7 @@ class Sampler:
         self._requests[job.job_id] = request
         self.scheduler.add(request.lead())
 
+    @on_every_rank
     def cancel(self, job_id: str) -> bool:
         """Drop a job and free its memory now. False when it is not here (any more)."""
         request = self._requests.pop(job_id, None)
@@ -193,6 +201,7 @@ class Sampler:
         for job_id in list(self._requests):
             self.cancel(job_id)
 
+    @on_every_rank
     def fail_all(self, message: str) -> None:
         """End every job after an error of the device; the sampler is empty afterwards."""
         self._unread = None
@@ -214,6 +223,7 @@ class Sampler:
 
     # ------------------------------------------------------------------------------------- pass
 
+    @on_every_rank
     @torch.inference_mode()
     def step(self, *, look_ahead: bool = True) -> int:
         """Run one forward pass; returns how many tokens it computed.
@@ -223,34 +233,22 @@ class Sampler:
         """
         self._pass_clock.begin()
         with exactly(self.config.exact and self.decoder.device.type == "cpu"):
-            num_tokens, trouble = self._attempt(look_ahead)
+            num_tokens, shortage = self.group.attempt(lambda: self._step(look_ahead), lambda: None)
         self._pass_clock.end()
-        if trouble:
-            self._preempt_all(trouble)
+        if num_tokens is None:
+            self._preempt_all(shortage)
         elif (config := self._preemption.passed()) is not None:
             self.scheduler.config = config
-        return num_tokens
+        return num_tokens or 0
 
-    def _attempt(self, look_ahead: bool) -> tuple[int, str]:
-        """One pass: the tokens computed, or why it found no memory."""
-        try:
-            return self._step(look_ahead), ""
-        except (RuntimeError, MemoryError) as exc:
-            if not is_out_of_memory(exc):
-                raise
-            return 0, str(exc)
-
-    def _settle(self) -> None:
-        """Called once in every pass, when all is computed and before anybody is told of it."""
-
-    def _preempt_all(self, trouble: str) -> None:
+    def _preempt_all(self, shortage: str) -> None:
         """Begin again after a pass that found no memory, from what was drawn until then."""
         self._unread = self._settings = None
         config, is_blamed = self._preemption.failed()
-        log.warning("a sampling pass found no memory, smaller ones follow: %s", trouble)
+        log.warning("a sampling pass found no memory, smaller ones follow: %s", shortage)
         if is_blamed:
             request = self._preemption.to_blame(self._requests.values())
-            text, job_id = self._preemption.text(trouble, request), request.job.job_id
+            text, job_id = self._preemption.text(shortage, request), request.job.job_id
             del self._requests[job_id]
             request.emit(jobs.Failed(job_id=job_id, message=text, category="server"))
         give_back()
@@ -308,7 +306,7 @@ class Sampler:
             self.states.copy(self.scheduler.take_saves())
         self._score_prompts(chunks, hidden_TD)
         sampled = self._sample(chunks, hidden_TD)
-        self._settle()
+        self.group.finish()  # before anybody hears of it
         if sampled is not None:
             self._read(sampled)
         return len(hidden_TD)
@@ -452,7 +450,8 @@ class Sampler:
         table = uniform_table([sample.key for sample in samples], positions)
         uniform_N3 = send(table, logits_NV.device)
         tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
-        wanted = [self._agree(torch.stack((tokens_N.double(), logprobs_N.double())))]
+        # Ranks may round differently: all take what the leader drew.
+        wanted = [self.group.broadcast(torch.stack((tokens_N.double(), logprobs_N.double())))]
         if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
             wanted += top_sampled(logits_NV, settings, widest)
         return _Drawn(samples, tokens_N, Fetch(*wanted))
@@ -521,6 +520,14 @@ class Sampler:
 
 
 # ------------------------------------------------------------------------------------ functions
+
+
+def _pack_weights(decoder: DecoderLike, config: SamplerConfig) -> bool:
+    """Make the copies that decoding on a CPU is faster with; False where there are none."""
+    wanted = config.packed_weights and not config.exact and decoder.device.type == "cpu"
+    if not wanted or not isinstance(decoder, Decoder):
+        return False
+    return packed_weights.pack(decoder.matrices())
 
 
 def _states(

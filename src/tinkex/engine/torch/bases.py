@@ -103,7 +103,7 @@ class Bases:
     def _trainer(self, decoder: DecoderLike, name: str, base: Base) -> Trainer:
         config, after_pass = self._config.trainer, self._after_pass
         if self._leader is not None:
-            return self._leader.led_trainer(
+            return self._leader.trainer(
                 decoder, base_model=name, config=config, base=base, after_pass=after_pass
             )
         config = config or TrainerConfig.for_device(
@@ -119,7 +119,7 @@ class Bases:
     def _sampler(self, base: ResidentBase) -> Sampler:
         config, folder = self._config.sampler, base.source.path
         if self._leader is not None:
-            return self._leader.led_sampler(base.decoder, config, base.source)
+            return self._leader.sampler(base.decoder, config, base.source)
         config = config or SamplerConfig.for_device(
             self._device, deterministic=self._config.deterministic
         )

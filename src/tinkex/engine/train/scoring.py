@@ -25,6 +25,7 @@ from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.softmax import log_total, total
 from tinkex.engine.train.graph_cost import LossBudget
+from tinkex.engine.train.sharded_softmax import ShardedSoftmax
 from tinkex.errors import TinkerError
 
 Rows = NDArray[np.int64]
@@ -167,18 +168,21 @@ class _Head:
             for run in runs
             if (part := run.part(rows)) is not None
         ]
-        cut = self._decoder.vocabulary
+        decoder, group = self._decoder, self._decoder.group
+        # Where bits count, losses take the very logits that the sampler draws from.
+        is_sharded = group.size > 1 and not group.exact
         softmax: _Softmax
-        if cut is None:
-            softmax = _softmax(self._decoder.head(hidden_ND, lora), pieces)
+        if is_sharded:
+            logits_Nv = decoder.head_shard(hidden_ND, lora)
+            softmax = ShardedSoftmax(logits_Nv, pieces, group, decoder.tokens.start)
         else:
-            softmax = cut.softmax(hidden_ND, lora, pieces)
+            softmax = _softmax(decoder.head(hidden_ND, lora), pieces)
         for piece, logprobs_nK in zip(pieces, softmax.logprobs, strict=True):
             piece.settle(logprobs_nK, evaluate, backward)
         if not backward or self.dhidden_TD is None:
             return
         dlogits_NV = softmax.backward(pieces)
-        back = self._decoder.head_backward if cut is None else cut.backward
+        back = decoder.head_shard_backward if is_sharded else decoder.head_backward
         self.dhidden_TD[place] = back(dlogits_NV, hidden_ND, lora)
 
 
@@ -234,10 +238,10 @@ class _Softmax(Protocol):
 def _softmax(logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> _Softmax:
     if logits_NV.is_cuda and HAS_TRITON and all(p.run.targets.ndim == 1 for p in pieces):
         return _FusedSoftmax(logits_NV, pieces)
-    return PlainSoftmax(logits_NV, pieces)
+    return _PlainSoftmax(logits_NV, pieces)
 
 
-class PlainSoftmax:
+class _PlainSoftmax:
     """In the memory of the logits, for any number of candidates."""
 
     def __init__(self, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
@@ -264,12 +268,8 @@ class PlainSoftmax:
         self._exp_NV.mul_(scale_N1.div_(self._total_N1))
         for piece in pieces:
             if piece.slopes_nK is not None:
-                self._add(piece, piece.slopes_nK)
+                self._exp_NV[piece.rows].scatter_add_(1, piece.columns(), piece.slopes_nK)
         return self._exp_NV
-
-    def _add(self, piece: ScoredRows, slopes_nK: Tensor) -> None:
-        """The one-hot part of the gradient."""
-        self._exp_NV[piece.rows].scatter_add_(1, piece.columns(), slopes_nK)
 
 
 class _FusedSoftmax:

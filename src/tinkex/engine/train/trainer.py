@@ -5,14 +5,20 @@ of any number of adapters, checks each one before anything runs, packs all their
 passes and commits gradients only when a job has succeeded as a whole: a job that fails, whether
 refused or diverged, leaves no trace and never touches its neighbours. Queues, threads and sampling
 belong to the engine around it.
+
+In a group of several processes each rank has a trainer over its shard of the base. All get the same
+calls in the same order, so each packs the same passes and takes the same steps. An adapter is made
+or read whole and then sharded, and joined when the leader writes it: files are those of one device.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +29,7 @@ from tinkex.contract import traced
 from tinkex.contract.optimizers import check_params
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.collectives.group import made_on_every_rank, on_every_rank
 from tinkex.engine.exchange import gradient_file
 from tinkex.engine.jobs import (
     AddGradientJob,
@@ -39,7 +46,7 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.lora.adapter import KINDS, Adapter, AdapterSpan, Kind, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import DecoderLike
+from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
@@ -52,6 +59,7 @@ from tinkex.engine.train.graph_cost import LossSeconds
 from tinkex.engine.train.losses import Prepared
 from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
 from tinkex.engine.train.scoring import score
+from tinkex.engine.train.sharded_adapter import AdapterShards, ShardedAdapter
 from tinkex.engine.train.tasks import DIVERGED, TrainTask, check_job, collect, divergence, runs_of
 from tinkex.errors import (
     ConfigError,
@@ -129,10 +137,14 @@ class Trainer:
         self.decoder = decoder
         self.base_model = base_model
         self.base = base
-        self.config = config or TrainerConfig.for_device(decoder.device)
+        self.group = group = decoder.group
+        config = config or TrainerConfig.for_device(decoder.device, deterministic=group.exact)
+        # All ranks recompute, or none does.
+        self.config = replace(config, activation_bytes=group.smallest(config.activation_bytes))
         self.adapters: dict[str, ResidentAdapter] = {}
         self._after_pass = after_pass
-        self._made_on = decoder.device
+        # In a group adapters are made whole on the host, and then sharded.
+        self._made_on = decoder.device if group.size == 1 else torch.device("cpu")
         self._turn_given_at = 0.0
         self._away_s = 0.0  # that others had in the middle of passes
 
@@ -142,8 +154,14 @@ class Trainer:
         """Make a fresh adapter. A second create of one id replaces the first.
 
         Raises:
-            EngineError: There is no memory to train it, here or at another member of a group.
+            EngineError: There is no memory to train it, here or on another rank of the group.
         """
+        if self.group.size > 1 and job.lora.seed is None:  # all ranks draw the same adapter
+            job = replace(job, lora=replace(job.lora, seed=secrets.randbits(63)))
+        self._create(job)
+
+    @on_every_rank
+    def _create(self, job: CreateAdapterJob) -> None:
         spec = job.lora
         kinds = [kind for kind in KINDS if getattr(spec, f"train_{kind}")]
         for kind in kinds:
@@ -153,26 +171,26 @@ class Trainer:
                     f"{name!r}; pass train_{kind}=False to train the others",
                     path=f"lora.train_{kind}",
                 )
-        made: ResidentAdapter | None = None
+        resident: ResidentAdapter | None = None
         try:
             adapter = self._fresh(spec, kinds)
             optimizer = OptimizerState.fresh(job.optimizer, adapter)
-            made = ResidentAdapter(adapter, spec, job.base_model, optimizer)
-            trouble = shortage_for(made, self.adapters.values())
+            resident = ResidentAdapter(adapter, spec, job.base_model, optimizer)
+            shortage = shortage_for(resident, self.adapters.values())
         except (RuntimeError, MemoryError) as exc:
             if not is_out_of_memory(exc):
                 raise
-            trouble = str(exc)
-        if trouble := self._agree_on(trouble):
+            shortage = str(exc)
+        if shortage := self.group.first_reason(shortage):
             raise EngineError(
                 f"no memory for an adapter of rank {spec.rank} beside {len(self.adapters)} others: "
-                f"{trouble}. Unload models that are done, or use a smaller rank"
+                f"{shortage}. Unload models that are done, or use a smaller rank"
             )
-        assert made is not None
-        self.adapters[job.adapter_id] = made
+        assert resident is not None
+        self.adapters[job.adapter_id] = resident
 
     def _fresh(self, spec: LoraSpec, kinds: Sequence[Kind]) -> Adapter:
-        return fresh_adapter(
+        whole = fresh_adapter(
             self.decoder.targets,
             rank=spec.rank,
             alpha=spec.alpha,
@@ -180,7 +198,14 @@ class Trainer:
             seed=spec.seed,
             device=self._made_on,
         )
+        return whole if self.group.size == 1 else self._shard(whole)
 
+    def _shard(self, whole: Adapter) -> ShardedAdapter:
+        decoder = self.decoder
+        assert isinstance(decoder, Decoder), "only our own decoder is sharded"
+        return AdapterShards(whole, decoder.targets, decoder.shards).shard(whole, self.group)
+
+    @on_every_rank
     def load(self, job: LoadAdapterJob) -> str:
         """Put a checkpoint into an adapter, creating it when it is absent; gives its digest."""
         previous = self.adapters.get(job.adapter_id)
@@ -201,14 +226,28 @@ class Trainer:
 
     def _read(self, folder: str, *, with_optimizer: bool) -> checkpoint.Stored:
         targets = self.decoder.targets
-        return checkpoint.read(
+        stored = checkpoint.read(
             folder, targets, self._made_on, with_optimizer=with_optimizer, base=self.base
         )
+        if self.group.size == 1:
+            return stored
+        whole, adapter = stored.adapter, self._shard(stored.adapter)
 
+        def shard(flat: Tensor) -> Tensor:
+            return adapter.fold_whole(whole.views(flat))
+
+        if (optimizer := stored.optimizer) is not None:
+            moments = {name: shard(flat) for name, flat in optimizer.moments.items()}
+            optimizer = replace(optimizer, moments=moments)
+        grads = {number: shard(flat) for number, flat in stored.grads.items()}
+        return replace(stored, adapter=adapter, optimizer=optimizer, grads=grads)
+
+    @made_on_every_rank
     def snapshot(self, adapter_id: str) -> Adapter:
         """The weights as they are now, for sampling while training goes on."""
         return self.find(adapter_id).adapter.frozen_copy()
 
+    @made_on_every_rank
     def read_snapshot(self, folder: str) -> Adapter:
         """The weights in a folder, for sampling."""
         stored = self._read(folder, with_optimizer=False)
@@ -218,9 +257,9 @@ class Trainer:
 
     def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
         """The state to save, as it is now. Any thread may write it."""
-        return self._image(self.find(job.adapter_id), job)
-
-    def _image(self, resident: ResidentAdapter, job: SaveAdapterJob) -> checkpoint.Image:
+        with self.group.call(self, "join", job):
+            resident = self.join(job)
+        assert resident is not None, "only the leader writes"
         rounds = self.decoder.batch_invariant and self.decoder.dtype == torch.bfloat16
         return checkpoint.capture(
             resident,
@@ -231,6 +270,28 @@ class Trainer:
             dtype=torch.bfloat16 if job.ephemeral and job.for_sampling and rounds else None,
         )
 
+    def join(self, job: SaveAdapterJob) -> ResidentAdapter | None:
+        """The whole of what a save needs, as it is now, on the leader; None on other ranks."""
+        resident = self.find(job.adapter_id)
+        adapter, optimizer = resident.adapter, resident.optimizer
+        if not isinstance(adapter, ShardedAdapter):
+            return resident
+        with_optimizer = job.with_optimizer or job.with_gradients
+        tensors = adapter.join(adapter.flat)
+        moments = {n: adapter.join(m) for n, m in optimizer.moments.items() if with_optimizer}
+        grads = {s: adapter.join(g) for s, g in resident.grads.items() if job.with_gradients}
+        if not self.group.leads:
+            return None
+        whole = adapter.shards.rebuilt(tensors)
+        return ResidentAdapter(
+            whole,
+            resident.spec,
+            resident.base_model,
+            replace(optimizer, moments={n: whole.fold(m) for n, m in moments.items()}),
+            {shard: whole.fold(grad) for shard, grad in grads.items()},
+        )
+
+    @on_every_rank
     def drop(self, adapter_id: str) -> None:
         self.adapters.pop(adapter_id, None)
 
@@ -242,6 +303,7 @@ class Trainer:
 
     # ------------------------------------------------------------------------------- training
 
+    @on_every_rank
     def train(self, jobs: Sequence[TrainJob]) -> list[TrainResult | JobError]:
         """Run jobs of one or many adapters in shared passes; answers in the order given.
 
@@ -274,16 +336,21 @@ class Trainer:
 
     @property
     def _loss_seconds(self) -> LossSeconds | None:
+        """Limits of time on losses; None in a group, whose ranks would not agree on a clock."""
+        if self.group.size > 1:
+            return None
         return LossSeconds(datum_s=self.config.loss_datum_s, job_s=self.config.loss_job_s)
 
+    @on_every_rank
     def optim(self, job: OptimJob) -> OptimResult:
         """Apply the gathered gradients and clear them."""
         resident = self.find(job.adapter_id)
         check_params(resident.optimizer.kind, job.params)
         began = time.perf_counter()
-        if trouble := self._agree_on(resident.shortage_for_a_step()):  # before anything has changed
+        # Before anything has changed.
+        if shortage := self.group.first_reason(resident.shortage_for_a_step()):
             raise EngineError(
-                f"the step failed: {trouble}. Beside an adapter of rank {resident.spec.rank} it "
+                f"the step failed: {shortage}. Beside an adapter of rank {resident.spec.rank} it "
                 f"needs {scratch_bytes(resident.adapter, resident.optimizer) / 1e6:.0f} MB; unload "
                 "models that are done, or train with a smaller rank"
             )
@@ -299,10 +366,7 @@ class Trainer:
         }
         return OptimResult(metrics=metrics)
 
-    def _agree_on(self, trouble: str) -> str:
-        """What keeps a step from being taken, here or at another member of a group."""
-        return trouble
-
+    @on_every_rank
     def share_gradient(self, job: ShareGradientJob) -> GradientResult:
         """Put what was gathered here aside, in memory or in a file."""
         began = time.perf_counter()
@@ -315,6 +379,7 @@ class Trainer:
             shared.file = job.file
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
+    @on_every_rank
     def add_gradient(self, job: AddGradientJob) -> GradientResult:
         """Add what came together: file by file, or the sum that a meeting made."""
         began = time.perf_counter()
@@ -335,11 +400,24 @@ class Trainer:
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def _write_gradients(self, file: str, adapter: Adapter, grads: Mapping[int, Tensor]) -> int:
+        if isinstance(adapter, ShardedAdapter):
+            # Several groups may share an adapter: their files hold whole gradients.
+            joined = {shard: adapter.join(grad) for shard, grad in grads.items()}
+            if not self.group.leads:
+                return 0
+            parts = {
+                f"{shard}.{at}": tensor.numpy()
+                for shard, tensors in joined.items()
+                for at, tensor in enumerate(tensors)
+            }
+            return gradient_file.write(file, parts)
         arrays = {str(shard): grad.cpu().numpy() for shard, grad in grads.items()}
         return gradient_file.write(file, arrays)
 
     def _read_gradients(self, file: str, adapter: Adapter) -> dict[int, Tensor]:
         """By shard, in the adapter's layout."""
+        if isinstance(adapter, ShardedAdapter):
+            return self._read_sharded(file, adapter)
         grads = {
             int(shard): torch.from_numpy(array).to(self.decoder.device)
             for shard, array in gradient_file.read(file).items()
@@ -349,25 +427,40 @@ class Trainer:
                 raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
         return grads
 
+    def _read_sharded(self, file: str, adapter: ShardedAdapter) -> dict[int, Tensor]:
+        shards: dict[int, dict[int, Tensor]] = {}
+        for name, array in gradient_file.read(file).items():
+            shard, at = map(int, name.split("."))
+            shards.setdefault(shard, {})[at] = torch.from_numpy(array)
+        grads: dict[int, Tensor] = {}
+        for shard, tensors in shards.items():
+            whole = [tensors[at] for at in range(len(tensors))]
+            if [tuple(t.shape) for t in whole] != adapter.shards.shapes:
+                raise EngineError("gradients of another adapter do not fit this one")
+            grads[shard] = adapter.fold_whole(whole)
+        return grads
+
     def _run(self, tasks: Sequence[TrainTask]) -> Gathered:
-        """All passes; when memory runs out, once more in pieces an eighth the size.
+        """All passes; when the memory of a rank runs out, once more in pieces an eighth the size.
 
         Others may train between two passes (`after_pass`), so what is gathered here is nobody
         else's until it is settled.
         """
+        reason = ""
         try:
-            try:
-                return self._run_passes(tasks, self.config)
-            except (RuntimeError, MemoryError) as exc:
-                if not is_out_of_memory(exc):
-                    raise
-                self._forget_passes(tasks)
-                return self._run_passes(tasks, self._frugal)
-        except (RuntimeError, MemoryError) as exc:
+            for config in (self.config, self._frugal):
+                run = partial(self._run_passes, tasks, config)
+                gathered, reason = self.group.attempt(run, partial(self._forget_passes, tasks))
+                if gathered is not None:
+                    return gathered
+        except RuntimeError as exc:
+            if self.group.size > 1:
+                raise  # the ranks may stand at different points: the group ends
             # Torch's own faults are RuntimeErrors too. No job has been committed yet, so every
             # adapter is as it was.
             self._forget_passes(tasks)
-            return given_up(tasks, str(exc), for_memory=is_out_of_memory(exc))
+            return _given_up(tasks, str(exc), for_memory=False)
+        return _given_up(tasks, reason, for_memory=True)
 
     @property
     def _frugal(self) -> TrainerConfig:
@@ -417,7 +510,7 @@ class Trainer:
                     tasks[item.job].seconds += seconds_per_token * item.length
                     owner = owners[item.owner]
                     used[owner, item.shard] = self._gatherer(owner, item.shard)
-                self._after_pass()
+                self._let_others()
             for (owner, shard), adapter in used.items():
                 if adapter.grad is not None:
                     gathered[owner, shard] = adapter.grad
@@ -429,15 +522,23 @@ class Trainer:
 
         The pass stays as it was packed, so its bits do. What others do is theirs: the adapters of
         the pass are in use, and products of theirs are filled up or not as they ask for. A turn may
-        come in the middle of a backward, where autograd keeps no graphs.
+        come in the middle of a backward, where autograd keeps no graphs. In a group nothing comes
+        between: the ranks would not do it at one point.
         """
+        if self.group.size > 1:
+            return
         began = time.perf_counter()
         if began - self._turn_given_at < TURN_S:
             return
         with exactly(False), torch.enable_grad():
-            self._after_pass()
+            self._let_others()
         self._turn_given_at = time.perf_counter()
         self._away_s += self._turn_given_at - began
+
+    def _let_others(self) -> None:
+        """Let others use the device between two passes; their failures are not the pass's."""
+        with self.group.recoverable(False):
+            self._after_pass()
 
     def _batches(self, items: Sequence[Item], config: TrainerConfig) -> Iterator[list[Pass]]:
         """The passes, in batches between which no gradient has to wait for another.
@@ -504,6 +605,7 @@ class Trainer:
             _Handed.apply(hidden_TD, dhidden_TD).backward()  # type: ignore[no-untyped-call]
         for run, items in runs:
             collect(run, items, tasks)
+        self.group.finish()
 
     def _settle(self, tasks: Mapping[int, TrainTask], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
@@ -532,7 +634,7 @@ class Trainer:
         return again
 
 
-def given_up(tasks: Sequence[TrainTask], why: str, *, for_memory: bool) -> Gathered:
+def _given_up(tasks: Sequence[TrainTask], why: str, *, for_memory: bool) -> Gathered:
     """All tasks have failed, with numbers and advice."""
     num_tokens = sum(task.num_tokens for task in tasks)
     advice = f". The pass held {num_tokens} tokens; send fewer or shorter datums at a time"

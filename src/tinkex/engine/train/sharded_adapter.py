@@ -1,10 +1,10 @@
-"""Adapters cut over a group: from the whole one of a file to each member's part, and back.
+"""Adapters sharded over a group: from the whole one of a file to each rank's shard, and back.
 
-A member's adapter has the layout of its linears. Every buffer of that layout (weights, moments,
-gradients) can be joined into whole tensors, and whole ones cut, so that files are those of a single
-device. Parameters that every member has whole (A where the outputs are cut, B where the inputs are)
-are kept equal by equal steps: of their gradients each member computes a part, and `share` adds the
-parts up.
+A rank's adapter has the layout of its linears. Every buffer of that layout (weights, moments,
+gradients) can be joined into whole tensors, and whole ones sharded, so that files are those of a
+single device. Parameters that every rank has whole (A where the outputs are sharded, B where the
+inputs are) are kept equal by equal steps: of their gradients each rank computes a part, and `share`
+adds the parts up.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinkex.engine.group.cut import ModelCut, Pieces, put, take
-from tinkex.engine.group.group import Group
+from tinkex.engine.collectives.group import Group
 from tinkex.engine.lora.adapter import (
     Adapter,
     Layout,
@@ -26,18 +25,19 @@ from tinkex.engine.lora.adapter import (
     lay_out,
     take_apart,
 )
+from tinkex.engine.model.sharding import ModelShards, Pieces, put, take
 
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    """One tensor of the whole adapter, and who has what of it."""
+    """A tensor of the whole adapter, and which rank has which pieces of it."""
 
     shape: tuple[int, int]
     dim: int = 0
     pieces: tuple[Pieces, ...] | None = None
-    """By member, along `dim`; None: it is not cut."""
+    """By rank, along `dim`; None: it is not sharded."""
     owner: int | None = None
-    """The only member that has it; None: all have it, or a part of it."""
+    """The only rank that has it; None: all have it, or a shard of it."""
 
     @property
     def is_shared(self) -> bool:
@@ -52,31 +52,33 @@ class _Parameter:
         width = sum(map(len, self.pieces[rank]))
         return (width, self.shape[1]) if self.dim == 0 else (self.shape[0], width)
 
-    def part(self, whole: Tensor, rank: int) -> Tensor:
+    def shard(self, whole: Tensor, rank: int) -> Tensor:
         return whole if self.pieces is None else take(whole, self.dim, self.pieces[rank])
 
 
-class AdapterCut:
-    """How one adapter is cut; the same for all members."""
+class AdapterShards:
+    """How one adapter is sharded; the same for all ranks."""
 
-    def __init__(self, whole: Adapter, targets: Mapping[str, Target], model: ModelCut) -> None:
+    def __init__(self, whole: Adapter, targets: Mapping[str, Target], model: ModelShards) -> None:
         self.model, self.targets = model, targets
         self.signature = whole.signature
         self._parameters: list[_Parameter] = []
         for key, group in whole.groups.items():
             owner = model.expert_owner(group.parts[0].target.module)
-            cuts = [model.module(p.target.module) if owner is None else None for p in group.parts]
-            assert cuts[0] is not None or owner is not None, f"{key} is not cut"
+            linears = [
+                model.module(p.target.module) if owner is None else None for p in group.parts
+            ]
+            assert linears[0] is not None or owner is not None, f"{key} is not sharded"
             # A goes with the inputs, which all parts share; each B with the outputs of its part.
-            sides = [("in", 1, cuts[0]), *(("out", 0, cut) for cut in cuts)]
-            for tensor, (side, dim, cut) in zip(group.tensors(), sides, strict=True):
-                pieces = cut.pieces if cut is not None and cut.side == side else None
+            sides = [("in", 1, linears[0]), *(("out", 0, linear) for linear in linears)]
+            for tensor, (side, dim, linear) in zip(group.tensors(), sides, strict=True):
+                pieces = linear.pieces if linear is not None and linear.side == side else None
                 shape = (tensor.shape[0], tensor.shape[1])
                 self._parameters.append(_Parameter(shape, dim, pieces, owner))
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the whole parameters."""
+        """The shapes of the whole parameters."""
         return [parameter.shape for parameter in self._parameters]
 
     def layout(self, rank: int) -> tuple[Layout, int]:
@@ -85,29 +87,29 @@ class AdapterCut:
     def _at(self, rank: int) -> list[_Parameter]:
         return [parameter for parameter in self._parameters if parameter.is_at(rank)]
 
-    def part(self, whole: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """One member's parameters of tensors parallel to the whole adapter's."""
+    def tensors_at(self, rank: int, whole: Sequence[Tensor]) -> list[Tensor]:
+        """One rank's shards of tensors parallel to the whole adapter's."""
         pairs = zip(self._parameters, whole, strict=True)
         return [
-            parameter.part(tensor, rank) for parameter, tensor in pairs if parameter.is_at(rank)
+            parameter.shard(tensor, rank) for parameter, tensor in pairs if parameter.is_at(rank)
         ]
 
-    def cut(self, whole: Adapter, group: Group) -> CutAdapter:
-        """The member's adapter."""
+    def shard(self, whole: Adapter, group: Group) -> ShardedAdapter:
+        """This rank's shard of the adapter."""
         targets = self.model.targets(self.targets, group.rank)
-        local = iter(self.part(list(whole.parameters()), group.rank))
+        local = iter(self.tensors_at(group.rank, list(whole.parameters())))
         groups: dict[str, LoraGroup] = {}
-        for key, one in whole.groups.items():
+        for key, lora in whole.groups.items():
             if key not in targets:
-                continue  # another member's expert
+                continue  # another rank's expert
             here = {part.module: part for part in targets[key].parts}
-            parts = [LoraPart(here[p.target.module], p.row, p.rank, p.scale) for p in one.parts]
-            tensors = [next(local).detach().to(group.device) for _ in one.tensors()]
+            parts = [LoraPart(here[p.target.module], p.row, p.rank, p.scale) for p in lora.parts]
+            tensors = [next(local).detach().to(group.device) for _ in lora.tensors()]
             groups[key] = LoraGroup(tensors[0], tuple(tensors[1:]), tuple(parts))
-        return CutAdapter(groups, self, group)
+        return ShardedAdapter(groups, self, group)
 
     def joined(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Whole tensors of the members' buffers, which are in order."""
+        """Whole tensors of the ranks' buffers, which are in order."""
         views = [iter(take_apart(flat, self.layout(rank)[0])) for rank, flat in enumerate(flats)]
         whole: list[Tensor] = []
         for parameter in self._parameters:
@@ -131,38 +133,40 @@ class AdapterCut:
         return Adapter(groups, trainable=False)
 
 
-class CutAdapter(Adapter):
-    """The part of an adapter that one member trains."""
+class ShardedAdapter(Adapter):
+    """The shard of an adapter that one rank trains."""
 
-    def __init__(self, groups: Mapping[str, LoraGroup], cut: AdapterCut, group: Group) -> None:
+    def __init__(
+        self, groups: Mapping[str, LoraGroup], shards: AdapterShards, group: Group
+    ) -> None:
         super().__init__(groups)
-        self.cut, self._group = cut, group
+        self.shards, self._group = shards, group
         self.flat = self.flat.to(group.device)  # one without any parameter has no device
-        self._is_shared = [parameter.is_shared for parameter in cut._at(group.rank)]
+        self._is_shared = [parameter.is_shared for parameter in shards._at(group.rank)]
 
     def fold_whole(self, whole: Sequence[Tensor]) -> Tensor:
-        """The member's buffer of whole tensors."""
-        return self.fold(self.cut.part(whole, self._group.rank))
+        """This rank's buffer of whole tensors."""
+        return self.fold(self.shards.tensors_at(self._group.rank, whole))
 
     def join(self, flat: Tensor) -> list[Tensor]:
         """Whole tensors on the host, for the leader; nothing for the others."""
-        flats = self._group.to_leader(self._filled(flat))
-        return self.cut.joined([flat.cpu() for flat in flats]) if flats else []
+        flats = self._group.gather(self._padded(flat))
+        return self.shards.joined([flat.cpu() for flat in flats]) if flats else []
 
     def join_for_all(self, flat: Tensor) -> list[Tensor]:
-        return self.cut.joined(self._group.parts(self._filled(flat)))
+        return self.shards.joined(self._group.all_gather(self._padded(flat)))
 
-    def _filled(self, flat: Tensor) -> Tensor:
-        """As long as the longest member's buffer: collectives take equal shapes."""
-        sizes = [self.cut.layout(rank)[1] for rank in range(self._group.size)]
+    def _padded(self, flat: Tensor) -> Tensor:
+        """A buffer as long as the longest rank's: collectives take equal shapes."""
+        sizes = [self.shards.layout(rank)[1] for rank in range(self._group.size)]
         return torch.nn.functional.pad(flat.detach(), (0, max(sizes) - len(flat)))
 
     def share(self, grad: Tensor) -> Tensor:
-        """Add up, in place, the gradients of parameters that all members have."""
+        """Add up, in place, the gradients of parameters that all ranks have."""
         views = self.views(grad)
         mine = [view for view, shared in zip(views, self._is_shared, strict=True) if shared]
         if mine:
-            summed = self._group.sum(torch.cat([view.flatten() for view in mine]))
+            summed = self._group.all_reduce(torch.cat([view.flatten() for view in mine]))
             for view, part in zip(mine, summed.split([v.numel() for v in mine]), strict=True):
                 view.copy_(part.view_as(view))
         return grad
@@ -172,18 +176,18 @@ class CutAdapter(Adapter):
         return self.flat.numel() * self._group.size
 
     def norm(self, grad: Tensor) -> float:
-        """The 2-norm of the whole gradient, the same number for all members."""
+        """The 2-norm of the whole gradient, the same number for all ranks."""
         views = zip(self.views(grad), self._is_shared, strict=True)
-        # What all have is counted once.
+        # Parameters that all ranks have are counted once.
         counted = [view for view, shared in views if self._group.leads or not shared]
         norms = [torch.linalg.vector_norm(view, dtype=torch.float64) for view in counted]
         square = torch.zeros((), dtype=torch.float64, device=self._group.device)
         for norm in norms:
             square += norm.square()
-        return float(self._group.sum(square.reshape(1)).sqrt())
+        return float(self._group.all_reduce(square.reshape(1)).sqrt())
 
     def change_matrices(self, flat: Tensor, change: Callable[[Tensor, Tensor], None]) -> None:
-        """Every member changes the whole matrices, and keeps its part."""
-        whole = self.cut.rebuilt(self.join_for_all(self.flat))
+        """Every rank changes the whole matrices, and keeps its shard."""
+        whole = self.shards.rebuilt(self.join_for_all(self.flat))
         whole.change_matrices(whole.fold(self.join_for_all(flat)), change)
         self.flat.copy_(self.fold_whole(whole.views(whole.flat)))

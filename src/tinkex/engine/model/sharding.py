@@ -1,11 +1,12 @@
-"""Which part of every weight each member of a group has.
+"""The shard of every weight that each rank of a group has.
 
-A linear is cut on one side. Cut by its outputs (queries, keys and values by heads, gate and up by
-columns, the head by tokens) every member reads all inputs and has some outputs; cut by its inputs
-(the linears behind those) it has a part of every output, and the parts are summed. Each expert of a
-mixture belongs to one member. Norms, routers and biases behind a sum are whole everywhere.
+A linear is sharded on one side. Sharded by its outputs (queries, keys and values by heads, gate and
+up by columns, the head by tokens) every rank reads all inputs and has some outputs; sharded by its
+inputs (the linears behind those) it has a part of every output, and the parts are summed. Each
+expert of a mixture belongs to one rank. Norms, routers and biases behind a sum are whole
+everywhere. In a group of one, everything is.
 
-An adapter is cut with its linear: B by outputs or A by inputs, and the other one is whole
+An adapter is sharded with its linear: B by outputs or A by inputs, and the other one is whole
 everywhere. Nothing here touches a device; the pieces are ranges of rows or columns.
 """
 
@@ -18,18 +19,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinkex.engine.group.group import MAX_MEMBERS
+from tinkex.engine.collectives.group import MAX_MEMBERS
 from tinkex.engine.lora.adapter import Target, TargetPart
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.errors import NotSupportedError
 
 Pieces = tuple[range, ...]
-"""What one member has of a dimension, in order."""
+"""The ranges of a dimension that one rank has, in order."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How one linear is divided, member by member."""
+class LinearShards:
+    """The side on which one linear is sharded, and the pieces of each rank."""
 
     side: Literal["out", "in"]
     pieces: tuple[Pieces, ...]
@@ -45,25 +46,25 @@ def take(whole: Tensor, dim: int, pieces: Pieces) -> Tensor:
 
 
 def put(whole: Tensor, dim: int, pieces: Pieces, part: Tensor) -> None:
-    """The inverse: write a member's part to where it belongs."""
-    at = 0
+    """The inverse: write a rank's part to where it belongs."""
+    start = 0
     for piece in pieces:
-        whole.narrow(dim, piece.start, len(piece)).copy_(part.narrow(dim, at, len(piece)))
-        at += len(piece)
+        whole.narrow(dim, piece.start, len(piece)).copy_(part.narrow(dim, start, len(piece)))
+        start += len(piece)
 
 
-class ModelCut:
-    """How a native model is divided over `size` members.
+class ModelShards:
+    """How a native model is sharded over the `size` ranks of a group.
 
     Raises:
         NotSupportedError: It cannot be divided evenly; the message says what and names the way out.
     """
 
-    def __init__(self, config: ModelConfig, size: int, name: str = "the model") -> None:
-        check_divides(config, size, name)
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        check_divides(config, size, "the model")
         self.whole, self.size = config, size
         self.local = _local(config, size)
-        """The same model with one member's heads and widths; vocabulary and experts count all."""
+        """The same model with one rank's heads and widths; vocabulary and experts count all."""
 
     # ----------------------------------------------------------------------------- dimensions
 
@@ -75,7 +76,7 @@ class ModelCut:
         )
 
     def vocabulary(self) -> tuple[Pieces, ...]:
-        """Tokens in order; the last member may have fewer."""
+        """Tokens in order; the last rank may have fewer."""
         total, step = self.whole.vocab_size, self.vocabulary_step
         edges = [min(rank * step, total) for rank in range(self.size + 1)]
         return tuple((range(edges[rank], edges[rank + 1]),) for rank in range(self.size))
@@ -105,38 +106,42 @@ class ModelCut:
             return None
         return int(rest.partition(".")[0]) // (experts.count // self.size)
 
-    def module(self, module: str) -> Cut | None:
-        """How a linear is divided; None: every member has all of it."""
+    def module(self, module: str) -> LinearShards | None:
+        """How a linear is sharded; None: every rank has all of it."""
         config, delta, leaf = self.whole, self.whole.delta, module.rpartition(".")[2]
         size = config.head_size
         if leaf in ("lm_head", "embed_tokens"):
-            return Cut("out", self.vocabulary())
+            return LinearShards("out", self.vocabulary())
         if leaf == "q_proj":
-            return Cut("out", self._even(config.num_heads, size * (1 + config.attn_gate)))
+            return LinearShards("out", self._even(config.num_heads, size * (1 + config.attn_gate)))
         if leaf in ("k_proj", "v_proj"):
-            return Cut("out", self._even(config.num_kv_heads, size))
+            return LinearShards("out", self._even(config.num_kv_heads, size))
         if leaf == "o_proj":
-            return Cut("in", self._even(config.num_heads, size))
+            return LinearShards("in", self._even(config.num_heads, size))
         if leaf in ("gate_proj", "up_proj", "down_proj"):
             assert self.expert_owner(module) is None
             shared = config.experts is not None and ".shared_expert." in module
             width = config.experts.shared_size if shared and config.experts else config.mlp_size
-            return Cut("in" if leaf == "down_proj" else "out", self._even(width))
+            return LinearShards("in" if leaf == "down_proj" else "out", self._even(width))
         if delta is None:
             return None
         if leaf in ("in_proj_qkvz", "in_proj_ba"):  # rows go key head by key head
-            return Cut("out", self._even(delta.key_heads, delta.linears[leaf] // delta.key_heads))
+            return LinearShards(
+                "out", self._even(delta.key_heads, delta.linears[leaf] // delta.key_heads)
+            )
         if leaf == "in_proj_qkv":
-            return Cut("out", self._delta_channels())
+            return LinearShards("out", self._delta_channels())
         if leaf in ("in_proj_z", "out_proj"):
             side: Literal["out", "in"] = "out" if leaf == "in_proj_z" else "in"
-            return Cut(side, self._even(delta.value_heads, delta.value_size))
+            return LinearShards(side, self._even(delta.value_heads, delta.value_size))
         if leaf in ("in_proj_b", "in_proj_a"):
-            return Cut("out", self._even(delta.value_heads))
+            return LinearShards("out", self._even(delta.value_heads))
         return None
 
     def targets(self, targets: Mapping[str, Target], rank: int) -> dict[str, Target]:
-        """The targets of one member's linears, without those of others' experts."""
+        """The targets of one rank's linears, without those of others' experts."""
+        if self.size == 1:
+            return dict(targets)
         local: dict[str, Target] = {}
         for key, target in targets.items():
             owner = self.expert_owner(target.parts[0].module)
@@ -144,15 +149,14 @@ class ModelCut:
                 if owner == rank:
                     local[key] = target
                 continue
-            cuts = [self.module(part.module) for part in target.parts]
-            assert all(cut is not None for cut in cuts), f"{key} is not cut"
             in_size, parts, start = target.in_size, [], 0
-            for part, cut in zip(target.parts, cuts, strict=True):
-                assert cut is not None
-                if cut.side == "in":
-                    width, in_size = part.stop - part.start, cut.width(rank)
+            for part in target.parts:
+                shards = self.module(part.module)
+                assert shards is not None, f"{key} is not sharded"
+                if shards.side == "in":
+                    width, in_size = part.stop - part.start, shards.width(rank)
                 else:
-                    width = cut.width(rank)
+                    width = shards.width(rank)
                 parts.append(TargetPart(part.module, part.kind, start, start + width))
                 start += width
             local[key] = Target(in_size, tuple(parts))
@@ -161,12 +165,14 @@ class ModelCut:
     # -------------------------------------------------------------------------------- weights
 
     def weight(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """One member's part of a tensor of the base model."""
-        found = self._dimension(name)
-        return tensor if found is None else take(tensor, found[0], found[1][rank])
+        """One rank's shard of a tensor of the base model."""
+        if self.size == 1 or (sharded := self._dimension(name)) is None:
+            return tensor
+        dim, pieces = sharded
+        return take(tensor, dim, pieces[rank])
 
     def _dimension(self, name: str) -> tuple[int, tuple[Pieces, ...]] | None:
-        """The dimension along which a tensor is divided, and how."""
+        """The dimension along which a tensor is sharded, and the pieces of each rank."""
         config, delta, experts = self.whole, self.whole.delta, self.whole.experts
         if ".mlp.experts." in name and experts is not None:
             return 0, self._even(experts.count)
@@ -180,13 +186,16 @@ class ModelCut:
         if delta is not None and name.endswith("linear_attn.conv1d.weight"):
             return 0, self._delta_channels()
         module, _, kind = name.rpartition(".")
-        cut = self.module(module)
-        if cut is None or (cut.side == "in" and kind == "bias"):
+        shards = self.module(module)
+        # A bias behind a sum is added once, after it.
+        if shards is None or (shards.side == "in" and kind == "bias"):
             return None
-        return (0 if cut.side == "out" else 1), cut.pieces
+        return (0 if shards.side == "out" else 1), shards.pieces
 
 
 def _local(config: ModelConfig, size: int) -> ModelConfig:
+    if size == 1:
+        return config
     delta, experts = config.delta, config.experts
     if delta is not None:
         delta = replace(
@@ -205,7 +214,9 @@ def _local(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def check_divides(config: ModelConfig, size: int, name: str) -> None:
-    """Refuse a model that a group of this size cannot hold in equal parts."""
+    """Refuse a model that a group of this size cannot hold in equal shards."""
+    if size == 1:
+        return
     if not config.native:
         raise NotSupportedError(
             f"{name} runs through transformers ({config.arch}), whose layers cannot be divided "

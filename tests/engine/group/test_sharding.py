@@ -1,4 +1,4 @@
-"""Where a model is cut: every weight once, adapters with their linears, refusals in words."""
+"""How a model is sharded: every weight once, adapters with their linears, refusals in words."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 import torch
 from table import FAMILIES, ROWS
 
-from tinkex.engine.exchange.meeting import Meeting
-from tinkex.engine.group.adapters import AdapterCut
-from tinkex.engine.group.cut import ModelCut, check_divides
-from tinkex.engine.group.group import Group
+from tinkex.engine.collectives.group import Group
+from tinkex.engine.collectives.process_group import ProcessGroup
 from tinkex.engine.lora.adapter import fresh_adapter
 from tinkex.engine.model.decoder import native_targets
 from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.shape import ExpertsConfig
+from tinkex.engine.model.sharding import ModelShards, check_divides
 from tinkex.engine.model.weights import RandomWeights, expected_shapes
+from tinkex.engine.train.sharded_adapter import AdapterShards
 from tinkex.errors import NotSupportedError
 
 
@@ -46,12 +46,12 @@ def widened(family: str, size: int):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_members_hold_every_weight_once_or_whole(family, size):
     config = widened(family, size)
-    cut, weights = ModelCut(config, size), RandomWeights(config)
-    local = dict(expected_shapes(cut.local))
+    shards, weights = ModelShards(config, size), RandomWeights(config)
+    local = dict(expected_shapes(shards.local))
     num_whole = 0
     for name, shape in expected_shapes(config):
         tensor = weights.read(name)
-        parts = [cut.weight(name, tensor, rank) for rank in range(size)]
+        parts = [shards.weight(name, tensor, rank) for rank in range(size)]
         if parts[0].shape == shape:
             num_whole += tensor.numel()
             assert all(torch.equal(part, tensor) for part in parts)
@@ -68,27 +68,27 @@ def test_members_hold_every_weight_once_or_whole(family, size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_cut_and_joined_is_the_same(family, size):
+def test_an_adapter_sharded_and_joined_is_the_same(family, size):
     config = widened(family, size)
-    targets, model = native_targets(config), ModelCut(config, size)
+    targets, model = native_targets(config), ModelShards(config, size)
     kinds = ("attn", "mlp", "unembed")
     whole = fresh_adapter(targets, rank=3, alpha=6, kinds=kinds, seed=1, device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in whole.parameters():
             tensor.normal_(generator=generator)
-    cut = AdapterCut(whole, targets, model)
+    shards = AdapterShards(whole, targets, model)
     cpu = torch.device("cpu")
-    groups = [Group(Meeting(rank, size, cpu, 1.0, None)) for rank in range(size)]
-    members = [cut.cut(whole, group) for group in groups]
+    groups = [Group(ProcessGroup(rank, size, cpu, 1.0, None)) for rank in range(size)]
+    members = [shards.shard(whole, group) for group in groups]
     for rank, member in enumerate(members):
-        assert cut.layout(rank) == (member.layout, len(member.flat))
+        assert shards.layout(rank) == (member.layout, len(member.flat))
         shapes = model.targets(targets, rank)
         for key, group in member.groups.items():
             assert group.a_RI.shape[1] == shapes[key].in_size
             widths = [part.stop - part.start for part in shapes[key].parts]
             assert [len(b_Or) for b_Or in group.b_Or] == widths
-    again = cut.rebuilt(cut.joined([member.flat for member in members]))
+    again = shards.rebuilt(shards.joined([member.flat for member in members]))
     assert torch.equal(again.flat, whole.flat)
     assert again.signature == whole.signature
 
