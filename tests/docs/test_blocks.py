@@ -1,22 +1,24 @@
 """Every code block of README and docs runs, or at least uses names and options that exist.
 
-What a block's info string says decides: `python` runs against a toy server, in order, one namespace
-per page; `console` runs its `$ tinkex` lines; `python hosted` and `console setup` need a network,
-an account or a free port, so only their syntax, names and options are checked; `toml` is loaded as
-a server's settings, `json` is parsed. A page with another kind of block fails.
+What a block's info string says decides. `python` and `console` run on the default model, in order,
+and what they print is held against the output below them (`dev/doc_outputs.py`). `python hosted`
+and `console setup` need a network, an account or a free port, so only their syntax, names and
+options are checked. `toml` is loaded as a server's settings, `json` is parsed. A page with another
+kind of block fails.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import importlib
-import io
+import importlib.util
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -24,7 +26,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 _INFOS = {
     "python",
     "python hosted",
@@ -36,37 +37,21 @@ _INFOS = {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    page: Path
-    line: int
-    info: str
-    code: str
-
-    @property
-    def where(self) -> str:
-        return f"{self.page.name}:{self.line}"
+def _doc_outputs():
+    spec = importlib.util.spec_from_file_location("doc_outputs", ROOT / "dev" / "doc_outputs.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [
-        Block(page, text[: found.start()].count("\n") + 2, found[1].strip(), found[2])
-        for found in _FENCE.finditer(text)
-    ]
-
-
-ALL = [block for page in PAGES for block in blocks(page)]
+doc_outputs = _doc_outputs()
+Block = doc_outputs.Block
+ALL = [block for page in PAGES for block in doc_outputs.blocks(page)]
 
 
 def of(*infos: str) -> list[Block]:
     return [block for block in ALL if block.info in infos]
-
-
-def commands(block: Block) -> list[str]:
-    """The `$ ...` lines, continuation lines joined."""
-    joined = block.code.replace("\\\n", " ")
-    return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
 
 
 @pytest.mark.parametrize("block", ALL, ids=lambda block: block.where)
@@ -77,11 +62,8 @@ def test_every_block_says_what_it_is(block):
 @pytest.mark.parametrize("block", of("python", "console"), ids=lambda block: block.where)
 def test_a_block_that_prints_shows_what(block):
     """`python dev/doc_outputs.py PAGE` runs a page and writes what its blocks print below them."""
-    prints = block.info == "console" or _prints(ast.parse(block.code).body)
-    if prints:
-        lines = block.page.read_text(encoding="utf-8").splitlines()
-        after = block.line - 1 + block.code.count("\n") + 1
-        assert lines[after : after + 2] == ["", "```text"], f"{block.where}: no output below it"
+    if block.info == "console" or _prints(ast.parse(block.code).body):
+        assert block.output is not None, f"{block.where}: no output below it"
 
 
 def _prints(body: list[ast.stmt]) -> bool:
@@ -97,58 +79,59 @@ def _prints(body: list[ast.stmt]) -> bool:
     return False
 
 
-@pytest.fixture
-def newcomer(toy_server, tmp_path, monkeypatch):
-    """A folder with the files the pages speak of, and a server to talk to."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TINKER_BASE_URL", toy_server)
-    monkeypatch.delenv("TINKER_API_KEY", raising=False)
-    pairs = [("Who are you?", "Captain Tinker!"), ("Where to?", "To the sea!")] * 3
-    _write_rows("conversations.jsonl", ({"prompt": q, "completion": a} for q, a in pairs))
-    _write_rows(
-        "preferences.jsonl", ({"prompt": q, "chosen": a, "rejected": "No."} for q, a in pairs)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(block.page == page for block in of("python", "console"))],
+    ids=lambda page: page.name,
+)
+def test_a_page_shows_what_its_blocks_print(page, default_model_dir):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "dev" / "doc_outputs.py"), "--check", str(page)],
+        env={**os.environ, "TINKEX_CACHE": str(default_model_dir.parents[1])},
+        capture_output=True,
+        text=True,
     )
-    Path("examples").symlink_to(ROOT / "examples")
-    Path("rewards.py").write_text(
-        "def prompts():\n    return [{'prompt': 'Say yes'}, {'prompt': 'Say no'}]\n\n"
-        "def reward(completion, row):\n    return float(len(completion) % 2)\n"
-    )
-    return tmp_path
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _write_rows(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+ID = "6bbb56e1-f895-4efd-8def-72ac7872b87a"
+OTHER_ID = "b4b0f5e5-dfac-4c07-8185-b17f47fd9aff"
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if any(b.page == page for b in of("python"))],
-    ids=lambda p: p.name,
+    ("output", "printed"),
+    [
+        (f"State  tinker://{ID}:train:0\n", f"State  tinker://{OTHER_ID}:train:0"),
+        ("made 2026-11-15 18:40:53.791472+00:00\n", "made 2026-11-18 07:00:00+00:00"),
+        ("Loss   5.445\n", "Loss        5.44"),
+        ("disk  ... free\nend\n", "disk 54.4 GB free\nend"),
+        ("first\n...\nlast\n", "first\nsecond\nthird\nlast"),
+        ("first\n...\n", "first\nsecond\nthird"),
+        (None, ""),
+    ],
 )
-@pytest.mark.usefixtures("default_model_dir", "newcomer")
-def test_the_python_of_a_page_runs_in_order(page):
-    namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in of("python"):
-        if block.page == page:
-            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-            with contextlib.redirect_stdout(io.StringIO()):
-                exec(code, namespace)
+def test_what_varies_from_run_to_run_may_differ(output, printed):
+    assert doc_outputs.is_true(output, printed)
 
 
-@pytest.mark.parametrize("block", of("console"), ids=lambda block: block.where)
-@pytest.mark.usefixtures("default_model_dir", "newcomer")
-def test_the_commands_of_a_block_succeed(block, capsys):
-    from tinkex.cli.app import run
-
-    for command in commands(block):
-        words = shlex.split(command, comments=True)
-        assert words[0] == "tinkex", f"{block.where}: only tinkex runs here; else `console setup`"
-        assert run(words[1:]) == 0, f"{block.where}: {command}\n{capsys.readouterr().err}"
+@pytest.mark.parametrize(
+    ("output", "printed"),
+    [
+        ("3 of 11\n", "3 of 12"),
+        ("Loss 5.445\n", "Loss 5.9"),
+        ("one\ntwo\n", "one"),
+        ("config(a=1)\n", "config(a=1, model=None)"),
+        ("first\n...\nlast\n", "first\nsecond"),
+        (None, "a line"),
+    ],
+)
+def test_what_stays_the_same_from_run_to_run_may_not_differ(output, printed):
+    assert not doc_outputs.is_true(output, printed)
 
 
 @pytest.mark.parametrize("block", of("console setup"), ids=lambda block: block.where)
 def test_commands_that_do_not_run_here_have_real_names_and_options(block):
-    for command in commands(block):
+    for command in block.commands:
         # What a shell would put in or take away: a path from a file, an output to a file.
         plain = re.sub(r"\$\([^)]*\)", "tinker://RUN/sampler_weights/NAME", command)
         plain = re.sub(r"\s>\s*\S+$", "", plain)
