@@ -6,7 +6,7 @@ import pytest
 
 from tinkex.errors import ConfigError
 from tinkex.recipes import best
-from tinkex.recipes.best import Watch, stopped_at
+from tinkex.recipes.best import Watch
 from tinkex.runs.run_log import RunLog, SavedStep
 
 CONFIG = {"rank": 8}
@@ -36,8 +36,9 @@ def watch(folder, **settings):
 def see(log, watching, values, start=0):
     ended = []
     for step, value in enumerate(values, start):
-        log.metrics(step, {"held_out_loss": value})
-        ended.append(watching.see(None, step, value))
+        metrics = {"held_out_loss": value}
+        log.metrics(step, metrics)
+        ended.append(watching.see(None, step, metrics))
     return ended
 
 
@@ -60,8 +61,8 @@ def test_patience_counts_evaluations_without_an_improvement(tmp_path, saves):
     log, watching = watch(tmp_path, patience=2, on_note=notes.append)
     assert see(log, watching, [3.0, 2.0, 2.1, 2.0]) == [False, False, False, True]
     assert "the best was 2 at step 1" in notes[0]
-    assert stopped_at(tmp_path, 3)
-    assert not stopped_at(tmp_path, 2)
+    assert watching.has_stopped(3)
+    assert not watching.has_stopped(2)
 
 
 def test_larger_is_better_for_a_reward(tmp_path, saves):

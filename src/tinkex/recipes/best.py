@@ -8,9 +8,8 @@ after the step it goes on from, so it stops where the undisturbed one would have
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinkex.errors import ConfigError
@@ -21,7 +20,10 @@ from tinkex.runs.run_log import RunLog
 if TYPE_CHECKING:
     from tinkex import TrainingClient
 
-__all__ = ["Best", "Watch", "stopped_at"]
+__all__ = ["Best", "Watch"]
+
+
+_STOPPED = "stopped.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +37,7 @@ class Best:
 
 
 class Watch:
-    """Looks at each evaluation of one run."""
+    """The held-out metric of one run: its best value, and whether to stop."""
 
     def __init__(
         self,
@@ -64,8 +66,9 @@ class Watch:
         after = self.best.step if self.best else 0
         self._waited = sum(record["step"] > after for record in values)
 
-    def see(self, training: TrainingClient, step: int, value: float) -> bool:
-        """Note a value measured after `step` steps. True: the run should end here."""
+    def see(self, training: TrainingClient, step: int, metrics: Mapping[str, float]) -> bool:
+        """Note an evaluation after `step` steps. True: the run should end here."""
+        value = metrics[self._metric]
         if self._is_better(value):
             self._waited = 0
             paths: dict[str, Any] = {}
@@ -77,6 +80,11 @@ class Watch:
         elif self.best is None or step > self.best.step:
             self._waited += 1
         return self._should_stop(step, value)
+
+    def has_stopped(self, step: int) -> bool:
+        """Whether the run in this folder was ended early at this very step."""
+        file = self._log.folder / _STOPPED
+        return file.exists() and json.loads(file.read_text(encoding="utf-8"))["step"] == step
 
     def _is_better(self, value: float) -> bool:
         if self.best is None:
@@ -98,7 +106,7 @@ class Watch:
         if reason:
             self._note(f"Stopping at step {step}: {reason}.")
             record = json.dumps({"step": step, "reason": reason})
-            (self._log.folder / "stopped.json").write_text(record + "\n", encoding="utf-8")
+            (self._log.folder / _STOPPED).write_text(record + "\n", encoding="utf-8")
         return bool(reason)
 
     def _read(self, last_step: int) -> Best | None:
@@ -106,9 +114,3 @@ class Watch:
         json_lines.keep(self._file, lambda line: line["step"] <= last_step)
         kept = list(json_lines.read(self._file))
         return Best(**kept[-1]) if kept else None
-
-
-def stopped_at(folder: str | Path, step: int) -> bool:
-    """Whether the run in this folder ended early at this very step."""
-    file = Path(folder) / "stopped.json"
-    return file.exists() and json.loads(file.read_text(encoding="utf-8"))["step"] == step

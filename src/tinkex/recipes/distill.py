@@ -31,7 +31,14 @@ from tinkex.recipes.loop import (
     sampler_of,
 )
 from tinkex.recipes.render import Renderer
-from tinkex.recipes.rl import datum_of, mean_gap, measure_gaps, question_of, to_look_at
+from tinkex.recipes.rl import (
+    datum_of,
+    mean_gap,
+    measure_gaps,
+    question_of,
+    sampling_seed,
+    to_look_at,
+)
 from tinkex.recipes.rollouts import RolloutLog
 from tinkex.runs.plots import Panel
 
@@ -80,51 +87,46 @@ def train(
         return ended
     teacher = sampler_of(service, config.teacher)
     run = Run(service, log, config, on_step, on_note)
-    training, renderer = run.training, run.renderer
-    check_tokens(renderer, teacher)
+    check_tokens(run.renderer, teacher)
     player = Player(
         task=as_task(lambda answer, row: 0.0),  # the teacher judges later, token by token
-        renderer=renderer,
+        renderer=run.renderer,
         max_tokens=config.max_tokens,
         temperature=config.temperature,
     )
     questions, held_out = run.split(
-        loaded, lambda row: question_of(row, player.task, renderer), at_most=32
+        loaded, lambda row: question_of(row, player.task, run.renderer), at_most=32
     )
     rollouts = RolloutLog(config.log_dir, start_step=run.start)
 
-    metrics: dict[str, float] = {}
-    with run.steps(config.steps) as steps:
-        for step in steps:
-            metrics = {}
-            student = training.save_weights_and_get_sampling_client()
-            if held_out and step % config.eval_every == 0:
-                metrics["held_out_kl"] = evaluate(student, teacher, held_out, player)
-            batch = batch_at(questions, config.prompts_per_step, step, config.seed)
-            seed = (config.seed * 1_000_003 + step) * 10_007
-            groups = player.play(student, batch, copies=config.samples_per_prompt, seed=seed)
-            everyone = [one for group in groups for one in group]
-            judge(teacher, everyone)
-            rollouts.write(to_look_at(groups, renderer, step))
+    def evaluate(step: int) -> dict[str, float]:
+        return {"held_out_kl": held_out_kl(run.policy(step), teacher, held_out, player)}
 
-            forward_backward = training.forward_backward(
-                list(distill_data(everyone)), "importance_sampling"
+    with run.steps(config.steps, evaluate if held_out else None) as steps:
+        for step in steps:
+            batch = batch_at(questions, config.prompts_per_step, step, config.seed)
+            groups = player.play(
+                run.policy(step),
+                batch,
+                copies=config.samples_per_prompt,
+                seed=sampling_seed(config.seed, step),
             )
-            optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
+            episodes = [episode for group in groups for episode in group]
+            judge(teacher, episodes)
+            rollouts.write(to_look_at(groups, run.renderer, step))
+
+            data = list(distill_data(episodes))
+            forward_backward = run.training.forward_backward(data, "importance_sampling")
+            rate = run.learning_rate(step)
+            optim_step = run.training.optim_step(AdamParams(learning_rate=rate))
             forward_backward.result()
             optim_step.result()
 
-            num_tokens = sum(one.num_sampled for one in everyone)
-            metrics |= {"kl": mean_gap(everyone), "answer_tokens": num_tokens / len(everyone)}
+            num_tokens = sum(episode.num_sampled for episode in episodes)
+            kl, answer_tokens = mean_gap(episodes), num_tokens / len(episodes)
+            metrics = {**run.evaluated, "kl": kl, "answer_tokens": answer_tokens}
             run.report(step, metrics, num_tokens)
-
-    if run.is_interrupted:
-        return run.stopped(metrics)
-    if held_out:
-        student = training.save_weights_and_get_sampling_client()
-        metrics["held_out_kl"] = evaluate(student, teacher, held_out, player)
-        log.metrics(config.steps, {"held_out_kl": metrics["held_out_kl"]})
-    return run.end(config.steps, metrics, PICTURE)
+    return run.result(PICTURE)
 
 
 def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
@@ -157,7 +159,7 @@ def distill_data(episodes: Sequence[Episode]) -> Iterator[Datum]:
             yield datum_of(one, [baseline - gap for gap in one.gaps])
 
 
-def evaluate(
+def held_out_kl(
     student: SamplingClient,
     teacher: SamplingClient,
     questions: Sequence[Question],

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinkex import AdamParams, ModelInput, SamplingClient, ServiceClient, TrainingClient
-from tinkex.errors import InvalidInputError
 from tinkex.recipes.data import Preference, load_preferences
 from tinkex.recipes.loop import (
     OnNote,
@@ -84,47 +83,36 @@ def train(
     held_out_reference = reference_logprobs(reference, answers_of(held_out))
     num_steps = math.ceil(len(pairs) * config.epochs / config.batch_size)
 
-    metrics: dict[str, float] = {}
-    with run.steps(num_steps) as steps:
-        for step in steps:
-            evaluated = {}
-            if held_out and step and step % config.eval_every == 0:
-                evaluated = evaluate(training, held_out, held_out_reference, config.beta)
+    def evaluate(step: int) -> dict[str, float]:
+        if step == 0:  # An untrained policy prefers nothing: the margin of every pair is zero.
+            return {}
+        return held_out_metrics(training, held_out, held_out_reference, config.beta)
 
+    with run.steps(num_steps, evaluate if held_out else None) as steps:
+        for step in steps:
             answers = answers_of(batch_at(pairs, config.batch_size, step, config.seed))
             loss_fn = dpo_loss(answers, reference_logprobs(reference, answers), config.beta)
 
             data = [answer.datum() for answer in answers]
             forward_backward = training.forward_backward_custom(data, loss_fn)
             optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
-            answered = forward_backward.result().metrics
+            measured = forward_backward.result().metrics
             optim_step.result()
 
             metrics = {
-                "loss": answered["loss:sum"],
-                "accuracy": answered["accuracy:mean"],
-                "margin": answered["margin:mean"],
-                **evaluated,
+                "loss": measured["loss:sum"],
+                "accuracy": measured["accuracy:mean"],
+                "margin": measured["margin:mean"],
+                **run.evaluated,
             }
             run.report(step, metrics, sum(len(answer.tokens) for answer in answers))
-
-    if run.is_interrupted:
-        return run.stopped(metrics)
-    if held_out:
-        evaluated = evaluate(training, held_out, held_out_reference, config.beta)
-        log.metrics(num_steps, evaluated)
-        metrics |= evaluated
-    return run.end(num_steps, metrics, PICTURE)
+    return run.result(PICTURE)
 
 
 def render(row: Preference, renderer: Renderer, config: DpoConfig) -> Pair:
     def answer(text: str) -> Rendered:
-        said = renderer.example((*row.prompt, {"role": "assistant", "content": text}), learn="last")
-        if len(said.tokens) > config.max_length:
-            raise InvalidInputError(
-                f"{len(said.tokens)} tokens, more than max_length {config.max_length}"
-            )
-        return said
+        messages = (*row.prompt, {"role": "assistant", "content": text})
+        return renderer.example(messages, learn="last", max_length=config.max_length)
 
     return Pair(chosen=answer(row.chosen), rejected=answer(row.rejected))
 
@@ -134,7 +122,7 @@ def answers_of(pairs: Sequence[Pair]) -> list[Rendered]:
     return [side for pair in pairs for side in pair.sides()]
 
 
-def evaluate(
+def held_out_metrics(
     training: TrainingClient, pairs: Sequence[Pair], reference: Sequence[float], beta: float
 ) -> dict[str, float]:
     """Loss and accuracy on pairs that are not trained on."""

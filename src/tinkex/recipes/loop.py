@@ -1,4 +1,4 @@
-"""The few things that the loops of all recipes share: start or resume, order of rows, save, stop.
+"""The skeleton of all recipes: start or resume, order of rows, evaluate, save, stop.
 
 Everything random depends on the seed and the step alone, so that a resumed run sees what the
 undisturbed one would have seen. The loops themselves stay in their own files, in the open: a `Run`
@@ -29,7 +29,7 @@ from tinkex.runs.run_log import RunLog, SavedStep, make_trackers
 
 if TYPE_CHECKING:
     from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient
-    from tinkex.recipes.best import Best
+    from tinkex.recipes.best import Watch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,6 +39,8 @@ OnNote = Callable[[str], None]
 """Called with lines for a person, such as the report on bad rows."""
 OnStep = Callable[[int, int, Mapping[str, float]], None]
 """Called after each step with the step, the number of steps, and the step's metrics."""
+Evaluate = Callable[[int], dict[str, float]]
+"""Measures the weights after so many steps on what is not trained on; gives metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +158,14 @@ def sampler_of(service: ServiceClient, model: str) -> SamplingClient:
 class Run:
     """A run under way: the client that trains it, its log, and how far it has come.
 
-    What is the same for every recipe is here: steps in order, a save now and then, Ctrl-C, the end.
+    The skeleton of every recipe: steps in order, evaluations between them, a checkpoint now and
+    then, Ctrl-C, the end. A recipe says what a step and an evaluation are.
+
+        with run.steps(num_steps, evaluate) as steps:
+            for step in steps:
+                ...  # forward_backward, optim_step
+                run.report(step, metrics, num_tokens)
+        return run.result(PICTURE)
     """
 
     def __init__(
@@ -171,30 +180,71 @@ class Run:
         log.follow(ServerTracker(self.training))  # The server's console draws its metrics, too.
         self.renderer = Renderer(self.training.get_tokenizer())
         self._config, self._log, self._on_step, self._on_note = config, log, on_step, on_note
-        self._num_steps = self._done = self.start
+        self._watch: Watch | None = None
+        self._policy: tuple[int, SamplingClient] | None = None
         self._began = 0.0
+        self._metrics: dict[str, float] = {}
+        self._done = self.start
+        self.num_steps = self.start
+        self.evaluated: dict[str, float] = {}
+        """Metrics of the evaluation before this step; empty where there was none."""
         self.is_interrupted = False
         """Someone pressed Ctrl-C: the steps ended early."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps were made: neither Ctrl-C nor `watch` has ended the run early."""
+        return not self.is_interrupted and self._done >= self.num_steps
 
     def split(
         self, loaded: Loaded[T], convert: Callable[[T], R], *, at_most: int = 200
     ) -> tuple[list[R], list[R]]:
-        """What to train on and what is held out; rows that do not convert are reported."""
+        """Rows to train on and rows held out; those that do not convert are reported."""
         rows = usable(loaded, convert)
         self._on_note(loaded.report())
         return split_off(rows, self._config.eval_share, at_most=at_most)
 
+    def policy(self, step: int) -> SamplingClient:
+        """A sampler of the weights after `step` steps; they are saved once for all who ask."""
+        if self._policy is None or self._policy[0] != step:
+            self._policy = step, self.training.save_weights_and_get_sampling_client()
+        return self._policy[1]
+
     @contextlib.contextmanager
-    def steps(self, num_steps: int) -> Iterator[Iterator[int]]:
-        """The steps that are left. Each is saved, when its turn has come, after its block."""
-        self._num_steps = num_steps
+    def steps(
+        self, num_steps: int, evaluate: Evaluate | None, watch: Watch | None = None
+    ) -> Iterator[Iterator[int]]:
+        """The steps that are left. Each is saved, when its turn has come, after its block.
+
+        Args:
+            evaluate: Called every `eval_every` steps, before the step, and after the last one;
+                None: nothing is held out.
+            watch: Sees every evaluation, and may end the run there.
+        """
+        self._watch = watch
+        if watch is not None and watch.has_stopped(self.start):
+            num_steps = self.start
+        self.num_steps = num_steps
         note_if_finished(self._on_note, self._log, self.start, num_steps)
         with stop_between_steps(self._on_note) as stop:
-            yield self._steps(stop)
+            yield self._steps(stop, evaluate)
+        if evaluate is not None and self.is_complete:
+            evaluated = evaluate(num_steps)
+            self._log.metrics(num_steps, evaluated)
+            self._metrics |= evaluated
+            if watch is not None and self.start < num_steps:
+                watch.see(self.training, num_steps, evaluated)
 
-    def _steps(self, stop: StopRequest) -> Iterator[int]:
-        for step in range(self.start, self._num_steps):
+    def _steps(self, stop: StopRequest, evaluate: Evaluate | None) -> Iterator[int]:
+        for step in range(self.start, self.num_steps):
             self._began = time.monotonic()
+            self.evaluated = {}
+            if evaluate is not None and step % self._config.eval_every == 0:
+                self.evaluated = evaluate(step)
+                if self._watch and self._watch.see(self.training, step, self.evaluated):
+                    self._log.metrics(step, self.evaluated)
+                    self._metrics = self.evaluated
+                    return
             yield step
             self._done = step + 1
             if stop.requested:
@@ -205,57 +255,44 @@ class Run:
 
     def learning_rate(self, step: int) -> float:
         config = self._config
-        return learning_rate_at(step, self._num_steps, config.learning_rate, config.schedule)
+        return learning_rate_at(step, self.num_steps, config.learning_rate, config.schedule)
 
     def report(self, step: int, metrics: dict[str, float], num_tokens: int) -> None:
         """Log the metrics of a step, with its learning rate and its speed."""
         seconds = time.monotonic() - self._began
-        metrics |= {
+        self._metrics = {
+            **metrics,
             "learning_rate": self.learning_rate(step),
             "tokens_per_s": num_tokens / seconds,
         }
-        self._log.metrics(step, metrics)
-        self._on_step(step, self._num_steps, metrics)
+        self._log.metrics(step, self._metrics)
+        self._on_step(step, self.num_steps, self._metrics)
 
-    def stopped(self, metrics: dict[str, float]) -> Result:
-        """How it ended after Ctrl-C: saved, with steps left."""
-        return self._finish(self._done, metrics, interrupted=True)
+    def result(self, picture: tuple[Sequence[Panel], str, str]) -> Result:
+        """Save the weights, unless this very step is saved already, and say how the run ended.
 
-    def end(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        picture: tuple[Sequence[Panel], str, str],
-        best: Best | None = None,
-    ) -> Result:
-        """How it ended after `step` steps: saved, and its curves drawn (panels, title, file)."""
-        result = self._finish(step, metrics, interrupted=False, best=best)
-        self._log.ended(asdict(result))
-        plot(self._log, *picture)
-        return result
-
-    def _finish(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        *,
-        interrupted: bool,
-        best: Best | None = None,
-    ) -> Result:
-        """Save what there is, unless this very step is saved already."""
+        Draws the curves (panels, title, file) of a run that has nothing left to do.
+        """
+        # A resumed run may have come further than it is asked to go now: its length can change.
+        step = self.num_steps if self.is_complete else self._done
         saved = self._log.last
         if saved is None or saved.step != step or saved.sampler_path is None:
             saved = save(self.training, self._log, step, for_sampler=True)
         self._log.close()
-        return Result(
+        best = self._watch.best if self._watch and not self.is_interrupted else None
+        result = Result(
             step=step,
             state_path=saved.state_path,
             sampler_path=saved.sampler_path or "",
-            interrupted=interrupted,
-            metrics=metrics,
+            interrupted=self.is_interrupted,
+            metrics=self._metrics,
             best_step=best.step if best else None,
             best_path=best.sampler_path if best else "",
         )
+        if not self.is_interrupted:
+            self._log.ended(asdict(result))
+            plot(self._log, *picture)
+        return result
 
 
 class ServerTracker:

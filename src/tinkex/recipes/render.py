@@ -58,9 +58,16 @@ class Renderer:
         return self._chat.encode(self._text(messages, generate=True))
 
     def example(
-        self, messages: Sequence[Message], learn: Literal["last", "all"] = "all"
+        self,
+        messages: Sequence[Message],
+        learn: Literal["last", "all"] = "all",
+        max_length: int | None = None,
     ) -> Rendered:
-        """A whole conversation. `learn`: all of the assistant's turns, or only the last."""
+        """A whole conversation. `learn`: all of the assistant's turns, or only the last.
+
+        Raises:
+            InvalidInputError: It has more than `max_length` tokens, or the template does not fit.
+        """
         tokens: list[int] = []
         weights: list[float] = []
         done = ""
@@ -78,6 +85,8 @@ class Renderer:
             learned = 1.0 if learn == "all" or index == last else 0.0
             weights += [0.0] * len(before) + [learned] * len(said)
             done = asked + answer
+        if max_length is not None and len(tokens) > max_length:
+            raise InvalidInputError(f"{len(tokens)} tokens, more than max_length {max_length}")
         return Rendered(tokens=tuple(tokens), weights=tuple(weights))
 
     def between(

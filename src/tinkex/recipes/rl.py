@@ -27,7 +27,7 @@ from tinkex import (
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError
-from tinkex.recipes.best import Watch, stopped_at
+from tinkex.recipes.best import Watch
 from tinkex.recipes.data import Prompt, load_prompts
 from tinkex.recipes.episodes import (
     Episode,
@@ -141,20 +141,18 @@ def train(
     if (ended := finished(service, log, on_note)) is not None:
         return ended
     run = Run(service, log, config, on_step, on_note)
-    training, start, renderer = run.training, run.start, run.renderer
     reference = open_reference(service, config)
     player = Player(
         task=task,
-        renderer=renderer,
+        renderer=run.renderer,
         max_tokens=config.max_tokens,
         temperature=config.temperature,
         router_replay=config.router_replay,
     )
     questions, held_out = run.split(
-        loaded, lambda row: question_of(row, task, renderer), at_most=32
+        loaded, lambda row: question_of(row, task, run.renderer), at_most=32
     )
-    num_steps = start if stopped_at(config.log_dir, start) else config.steps
-    rollouts = RolloutLog(config.log_dir, start_step=start)
+    rollouts = RolloutLog(config.log_dir, start_step=run.start)
     watch = Watch(
         log,
         "held_out_reward",
@@ -165,49 +163,49 @@ def train(
         on_note=on_note,
     )
 
-    metrics: dict[str, float] = {}
-    with run.steps(num_steps) as steps:
+    def evaluate(step: int) -> dict[str, float]:
+        return {"held_out_reward": greedy_reward(run.policy(step), held_out, player)}
+
+    with run.steps(config.steps, evaluate if held_out else None, watch) as steps:
         for step in steps:
-            metrics = {}
-            sampler = training.save_weights_and_get_sampling_client()
-            if held_out and step % config.eval_every == 0:
-                metrics["held_out_reward"] = evaluate(sampler, held_out, player)
-                if watch.see(training, step, metrics["held_out_reward"]):
-                    log.metrics(step, metrics)
-                    return run.end(step, metrics, PICTURE, watch.best)
             batch = batch_at(questions, config.prompts_per_step, step, config.seed)
-            # A seed of its own for every question of every step, the same after a resume.
-            seed = (config.seed * 1_000_003 + step) * 10_007
-            groups = player.play(sampler, batch, copies=config.group_size, seed=seed)
-            everyone = [one for group in groups for one in group]
+            groups = player.play(
+                run.policy(step),
+                batch,
+                copies=config.group_size,
+                seed=sampling_seed(config.seed, step),
+            )
+            episodes = [episode for group in groups for episode in group]
             if reference is not None:
-                measure_gaps(reference, everyone)
-            rollouts.write(to_look_at(groups, renderer, step))
+                measure_gaps(reference, episodes)
+            rollouts.write(to_look_at(groups, run.renderer, step))
 
             data = [list(group_data(group)) for group in groups]
             if reference is not None and config.kl_coef:
                 data = with_penalty(groups, config.kl_coef)
-            metrics |= update(training, data, run.learning_rate(step), config)
-
-            metrics |= reward_metrics(groups, config.reward_by)
+            metrics = {
+                **run.evaluated,
+                **update(run.training, data, run.learning_rate(step), config),
+                **reward_metrics(groups, config.reward_by),
+            }
             if reference is not None:
-                metrics["kl"] = kl_of(everyone)
-            run.report(step, metrics, sum(one.num_sampled for one in everyone))
+                metrics["kl"] = kl_of(episodes)
+            run.report(step, metrics, sum(episode.num_sampled for episode in episodes))
 
-    if run.is_interrupted:
-        return run.stopped(metrics)
-    if held_out:
-        sampler = training.save_weights_and_get_sampling_client()
-        metrics["held_out_reward"] = evaluate(sampler, held_out, player)
-        log.metrics(num_steps, {"held_out_reward": metrics["held_out_reward"]})
-        if start < num_steps:
-            watch.see(training, num_steps, metrics["held_out_reward"])
-    if not any(record.get("groups_with_signal") for record in log.read_metrics()):
+    if run.is_complete and not any(m.get("groups_with_signal") for m in log.read_metrics()):
         on_note(
             "Nothing was learned: in every group all answers got the same reward. Reward partly "
             "right answers, or ask something the model gets right now and then."
         )
-    return run.end(num_steps, metrics, PICTURE, watch.best)
+    return run.result(PICTURE)
+
+
+def sampling_seed(seed: int, step: int) -> int:
+    """A seed for the samples of a step, the same after a resume.
+
+    Far enough from the next step's that every question can add its number.
+    """
+    return (seed * 1_000_003 + step) * 10_007
 
 
 def question_of(row: Prompt, task: Task, renderer: Renderer) -> Question:
@@ -219,7 +217,7 @@ def question_of(row: Prompt, task: Task, renderer: Renderer) -> Question:
     return Question(tokens=tokens, row=row.row, line=row.line, messages=tuple(messages))
 
 
-def evaluate(sampler: SamplingClient, questions: Sequence[Question], player: Player) -> float:
+def greedy_reward(sampler: SamplingClient, questions: Sequence[Question], player: Player) -> float:
     """Mean reward of the greedy answers to questions that are not trained on."""
     greedy = Player(
         task=player.task, renderer=player.renderer, max_tokens=player.max_tokens, temperature=0.0

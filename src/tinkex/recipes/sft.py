@@ -11,9 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tinkex import AdamParams, ModelInput, SamplingParams, ServiceClient, TrainingClient
-from tinkex.errors import ConfigError, InvalidInputError
-from tinkex.recipes.best import Watch, stopped_at
+from tinkex import (
+    AdamParams,
+    ModelInput,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
+from tinkex.errors import ConfigError
+from tinkex.recipes.best import Watch
 from tinkex.recipes.data import Conversation, load_conversations, split_off
 from tinkex.recipes.loop import (
     OnNote,
@@ -77,13 +84,17 @@ def train(
     if (ended := finished(service, log, on_note)) is not None:
         return ended
     run = Run(service, log, config, on_step, on_note)
-    training, start, renderer = run.training, run.start, run.renderer
-    examples, held_out = run.split(loaded, lambda row: render(row, renderer, config))
+    training, renderer = run.training, run.renderer
+    examples, held_out = run.split(
+        loaded,
+        lambda row: renderer.example(
+            row.messages, learn=config.learn, max_length=config.max_length
+        ),
+    )
     on_note(figures(examples, config.batch_size))
     to_ask = split_off(loaded.rows, config.eval_share)[1][: config.samples]
-    length = math.ceil(len(examples) * config.epochs / config.batch_size)
-    num_steps = start if stopped_at(config.log_dir, start) else length
-    rollouts = RolloutLog(config.log_dir, start_step=start)
+    num_steps = math.ceil(len(examples) * config.epochs / config.batch_size)
+    rollouts = RolloutLog(config.log_dir, start_step=run.start)
     watch = Watch(
         log,
         "held_out_loss",
@@ -93,39 +104,29 @@ def train(
         on_note=on_note,
     )
 
-    metrics: dict[str, float] = {}
-    with run.steps(num_steps) as steps:
-        for step in steps:
-            metrics = {}
-            if held_out and step % config.eval_every == 0:
-                metrics["held_out_loss"] = mean_loss(training, held_out)
-                for said in answers(training, to_ask, renderer, step):
-                    rollouts.write([said])
-                    on_note(f"step {step}: {said.text}")
-                if watch.see(training, step, metrics["held_out_loss"]):
-                    log.metrics(step, metrics)
-                    return run.end(step, metrics, PICTURE, watch.best)
+    def evaluate(step: int) -> dict[str, float]:
+        loss = mean_loss(training, held_out)
+        # The finished model is there to be asked; its answers are not part of the log.
+        if to_ask and step < run.num_steps:
+            for answer in answers(run.policy(step), to_ask, renderer, step):
+                rollouts.write([answer])
+                on_note(f"step {step}: {answer.text}")
+        return {"held_out_loss": loss}
 
+    with run.steps(num_steps, evaluate if held_out else None, watch) as steps:
+        for step in steps:
             batch = batch_at(examples, config.batch_size, step, config.seed)
             # The server sums over tokens; dividing by their number makes the loss a mean.
             num_learned = sum(example.num_learned for example in batch)
             data = [example.datum(1 / num_learned) for example in batch]
             forward_backward = training.forward_backward(data, "cross_entropy")
             optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
-            metrics["loss"] = forward_backward.result().metrics["loss:sum"]
+            loss = forward_backward.result().metrics["loss:sum"]
             optim_step.result()
 
-            metrics["num_tokens"] = sum(len(example.tokens) for example in batch)
-            run.report(step, metrics, int(metrics["num_tokens"]))
-
-    if run.is_interrupted:
-        return run.stopped(metrics)
-    if held_out:
-        metrics["held_out_loss"] = mean_loss(training, held_out)
-        log.metrics(num_steps, {"held_out_loss": metrics["held_out_loss"]})
-        if start < num_steps:
-            watch.see(training, num_steps, metrics["held_out_loss"])
-    return run.end(num_steps, metrics, PICTURE, watch.best)
+            num_tokens = sum(len(example.tokens) for example in batch)
+            run.report(step, {**run.evaluated, "loss": loss, "num_tokens": num_tokens}, num_tokens)
+    return run.result(PICTURE)
 
 
 def figures(examples: Sequence[Rendered], batch_size: int) -> str:
@@ -141,12 +142,9 @@ def figures(examples: Sequence[Rendered], batch_size: int) -> str:
 
 
 def answers(
-    training: TrainingClient, rows: Sequence[Conversation], renderer: Renderer, step: int
+    sampler: SamplingClient, rows: Sequence[Conversation], renderer: Renderer, step: int
 ) -> Iterator[Rollout]:
-    """Greedy answers to the last questions of some rows, as the model says them now."""
-    if not rows:
-        return
-    sampler = training.save_weights_and_get_sampling_client()
+    """Greedy answers to the last questions of some rows."""
     params = SamplingParams(max_tokens=48, temperature=0.0, stop=renderer.stop)
     prompts = [renderer.prompt(row.messages[:-1]) for row in rows]
     futures = [sampler.sample(ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
@@ -155,15 +153,6 @@ def answers(
         tokens = list(sequence.tokens)
         logprobs = list(sequence.logprobs or [])
         yield Rollout.of(renderer, prompt, tokens, step, group=number, logprobs=logprobs)
-
-
-def render(row: Conversation, renderer: Renderer, config: SftConfig) -> Rendered:
-    example = renderer.example(row.messages, learn=config.learn)
-    if len(example.tokens) > config.max_length:
-        raise InvalidInputError(
-            f"{len(example.tokens)} tokens, more than max_length {config.max_length}"
-        )
-    return example
 
 
 def mean_loss(training: TrainingClient, examples: Sequence[Rendered]) -> float:
