@@ -32,7 +32,7 @@ def raise_if_tinker_not_accessible() -> None:
         TinkerError: There is no credential, it was refused, or the service cannot be reached.
     """
     from tinkex.client.futures import spawn
-    from tinkex.client.http.transport import Call
+    from tinkex.client.http.call import Call
     from tinkex.client.session.holder import Holder
 
     config = ClientConfig.from_env(retry_window_s=0.0, max_retries=0)
@@ -42,7 +42,7 @@ def raise_if_tinker_not_accessible() -> None:
         )
     holder = Holder(config, with_session=False)
 
-    call = Call(method="GET", path="get_server_capabilities", window=False)
+    call = Call.to("get_server_capabilities", window=False)
 
     async def ask(waiting: object) -> None:
         await holder.transport.call(call)

@@ -14,10 +14,10 @@ from virtual_time import run_virtual
 
 from tinkex import types
 from tinkex.client.futures import Waiting
+from tinkex.client.http.call import Call
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause
-from tinkex.client.http.transport import Call
 from tinkex.client.session.polling import Expect, Poller, QueueWatch
 from tinkex.errors import (
     APIConnectionError,
@@ -116,7 +116,7 @@ def test_payload_metadata_reserves_bytes_and_asks_for_the_payload() -> None:
     announced = json_reply({"status": "complete_metadata", "response_payload_size": 600})
     polled = Polled([announced, DONE])
     polled.run()
-    bodies = [orjson.loads(call.body or b"") for call in polled.calls]
+    bodies = [orjson.loads(call.body.content) for call in polled.calls]
     assert [body["allow_metadata_only"] for body in bodies] == [True, False]
     assert polled.inflight.balance == 1000
 

@@ -22,6 +22,7 @@ from tinkex.errors import (
     RequestFailedError,
 )
 from tinkex.types.service.telemetry import TelemetrySendRequest
+from tinkex.wire import requests
 
 SECRET = "tml-super-secret-key"
 FAST = ReporterConfig(interval_s=0.02, first_retry_s=0.01, max_retry_s=0.02, drain_timeout_s=60.0)
@@ -35,11 +36,11 @@ class FakeServer:
         self.bodies: list[bytes] = []
         self.num_calls = 0
 
-    async def __call__(self, body: bytes) -> None:
+    async def __call__(self, request: TelemetrySendRequest) -> None:
         self.num_calls += 1
         if self.errors:
             raise self.errors.pop(0)
-        self.bodies.append(body)
+        self.bodies.append(requests.encode("telemetry", request).content)
 
     @property
     def events(self) -> list[dict]:
@@ -132,7 +133,7 @@ async def test_a_server_without_the_endpoint_is_left_alone():
 
 
 async def test_closing_does_not_hang_on_a_dead_endpoint():
-    async def never(body: bytes) -> None:
+    async def never(request: TelemetrySendRequest) -> None:
         await asyncio.sleep(3600)
 
     reporter = Reporter(never, "s-1", ReporterConfig(drain_timeout_s=0.05))
@@ -149,6 +150,16 @@ async def test_a_full_queue_drops_and_says_how_many():
     assert server.events[-1]["event_data"] == {"num_events": 3}
 
 
+async def test_an_event_that_could_never_be_sent_is_dropped_and_the_others_go_on():
+    server = FakeServer()
+    reporter = Reporter(server, "s-1", FAST)
+    assert not reporter.log("n" * 2000)
+    assert reporter.log("short")
+    assert await reporter.flush()
+    assert [event.get("event_name") for event in server.events][1] == "short"
+    assert server.events[-1]["event_data"] == {"num_events": 1}
+
+
 async def test_many_threads_get_one_index_each():
     reporter = Reporter(FakeServer(), "s-1", ReporterConfig())
     threads = [
@@ -158,7 +169,7 @@ async def test_many_threads_get_one_index_each():
         thread.start()
     for thread in threads:
         thread.join()
-    assert [e["event_session_index"] for e in reporter._queue] == list(range(1601))
+    assert [e.event_session_index for e in reporter._queue] == list(range(1601))
 
 
 def failing_inside(prompt: str) -> None:

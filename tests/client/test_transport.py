@@ -14,9 +14,11 @@ from virtual_time import run_virtual
 from tinkex import errors
 from tinkex.client.config import ClientConfig
 from tinkex.client.credentials import TokenProvider
+from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.http1 import ProtocolError, Reply
 from tinkex.client.http.retry import RetryPolicy
-from tinkex.client.http.transport import Call, Transport, status_error
+from tinkex.client.http.transport import Transport
+from tinkex.wire.requests import NO_FIELDS
 
 
 class Recorded:
@@ -62,7 +64,7 @@ def call_through(
     return run_virtual(main())
 
 
-POST = Call(method="POST", path="optim_step", body=b"{}")
+POST = Call(method="POST", path="optim_step", body=NO_FIELDS)
 OK = json_reply({})
 
 

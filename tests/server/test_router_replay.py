@@ -130,18 +130,15 @@ async def test_the_toy_refuses_to_tell_experts(app_world: AppWorld) -> None:
 
 
 def test_a_server_that_announces_nothing_is_not_asked() -> None:
-    from tinkex.client.sampling.sample_fields import SampleFields
+    from tinkex.client.sampling.sample_requests import check_supported, sample_request
     from tinkex.client.session.flags import ServerFlags
     from tinkex.client.validation import check_routed_experts
 
     prompt = types.ModelInput.from_ints([1, 2])
-    fields = SampleFields(
-        prompt=prompt, num_samples=1, sampling_params=types.SamplingParams(), routed_experts=True
-    )
-    fields.check()
+    request = sample_request(prompt, 1, types.SamplingParams(), routed_experts=True)
     with pytest.raises(NotSupportedError, match="routed_experts"):
-        fields.check_honoured(ServerFlags())
-    fields.check_honoured(ServerFlags(tinkex_routed_experts=True))
+        check_supported(request, ServerFlags())
+    check_supported(request, ServerFlags(tinkex_routed_experts=True))
     carried = types.Datum(prompt, {"routed_experts": np.zeros((2, 1, 1), np.int64)})
     with pytest.raises(NotSupportedError, match=r"data\[0\].loss_fn_inputs.routed_experts"):
         check_routed_experts([carried], honoured=False)

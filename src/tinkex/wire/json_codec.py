@@ -1,21 +1,22 @@
 """JSON as SDK 0.36 writes it, and reading it.
 
-The official SDKs write JSON with Python's own encoder, whose spelling of floats (`1e-05`) differs
-from faster ones, so requests do too: their bytes are a promise. Prompts, which hold no floats,
-reading and results use orjson.
+The official SDKs write JSON with Python's own encoder, and their bytes are a promise. orjson writes
+the same bytes several times as fast, but for the spelling of very small and very large floats
+(`1e-05` there, `0.00001` here); `dumps` falls back to Python's encoder for those.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from tinkex.errors import InvalidInputError, WireError
+from tinkex.errors import WireError
 from tinkex.types.data.chunks import (
     EncodedTextChunk,
     ImageAssetPointerChunk,
@@ -23,7 +24,7 @@ from tinkex.types.data.chunks import (
     ModelInputChunk,
 )
 from tinkex.types.fields.complaints import explain
-from tinkex.types.sampling.request import SampleRequest
+from tinkex.types.sampling.request import SampleRequest, SamplingParams
 from tinkex.types.training.optimizer import AdamParams, OptimStepRequest
 from tinkex.wire.budget import check_json
 
@@ -31,36 +32,67 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 # ------------------------------------------------------------------------------------ writing
 
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """What no encoder can write - an object, a lone surrogate, NaN - is the caller's mistake."""
-    try:
-        yield
-    except InvalidInputError:
-        raise
-    except (ValueError, TypeError, RecursionError) as exc:
-        raise InvalidInputError(f"the request cannot be written as JSON: {exc}") from exc
+# Numbers whose spelling may differ: those with an exponent, and those that have one in Python. The
+# first pattern is quick and also finds hexadecimal ids, the second is slow and exact, but for
+# texts that look like JSON, which cost time and change nothing.
+_EXPONENT = re.compile(rb"e(?<=[0-9]e)[-+0-9]")
+_TWO_SPELLINGS = re.compile(rb"[:,\[]-?(?:[0-9.]+e|0\.0000)")
 
 
 def encode(request: BaseModel, *, keep_none: bool = False) -> bytes:
     """A request as SDK 0.36 writes it: defaults included, None left out unless `keep_none`."""
-    with writing():
-        if isinstance(request, SampleRequest):
-            return _sample(request)
-        fields = request.model_dump(mode="json", exclude_none=not keep_none)
-        if isinstance(request, OptimStepRequest):
-            is_adam = isinstance(request.optim_params, AdamParams)
-            fields["adam_params" if is_adam else "optimizer_params"] = fields.pop("optim_params")
-        return dumps(fields)
+    if isinstance(request, SampleRequest):
+        return _sample(request)
+    # What `model_dump` calls, without its look at other ways to be called.
+    fields = request.__pydantic_serializer__.to_python(
+        request, mode="json", exclude_none=not keep_none
+    )
+    if isinstance(request, OptimStepRequest):
+        is_adam = isinstance(request.optim_params, AdamParams)
+        fields["adam_params" if is_adam else "optimizer_params"] = fields.pop("optim_params")
+    return dumps(fields)
+
+
+_SETTINGS = tuple(SamplingParams.model_fields)
+_settings_of = attrgetter(*_SETTINGS)
+_OPTIONS = tuple(SampleRequest.model_fields)[3:]
+"""All fields but `num_samples`, `prompt` and `sampling_params`, which come first."""
+_options_of = attrgetter(*_OPTIONS)
 
 
 def _sample(request: SampleRequest) -> bytes:
-    """A sample request, its prompt written from the arrays: long ones are most of the work."""
-    fields = request.model_dump(mode="json", exclude_none=True, exclude={"num_samples", "prompt"})
+    """A sample request: thousands are sent at once, so pydantic's serializer is not asked."""
     prompt = {"chunks": [_chunk(chunk) for chunk in request.prompt.chunks]}
-    raw = orjson.dumps(prompt, option=orjson.OPT_SERIALIZE_NUMPY)
-    return b'{"num_samples":%d,"prompt":%b,%b' % (request.num_samples, raw, dumps(fields)[1:])
+    settings = _settings_of(request.sampling_params)
+    try:
+        written = _settings(*settings)
+    except TypeError:  # a list or a dict, which cannot be a key
+        written = _settings.__wrapped__(*settings)
+    options = {
+        name: value
+        for name, value in zip(_OPTIONS, _options_of(request), strict=True)
+        if value is not None
+    }
+    if (targets := request.target_prompt_logprobs) is not None:
+        options["target_prompt_logprobs"] = targets.to_dict()
+    return b'{"num_samples":%d,"prompt":%b,"sampling_params":%b,%b' % (
+        request.num_samples,
+        orjson.dumps(prompt, option=orjson.OPT_SERIALIZE_NUMPY),
+        written,
+        # Without targets these are texts, flags and whole numbers, which have one spelling.
+        (orjson.dumps(options) if targets is None else dumps_slowly(options))[1:],
+    )
+
+
+@lru_cache(maxsize=256, typed=True)  # thousands of samples are alike; typed: 1 is not 1.0
+def _settings(*values: Any) -> bytes:
+    settings = {
+        # In JSON, keys are text.
+        name: value if type(value) is not dict else {str(key): v for key, v in value.items()}
+        for name, value in zip(_SETTINGS, values, strict=True)
+        if value is not None
+    }
+    return dumps(settings)
 
 
 def _chunk(chunk: ModelInputChunk) -> dict[str, Any]:
@@ -81,6 +113,15 @@ def _chunk(chunk: ModelInputChunk) -> dict[str, Any]:
 
 
 def dumps(value: Any) -> bytes:
+    """Plain objects without NaN and infinity as Python's encoder writes them."""
+    raw = orjson.dumps(value)
+    if b"0.0000" not in raw and _EXPONENT.search(raw) is None:
+        return raw
+    return raw if _TWO_SPELLINGS.search(raw) is None else dumps_slowly(value)
+
+
+def dumps_slowly(value: Any) -> bytes:
+    """Plain objects as Python's encoder writes them; NaN and infinity are a ValueError."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.encode()
 

@@ -7,6 +7,7 @@ request is numbered even when the rest of it is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from tinkex.wire.body import Body
 from tinkex.wire.endpoints import ENDPOINTS, Endpoint
 from tinkex.wire.generation import JSON, PROTOBUF, Generation, names_protobuf
 from tinkex.wire.json_requests import PASSES, Address
+
+NO_FIELDS = Body(b"{}", JSON)
+"""The body of a POST for which no message is declared, where the official SDK sends one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +98,32 @@ def encode(
         raise InvalidInputError(
             f"{name} takes {endpoint.request_name}, got {type(request).__name__}"
         )
-    if name in PASSES:
-        body = (
-            Body(proto_requests.encode(request), PROTOBUF)
-            if generation is Generation.V0_36
-            else Body(sdk_0_4.encode_pass(name, request), JSON)
-        )
+    if name in PASSES and generation is Generation.V0_36:
+        body = Body(proto_requests.encode(request), PROTOBUF)
         return body.compressed() if compress else body
-    if generation is Generation.V0_4:
-        return Body(sdk_0_4.encode(request), JSON)
-    return Body(json_codec.encode(request, keep_none=endpoint.keeps_null), JSON)
+    if name == "asample_batch":
+        return join_samples([encode("asample", item) for item in request.requests])
+    try:
+        if name in PASSES:
+            body = Body(sdk_0_4.encode_pass(name, request), JSON)
+            return body.compressed() if compress else body
+        if generation is Generation.V0_4:
+            return Body(sdk_0_4.encode(request), JSON)
+        return Body(json_codec.encode(request, keep_none=endpoint.keeps_null), JSON)
+    except InvalidInputError:
+        raise
+    except (ValueError, TypeError, RecursionError) as exc:  # an object, a lone surrogate, NaN
+        raise InvalidInputError(f"the request cannot be written as JSON: {exc}") from exc
+
+
+def join_samples(samples: Sequence[Body]) -> Body:
+    """The `asample_batch` of samples that are encoded already."""
+    return Body(b'{"requests":[%b]}' % b",".join(sample.content for sample in samples), JSON)
 
 
 def _endpoint(name: str) -> Endpoint:
-    found = ENDPOINTS.get(name)
-    if found is None or found.request_name is None:
+    endpoint = ENDPOINTS.get(name)
+    if endpoint is None or endpoint.request_name is None:
         known = ", ".join(sorted(name for name, row in ENDPOINTS.items() if row.request_name))
         raise InvalidInputError(f"unknown endpoint {name!r}; known: {known}")
-    return found
+    return endpoint

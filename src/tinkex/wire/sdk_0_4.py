@@ -1,7 +1,8 @@
-"""What only servers of the 0.4.1 generation need: every request as that SDK writes it.
+"""Requests as SDK 0.4.1 writes them, for servers of that generation.
 
-JSON everywhere, training data included. Fields that were never set are left out, None is sent as
-null, and a field that came later is refused, never dropped.
+JSON everywhere, training data included. Fields that were never set are left out, and None is sent
+as null. A field that came later is refused, unless an older server computes the same without it
+(`_OPTIONAL`); those are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.fields.value import short
 from tinkex.types.training.optimizer import AdamParams, OptimStepRequest
-from tinkex.wire.json_codec import dumps, writing
+from tinkex.wire.json_codec import dumps_slowly
 from tinkex.wire.json_requests import INPUT_FIELD, Pass
 
 # Fields SDK 0.4.1 knows, in its order, for the requests that have changed since.
@@ -42,13 +43,14 @@ _KNOWN = {
 }
 FIELDS = {name: tuple(fields.split()) for name, fields in _KNOWN.items()}
 # Newer fields an older server can do without: leaving them out changes nothing it computes.
-_OPTIONAL = frozenset({"allow_metadata_only", "display_name", "process_uuid", "project_id"})
+_OPTIONAL = frozenset(
+    {"allow_metadata_only", "display_name", "process_uuid", "project_id", "record_stability_info"}
+)
 
 
 def encode(request: Any) -> bytes:
     """A request as SDK 0.4.1 writes it: set fields only, None as null."""
-    with writing():
-        return dumps(_plain(request))
+    return dumps_slowly(_plain(request))
 
 
 def encode_pass(name: str, request: Pass) -> bytes:

@@ -15,7 +15,6 @@ import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict
 from urllib.parse import quote, urlencode, urljoin, urlsplit
@@ -30,16 +29,11 @@ from tinkex.client.credentials import TokenProvider
 from tinkex.client.futures import Waiting
 from tinkex.client.http.backends import Backend, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
+from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.headers import idempotency_key, standard_headers
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import RateLimiter
-from tinkex.client.http.retry import (
-    BillingPause,
-    CallRetry,
-    Outage,
-    RetryPolicy,
-    parse_retry_after_s,
-)
+from tinkex.client.http.retry import BillingPause, CallRetry, Outage, RetryPolicy
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
@@ -47,9 +41,8 @@ from tinkex.errors import (
     BillingError,
     ClientClosedError,
     RateLimitError,
-    status_error_class,
 )
-from tinkex.wire.generation import JSON
+from tinkex.wire.generation import JSON, Generation
 
 logger = logging.getLogger("tinkex.http")
 
@@ -73,35 +66,6 @@ class RequestOptions(TypedDict, total=False):
     timeout: float
     params: Mapping[str, Any]
     idempotency_key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """An HTTP call of the contract. `body` is sent as it is; None sends none."""
-
-    method: str
-    path: str
-    """Below `/api/v1/`, or below the base URL when it begins with a slash; pasted in as it is."""
-    name: str | None = None
-    """What errors call it, where that is not the path."""
-    pool: str = "train"
-    body: bytes | None = None
-    content_type: str = JSON
-    query: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] | None = None
-    timeout_s: float | None = None
-    """None: the config's."""
-    max_retries: int | None = None
-    """Quick tries after the first; None: the config's."""
-    window: bool = True
-    """Go on with rounds of quick tries for the config's `retry_window_s`."""
-    waits_itself: bool = False
-    """402 and 429 are raised at once: the caller waits on its own terms."""
-
-    @classmethod
-    def json(cls, path: str, body: Mapping[str, Any], **how: Any) -> Call:
-        """A POST of plain JSON, whose fields are few and need no dialect."""
-        return cls(method="POST", path=path, body=orjson.dumps(body), **how)
 
 
 class _Pool:
@@ -171,6 +135,8 @@ class Transport:
         self._breaker = (
             CircuitBreaker(self._origin[1], clock=loop_time) if config.circuit_breaker else None
         )
+        self.generation = Generation.V0_36
+        """How request bodies are written; another one once the server is known to be old."""
         self._closed = False
         self._deprecations: set[str] = set()
 
@@ -244,6 +210,7 @@ class Transport:
             await self._limiter.wait()
         timeout_s = call.timeout_s or self.config.timeout_s
         headers = await self._headers(call, attempt, key, timeout_s)
+        content = None if call.body is None else call.body.content
         pool, url, revive = self._pool(call.pool), self._url(call), self._revive
         if self._breaker is not None:
             self._breaker.before_call()
@@ -252,7 +219,7 @@ class Transport:
                 try:
                     with _Try(self, call, timeout_s) as tried:
                         reply = await pool.backend.send(
-                            call.method, url, headers, call.body, timeout_s
+                            call.method, url, headers, content, timeout_s
                         )
                         if follow and reply.status in _REDIRECTS:
                             reply = await self._follow(pool, call, url, reply, headers, timeout_s)
@@ -279,7 +246,7 @@ class Transport:
         timeout_s: float,
     ) -> Reply:
         """Follow redirects; another host never sees the credential."""
-        method, body = call.method, call.body
+        method, body = call.method, None if call.body is None else call.body.content
         for _ in range(_MAX_REDIRECTS):
             target = reply.headers.get("location")
             if reply.status not in _REDIRECTS or not target:
@@ -318,12 +285,13 @@ class Transport:
         """The lines of a server-sent-event answer."""
         headers = await self._headers(call, 0, idempotency_key(), self.config.timeout_s)
         headers["Accept"] = "text/event-stream"
+        content = None if call.body is None else call.body.content
         name = f"{call.method} {call.path}"
         try:
             async with (
                 make_httpx(self.config) as client,
                 client.stream(
-                    call.method, self._url(call), headers=headers, content=call.body
+                    call.method, self._url(call), headers=headers, content=content
                 ) as answer,
             ):
                 if answer.status_code >= 400:
@@ -354,11 +322,13 @@ class Transport:
     ) -> dict[str, str]:
         headers = dict(self._standard)
         if call.method != "GET":
-            headers["Content-Type"] = call.content_type
+            headers["Content-Type"] = JSON if call.body is None else call.body.content_type
             headers["X-Idempotency-Key"] = key or idempotency_key()
         headers["X-API-Key"] = await self.tokens.token()
         headers["x-stainless-retry-count"] = str(attempt)
         headers["x-stainless-read-timeout"] = f"{timeout_s:g}"
+        if call.body is not None and call.body.content_encoding is not None:
+            headers["Content-Encoding"] = call.body.content_encoding
         if call.headers:
             headers.update(call.headers)
         headers.update(self.config.headers)
@@ -448,61 +418,3 @@ def _query(query: Mapping[str, Any]) -> str:
             flat[name] = str(value)
     encoded = urlencode({name: value for name, value in flat.items() if value != ""})
     return f"?{encoded}" if encoded else ""
-
-
-_HINTS = {
-    401: "Check the key: api_key= or TINKER_API_KEY.",
-    402: "Add credit to the account.",
-    403: "The key is valid but may not do this; ask the owner or use another key.",
-    429: "Slow down, or let the SDK wait.",
-}
-
-
-# The server names its routes; whoever writes Python calls these.
-_CALL_OF = {
-    "GET /checkpoints": "create_rest_client().list_user_checkpoints()",
-    "GET /training_runs": "create_rest_client().list_training_runs()",
-    "GET /sessions": "create_rest_client().list_sessions()",
-}
-NO_KEY = "Set TINKER_API_KEY, or pass api_key."
-
-
-def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatusError:
-    """The error of our tree for an answer: what was asked, what came back, what to do."""
-    body = reply.json()
-    detail = _detail(body)
-    if detail is None:
-        body = body if body is not None else reply.content.decode("utf-8", "replace")
-        detail = orjson.dumps(body).decode() if isinstance(body, (dict, list)) else str(body)
-    for route, python in _CALL_OF.items():
-        detail = detail.replace(route, python)
-    hint = _HINTS.get(reply.status, "")
-    if reply.status == 401 and not has_key:
-        detail, hint = "this server wants a key, and none was given.", NO_KEY
-    elif hint and "TINKER_API_KEY" in detail:
-        hint = ""  # the server has said it
-    asked = call.name or f"{call.method} /api/v1/{call.path}"
-    text = f"Error code: {reply.status} on {asked} - {detail[:2000]}"
-    asked_s = parse_retry_after_s(reply.headers)
-    return status_error_class(reply.status)(
-        f"{text} {hint}".rstrip(),
-        status_code=reply.status,
-        request=f"{call.method} {call.path}",
-        body=body,
-        headers=dict(reply.headers),
-        request_id=reply.headers.get("x-request-id"),
-        retry_after_ms=None if asked_s is None else round(asked_s * 1000),
-    )
-
-
-def _detail(body: Any) -> str | None:
-    """The human part of the usual error bodies."""
-    if not isinstance(body, dict):
-        return None
-    for name in ("detail", "error", "message"):
-        value = body.get(name)
-        if isinstance(value, dict):
-            value = value.get("message")
-        if isinstance(value, str) and value:
-            return value
-    return None

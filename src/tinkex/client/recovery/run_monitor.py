@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.errors import APIStatusError, RetryableException, TinkerError
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
     await holder.post(
         "get_info", request, types.GetInfoResponse, window=False, max_retries=0, waiting=waiting
     )
-    call = Call(
-        method="GET",
-        path=f"training_runs/{client.model_id}",
+    call = Call.to(
+        "get_training_run",
+        ids={"run_id": client.model_id},
         query={"access_scope": "owned"},
         max_retries=0,
         window=False,
@@ -134,7 +134,7 @@ async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
 
 def check_service(holder: Holder, timeout_s: float = 10.0) -> RunHealth:
     """Ask a server once whether it is there; `ok` or `unreachable`."""
-    call = Call(method="GET", path="get_server_capabilities", max_retries=0, window=False)
+    call = Call.to("get_server_capabilities", max_retries=0, window=False)
     asked = holder.spawn(lambda waiting: holder.transport.call(call))
     try:
         asked.result(timeout_s)

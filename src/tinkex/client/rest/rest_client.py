@@ -20,14 +20,13 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
-from tinkex.client.http.transport import Call
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.session.holder import Holder, parse, shared_holder
 from tinkex.client.twins import awaited
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
-from tinkex.wire import requests
-from tinkex.wire.endpoints import API, ENDPOINTS
+from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
     from tinkex.client.rest.admin_client import AdminClient
@@ -72,12 +71,11 @@ class Caller:
         **ids: str,
     ) -> Call:
         """A row's call, by default of the row with the method's name; `ids` fill its path."""
-        endpoint = ENDPOINTS[row or method]
-        return Call(
-            method=endpoint.method,
-            path=endpoint.path.removeprefix(f"{API}/").format(**ids),
+        return Call.to(
+            row or method,
+            request,
+            ids=ids,
             pool=pool,
-            body=None if request is None else requests.encode(endpoint.name, request).content,
             query=query,
             headers={**_sdk_headers(method), **(headers or {})},
         )

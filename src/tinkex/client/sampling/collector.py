@@ -5,13 +5,14 @@ someone waits or an acknowledgement is pending. Against our own server (flag `ti
 it asks for the results themselves in the same answer, and `BatchSubmitter` joins the samples that
 were made in the same moment into one `/asample_batch`:
 
-    POST asample_batch     {"requests": [asample body, ...]}   at most 256, of one sampling session
+    POST asample_batch     {"requests": [asample body, ...]}   of one sampling session
       -> {"promises": [{"request_id", "sample_sequence_ids"}
                        | {"status", "error", "category", "retry_after_ms"?}, ...]}   in order
     POST retrieve_futures  the usual body plus "inline_results": true
       -> the results, joined as `wire.frames` has it
 
-Neither knows what a sample is made of.
+The server takes as many as `SampleBatchRequest` declares; a client sends `MAX_REQUESTS` at most.
+Neither class knows what a sample is made of.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from itertools import zip_longest
 from typing import Any
 
 from tinkex.client.futures import cancel_all
+from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.retry import BillingPause
-from tinkex.client.http.transport import Call, status_error
-from tinkex.client.session.polling import PollRetry
+from tinkex.client.session.polling import POLL_TIMEOUT_S, PollRetry
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -35,12 +36,12 @@ from tinkex.errors import (
     RequestFailedError,
     TinkerError,
 )
+from tinkex.types.service.futures import FuturesRetrieveRequest, SamplingSessionFuturesTarget
 from tinkex.types.service.request_error import is_retryable_status
-from tinkex.wire import frames
+from tinkex.wire import Body, frames, requests
 
 logger = logging.getLogger("tinkex.sampling")
 
-_POLL_TIMEOUT_S = 45.0
 _RETRY_S = 1.0
 _FIRST_POLL_S = 2.0
 """A poll is held until something is ready, for half a minute at most. The first one for a sample
@@ -70,8 +71,9 @@ class Collector:
         inline: bool = False,
     ) -> None:
         self._exchange = exchange
-        self._session_id = sampling_session_id
-        self._clone_id = clone_id
+        self._target = SamplingSessionFuturesTarget(
+            sampling_session_id=sampling_session_id, cloned_sampler_id=clone_id
+        )
         self._inline = inline
         self._cursor = 0
         self._waiters: dict[str, asyncio.Future[FinishedSample]] = {}
@@ -162,23 +164,20 @@ class Collector:
         await asyncio.sleep(0)
 
     def _call(self, told: list[str]) -> Call:
-        body: dict[str, Any] = {
-            "target": {
-                "type": "sampling_session",
-                "sampling_session_id": self._session_id,
-                "cloned_sampler_id": self._clone_id,
-            },
-            "prev_cursor": self._cursor,
-            "retrieved_request_ids": told,
-        }
-        if self._inline:
-            body["inline_results"] = True
+        timeout_s = None
         if not self._waiters:
-            body["timeout"] = 0.0  # only an acknowledgement: nothing to wait for
+            timeout_s = 0.0  # only an acknowledgement: nothing to wait for
         elif self._inline and self._untold:
-            body["timeout"] = _FIRST_POLL_S
-        return Call.json(
-            "retrieve_futures", body, pool="poller", timeout_s=_POLL_TIMEOUT_S, max_retries=0
+            timeout_s = _FIRST_POLL_S
+        request = FuturesRetrieveRequest(
+            target=self._target,
+            prev_cursor=self._cursor,
+            timeout=timeout_s,
+            retrieved_request_ids=told,
+            inline_results=self._inline or None,
+        )
+        return Call.to(
+            "retrieve_futures", request, pool="poller", timeout_s=POLL_TIMEOUT_S, max_retries=0
         )
 
     async def _refused(self, reply: Reply) -> None:
@@ -225,8 +224,8 @@ class Collector:
                 waiter.set_result(outcome)
 
 
-_Sample = tuple[bytes, asyncio.Future[dict[str, Any]]]
-"""Its body, and where its entry of the answer goes."""
+_Sample = tuple[Body, asyncio.Future[dict[str, Any]]]
+"""A sample's body, and the future of its entry of the answer."""
 
 
 class BatchSubmitter:
@@ -244,7 +243,7 @@ class BatchSubmitter:
         self._begin = begin
         self._pending: list[_Sample] = []
 
-    async def submit(self, body: bytes) -> dict[str, Any]:
+    async def submit(self, body: Body) -> dict[str, Any]:
         """Submit a sample with others; gives its promise, or a refusal with its `status`."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
@@ -258,11 +257,12 @@ class BatchSubmitter:
         batch: list[_Sample] = []
         size = 0
         for body, answer in pending:
-            if batch and (len(batch) >= self.MAX_REQUESTS or size + len(body) > self.MAX_BYTES):
+            num_bytes = len(body.content)
+            if batch and (len(batch) >= self.MAX_REQUESTS or size + num_bytes > self.MAX_BYTES):
                 self._begin(self._deliver(batch))
                 batch, size = [], 0
             batch.append((body, answer))
-            size += len(body)
+            size += num_bytes
         if batch:
             self._begin(self._deliver(batch))
 
@@ -280,12 +280,11 @@ class BatchSubmitter:
             if not answer.done():
                 answer.set_result(promise)
 
-    async def _ask(self, bodies: list[bytes]) -> list[dict[str, Any]]:
-        call = Call(
-            method="POST",
-            path="asample_batch",
+    async def _ask(self, bodies: list[Body]) -> list[dict[str, Any]]:
+        call = Call.to(
+            "asample_batch",
+            requests.join_samples(bodies),
             pool="sample",
-            body=b'{"requests":[' + b",".join(bodies) + b"]}",
             headers={"X-Tinker-Sampling-Backpressure": "1"},
             max_retries=0,
             waits_itself=True,

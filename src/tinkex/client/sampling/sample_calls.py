@@ -15,10 +15,11 @@ from typing import Any
 
 from tinkex import events, types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.sampling.collector import BatchSubmitter, Collector, FinishedSample
-from tinkex.client.sampling.sample_fields import SampleFields
+from tinkex.client.sampling.sample_requests import check_answer, check_supported
 from tinkex.client.sampling.sample_retry import RetryConfig, SampleRetry
+from tinkex.client.session.flags import ServerFlags
 from tinkex.client.session.holder import Holder
 from tinkex.client.session.polling import Expect, QueueWatch
 from tinkex.errors import (
@@ -29,7 +30,8 @@ from tinkex.errors import (
     RetrieveError,
     status_error_class,
 )
-from tinkex.wire import results
+from tinkex.wire import Body, requests, results
+from tinkex.wire.chunking import model_input_size
 from tinkex.wire.generation import PROTOBUF
 
 CLONE_STRIDE = 10**9
@@ -70,13 +72,10 @@ class SampleCalls:
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
 
-    async def stream_body(self, fields: SampleFields) -> bytes:
-        """The body of a streamed sample, with a number of its own."""
-        self._prepare()
-        fields.check_honoured(self.holder.flags)
-        if self._clone_id is None:
-            await self._join()
-        return fields.body(self.sampling_session_id, self._next_seq_id())
+    async def stream_call(self, request: types.SampleRequest) -> Call:
+        """The call of a streamed sample, with a number of its own."""
+        await self._prepare(request)
+        return Call.to("sample_stream", self._numbered(request), pool="sample")
 
     def _stamped(
         self, answer: types.SampleResponse, said: Any, sequence_ids: list[str] | None = None
@@ -108,25 +107,26 @@ class SampleCalls:
     # -- one sample
 
     async def _sample(
-        self, fields: SampleFields, waiting: Waiting, retries: bool
+        self, request: types.SampleRequest, waiting: Waiting, retries: bool
     ) -> types.SampleResponse:
-        self._prepare()
-        fields.check_honoured(self.holder.flags)
-        if self._clone_id is None:
-            await self._join()
+        await self._prepare(request)
         with events.span(
-            "sampling", model_id=self.sampling_session_id, num_samples=fields.num_samples
+            "sampling", model_id=self.sampling_session_id, num_samples=request.num_samples
         ):
             if not retries:
-                return await self._attempt(fields, waiting)
+                return await self._attempt(request, waiting)
             assert self._retry is not None
-            return await self._retry.execute(lambda: self._attempt(fields, waiting))
+            return await self._retry.execute(lambda: self._attempt(request, waiting))
 
-    def _prepare(self) -> None:
-        """On the loop, once: what the server's flags decide."""
-        if self._retry is not None:
-            return
-        flags = self.holder.flags
+    async def _prepare(self, request: types.SampleRequest) -> None:
+        """Refuse what this server would ignore, and have what the first sample needs."""
+        if self._retry is None:
+            self._apply_flags(self.holder.flags)
+        check_supported(request, self.holder.flags)
+        if self._clone_id is None:
+            await self._join()
+
+    def _apply_flags(self, flags: ServerFlags) -> None:
         cap = None if flags.sample_use_retrieve_futures else flags.sample_max_concurrent_requests
         self._retry = SampleRetry(
             self._retry_config,
@@ -155,18 +155,21 @@ class SampleCalls:
         )
         return answer.client_counter
 
-    def _next_seq_id(self) -> int:
+    def _numbered(self, request: types.SampleRequest) -> types.SampleRequest:
+        """The request with the next number of this clone."""
         assert self._clone_id is not None
         with self._lock:
             number = self._num_submitted
             self._num_submitted += 1
-        return self._clone_id * CLONE_STRIDE + number
+        return request.model_copy(update={"seq_id": self._clone_id * CLONE_STRIDE + number})
 
-    async def _attempt(self, fields: SampleFields, waiting: Waiting) -> types.SampleResponse:
+    async def _attempt(
+        self, request: types.SampleRequest, waiting: Waiting
+    ) -> types.SampleResponse:
         """Submit a sample and wait for its result. A retry is a new submission."""
         started = time.monotonic()
         waiting.state = "submitting"
-        promise = await self._submit(fields, waiting)
+        promise = await self._submit(request, waiting)
         request_id = promise["request_id"]
         waiting.request_id, waiting.state = request_id, "submitted"
         try:
@@ -174,7 +177,7 @@ class SampleCalls:
         except asyncio.CancelledError:
             self._forget(request_id)
             raise
-        fields.check_answer(answer)
+        check_answer(request, answer)
         return self._stamped(answer, promise.get("snapshot"), promise.get("sample_sequence_ids"))
 
     def _forget(self, request_id: str) -> None:
@@ -182,20 +185,21 @@ class SampleCalls:
         if self._collector is not None:
             self._collector.acknowledge(request_id)
 
-    async def _submit(self, fields: SampleFields, waiting: Waiting) -> dict[str, Any]:
+    async def _submit(self, request: types.SampleRequest, waiting: Waiting) -> dict[str, Any]:
         """Post with one number until it is taken; 429 is a wait, not an error (6.2)."""
         gate = self.holder.budgets.samples
-        body = fields.body(self.sampling_session_id, self._next_seq_id())
+        size_bytes = model_input_size(request.prompt, bytes_per_token=10)
+        body = requests.encode("asample", self._numbered(request), self.holder.flags.generation)
         while True:
             await gate.limiter.wait()
-            async with gate.admit(fields.size_bytes):
+            async with gate.admit(size_bytes):
                 if gate.limiter.delay_s > 0:
                     continue  # held back while it waited for its slot
                 try:
                     return await self._post(body, waiting)
                 except RateLimitError as exc:
                     asked_ms = exc.retry_after_ms
-                    gate.hold_back(fields.size_bytes, asked_ms and asked_ms / 1000)
+                    gate.hold_back(size_bytes, asked_ms and asked_ms / 1000)
                     waiting.reason = "held back: the server is busy (429)"
                 except BillingError:
                     pause = self.holder.transport.billing.delay_s()
@@ -204,14 +208,13 @@ class SampleCalls:
                     gate.limiter.hold(pause)
                     waiting.reason = "paused: billing"
 
-    async def _post(self, body: bytes, waiting: Waiting) -> dict[str, Any]:
+    async def _post(self, body: Body, waiting: Waiting) -> dict[str, Any]:
         if self._batch is not None:
             return _accepted(await self._batch.submit(body))
-        call = Call(
-            method="POST",
-            path="asample",
+        call = Call.to(
+            "asample",
+            body,
             pool="sample",
-            body=body,
             headers={"X-Tinker-Sampling-Backpressure": "1"},
             max_retries=0,
             waits_itself=True,

@@ -17,7 +17,6 @@ import orjson
 
 from tinkex import events, types
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.http.transport import Call
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -26,7 +25,6 @@ from tinkex.errors import (
 )
 
 if TYPE_CHECKING:
-    from tinkex.client.sampling.sample_fields import SampleFields
     from tinkex.client.sampling.sampling_client import SamplingClient
 
 
@@ -45,9 +43,9 @@ _END = object()
 class SampleStream:
     """Iterate with `for` or `async for`, once. `.result` is the whole answer afterwards."""
 
-    def __init__(self, client: SamplingClient, fields: SampleFields) -> None:
+    def __init__(self, client: SamplingClient, request: types.SampleRequest) -> None:
         self._client = client
-        self._fields = fields
+        self._request = request
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._result: types.SampleResponse | None = None
         self._future: APIFuture[None] | None = None
@@ -102,8 +100,7 @@ class SampleStream:
             raise NotSupportedError(
                 "this server cannot stream; use sample(), which returns all tokens at once"
             )
-        body = await self._client.stream_body(self._fields)
-        call = Call(method="POST", path="sample_stream", pool="sample", body=body)
+        call = await self._client.stream_call(self._request)
         async with holder.transport.stream(call) as lines:
             kind = ""
             async for line in lines:

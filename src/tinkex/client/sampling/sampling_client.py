@@ -17,10 +17,10 @@ import orjson
 from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.older_sdk import BaseModelName, DirectFuture
 from tinkex.client.sampling.sample_calls import SampleCalls
-from tinkex.client.sampling.sample_fields import SampleFields, target_tensor
+from tinkex.client.sampling.sample_requests import sample_request, target_tensor
 from tinkex.client.sampling.sample_retry import RetryConfig
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.holder import Holder
@@ -107,10 +107,11 @@ class SamplingClient(SampleCalls):
         the future also cancels the sample on the server. With `routed_experts` a mixture also tells
         which experts each token passed, to be trained on with a datum's input of that name.
         """
-        fields = SampleFields(
-            prompt=prompt,
-            num_samples=num_samples,
-            sampling_params=sampling_params,
+        request = sample_request(
+            prompt,
+            num_samples,
+            sampling_params,
+            sampling_session_id=self.sampling_session_id,
             prompt_logprobs=include_prompt_logprobs,
             topk_prompt_logprobs=topk_prompt_logprobs,
             topk_sample_logprobs=topk_sample_logprobs,
@@ -118,11 +119,10 @@ class SamplingClient(SampleCalls):
             prompt_alt_tokens_k=prompt_alt_tokens_k,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
-            routed_experts=routed_experts,
+            routed_experts=routed_experts or None,
         )
-        fields.check()
         retries = not self.holder.flags.sample_no_retries
-        return self.holder.spawn(lambda waiting: self._sample(fields, waiting, retries))
+        return self.holder.spawn(lambda waiting: self._sample(request, waiting, retries))
 
     sample_async = awaited(sample)
 
@@ -130,18 +130,18 @@ class SamplingClient(SampleCalls):
         self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> APIFuture[list[float | None]]:
         """The logprob of each prompt token given those before it; None for the first."""
-        fields = SampleFields(
-            prompt=prompt,
-            num_samples=1,
-            sampling_params=types.SamplingParams(max_tokens=1),
+        request = sample_request(
+            prompt,
+            1,
+            types.SamplingParams(max_tokens=1),
+            sampling_session_id=self.sampling_session_id,
             prompt_logprobs=True,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
             record_stability_info=self._record_stability_info,
         )
-        fields.check()
 
         async def score(waiting: Waiting) -> list[float | None]:
-            answer = await self._sample(fields, waiting, retries=True)
+            answer = await self._sample(request, waiting, retries=True)
             if answer.prompt_logprobs is None:
                 raise APIResponseValidationError("The server sent no prompt logprobs.")
             return answer.prompt_logprobs
@@ -163,11 +163,15 @@ class SamplingClient(SampleCalls):
         """
         from tinkex.client.sampling.sample_stream import SampleStream
 
-        fields = SampleFields(
-            prompt=prompt, num_samples=num_samples, sampling_params=sampling_params
+        request = sample_request(
+            prompt,
+            num_samples,
+            sampling_params,
+            sampling_session_id=self.sampling_session_id,
+            prompt_logprobs=False,
+            record_stability_info=False,
         )
-        fields.check()
-        return SampleStream(self, fields)
+        return SampleStream(self, request)
 
     # -- asking
 
@@ -185,7 +189,7 @@ class SamplingClient(SampleCalls):
     def _base_model(self) -> APIFuture[str]:
         async def ask(waiting: Waiting) -> str:
             if self._base_model_name is None:
-                call = Call(method="GET", path=f"samplers/{self.sampling_session_id}")
+                call = Call.to("get_sampler", ids={"sampler_id": self.sampling_session_id})
                 info = await self.holder.ask(call, types.GetSamplerResponse, waiting)
                 self._base_model_name = info.base_model
             return self._base_model_name

@@ -17,7 +17,7 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.rest.rest_client import RestClient, RestClientFuture
 from tinkex.client.sampling.sample_retry import RetryConfig
@@ -113,7 +113,7 @@ class ServiceClient:
     def get_server_capabilities(self) -> DirectFuture[types.GetServerCapabilitiesResponse]:
         """Which models the server offers."""
         holder = self._sessionless()
-        call = Call(method="GET", path="get_server_capabilities")
+        call = Call.to("get_server_capabilities")
         kind = types.GetServerCapabilitiesResponse
         asked = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
         return DirectFuture.of(asked, "get_server_capabilities", kind)
@@ -126,7 +126,7 @@ class ServiceClient:
         They come back as exact tokens: `result.to_datums(reward)` is ready to train on.
         """
         holder = self._sessionless()
-        call = Call(method="GET", path=f"trajectories/{quote(trajectory_id, safe='')}")
+        call = Call.to("get_trajectory", ids={"trajectory_id": quote(trajectory_id, safe="")})
         asked = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
         return DirectFuture.of(asked, "trajectories", types.Trajectory)
 

@@ -34,6 +34,9 @@ import httpx
 
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.errors import LocalServerError, how_to_install
+from tinkex.types.service.extensions import ProcessRequest
+from tinkex.wire import requests
+from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.local_servers import (
     SERVING,
     is_alive,
@@ -124,7 +127,7 @@ class LocalServer:
         with contextlib.suppress(httpx.HTTPError):
             headers = {"x-api-key": self.api_key}
             async with httpx.AsyncClient(timeout=5, headers=headers, mounts=DIRECT) as client:
-                await client.post(f"{self.base_url}/tinkex/v1/detach", json={"pid": os.getpid()})
+                await client.post(**_process_call(self.base_url, "detach"))
 
 
 def join_local_server(
@@ -357,7 +360,14 @@ def _answers(base_url: str, key: str) -> bool:
 
 def _attach(base_url: str, key: str) -> None:
     with httpx.Client(timeout=5, headers={"x-api-key": key}, mounts=DIRECT) as client:
-        client.post(f"{base_url}/tinkex/v1/attach", json={"pid": os.getpid()}).raise_for_status()
+        client.post(**_process_call(base_url, "attach")).raise_for_status()
+
+
+def _process_call(base_url: str, endpoint: str) -> dict[str, Any]:
+    """The arguments of httpx for a call that tells the server of this process."""
+    body = requests.encode(endpoint, ProcessRequest(pid=os.getpid()))
+    url = f"{base_url}{ENDPOINTS[endpoint].path}"
+    return {"url": url, "content": body.content, "headers": body.headers}
 
 
 def _server_env(env: Mapping[str, str]) -> dict[str, str]:

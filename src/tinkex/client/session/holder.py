@@ -24,10 +24,11 @@ from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.credentials import TokenProvider
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.backends import Backend, choose_backend
+from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import Budgets, RateLimiter
-from tinkex.client.http.transport import Call, Transport
+from tinkex.client.http.transport import Transport
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.open_calls import OpenCalls
 from tinkex.client.session.polling import Expect, Poller
@@ -160,7 +161,8 @@ class Holder:
         self._connected = True
 
     async def _fetch_flags(self) -> None:
-        call = Call.json("client/config", {"sdk_version": CONTRACT_VERSION}, pool="config")
+        request = types.ClientConfigRequest(sdk_version=CONTRACT_VERSION)
+        call = Call.to("client_config", request, pool="config")
         try:
             reply = await self.transport.call(call)
         except NotFoundError:
@@ -184,6 +186,7 @@ class Holder:
         flags = self.flags
         if flags.pjwt_auth_enabled:
             self.tokens.use_exchange(self._exchange_token)
+        self.transport.generation = flags.generation
         self.transport.billing.max_pause_s = flags.billing_exception_max_pause_duration_sec
         self.budgets = Budgets(
             self.limiter,
@@ -196,11 +199,11 @@ class Holder:
             self.transport.exchange,
             inflight=self.budgets.results,
             billing=self.transport.billing,
-            old_generation=flags.old_generation,
+            generation=flags.generation,
         )
 
     async def _exchange_token(self, credential: str) -> str:
-        call = Call(method="POST", path="auth/token", pool="auth", body=b"{}", window=False)
+        call = Call.to("exchange_token", requests.NO_FIELDS, pool="auth", window=False)
         exchange = Transport(
             self.config, TokenProvider(credential), make_backend=self._make_backend
         )
@@ -216,9 +219,9 @@ class Holder:
     async def _fetch_dynamic(self, *, window: bool) -> None:
         if self.flags.old_generation:
             return
-        call = Call.json(
-            "client/dynamic_config",
-            {"sdk_version": CONTRACT_VERSION},
+        call = Call.to(
+            "client_dynamic_config",
+            types.ClientConfigRequest(sdk_version=CONTRACT_VERSION),
             pool="session",
             timeout_s=10.0,
             max_retries=0,
@@ -280,11 +283,11 @@ class Holder:
         waiting: Waiting | None = None,
     ) -> M:
         """POST a request in the server's dialect and parse the answer."""
-        call = Call(
-            method="POST",
-            path=path,
+        call = Call.to(
+            path,
+            request,
+            self.flags.generation,
             pool=pool,
-            body=requests.encode(path, request, self.flags.generation).content,
             max_retries=max_retries,
             window=window,
             headers=headers,
@@ -309,8 +312,8 @@ class Holder:
             self.calls.begin(self._cancel_sample(request_id))
 
     async def _cancel_sample(self, request_id: str) -> None:
-        body = {"request_id": request_id}
-        call = Call.json("cancel_future", body, pool="futures", timeout_s=30.0, max_retries=0)
+        request = types.CancelFutureRequest(request_id=request_id)
+        call = Call.to("cancel_future", request, pool="futures", timeout_s=30.0, max_retries=0)
         async with self._cancelling:
             try:
                 await self.transport.call(call)

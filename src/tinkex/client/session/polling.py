@@ -17,10 +17,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from tinkex import events
 from tinkex.client.background_loop import loop_time
 from tinkex.client.futures import Waiting
+from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
 from tinkex.client.http.retry import BillingPause
-from tinkex.client.http.transport import Call, status_error
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -29,9 +29,9 @@ from tinkex.errors import (
     RequestFailedError,
     RetrieveError,
 )
-from tinkex.types.service.futures import QueueState
+from tinkex.types.service.futures import FutureRetrieveRequest, QueueState
 from tinkex.wire import results
-from tinkex.wire.generation import JSON, PROTOBUF
+from tinkex.wire.generation import JSON, PROTOBUF, Generation
 
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class Poller:
     exchange: Callable[[Call], Awaitable[Reply]]
     inflight: ByteSemaphore
     billing: BillingPause
-    old_generation: bool = False
+    generation: Generation = Generation.V0_36
 
     async def wait(
         self,
@@ -237,21 +237,23 @@ class _Poll(Generic[T]):
                 await self._pause_if_quick(started)
 
     def _call(self) -> Call:
-        is_old = self.owner.old_generation
+        generation = self.owner.generation
+        in_protobuf = self.expect.in_protobuf and generation is not Generation.V0_4
         headers = {
             "X-Tinker-Request-Iteration": str(self.iteration),
             "X-Tinker-Request-Type": self.expect.request_type,
-            "Accept": PROTOBUF if self.expect.in_protobuf and not is_old else JSON,
+            "Accept": PROTOBUF if in_protobuf else JSON,
         }
         if self.iteration == 0 and self.roundtrip_s is not None:
             headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self.roundtrip_s:.6f}"
-        body: dict[str, Any] = {"request_id": self.request_id}
-        if not is_old:
-            # Room is taken for a large payload before it travels: the size comes first, alone.
-            body["allow_metadata_only"] = self.reserved is None
-        return Call.json(
+        # Room is taken for a large payload before it travels: the size comes first, alone.
+        request = FutureRetrieveRequest(
+            request_id=self.request_id, allow_metadata_only=self.reserved is None
+        )
+        return Call.to(
             "retrieve_future",
-            body,
+            request,
+            generation,
             pool="futures",
             headers=headers,
             timeout_s=POLL_TIMEOUT_S,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from tinkex import events, types
 from tinkex.client.background_loop import loop_time
+from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
-from tinkex.client.http.transport import Call, Transport
+from tinkex.client.http.transport import Transport
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
 
 if TYPE_CHECKING:
@@ -62,9 +63,11 @@ class Session:
 
     async def beat(self, transport: Transport) -> None:
         """Tell the server that we live, once."""
-        call = Call.json(
+        assert self.id is not None
+        call = Call.to(
             "session_heartbeat",
-            {"session_id": self.id, "type": "session_heartbeat"},
+            types.SessionHeartbeatRequest(session_id=self.id),
+            transport.generation,
             pool="session",
             timeout_s=10.0,
             max_retries=0,
@@ -97,17 +100,20 @@ class Session:
         """Say goodbye, unless the session is not ours or nobody would hear it."""
         if self.id is None or self.is_shadow or self.is_over:
             return
-        call = Call.json(
-            f"sessions/{self.id}/finish",
-            # The null is sent: the server tells "no detail" from "not given".
-            {"reason": {"type": status}, "detail": detail},
-            timeout_s=_FINISH_TIMEOUT_S / 2,
-            # Nobody starts a dead embedded server again for a goodbye.
-            max_retries=0 if is_embedded else None,
-            window=not is_embedded,
-        )
         try:
+            request = types.FinishSessionRequest.model_validate(
+                {"reason": {"type": status}, "detail": detail}
+            )
+            call = Call.to(
+                "finish_session",
+                request,
+                ids={"session_id": self.id},
+                timeout_s=_FINISH_TIMEOUT_S / 2,
+                # Nobody starts a dead embedded server again for a goodbye.
+                max_retries=0 if is_embedded else None,
+                window=not is_embedded,
+            )
             async with asyncio.timeout(_FINISH_TIMEOUT_S):
                 await transport.call(call)
-        except (APIStatusError, APIConnectionError, TimeoutError) as exc:
+        except (APIStatusError, APIConnectionError, TimeoutError, ValueError) as exc:
             logger.info("The session could not be finished on the server: %s", exc)

@@ -28,11 +28,19 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from tinkex import events
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError
+from tinkex.types.service.telemetry import (
+    EventType,
+    GenericEvent,
+    SessionEndEvent,
+    SessionStartEvent,
+    Severity,
+    TelemetryEvent,
+    TelemetrySendRequest,
+    UnhandledExceptionEvent,
+)
 
 if TYPE_CHECKING:
     from tinkex.client.session.holder import Holder
@@ -41,9 +49,14 @@ logger = logging.getLogger("tinkex.telemetry")
 
 # Of the local bus, what is worth a server's attention: operations that failed for good.
 _FORWARDED = frozenset({"training.exception", "sampling.exception"})
-_SEVERITIES = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
+_EVENTS: dict[EventType, Callable[..., TelemetryEvent]] = {
+    EventType.SESSION_START: SessionStartEvent,
+    EventType.SESSION_END: SessionEndEvent,
+    EventType.UNHANDLED_EXCEPTION: UnhandledExceptionEvent,
+    EventType.GENERIC_EVENT: GenericEvent,
+}
 
-Send = Callable[[bytes], Awaitable[object]]
+Send = Callable[[TelemetrySendRequest], Awaitable[object]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +81,7 @@ class Reporter:
         self.session_id = session_id or f"sessionless-{uuid.uuid4()}"
         self._send = send
         self._config = config or ReporterConfig()
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: deque[TelemetryEvent] = deque()
         self._lock = threading.Lock()
         self._sending = asyncio.Lock()
         self._index = 0
@@ -80,7 +93,7 @@ class Reporter:
         self._stopped = False
         self._unsubscribe: Callable[[], None] = lambda: None
         if session_id is not None:
-            self._put("SESSION_START", "INFO")
+            self._put(EventType.SESSION_START, "INFO")
 
     # -- for programs
 
@@ -89,7 +102,7 @@ class Reporter:
     ) -> bool:
         """Queue an event of your own. False when the queue was full or the reporter has ended."""
         data = events.redact(event_data or {})
-        return self._put("GENERIC_EVENT", severity, event_name=event_name, event_data=data)
+        return self._put(EventType.GENERIC_EVENT, severity, event_name=event_name, event_data=data)
 
     def log_exception(self, exception: BaseException, severity: str = "ERROR") -> bool:
         """Queue what kind of error happened and where, and send it at once.
@@ -100,7 +113,7 @@ class Reporter:
             queued = self.log("user_error", _user_error_data(user_error), "WARNING")
         else:
             queued = self._put(
-                "UNHANDLED_EXCEPTION",
+                EventType.UNHANDLED_EXCEPTION,
                 severity,
                 error_type=type(exception).__name__,
                 error_message=_message(exception),
@@ -116,7 +129,7 @@ class Reporter:
         queued = self.log_exception(exception, severity)
         if not self.session_id.startswith("sessionless-"):
             duration = str(timedelta(seconds=time.monotonic() - self._started_s))
-            self._put("SESSION_END", "INFO", duration=duration)
+            self._put(EventType.SESSION_END, "INFO", duration=duration)
         await self.flush()
         return queued
 
@@ -155,20 +168,25 @@ class Reporter:
             self.log(event.name, dict(event.fields), "ERROR")
             self._wake_up()
 
-    def _put(self, kind: str, severity: str, **fields: Any) -> bool:
+    def _put(self, kind: EventType, severity: str, **fields: Any) -> bool:
         level = severity.upper()
-        event = {
-            "event": kind,
-            "event_id": str(uuid.uuid4()),
-            "severity": level if level in _SEVERITIES else "INFO",
-            "timestamp": datetime.now(UTC).isoformat(),
-            **fields,
-        }
         with self._lock:
             if self._stopped or len(self._queue) >= self._config.max_queue:
                 self._num_dropped += 1
                 return False
-            event["event_session_index"] = self._index
+            try:
+                event = _EVENTS[kind](
+                    # Named, although it is the default: SDK 0.4.1 sends only what was set.
+                    event=kind,
+                    event_id=str(uuid.uuid4()),
+                    event_session_index=self._index,
+                    severity=level if level in Severity.__members__ else "INFO",
+                    timestamp=datetime.now(UTC),
+                    **fields,
+                )
+            except ValueError:  # no JSON, or more than a server takes: it could never be sent
+                self._num_dropped += 1
+                return False
             self._index += 1
             self._queue.append(event)
             is_full = len(self._queue) >= self._config.max_batch
@@ -200,7 +218,7 @@ class Reporter:
             if not batch:
                 return True
             try:
-                await self._send(self._body(batch))
+                await self._send(self._request(batch))
             except Exception as exc:
                 self._on_failure(exc)
                 return False
@@ -217,27 +235,26 @@ class Reporter:
             self._stopped = True  # This server takes none; asking again would only make noise.
             self._queue.clear()
 
-    def _body(self, batch: list[dict[str, Any]]) -> bytes:
-        body = {
-            "events": batch,
-            "platform": platform.system(),
-            "sdk_version": CONTRACT_VERSION,
-            "session_id": self.session_id,
-            "process_uuid": process_uuid(),
-        }
-        return orjson.dumps(body)
+    def _request(self, batch: list[TelemetryEvent]) -> TelemetrySendRequest:
+        return TelemetrySendRequest(
+            events=batch,
+            platform=platform.system(),
+            sdk_version=CONTRACT_VERSION,
+            session_id=self.session_id,
+            process_uuid=process_uuid(),
+        )
 
 
 def start_reporter(holder: Holder) -> Reporter:
     """A running reporter for a ready holder; called on the background loop."""
-    from tinkex.client.http.transport import Call
+    from tinkex.client.http.call import Call
 
-    async def send(body: bytes) -> object:
-        call = Call(
-            method="POST",
-            path="telemetry",
+    async def send(request: TelemetrySendRequest) -> object:
+        call = Call.to(
+            "telemetry",
+            request,
+            holder.flags.generation,
             pool="telemetry",
-            body=body,
             timeout_s=5.0,
             max_retries=0,
             window=False,

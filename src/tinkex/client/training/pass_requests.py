@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tinkex import types
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.session.flags import ServerFlags
 from tinkex.client.session.polling import Expect
 from tinkex.client.training.submission import CallPart
@@ -52,15 +52,7 @@ def _pass_encoder(
         kind = types.ForwardRequest if forward_only else types.ForwardBackwardRequest
         request = kind(asked, model_id, seq_id)
         body = requests.encode(path, request, dialect, compress=flags.proto_compress_fwdbwd)
-        headers = {"Content-Encoding": body.content_encoding} if body.content_encoding else None
-        return Call(
-            method="POST",
-            path=path,
-            name="forward" if forward_only else "forward_backward",
-            body=body.content,
-            content_type=body.content_type,
-            headers=headers,
-        )
+        return Call.to(path, body, name="forward" if forward_only else "forward_backward")
 
     return encode
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tinkex import types
 from tinkex.client.background_loop import background
 from tinkex.client.futures import cancel_all
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.session.holder import Holder, parse
 from tinkex.errors import ClientClosedError
 

@@ -17,13 +17,12 @@ from pydantic import BaseModel
 from tinkex import events, types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.session.holder import Holder
 from tinkex.client.session.polling import Expect, QueueWatch
 from tinkex.client.training.pass_requests import pass_parts
 from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
-from tinkex.wire import requests
 
 logger = logging.getLogger("tinkex.training")
 T = TypeVar("T")
@@ -147,5 +146,4 @@ class TrainingCalls:
         return join(results) if join is not None else results[0]
 
     def _json_call(self, path: str, request: BaseModel, *, max_retries: int | None = None) -> Call:
-        body = requests.encode(path, request, self.holder.flags.generation).content
-        return Call(method="POST", path=path, body=body, max_retries=max_retries)
+        return Call.to(path, request, self.holder.flags.generation, max_retries=max_retries)

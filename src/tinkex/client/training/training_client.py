@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.transport import Call
+from tinkex.client.http.call import Call
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.session.polling import Expect
 from tinkex.client.training.pass_requests import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
