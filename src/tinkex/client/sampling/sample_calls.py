@@ -72,7 +72,7 @@ class SampleCalls:
     def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
         """Called when the reason of waiting changes; override to react to it."""
 
-    async def stream_call(self, request: types.SampleRequest) -> Call:
+    async def _stream_call(self, request: types.SampleRequest) -> Call:
         """The call of a streamed sample, with a number of its own."""
         await self._prepare(request)
         return Call.to("sample_stream", self._numbered(request), pool="sample")

@@ -100,7 +100,7 @@ class SampleStream:
             raise NotSupportedError(
                 "this server cannot stream; use sample(), which returns all tokens at once"
             )
-        call = await self._client.stream_call(self._request)
+        call = await self._client._stream_call(self._request)
         async with holder.transport.stream(call) as lines:
             kind = ""
             async for line in lines:
