@@ -32,6 +32,7 @@ import report
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.cuda.fused import CudaDecoder
+from tinkex.engine.device.backend import ops_for
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
@@ -109,7 +110,7 @@ def datums(lengths: list[int]) -> tuple[jobs.TrainDatum, ...]:
 
 
 def our_trainer(num_adapters: int) -> Trainer:
-    decoder = CudaDecoder(SHAPE, RandomWeights(SHAPE, device="cuda"), device="cuda")
+    decoder = CudaDecoder(SHAPE, RandomWeights(SHAPE, device="cuda"), ops=ops_for("cuda"))
     trainer = Trainer(decoder, base_model=BASE)
     for number in range(num_adapters):
         lora = jobs.LoraSpec(rank=RANK, seed=number, train_unembed=False)
@@ -339,7 +340,7 @@ def peer_train_rates() -> tuple[float, float]:
 
 
 def our_sampler() -> Sampler:
-    decoder = CudaDecoder(SHAPE, RandomWeights(SHAPE, device="cuda"), device="cuda")
+    decoder = CudaDecoder(SHAPE, RandomWeights(SHAPE, device="cuda"), ops=ops_for("cuda"))
     return Sampler(decoder, SamplerConfig(kv_bytes=40 * GIB, max_pass_tokens=8192))
 
 

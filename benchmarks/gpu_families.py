@@ -28,9 +28,10 @@ from gpu import GIB, free, seconds
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
+from tinkex.engine.device.backend import decoder_class, ops_for
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.model.decoder import Decoder, _decoder_class
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
@@ -122,8 +123,8 @@ EVEN = [2048] * 8
 
 
 def decoder_of(config: ModelConfig, **options: Any) -> Any:
-    kind = _decoder_class(config, "cuda")
-    return kind(config, RandomWeights(config, device="cuda"), device="cuda", **options)
+    kind = decoder_class(config, "cuda")
+    return kind(config, RandomWeights(config, device="cuda"), ops=ops_for("cuda"), **options)
 
 
 # ------------------------------------------------------------------------------------ training
@@ -409,9 +410,9 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _check_one(name: str, config: ModelConfig, weights: Any) -> None:
-    exact = Decoder(config, weights, device="cuda", dtype=torch.float32)
-    plain = Decoder(config, weights, device="cuda")
-    ours = _decoder_class(config, "cuda")(config, weights, device="cuda")
+    exact = Decoder(config, weights, ops=ops_for("cuda"), dtype=torch.float32)
+    plain = Decoder(config, weights, ops=ops_for("cuda"))
+    ours = decoder_class(config, "cuda")(config, weights, ops=ops_for("cuda"))
     lengths = [300, 41, 128, 128]
     bounds = [0, *np.cumsum(lengths).tolist()]
     tokens = torch.randint(0, config.vocab_size, (bounds[-1],), device="cuda")
@@ -495,7 +496,9 @@ def _gap(decoder: Any, tokens: Any, lora: Any, sequence: Any, routing: Routing) 
 def _check_packed(name: str, config: ModelConfig, weights: Any) -> None:
     """Experts kept in 4 bits against the same expanded: equal to the bit, sampled and trained."""
     generator = torch.Generator("cuda").manual_seed(0)
-    kept, whole = (_decoder_class(config, "cuda")(config, weights, device="cuda") for _ in "12")
+    kept, whole = (
+        decoder_class(config, "cuda")(config, weights, ops=ops_for("cuda")) for _ in "12"
+    )
     for one, other in zip(kept.layers, whole.layers, strict=True):
         stacks = {}
         for leaf in ("gate_up_EXD", "down_EDM"):

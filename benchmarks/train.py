@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import report
 
 from tinkex.contract.optimizers import AdamParams
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
@@ -34,7 +35,6 @@ from tinkex.engine.jobs import (
     TrainJob,
 )
 from tinkex.engine.model import default_model
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 
 RANK, NUM_DATUMS, NUM_TENANTS, TENANT_LENGTH = 32, 8, 16, 128

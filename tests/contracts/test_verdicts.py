@@ -22,6 +22,7 @@ from tinkex.contract.sampling import DrawSettings, SampleOptions
 from tinkex.contract.settings import Setting, settings_of
 from tinkex.engine.jobs import LoraSpec, ModelInfo, SampleJob, TrainDatum, TrainJob
 from tinkex.engine.lora.adapter import Target, fresh_adapter
+from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.optim.optimizer import OptimizerState, apply_step
 from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.toy.engine import ToyConfig, ToyEngine
@@ -150,7 +151,7 @@ def test_parameters_of_an_optimizer(optimizer: str, data: st.DataObject):
         )
         state = OptimizerState.fresh(optimizer, adapter)
         for grad in (torch.full_like(adapter.flat, 1e-3), torch.zeros_like(adapter.flat)):
-            apply_step(adapter, state, grad, params)
+            apply_step(adapter, state, grad, params, CPU)
         assert torch.isfinite(adapter.flat).all()
 
     assert refuses(lambda: check_params(optimizer, params)) == door

@@ -69,7 +69,7 @@ class Tiny:
     truth: Any
 
     def decoder(self) -> Any:
-        from tinkex.engine.torch.backend import load_decoder
+        from tinkex.engine.device.backend import load_decoder
 
         return load_decoder(str(self.folder))
 

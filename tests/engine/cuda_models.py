@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tinkex.engine.device.backend import decoder_class, ops_for
 from tinkex.engine.lora.adapter import fresh_adapter
-from tinkex.engine.model.decoder import Decoder, _decoder_class
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.families import config_from_hf
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
@@ -75,7 +76,7 @@ def other(family: str) -> ModelConfig:
 
 
 def kind_of(cfg: ModelConfig) -> type[Decoder]:
-    return _decoder_class(cfg, "cuda")
+    return decoder_class(cfg, "cuda")
 
 
 class LoudWeights(RandomWeights):
@@ -104,7 +105,7 @@ def generate(
     from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 
     cfg = FAMILIES["qwen3"]
-    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
+    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), ops=ops_for("cuda"), dtype=dtype)
     sampler = Sampler(decoder, SamplerConfig(kv_bytes=kv_bytes, max_pass_tokens=pass_tokens))
     makers = adapters or [None] * len(prompts)
     known = {make: make(decoder) for make in makers if make}

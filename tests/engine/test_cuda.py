@@ -24,6 +24,7 @@ from cuda_models import (
 )
 
 from tinkex.engine.cuda.fused import CudaDecoder, can_fuse
+from tinkex.engine.device.backend import ops_for
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import Decoder
@@ -35,7 +36,7 @@ LENGTHS = [70, 5, 130]
 
 def run(kind, dtype, cfg, ranks, room=math.inf):
     """Hidden states and adapter gradients of one packed batch, as fp32."""
-    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
+    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), ops=ops_for("cuda"), dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, cfg.vocab_size, (sum(LENGTHS),), generator=generator).cuda()
     positions = torch.cat([torch.arange(n) for n in LENGTHS]).cuda()
@@ -103,7 +104,7 @@ def test_shapes_the_kernels_do_not_know_are_left_to_the_plain_decoder():
 def score(kind, dtype, make, prompt, sequence):
     """Logprobs of a sampled sequence by one pass over all of it."""
     cfg = FAMILIES["qwen3"]
-    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda", dtype=dtype)
+    decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), ops=ops_for("cuda"), dtype=dtype)
     tokens = torch.cat([torch.as_tensor(prompt), torch.as_tensor(sequence.tokens).long()]).cuda()
     lora = LoraBatch([AdapterSpan(0, len(tokens), make(decoder))]) if make else None
     with torch.no_grad():
@@ -172,7 +173,7 @@ def on_policy(cfg, prompts, ranks, *, max_tokens=40, deterministic=False, **samp
     from tinkex.engine.sample.sampler import Sampler, SamplerConfig
     from tinkex.engine.train.trainer import Trainer
 
-    decoder = kind_of(cfg)(cfg, LoudWeights(cfg, device="cuda"), device="cuda")
+    decoder = kind_of(cfg)(cfg, LoudWeights(cfg, device="cuda"), ops=ops_for("cuda"))
     trainer = Trainer(decoder, base_model="m")
     generator = torch.Generator().manual_seed(4)
     for rank in dict.fromkeys(ranks):
@@ -334,7 +335,7 @@ def small_results(steps):
     from tinkex.engine.train.trainer import Trainer
 
     cfg, rng = FAMILIES["windowed"], np.random.default_rng(1)
-    decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda")
+    decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), ops=ops_for("cuda"))
     trainer = Trainer(decoder, base_model="m")
     lora = jobs.LoraSpec(rank=8, seed=1)
     trainer.create(jobs.CreateAdapterJob(job_id="c", adapter_id="a", base_model="m", lora=lora))
@@ -404,7 +405,7 @@ def custom_gradients(loss_fn, data, **fields):
     from tinkex.engine.train.trainer import Trainer
 
     cfg = FAMILIES["qwen3"]
-    decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), device="cuda")
+    decoder = CudaDecoder(cfg, RandomWeights(cfg, seed=1, device="cuda"), ops=ops_for("cuda"))
     trainer = Trainer(decoder, base_model="m")
     lora = jobs.LoraSpec(rank=8, seed=1)
     create = jobs.CreateAdapterJob(job_id="c", adapter_id="a", base_model="m", lora=lora)

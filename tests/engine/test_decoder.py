@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 
 LENGTHS = [7, 12, 12, 1, 20]

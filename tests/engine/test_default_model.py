@@ -9,10 +9,10 @@ from datums import train_datum
 from training import distance, job, make, train
 
 from tinkex.engine import jobs
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import TrainDatum
 from tinkex.engine.sample.paged import kv_bytes_per_token
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 
 SHARED = "Once upon a time, in a small town by the sea, there lived an old fisherman who"

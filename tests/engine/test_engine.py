@@ -24,6 +24,7 @@ from tinkex.engine import jobs
 from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.checkpoint.snapshots import snapshot_room
 from tinkex.engine.numerics.memory_in_use import tensor_bytes
+from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.torch.engine import TorchEngine
@@ -507,7 +508,7 @@ def test_a_device_that_is_not_supported_is_refused_with_what_to_use():
 
 def test_weights_kept_for_sampling_are_sized_by_the_machine():
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    room = snapshot_room(torch.device("cpu"))
+    room = snapshot_room(CPU)
     assert 256 << 20 <= room <= 2 << 30
     assert room <= max(total // 32, 256 << 20)
 

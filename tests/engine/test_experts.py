@@ -9,10 +9,10 @@ from torch.func import functional_call
 from training import save
 
 from tinkex.engine.checkpoint.reader import read
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import CreateAdapterJob, LoraSpec
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch, fresh_adapter
 from tinkex.engine.model.attention import PackedCausal
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import InvalidInputError
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import create, save
 
 from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import LoadAdapterJob
 from tinkex.engine.model import base_model, default_model
 from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.fingerprint import Base, fingerprint, witness_of
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import WrongBaseError
 from tinkex.export.merge import merge_adapter

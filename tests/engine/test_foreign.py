@@ -8,6 +8,7 @@ import torch
 import transformers
 from training import save
 
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
@@ -17,7 +18,6 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.foreign import ForeignDecoder
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import NotSupportedError
 

@@ -11,9 +11,9 @@ import torch
 from tiny_llama import SHAPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.gguf import GgufFile, unpermute_rope_rows
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 

@@ -25,6 +25,7 @@ from tinkex.engine.cuda import (
 )
 from tinkex.engine.cuda.adapter_operand import BatchOperands, OwnGradients, StackGradients
 from tinkex.engine.cuda.adapter_slots import AdapterSlots
+from tinkex.engine.cuda.kernel_ops import KernelOps
 from tinkex.engine.lora.adapter import (
     Adapter,
     AdapterSpan,
@@ -33,7 +34,8 @@ from tinkex.engine.lora.adapter import (
     LoraPart,
     TargetPart,
 )
-from tinkex.engine.sample import sampling_math
+from tinkex.engine.numerics import picking
+from tinkex.engine.numerics.ops import Ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -232,17 +234,17 @@ def test_tokens_are_drawn_as_the_plain_version_draws_them(cells):
     scaled[2, cells - 1] = 0  # one token alone
     uniform = torch.rand(rows, 3, device=DEVICE, dtype=torch.float64)
     uniform[3], uniform[4] = 0, 1 - 2**-53
-    picked, total = draw_kernels.pick(scaled, uniform, sampling_math._ONE)
-    expected, log_total = sampling_math._pick_plainly(scaled, uniform)
+    picked, total = draw_kernels.pick(scaled, uniform, picking.ONE)
+    expected, log_total = picking.pick(scaled, uniform)
     assert picked.tolist() == expected.tolist()
-    torch.testing.assert_close(sampling_math._log(total), log_total)
-    weights = sampling_math._weights(scaled)
+    torch.testing.assert_close(picking.log_weight(total), log_total)
+    weights = picking.whole_weights(scaled)
     assert (weights.gather(1, picked[:, None]) > 0).all()
 
 
 def test_rows_that_are_not_numbers_draw_a_token_that_exists():
     scaled = torch.full((2, 5000), float("nan"), device=DEVICE)
-    picked, _ = draw_kernels.pick(scaled, torch.rand(2, 3, device=DEVICE), sampling_math._ONE)
+    picked, _ = draw_kernels.pick(scaled, torch.rand(2, 3, device=DEVICE), picking.ONE)
     assert ((picked >= 0) & (picked < 5000)).all()
 
 
@@ -396,3 +398,37 @@ def test_a_norm_is_summed_in_float64(size, monkeypatch):
     assert optimizer_kernels.norm(x) == pytest.approx(float(x.double().norm()), rel=1e-12)
     x[size // 2] = float("nan")
     assert math.isnan(optimizer_kernels.norm(x))
+
+
+# ---------------------------------------------------------------------- all of them, as one value
+
+
+def test_the_operations_with_kernels_give_the_plain_ones_numbers(monkeypatch):
+    monkeypatch.setattr(optimizer_kernels, "_PROGRAMS", 8)
+    ours, plain = KernelOps(DEVICE), Ops(DEVICE)
+    logits, slopes = randn(3, 5000) * 4, randn(3)
+    targets = torch.tensor([0, 4999, 77], device=DEVICE)
+    for mine, theirs in zip(ours.log_total(logits), plain.log_total(logits), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    log_sum = sum(plain.log_total(logits))[:, 0]
+    gradients = [ops.logit_gradient(logits, log_sum, targets, slopes) for ops in (ours, plain)]
+    torch.testing.assert_close(gradients[0].float(), gradients[1], rtol=1e-2, atol=1e-2)
+    scaled = logits.clone()
+    torch.testing.assert_close(ours.subtract_top_(scaled), plain.log_total(logits)[1])
+    assert plain.subtract_top_(logits) is None
+    torch.testing.assert_close(scaled, logits)
+    uniform = torch.rand(3, 3, device=DEVICE, dtype=torch.float64)
+    assert ours.pick(scaled, uniform)[0].tolist() == plain.pick(scaled, uniform)[0].tolist()
+    assert ours.norm(slopes) == pytest.approx(plain.norm(slopes))
+
+
+def test_a_step_of_adamw_with_kernels_is_the_plain_one_to_rounding():
+    params, gradient = AdamParams(learning_rate=0.01), randn(3000)
+    start = [randn(3000), randn(3000) * 0.1, randn(3000).square()]
+    after = []
+    for ops in (KernelOps(DEVICE), Ops(DEVICE)):
+        state = [tensor.clone() for tensor in start]
+        ops.adamw_(*state, gradient.clone(), 7, params)
+        after.append(state)
+    for mine, theirs in zip(*after, strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -10,6 +10,7 @@ import torch
 
 from tinkex.contract.optimizers import OPTIMIZERS, AdamParams, LionParams, MuonParams, check_params
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
+from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.optim.optimizer import OptimizerState, apply_step
 from tinkex.engine.optim.updates import UPDATES, orthogonalize
 from tinkex.errors import InvalidInputError
@@ -51,7 +52,7 @@ def test_three_adamw_steps_match_torch(adapter, clip):
             p.grad = g.clone()
         total = torch.nn.utils.clip_grad_norm_(peers, clip or math.inf)
         peer.step()
-        norm = apply_step(adapter, state, grad, params)
+        norm = apply_step(adapter, state, grad, params, CPU)
         assert norm == pytest.approx(float(total), rel=1e-5)
     for ours, theirs in zip(adapter.parameters(), peers, strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
@@ -62,14 +63,14 @@ def test_weights_without_gradient_stay_finite_and_still_decay(adapter):
     before = adapter.flat.clone()
     state = OptimizerState.fresh("adamw", adapter)
     params = AdamParams(learning_rate=0.1, weight_decay=0.5)
-    assert apply_step(adapter, state, torch.zeros_like(adapter.flat), params) == 0.0
+    assert apply_step(adapter, state, torch.zeros_like(adapter.flat), params, CPU) == 0.0
     torch.testing.assert_close(adapter.flat, before * 0.95)
 
 
 def test_muon_moves_every_module_by_an_orthogonal_matrix(adapter):
     before = [(a.detach().clone(), b.detach().clone()) for _, a, b in adapter.modules()]
     state = OptimizerState.fresh("muon", adapter)
-    apply_step(adapter, state, gradients(adapter, 0), MuonParams(learning_rate=1.0))
+    apply_step(adapter, state, gradients(adapter, 0), MuonParams(learning_rate=1.0), CPU)
     for (old_a, old_b), (part, a, b) in zip(before, adapter.modules(), strict=True):
         for old, new in ((old_a, a), (old_b, b)):
             scale = math.sqrt(max(1.0, new.shape[0] / new.shape[1]))
@@ -82,7 +83,7 @@ def test_muon_momentum_remembers_earlier_gradients(adapter):
     state = OptimizerState.fresh("muon", adapter)
     first = gradients(adapter, 0)
     for grad in (first.clone(), torch.zeros_like(first)):
-        apply_step(adapter, state, grad, MuonParams(learning_rate=0.0, momentum=0.9))
+        apply_step(adapter, state, grad, MuonParams(learning_rate=0.0, momentum=0.9), CPU)
     torch.testing.assert_close(state.moments["momentum"], 0.9 * first)
 
 
@@ -96,7 +97,7 @@ def test_three_lion_steps_match_the_paper_in_float64(adapter):
         direction = torch.sign(0.8 * momentum + 0.2 * grad.double())
         weights = weights - 3e-3 * (direction + 0.1 * weights)
         momentum = 0.9 * momentum + 0.1 * grad.double()
-        apply_step(adapter, state, grad, params)
+        apply_step(adapter, state, grad, params, CPU)
     torch.testing.assert_close(adapter.flat.double(), weights, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(state.moments["exp_avg"].double(), momentum, rtol=1e-5, atol=1e-6)
 

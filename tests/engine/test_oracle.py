@@ -155,7 +155,7 @@ class World:
 def default_world(default_model_dir, tmp_path_factory) -> World:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tinkex.engine.torch.backend import load_decoder
+    from tinkex.engine.device.backend import load_decoder
     from tinkex.engine.train.trainer import Trainer
 
     trainer = Trainer(load_decoder(str(default_model_dir)), base_model="default")

@@ -24,11 +24,11 @@ from sampler_models import (
 )
 
 from tinkex.engine import jobs
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.lora.adapter import fresh_adapter
 from tinkex.engine.model import default_model
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import Decoder
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import InvalidInputError
 
 

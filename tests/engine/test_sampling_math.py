@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from tinkex.contract.sampling import DrawSettings
-from tinkex.engine.model.softmax import logprobs_of
+from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.sample.rng import sample_key, uniform, uniform_table, uniforms
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
 from tinkex.engine.toy.model import Row
@@ -93,7 +93,7 @@ def test_rows_of_one_batch_keep_their_own_settings():
 def test_greedy_takes_the_best_and_reports_temperature_one():
     tokens, logprobs = drawn(DrawSettings(temperature=0.0, top_k=5, top_p=0.3), 2)
     assert tokens.tolist() == [int(logits().argmax())] * 2
-    expected_lp = logprobs_of(logits()[None], torch.tensor(tokens[:1])[:, None])[:, 0]
+    expected_lp = CPU.logprobs_of(logits()[None], torch.tensor(tokens[:1])[:, None])[:, 0]
     assert logprobs[0] == pytest.approx(expected_lp.item(), abs=1e-6)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.tokenizer import tokenizer_json
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import NotSupportedError
 
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tinkex import AdamParams, ModelInput, ServiceClient
 from tinkex.cli.app import run as run_cli
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.base_model import config_from_gguf
 from tinkex.engine.model.gguf import GgufFile
 from tinkex.engine.model.tokenizer import tokenizer_json
 from tinkex.engine.model.weights import GgufWeights
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.export.gguf import write_gguf
 

@@ -25,7 +25,7 @@ from table import make
 
 from tinkex import ServiceClient, types
 from tinkex.engine import jobs
-from tinkex.engine.torch.backend import load_decoder
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import ConfigError
 from tinkex.server.process.config import ServerConfig

@@ -103,7 +103,7 @@ class Model:
     truth: Any
 
     def decoder(self, dtype: Any = None) -> Any:
-        from tinkex.engine.torch.backend import load_decoder
+        from tinkex.engine.device.backend import load_decoder
 
         return load_decoder(str(self.folder), dtype=dtype)
 

@@ -68,9 +68,7 @@ def cuda_decoder(monkeypatch):
     def load(folder, **options):
         source = resolve(str(folder))
         config = source.config()
-        return MixedLayerDecoder(
-            config, open_weights(source), device="cpu", dtype=torch.float32, **options
-        )
+        return MixedLayerDecoder(config, open_weights(source), dtype=torch.float32, **options)
 
     return load
 

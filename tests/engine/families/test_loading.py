@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_arithmetic import noisy_adapter, packed, sequences_of
 
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.base_model import resolve
 from tinkex.engine.model.fingerprint import witness_of
 from tinkex.engine.model.loading import weight_bytes
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
 from tinkex.engine.numerics.mxfp4 import PackedExperts
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.engine.torch.survey import survey
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -118,7 +118,7 @@ def test_mxfp4_experts_stay_in_4_bits_where_they_would_not_fit(mxfp4, monkeypatc
     whole, small = (weight_bytes(config, torch.float32, packed=flag) for flag in (False, True))
     assert small < whole / 3
     roomy = load_decoder(str(packed_folder))
-    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: whole)
+    monkeypatch.setattr("tinkex.engine.numerics.ops.free_bytes", lambda: whole)
     with caplog.at_level(logging.WARNING):
         tight = load_decoder(str(packed_folder))
     assert "experts stay in 4 bits" in caplog.text
@@ -136,7 +136,7 @@ def test_mxfp4_experts_stay_in_4_bits_where_they_would_not_fit(mxfp4, monkeypatc
             runs.append([out.detach(), *grads])
     for other in runs[1:]:
         assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
-    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: small - 1)
+    monkeypatch.setattr("tinkex.engine.numerics.ops.free_bytes", lambda: small - 1)
     with pytest.raises(NotSupportedError, match=r"GB .*even with its experts kept in 4 bits"):
         load_decoder(str(packed_folder))
 
@@ -147,7 +147,7 @@ def test_mxfp4_experts_stay_in_4_bits_where_an_engine_loads_them(mxfp4, monkeypa
     config, roomy, tight = source.config(), witness_of(source), witness_of(source)
     load_decoder(source, weights=roomy)
     whole = weight_bytes(config, torch.float32)
-    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: whole)
+    monkeypatch.setattr("tinkex.engine.numerics.ops.free_bytes", lambda: whole)
     decoder = load_decoder(source, weights=tight)
     assert held(decoder) == weight_bytes(config, torch.float32, packed=True)
     prints = {w.fingerprint(name for name, _ in expected_shapes(config)) for w in (roomy, tight)}
@@ -159,7 +159,7 @@ def test_a_doctor_says_both_sizes_of_mxfp4_and_what_this_machine_does(mxfp4, mon
     assert "with its experts kept in 4 bits" in says["memory"]
     if not torch.cuda.is_available():
         assert "the experts are expanded" in says["memory"]
-        monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: 10**6)
+        monkeypatch.setattr("tinkex.engine.numerics.ops.free_bytes", lambda: 10**6)
         says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[0])))}
         assert "here (cpu, 0.0 GB free) the experts stay in 4 bits" in says["memory"]
     says = {remark.what: remark.says for remark in survey(resolve(str(mxfp4[1])))}
@@ -225,7 +225,7 @@ def test_an_unknown_layout_of_experts_is_refused_with_what_was_found(family_mode
 
 
 def test_a_model_larger_than_the_device_is_refused_with_both_sizes(family_model, monkeypatch):
-    monkeypatch.setattr("tinkex.engine.model.loading.free_bytes", lambda: 10_000)
+    monkeypatch.setattr("tinkex.engine.numerics.ops.free_bytes", lambda: 10_000)
     with pytest.raises(NotSupportedError, match=r"GB for its weights in float32; cpu has"):
         load_decoder(str(family_model("mixtral").folder))
 

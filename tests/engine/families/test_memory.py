@@ -37,7 +37,7 @@ CONFIG = {
 }
 LOAD = """
 import json, sys, threading
-from tinkex.engine.torch.backend import load_decoder
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.model.loading import Loader
 
 def anonymous():

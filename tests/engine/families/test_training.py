@@ -14,6 +14,7 @@ from training import save
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine.checkpoint.reader import read
+from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoadAdapterJob,
@@ -26,7 +27,6 @@ from tinkex.engine.jobs import (
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.mixture import Routing
-from tinkex.engine.torch.backend import load_decoder
 from tinkex.export.merge import merge_adapter
 from tinkex.export.stacked_experts import stack_experts
 

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from tinkex.engine.lora.adapter import (
 from tinkex.engine.lora.foreign_names import our_modules
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.model.fingerprint import Base
+from tinkex.engine.numerics.ops import Ops
 from tinkex.engine.optim.optimizer import OptimizerState
 from tinkex.engine.optim.resident import ResidentAdapter
 from tinkex.engine.optim.shards import NUM_SHARDS
@@ -93,8 +94,8 @@ class Image:
     """By file name, then by the ending of its tensors' names; on the adapter's device."""
     adapter: Adapter
     """Whose layout the buffers have."""
-    copied: torch.cuda.Event | None
-    """When the device has made the copies; None: they are there."""
+    to_host: Callable[[Tensor], Tensor]
+    """Gives a buffer on the host; waits for the copies alone, not for what was launched since."""
     texts: Mapping[str, Mapping[str, Any]]
     """JSON by file name; the manifest comes last."""
 
@@ -106,6 +107,7 @@ def capture(
     base: Base | None,
     with_optimizer: bool,
     with_gradients: bool,
+    ops: Ops,
     dtype: torch.dtype | None = None,
 ) -> Image:
     """Copy what `write` needs, on its device where that has room: the host's turn comes later.
@@ -132,11 +134,7 @@ def capture(
     if base is not None:
         manifest |= {"base_fingerprint": base.fingerprint}
     texts = {_CONFIG: _peft_config(adapter, targets, resident.base_model), _MANIFEST: manifest}
-    copied = None
-    if adapter.flat.device.type == "cuda":
-        copied = torch.cuda.Event()
-        copied.record()
-    return Image(buffers, adapter, copied, texts)
+    return Image(buffers, adapter, ops.host_copier(), texts)
 
 
 def write(folder: str | Path, image: Image, *, sync: bool = True) -> Written:
@@ -150,7 +148,7 @@ def write(folder: str | Path, image: Image, *, sync: bool = True) -> Written:
             tensors = {
                 f"{prefix}{module}{ending}": tensor
                 for ending, flat in buffers.items()
-                for module, tensor in _named(image.adapter, _on_host(flat, image.copied))
+                for module, tensor in _named(image.adapter, image.to_host(flat))
                 if name == _WEIGHTS or tensor.any()  # zeros are not stored, see `_unname`
             }
             _save_tensors(aside / name, tensors, content if name == _WEIGHTS else None)
@@ -170,22 +168,6 @@ def _copied(flat: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return flat.detach().to(dtype or flat.dtype, copy=True)
     except torch.OutOfMemoryError:
         return flat.detach().to("cpu", dtype or flat.dtype, copy=True)
-
-
-def _on_host(flat: Tensor, copied: torch.cuda.Event | None) -> Tensor:
-    """A copy that waits for nothing that the device was given since."""
-    if flat.device.type != "cuda" or copied is None:
-        return flat
-    try:
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-    except RuntimeError:  # no room that cannot be paged out; slower
-        host = torch.empty(flat.shape, dtype=flat.dtype)
-    stream = torch.cuda.Stream(flat.device)
-    with torch.cuda.stream(stream):
-        copied.wait()
-        host.copy_(flat, non_blocking=True)
-    stream.synchronize()
-    return host
 
 
 def _named(adapter: Adapter, flat: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -6,16 +6,14 @@ longest unused go first when room is short, and all whose folder is gone.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from tinkex.engine.lora.adapter import Adapter
+from tinkex.engine.numerics.ops import Ops
 
 _IDLE_S = 600.0
 """Weights that nobody used for this long are forgotten when others come."""
@@ -84,12 +82,9 @@ class Snapshots:
         self._kept.clear()
 
 
-def snapshot_room(device: torch.device) -> int:
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(max(total // 32, 256 << 20), 2 << 30)
+def snapshot_room(ops: Ops) -> int:
+    """Bytes for weights that no running job uses: a 32nd of the memory, 256 MiB to 2 GiB."""
+    return min(max(ops.total_bytes() // 32, 256 << 20), 2 << 30)
 
 
 def version_of(folder: str) -> str | None:

@@ -13,8 +13,8 @@ from itertools import groupby
 import torch
 
 from tinkex.engine.cuda.lora_kernels import COLUMNS, SIDE, Factor, GradientTiles
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.lora.adapter import Adapter, Layout, LoraPart
-from tinkex.engine.numerics.transfer import send
 
 EXPERTS = ".experts."
 """In the keys of an expert's linears."""

@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.cuda.adapter_layout import LinearLayout, gradient_tiles, layouts, linears
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch, LoraPart
-from tinkex.engine.numerics.transfer import send
 
 
 @dataclass(frozen=True, slots=True)

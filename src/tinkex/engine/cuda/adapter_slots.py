@@ -16,8 +16,8 @@ from torch import Tensor
 from tinkex.engine.cuda import lora_kernels
 from tinkex.engine.cuda.adapter_layout import LinearLayout, layouts
 from tinkex.engine.cuda.adapter_operand import AdapterTokens, low_precision_flat
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.lora.adapter import Adapter, LoraBatch
-from tinkex.engine.numerics.transfer import send
 
 
 class AdapterSlots:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tinkex.engine.cuda import early
 from tinkex.engine.cuda.product import shared_memory
-from tinkex.engine.numerics.transfer import send
+from tinkex.engine.cuda.transfer import send
 
 # Chunks are part of the definition: another size gives other bits. Those of 512 are a tenth faster
 # in long sequences, but a short one that decodes alone has fewer to spread over the card, and takes

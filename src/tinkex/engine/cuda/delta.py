@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.model.delta import DeltaWeights, no_state
-from tinkex.engine.numerics.transfer import send
 
 _UNIT_EPS = tl.constexpr(1e-6)
 _TOKENS = 16

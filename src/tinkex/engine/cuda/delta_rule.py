@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.shape import DeltaConfig
-from tinkex.engine.numerics.transfer import send
 
 CHUNK = 64
 _UNIT_EPS = tl.constexpr(1e-6)

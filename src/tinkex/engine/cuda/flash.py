@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import attention
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.model.shape import ModelConfig
-from tinkex.engine.numerics.transfer import send
 
 LONG = 2048
 """From this length on a sequence is worth a rectangle of its own, though it must be copied."""

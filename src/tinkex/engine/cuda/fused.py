@@ -37,6 +37,10 @@ from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
 from tinkex.engine.model.decoder import Decoder, LayerWeights
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.sample.expert_pages import ExpertPages
+from tinkex.engine.sample.paged import PagedCache
+from tinkex.engine.sample.paged_decoder import PassAttend, RecordedSteps
+from tinkex.engine.sample.states import StateCache
 
 Operands = BatchOperands | Mapping[str, LoraAddend]
 
@@ -158,6 +162,16 @@ class CudaDecoder(Decoder):
         if lora.apart or self.config.kept_bytes(lengths, self.dtype.itemsize) > room:
             return None
         return self._small.find(sum(lengths), lengths, lora)
+
+    def paged(
+        self, cache: PagedCache, states: StateCache | None, experts: ExpertPages | None
+    ) -> tuple[PassAttend, RecordedSteps | None]:
+        """See `PagedDecoder`."""
+        from tinkex.engine.cuda.paged import CudaPagedAttend, DecodeGraphs
+
+        context = self.config.max_context_length
+        graphs = DecodeGraphs(self, cache, states, experts, max_context=context)
+        return CudaPagedAttend(cache, states), graphs if self.records_steps else None
 
     def groups_experts(self, lora: LoraBatch) -> bool:
         """Whether recorded steps may hold the adapters of experts: there are none here."""

@@ -29,11 +29,11 @@ from tinkex.engine.cuda import attention, delta
 from tinkex.engine.cuda.adapter_layout import EXPERTS
 from tinkex.engine.cuda.adapter_slots import AdapterSlots
 from tinkex.engine.cuda.fused import CudaDecoder
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.jobs import Array
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.delta import DeltaWeights
 from tinkex.engine.model.mixture import Routing
-from tinkex.engine.numerics.transfer import send
 from tinkex.engine.sample.expert_pages import ExpertPages
 from tinkex.engine.sample.paged import PagedCache, Placed, cells, slots_of, split
 from tinkex.engine.sample.scheduler import Chunk

@@ -25,8 +25,8 @@ from torch import Tensor
 from tinkex.engine.cuda import attention
 from tinkex.engine.cuda.adapter_operand import BatchOperands, low_precision_flat
 from tinkex.engine.cuda.flash import PackedFlash
+from tinkex.engine.cuda.transfer import send
 from tinkex.engine.lora.adapter import Adapter, LoraBatch
-from tinkex.engine.numerics.transfer import send
 
 if TYPE_CHECKING:
     from tinkex.engine.cuda.fused import CudaDecoder

@@ -20,6 +20,7 @@ from tinkex.engine import jobs
 from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import RandomWeights
+from tinkex.engine.numerics.ops import Ops
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _RANK = 32
 class WarmUp:
     """Runs from when it is made; `wait` before the model is used."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         windows = tuple(dict.fromkeys(config.windows))  # a layer of each kind
         self._config = replace(
             config,
@@ -40,7 +41,7 @@ class WarmUp:
             windows=windows,
             vocab_size=min(_VOCABULARY, config.vocab_size),
         )
-        self._device = device
+        self._ops, self._device = ops, ops.device
         self._thread = threading.Thread(target=self._run, name="warm-up", daemon=True)
         self._thread.start()
 
@@ -62,7 +63,7 @@ class WarmUp:
 
     def _train(self) -> None:
         weights = RandomWeights(self._config, device=str(self._device))
-        decoder = CudaDecoder(self._config, weights, device=self._device)
+        decoder = CudaDecoder(self._config, weights, ops=self._ops)
         trainer = Trainer(decoder, base_model="", config=TrainerConfig())
         lora = jobs.LoraSpec(rank=_RANK, seed=0)
         trainer.create(jobs.CreateAdapterJob(job_id="", adapter_id="", base_model="", lora=lora))

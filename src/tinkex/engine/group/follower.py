@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tinkex.engine.collectives.group import Group, end, form
+from tinkex.engine.device.backend import find_device, ops_for
 from tinkex.engine.group import rank
 from tinkex.engine.group.calls import (
     SELF,
@@ -35,7 +36,6 @@ from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
-from tinkex.engine.torch.config import EngineConfig, make_cuda_deterministic
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError, TinkerError
 
@@ -125,12 +125,12 @@ def main() -> None:
         if start.threads is not None:
             torch.set_num_threads(start.threads)
         try:
-            device = EngineConfig(device=start.device).torch_device()
+            device = find_device(start.device)
         except ConfigError as exc:
             pipe.send(Refused(str(exc)))
             return
-        if start.exact and device.type == "cuda":
-            make_cuda_deterministic()
+        if start.exact:
+            ops_for(device).make_deterministic()
         pipe.send(Ready(os.getpid()))
         go: Go = pipe.recv()
     except (EOFError, OSError):

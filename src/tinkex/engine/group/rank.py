@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 
 from tinkex.engine.collectives.group import Group
+from tinkex.engine.device.backend import ops_for
 from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.model.decoder import Decoder, compute_dtype
+from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.model.loading import check_room
 from tinkex.engine.model.sharding import check_divides
@@ -31,12 +32,13 @@ def load_shard(
     """This rank's shard of a base model."""
     config = source.config()
     check_divides(config, group.size, source.name)
-    dtype = compute_dtype(group.device, dtype)
+    ops = ops_for(group.device)
+    dtype = ops.compute_dtype(dtype)
     # Ranks on one CPU share its memory; on CUDA each has a card of its own.
     parts = 1 if group.device.type == "cpu" else group.size
-    check_room(config, source.name, group.device, dtype, parts)
+    check_room(config, source.name, ops, dtype, parts)
     reader = weights or open_weights(source, config)
-    return Decoder(config, reader, device=group.device, dtype=dtype, group=group)
+    return Decoder(config, reader, ops=ops, dtype=dtype, group=group)
 
 
 def make_trainer(
@@ -51,5 +53,5 @@ def make_trainer(
 
 def make_sampler(decoder: Decoder, config: SamplerConfig | None, source: ModelSource) -> Sampler:
     exact = decoder.group.exact
-    config = config or SamplerConfig.for_device(decoder.device, deterministic=exact)
+    config = config or SamplerConfig.for_device(decoder.ops, deterministic=exact)
     return Sampler(decoder, config, lambda: load_detokenizer(source.path))

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkex.contract.models import MAX_RANK
-from tinkex.engine.cuda import HAS_TRITON
-from tinkex.engine.numerics.rows import filled
+from tinkex.engine.numerics.ops import Ops
+from tinkex.engine.numerics.row_filling import filled
 from tinkex.errors import InvalidInputError
 
 Kind = Literal["attn", "mlp", "unembed"]
@@ -163,13 +163,9 @@ class Adapter:
             for part, b_Or in zip(group.parts, group.b_Or, strict=True):
                 yield part, group.a_RI[part.row : part.row + part.rank], b_Or
 
-    def norm(self, grad: Tensor) -> float:
+    def norm(self, grad: Tensor, ops: Ops) -> float:
         """The 2-norm of a buffer's values together, as one number on the host."""
-        if grad.is_cuda and HAS_TRITON:
-            from tinkex.engine.cuda import optimizer_kernels
-
-            return optimizer_kernels.norm(grad)
-        return float(torch.linalg.vector_norm(grad, dtype=torch.float64))
+        return ops.norm(grad)
 
     def share(self, grad: Tensor) -> Tensor:
         """A gradient with what others computed of it; here all of it was computed."""

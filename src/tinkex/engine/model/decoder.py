@@ -49,7 +49,7 @@ from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.sharded_norm import norm_heads
 from tinkex.engine.model.sharding import ModelShards
 from tinkex.engine.model.weights import WeightReader
-from tinkex.errors import ConfigError
+from tinkex.engine.numerics.ops import CPU, Ops
 
 
 class DecoderLike(Protocol):
@@ -59,6 +59,8 @@ class DecoderLike(Protocol):
     targets: Mapping[str, Target]
     uncovered: Mapping[Kind, str] = {}
     """By kind, a weight that can carry no adapter: such a kind is not trained by halves."""
+    ops: Ops
+    """The operations of its device, for all that computes over it."""
     device: torch.device
     dtype: torch.dtype
     batch_invariant: bool = False
@@ -138,7 +140,7 @@ class Decoder(DecoderLike):
         config: ModelConfig,
         weights: WeightReader,
         *,
-        device: torch.device | str = "cpu",
+        ops: Ops = CPU,
         dtype: torch.dtype | None = None,
         keep_packed: bool = False,
         group: Group | None = None,
@@ -151,8 +153,8 @@ class Decoder(DecoderLike):
         self.shards = ModelShards(config, self.group.size)
         self.config = self.shards.local
         (self.tokens,) = self.shards.vocabulary()[self.group.rank]
-        self.device = torch.device(device)
-        self.dtype = compute_dtype(self.device, dtype)
+        self.ops, self.device = ops, ops.device
+        self.dtype = ops.compute_dtype(dtype)
         read = Loader(
             self.shards,
             self.group.rank,
@@ -187,8 +189,9 @@ class Decoder(DecoderLike):
         experts of a mixture the rows pass.
         """
         lengths = attend.lengths if isinstance(attend, PackedCausal) else [len(tokens_T)]
-        on_cpu = self.device.type == "cpu"
-        kept_bytes = self.config.kept_bytes(lengths, self.dtype.itemsize, with_pairs=on_cpu)
+        kept_bytes = self.config.kept_bytes(
+            lengths, self.dtype.itemsize, with_pairs=self.ops.keeps_pairs
+        )
         recompute = kept_bytes > room
         x_TD = self._embed(tokens_T)
         cos_Th, sin_Th = self._rope(positions_T)
@@ -309,7 +312,7 @@ class Decoder(DecoderLike):
     ) -> Tensor:
         """The stream with a block's output, which is a `product`, added."""
         if self.group.size == 1:  # the product adds bias and stream by itself
-            return product(x_TI, weight_DI, bias_D, terms, x_TD)
+            return product(x_TI, weight_DI, bias_D, terms, x_TD, self.ops.adds_in_product)
         sum_TD = self.group.leave(product(x_TI, weight_DI, None, terms))
         if bias_D is not None:
             sum_TD = sum_TD + bias_D
@@ -378,23 +381,6 @@ class Decoder(DecoderLike):
 
 def _terms(lora: LoraBatch | None, key: str) -> tuple[LoraTerm, ...]:
     return NO_TERMS if lora is None else lora.terms(key)
-
-
-def compute_dtype(device: torch.device, wanted: torch.dtype | None = None) -> torch.dtype:
-    """fp32 on a CPU, whatever the checkpoint's type; bf16 on CUDA cards that can multiply in it."""
-    if device.type == "cuda":
-        return wanted or (torch.bfloat16 if multiplies_bf16(device) else torch.float32)
-    if wanted not in (None, torch.float32, torch.float64):
-        raise ConfigError(
-            f"dtype {wanted} is not computed on {device.type}: some CPUs end the process at the "
-            "first bf16 product. Leave it out; the weights are widened to float32."
-        )
-    return wanted or torch.float32
-
-
-def multiplies_bf16(device: torch.device) -> bool:
-    """Cards before Ampere (capability 8) have no bf16 tensor cores; they run in fp32."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def rope_frequencies(rope: RopeConfig, head_size: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tinkex.engine.numerics.rows import fill
+from tinkex.engine.numerics.row_filling import fill
 
 CHUNK = 256
 

@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from tinkex.engine.lora.adapter import Kind, LoraBatch, Target, TargetPart
 from tinkex.engine.model.attention import Attend, PackedCausal
 from tinkex.engine.model.base_model import ModelSource
-from tinkex.engine.model.decoder import DecoderLike, compute_dtype
+from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.experts import Experts, is_experts
 from tinkex.engine.model.layers import linear
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
+from tinkex.engine.numerics.ops import CPU, Ops
 from tinkex.errors import NotSupportedError
 
 _BACKEND = "tinkex"
@@ -43,12 +44,11 @@ class ForeignDecoder(DecoderLike):
         source: ModelSource,
         config: ModelConfig,
         *,
-        device: torch.device | str = "cpu",
+        ops: Ops = CPU,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.config = config
-        self.device = torch.device(device)
-        self.dtype = compute_dtype(self.device, dtype)
+        self.config, self.ops, self.device = config, ops, ops.device
+        self.dtype = ops.compute_dtype(dtype)
         self._name = source.name
         model = _load(source, config, self.dtype)
         self._model = model.to(self.device).eval().requires_grad_(False)

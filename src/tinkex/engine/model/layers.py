@@ -22,7 +22,7 @@ from torch import Tensor
 from tinkex.engine.lora.adapter import LoraTerm, add_low_rank, low_rank_backward
 from tinkex.engine.model import packed_weights
 from tinkex.engine.numerics.mxfp4 import Matrix, expanded
-from tinkex.engine.numerics.rows import filled
+from tinkex.engine.numerics.row_filling import filled
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
@@ -162,14 +162,17 @@ def linear(
     bias_O: Tensor | None,
     terms: Sequence[LoraTerm],
     residual_TO: Tensor | None = None,
+    add_in_product: bool = False,
 ) -> Tensor:
-    """A linear with LoRA, added to `residual_TO` when one is given.
+    """A linear with LoRA, added to `residual_TO` when one is given; see `Ops.adds_in_product`.
 
     A packed weight is expanded for the product, and once more for its backward.
     """
     if torch.is_grad_enabled() and (terms or x_TI.requires_grad):
-        return _apply(_Linear, x_TI, weight_OI, bias_O, residual_TO, terms, *_flat(terms))
-    return _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, terms)[0]
+        residual = (residual_TO, add_in_product)
+        return _apply(_Linear, x_TI, weight_OI, bias_O, *residual, terms, *_flat(terms))
+    weight_OI = expanded(weight_OI)
+    return _plain_linear(x_TI, weight_OI, bias_O, residual_TO, add_in_product, terms)[0]
 
 
 def _plain_linear(
@@ -177,9 +180,10 @@ def _plain_linear(
     weight_OI: Tensor,
     bias_O: Tensor | None,
     residual_TO: Tensor | None,
+    add_in_product: bool,
     terms: Sequence[LoraTerm],
 ) -> tuple[Tensor, list[Tensor]]:
-    if residual_TO is not None and x_TI.is_cuda:
+    if residual_TO is not None and add_in_product:
         y_TO = torch.addmm(residual_TO, x_TI, weight_OI.t())  # the sum is rounded to bf16 once
         if bias_O is not None:
             y_TO += bias_O
@@ -198,10 +202,13 @@ class _Linear(torch.autograd.Function):
         weight_OI: Matrix,
         bias_O: Tensor | None,
         residual_TO: Tensor | None,
+        add_in_product: bool,
         terms: Sequence[LoraTerm],
         *_: Tensor,
     ) -> Tensor:
-        y_TO, scaled = _plain_linear(x_TI, expanded(weight_OI), bias_O, residual_TO, terms)
+        y_TO, scaled = _plain_linear(
+            x_TI, expanded(weight_OI), bias_O, residual_TO, add_in_product, terms
+        )
         ctx.terms, ctx.weight = terms, weight_OI  # frozen, so no version of it need be watched
         ctx.save_for_backward(x_TI, *scaled)
         return y_TO
@@ -212,7 +219,7 @@ class _Linear(torch.autograd.Function):
         need_dx, need_residual = ctx.needs_input_grad[0], ctx.needs_input_grad[3]
         weight_OI = expanded(ctx.weight)
         dx_TI, grads = _linear_backward(ctx, dy_TO, x_TI, weight_OI, scaled, need_dx)
-        return dx_TI, None, None, dy_TO if need_residual else None, None, *grads
+        return dx_TI, None, None, dy_TO if need_residual else None, None, None, *grads
 
 
 def glu_linear(
@@ -221,12 +228,14 @@ def glu_linear(
     bias_O: Tensor | None,
     terms: Sequence[LoraTerm],
     residual_TO: Tensor | None = None,
+    add_in_product: bool = False,
 ) -> Tensor:
-    """silu(gate) * up, then a linear with LoRA, added to `residual_TO` when one is given."""
+    """silu(gate) * up, then `linear`."""
     if torch.is_grad_enabled() and (terms or gate_up_TF.requires_grad):
-        flat = _flat(terms)
-        return _apply(_GluLinear, gate_up_TF, weight_OI, bias_O, residual_TO, terms, *flat)
-    return _plain_linear(_activate(gate_up_TF), weight_OI, bias_O, residual_TO, terms)[0]
+        residual = (residual_TO, add_in_product)
+        return _apply(_GluLinear, gate_up_TF, weight_OI, bias_O, *residual, terms, *_flat(terms))
+    act_TI = _activate(gate_up_TF)
+    return _plain_linear(act_TI, weight_OI, bias_O, residual_TO, add_in_product, terms)[0]
 
 
 def _activate(gate_up_TF: Tensor) -> Tensor:
@@ -242,11 +251,12 @@ class _GluLinear(torch.autograd.Function):
         weight_OI: Tensor,
         bias_O: Tensor | None,
         residual_TO: Tensor | None,
+        add_in_product: bool,
         terms: Sequence[LoraTerm],
         *_: Tensor,
     ) -> Tensor:
         act_TI = _activate(gate_up_TF)
-        y_TO, scaled = _plain_linear(act_TI, weight_OI, bias_O, residual_TO, terms)
+        y_TO, scaled = _plain_linear(act_TI, weight_OI, bias_O, residual_TO, add_in_product, terms)
         ctx.terms = terms
         ctx.save_for_backward(gate_up_TF, weight_OI, *scaled)
         return y_TO
@@ -264,7 +274,7 @@ class _GluLinear(torch.autograd.Function):
             d_gate, d_up = d_gate_up.chunk(2, dim=-1)
             torch.mul(d_act, silu, out=d_up)
             d_gate.copy_(torch.ops.aten.silu_backward(d_act.mul_(up), gate))
-        return d_gate_up, None, None, dy_TO if need_residual else None, None, *grads
+        return d_gate_up, None, None, dy_TO if need_residual else None, None, None, *grads
 
 
 # ---------------------------------------------------------------------------------------- rope

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tinkex.engine.model.delta import DeltaWeights, by_kind
 from tinkex.engine.model.mixture import MixtureWeights
-from tinkex.engine.model.packed_weights import free_bytes
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.sharding import ModelShards
 from tinkex.engine.model.weights import WeightReader, expected_shapes
 from tinkex.engine.numerics.mxfp4 import BYTES_PER_GROUP, GROUP, Stack
+from tinkex.engine.numerics.ops import Ops
 from tinkex.errors import InvalidInputError, NotSupportedError
 
 log = logging.getLogger(__name__)
@@ -134,10 +134,6 @@ _ROOM_TO_WORK = 0.75
 """Experts are expanded while all weights take no more than this share of the free memory."""
 
 
-def free_on(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
-
-
 def stays_packed(config: ModelConfig, dtype: torch.dtype, free: int) -> bool | None:
     """Whether experts that are stored in 4 bits stay so; None: even so they do not fit."""
     if weight_bytes(config, dtype) <= _ROOM_TO_WORK * free:
@@ -149,7 +145,7 @@ def keeps_packed(
     config: ModelConfig,
     reader: WeightReader,
     name: str,
-    device: torch.device,
+    ops: Ops,
     dtype: torch.dtype,
 ) -> bool:
     """Whether experts that are stored in 4 bits stay so: where expanded they would not fit.
@@ -157,7 +153,7 @@ def keeps_packed(
     Raises:
         NotSupportedError: The weights are larger than what the device has free.
     """
-    free = free_on(device)
+    device, free = ops.device, ops.free_bytes()
     whole = weight_bytes(config, dtype)
     kind = str(dtype).removeprefix("torch.")
     if not reader.in_mxfp4:
@@ -185,11 +181,9 @@ def _too_large(name: str, what: str, device: torch.device, free: int) -> NotSupp
     )
 
 
-def check_room(
-    config: ModelConfig, name: str, device: torch.device, dtype: torch.dtype, parts: int
-) -> None:
+def check_room(config: ModelConfig, name: str, ops: Ops, dtype: torch.dtype, parts: int) -> None:
     """Refuse a model if one of so many `parts` of it is larger than what the device has free."""
-    free = free_on(device)
+    free = ops.free_bytes()
     needed = weight_bytes(config, dtype) // parts
     if needed > free:
-        raise _too_large(name, f"{needed / 1e9:.1f} GB for a part of its weights", device, free)
+        raise _too_large(name, f"{needed / 1e9:.1f} GB for a part of its weights", ops.device, free)

@@ -12,12 +12,13 @@ Shapes: T rows, I inputs, O outputs.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tinkex.engine.numerics.memory_in_use import free_bytes
 
 log = logging.getLogger(__name__)
 _ATTRIBUTE = "tinkex_packed"
@@ -62,18 +63,6 @@ def unpack(weights: Iterable[Tensor]) -> None:
     for weight in weights:
         if hasattr(weight, _ATTRIBUTE):
             delattr(weight, _ATTRIBUTE)
-
-
-def free_bytes() -> int:
-    """Memory that new allocations can take: free, or held by the file cache."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor | None:

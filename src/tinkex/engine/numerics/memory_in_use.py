@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,18 @@ def _inside(item: Any) -> Iterator[Any]:
         for kind in type(item).__mro__:
             for name in getattr(kind, "__slots__", ()):
                 yield getattr(item, name, None)
+
+
+def free_bytes() -> int:
+    """The host's memory that new allocations can take: free, or held by the file cache."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def give_back() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tinkex.contract.optimizers import OptimizerParams, check_params
 from tinkex.engine.lora.adapter import Adapter
+from tinkex.engine.numerics.ops import Ops
 from tinkex.engine.optim.updates import UPDATES
 
 
@@ -48,15 +49,15 @@ def make_room(adapter: Adapter, state: OptimizerState) -> None:
 
 
 def apply_step(
-    adapter: Adapter, state: OptimizerState, grad: Tensor, params: OptimizerParams
+    adapter: Adapter, state: OptimizerState, grad: Tensor, params: OptimizerParams, ops: Ops
 ) -> float:
     """Update the adapter in place; returns the gradient norm before clipping. Consumes `grad`."""
     check_params(state.kind, params)
-    norm = adapter.norm(grad)
+    norm = adapter.norm(grad, ops)
     if 0 < params.grad_clip_norm < norm:
         grad *= params.grad_clip_norm / norm
     state.step += 1
     if params.weight_decay:
         adapter.flat *= 1 - params.learning_rate * params.weight_decay
-    UPDATES[state.kind].step(adapter, state.moments, grad, state.step, params)
+    UPDATES[state.kind].step(ops, adapter, state.moments, grad, state.step, params)
     return norm

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import Adapter
-from tinkex.engine.model.packed_weights import free_bytes
-from tinkex.engine.numerics.memory_in_use import is_out_of_memory
+from tinkex.engine.numerics.memory_in_use import free_bytes, is_out_of_memory
 from tinkex.engine.optim.optimizer import OptimizerState, make_room
 from tinkex.engine.optim.shards import tree_sum
 

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.optimizers import AdamParams, LionParams, MuonParams
-from tinkex.engine.cuda import HAS_TRITON
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tinkex.engine.lora.adapter import Adapter
+    from tinkex.engine.numerics.ops import Ops
 
 F = NDArray[np.float64]
 Moments = Mapping[str, "Tensor"]
@@ -34,25 +34,16 @@ class Update(NamedTuple):
     it, which is more where the base model is cut over several devices."""
     moments: tuple[str, ...]
     """The state kept per parameter, by its name in checkpoints; the toy has room for two."""
-    step: Callable[[Adapter, Moments, Tensor, int, Any], None]
-    """(adapter, moments, gradient, number of the step, parameters), in place."""
+    step: Callable[[Ops, Adapter, Moments, Tensor, int, Any], None]
+    """(operations, adapter, moments, gradient, number of the step, parameters), in place."""
     toy_step: Callable[[F, F, F, F, int, Any], None]
     """(weights, gradient, first moment, second moment, number, parameters), in place."""
 
 
-def _adamw(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: AdamParams) -> None:
-    first, second = moments["exp_avg"], moments["exp_avg_sq"]
-    if adapter.flat.is_cuda and HAS_TRITON:
-        from tinkex.engine.cuda import optimizer_kernels
-
-        optimizer_kernels.adamw_(adapter.flat, first, second, grad, step, params)
-        return
-    first.lerp_(grad, 1 - params.beta1)
-    second.mul_(params.beta2).addcmul_(grad, grad, value=1 - params.beta2)
-    correction1 = 1 - params.beta1**step
-    correction2 = 1 - params.beta2**step
-    denominator = second.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
-    adapter.flat.addcdiv_(first, denominator, value=-params.learning_rate / correction1)
+def _adamw(
+    ops: Ops, adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: AdamParams
+) -> None:
+    ops.adamw_(adapter.flat, moments["exp_avg"], moments["exp_avg_sq"], grad, step, params)
 
 
 def _toy_adamw(weights: F, grad: F, first: F, second: F, step: int, params: AdamParams) -> None:
@@ -63,7 +54,9 @@ def _toy_adamw(weights: F, grad: F, first: F, second: F, step: int, params: Adam
     weights -= params.learning_rate * m_hat / (np.sqrt(v_hat) + params.eps)
 
 
-def _muon(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: MuonParams) -> None:
+def _muon(
+    ops: Ops, adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: MuonParams
+) -> None:
     """Momentum, then every module's matrix is replaced by its nearest orthogonal one."""
     momentum = moments["momentum"].mul_(params.momentum).add_(grad)
 
@@ -81,7 +74,9 @@ def _toy_muon(weights: F, grad: F, first: F, second: F, step: int, params: MuonP
     weights -= params.learning_rate * np.sign(first)
 
 
-def _lion(adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: LionParams) -> None:
+def _lion(
+    ops: Ops, adapter: Adapter, moments: Moments, grad: Tensor, step: int, params: LionParams
+) -> None:
     """Chen et al., Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675)."""
     momentum = moments["exp_avg"]
     direction = momentum.lerp(grad, 1 - params.beta1).sign_()

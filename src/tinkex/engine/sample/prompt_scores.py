@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tinkex.contract.sampling import EMPTY_LOGPROB
 from tinkex.engine import jobs
-from tinkex.engine.model.softmax import log_total, logprobs_of
-from tinkex.engine.numerics.transfer import send
+from tinkex.engine.numerics.ops import Ops
 from tinkex.engine.sample.rng import PROMPT_ALT, sample_key, uniform_table
 from tinkex.engine.sample.sampling_math import (
     Settings,
@@ -59,32 +58,32 @@ class PromptScores:
         """Which of the prompt's rows [start, stop) are needed."""
         return range(max(start, self.first_computed - 1), min(stop, len(self.prompt_T) - 1))
 
-    def add(self, rows: range, logits_NV: Tensor) -> None:
+    def add(self, ops: Ops, rows: range, logits_NV: Tensor) -> None:
         """Record the answers that the logits of `rows` give."""
         skip = max(0, self.first - 1 - rows.start)
         if skip < len(rows):
-            self._add_scores(rows[skip:], logits_NV[skip:])
-        self.targets.add(rows, logits_NV)
+            self._add_scores(ops, rows[skip:], logits_NV[skip:])
+        self.targets.add(ops, rows, logits_NV)
         if self.job.prompt_alt_tokens_k:
-            self._add_alternatives(rows, logits_NV)
+            self._add_alternatives(ops, rows, logits_NV)
 
-    def _add_scores(self, rows: range, logits_NV: Tensor) -> None:
+    def _add_scores(self, ops: Ops, rows: range, logits_NV: Tensor) -> None:
         at = slice(rows.start + 1, rows.stop + 1)
         if self.job.prompt_logprobs:
             targets_N = torch.from_numpy(self.prompt_T[at]).to(logits_NV.device)
-            self.logprobs_T[at] = logprobs_of(logits_NV, targets_N[:, None])[:, 0].cpu().numpy()
+            self.logprobs_T[at] = ops.logprobs_of(logits_NV, targets_N[:, None])[:, 0].cpu().numpy()
         if k := self.job.topk_prompt_logprobs:
-            ids_NK, values_NK = top_logprobs(logits_NV, k)
+            ids_NK, values_NK = top_logprobs(ops, logits_NV, k)
             width = ids_NK.shape[1]
             self.topk.token_ids[at, :width] = ids_NK.cpu().numpy()
             self.topk.logprobs[at, :width] = values_NK.cpu().numpy()
 
-    def _add_alternatives(self, rows: range, logits_NV: Tensor) -> None:
-        job, device = self.job, logits_NV.device
-        settings = Settings.of([job] * len(rows), self.vocab_size, device)
+    def _add_alternatives(self, ops: Ops, rows: range, logits_NV: Tensor) -> None:
+        job = self.job
+        settings = Settings.of([job] * len(rows), self.vocab_size, ops)
         for j in range(job.prompt_alt_tokens_k):
             key = sample_key(self.seed, j, PROMPT_ALT)
-            uniform_N3 = send(uniform_table([key] * len(rows), rows), device)
+            uniform_N3 = ops.send(uniform_table([key] * len(rows), rows))
             # A copy, because `draw` overwrites its logits and the next alternative needs them too.
             tokens_N, logprobs_N = draw(logits_NV.clone(), settings, uniform_N3)
             self.alt.token_ids[rows.start : rows.stop, j] = tokens_N.cpu().numpy()
@@ -130,7 +129,7 @@ class _Targets:
             )
         self._scores: NDArray[np.float32] = np.full(len(self._ids), np.nan, np.float32)
 
-    def add(self, rows: range, logits_NV: Tensor) -> None:
+    def add(self, ops: Ops, rows: range, logits_NV: Tensor) -> None:
         if self.given is None:
             return
         cells = slice(self._bounds[rows.start], self._bounds[rows.stop])
@@ -140,7 +139,7 @@ class _Targets:
         at = torch.from_numpy(row_of[kept]).to(logits_NV.device)
         picked = logits_NV[at, torch.from_numpy(ids[kept]).to(logits_NV.device)]
         scores = np.full(len(ids), np.nan, np.float32)
-        top_N1, log_total_N1 = log_total(logits_NV)
+        top_N1, log_total_N1 = ops.log_total(logits_NV)
         scores[kept] = (picked - top_N1[at, 0] - log_total_N1[at, 0]).cpu().numpy()
         self._scores[cells] = scores
 

@@ -18,7 +18,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,13 +32,14 @@ from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.numerics import routed_experts
 from tinkex.engine.numerics.memory_in_use import give_back
-from tinkex.engine.numerics.rows import exactly
-from tinkex.engine.numerics.transfer import Fetch, send
+from tinkex.engine.numerics.ops import Ops
+from tinkex.engine.numerics.row_filling import exactly
 from tinkex.engine.reports import cancelled
 from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
 from tinkex.engine.sample.intake import Intake
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
+from tinkex.engine.sample.paged_decoder import PagedDecoder, PassAttend, RecordedSteps
 from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.preemption import Preemption
 from tinkex.engine.sample.rng import uniform_table
@@ -56,9 +57,6 @@ from tinkex.engine.sample.state_pool import StatePool
 from tinkex.engine.sample.states import StateCache, state_bytes
 from tinkex.engine.sample.stopping import Detokenize
 from tinkex.errors import ConfigError, InvalidInputError
-
-if TYPE_CHECKING:
-    from tinkex.engine.cuda.paged import CudaPagedAttend, DecodeGraphs
 
 log = logging.getLogger(__name__)
 _LOGIT_CELLS = 1 << 24
@@ -85,23 +83,23 @@ class SamplerConfig(SchedulerConfig):
             )
 
     @staticmethod
-    def for_device(device: torch.device, *, deterministic: bool = False) -> SamplerConfig:
+    def for_device(ops: Ops, *, deterministic: bool = False) -> SamplerConfig:
         """Defaults that fit a device: a GPU gives a third of what it has free, in larger passes."""
-        if device.type != "cuda":
+        if not ops.large_passes:
             return SamplerConfig(exact=deterministic)
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return SamplerConfig(kv_bytes=free_bytes // 3, max_pass_tokens=4096)
+        return SamplerConfig(kv_bytes=ops.free_bytes() // 3, max_pass_tokens=4096)
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What one pass drew for its samples, perhaps still being computed."""
+    """The tokens that one pass drew for its samples, perhaps still being computed."""
 
     samples: list[Sample]
     tokens_N: Tensor
     """On the device, for the pass that follows."""
-    fetch: Fetch
-    """The same with logprobs (float64, [2, N]), then top ids and logprobs if anyone asked."""
+    wait: Callable[[], tuple[Tensor, ...]]
+    """Gives them on the host with logprobs (float64, [2, N]), then top ids and logprobs if anyone
+    asked."""
 
 
 class Sampler:
@@ -232,7 +230,7 @@ class Sampler:
         `look_ahead` is true, by the next step.
         """
         self._pass_clock.begin()
-        with exactly(self.config.exact and self.decoder.device.type == "cpu"):
+        with exactly(self.config.exact and self.decoder.ops.fills_rows):
             num_tokens, shortage = self.group.attempt(lambda: self._step(look_ahead), lambda: None)
         self._pass_clock.end()
         if num_tokens is None:
@@ -365,7 +363,7 @@ class Sampler:
             tokens += [tokens[-1]] * (self._fewest_rows - num_rows)
             positions += [positions[-1]] * (self._fewest_rows - num_rows)
         self._attend.begin(chunks)
-        inputs_2T = send((tokens, positions), self.decoder.device)
+        inputs_2T = self.decoder.ops.send((tokens, positions))
         routing = None if self._experts is None else Routing()
         hidden_TD = self.decoder.forward(
             inputs_2T[0],
@@ -376,7 +374,7 @@ class Sampler:
         )
         if self._experts is not None and routing is not None:
             slots = slots_of(chunks, self.config.block_size)
-            self._experts.write(send(slots, self.decoder.device), routing)
+            self._experts.write(self.decoder.ops.send(slots), routing)
         return hidden_TD[:num_rows]
 
     def _head(self, hidden_ND: Tensor, owners: Sequence[tuple[Seq, int]]) -> Tensor:
@@ -397,7 +395,7 @@ class Sampler:
                 part = range(start, min(start + step, rows.stop))
                 at = first + part.start - chunk.start
                 logits_NV = self._head(hidden_TD[at : at + len(part)], [(seq, len(part))])
-                scores.add(part, logits_NV)
+                scores.add(self.decoder.ops, part, logits_NV)
             if seq.num_cached >= seq.num_prompt:
                 # All is scored: from now on the prefix cache may serve this prompt as any other.
                 seq.num_reusable = seq.num_prompt
@@ -448,17 +446,17 @@ class Sampler:
         settings = self._settings_of(samples)
         positions = [sample.num_sampled + num_unread for sample in samples]
         table = uniform_table([sample.key for sample in samples], positions)
-        uniform_N3 = send(table, logits_NV.device)
+        uniform_N3 = self.decoder.ops.send(table)
         tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
         # Ranks may round differently: all take what the leader drew.
         wanted = [self.group.broadcast(torch.stack((tokens_N.double(), logprobs_N.double())))]
         if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
             wanted += top_sampled(logits_NV, settings, widest)
-        return _Drawn(samples, tokens_N, Fetch(*wanted))
+        return _Drawn(samples, tokens_N, self.decoder.ops.fetch(*wanted))
 
     def _read(self, drawn: _Drawn) -> None:
         """Wait for what was drawn, the only wait for the device in a step, and hand it out."""
-        drawn_2N, *top = drawn.fetch.wait()
+        drawn_2N, *top = drawn.wait()
         ids_NK, values_NK = (x.tolist() for x in top) if top else ([], [])
         for row, (sample, token, logprob) in enumerate(
             zip(drawn.samples, *drawn_2N.tolist(), strict=True)
@@ -475,7 +473,7 @@ class Sampler:
             settings = Settings.of(
                 [sample.request.job for sample in samples],
                 self.decoder.config.vocab_size,
-                self.decoder.device,
+                self.decoder.ops,
             )
             self._settings = (samples, settings)
         return self._settings[1]
@@ -524,7 +522,7 @@ class Sampler:
 
 def _pack_weights(decoder: DecoderLike, config: SamplerConfig) -> bool:
     """Make the copies that decoding on a CPU is faster with; False where there are none."""
-    wanted = config.packed_weights and not config.exact and decoder.device.type == "cpu"
+    wanted = config.packed_weights and not config.exact
     if not wanted or not isinstance(decoder, Decoder):
         return False
     return packed_weights.pack(decoder.matrices())
@@ -549,14 +547,8 @@ def _attention(
     experts: ExpertPages | None,
     *,
     exact: bool,
-) -> tuple[PagedAttend | CudaPagedAttend, DecodeGraphs | None]:
-    """The device's way to attend over pages; on CUDA, decode steps as graphs too."""
-    if decoder.device.type == "cuda":
-        from tinkex.engine.cuda.fused import CudaDecoder
-        from tinkex.engine.cuda.paged import CudaPagedAttend, DecodeGraphs
-
-        if isinstance(decoder, CudaDecoder):
-            context = decoder.config.max_context_length
-            graphs = DecodeGraphs(decoder, cache, states, experts, max_context=context)
-            return CudaPagedAttend(cache, states), graphs if decoder.records_steps else None
-    return PagedAttend(cache, states, exact=exact and decoder.device.type == "cpu"), None
+) -> tuple[PassAttend, RecordedSteps | None]:
+    """The decoder's own way to attend over pages and to record steps, or the plain one."""
+    if isinstance(decoder, PagedDecoder):
+        return decoder.paged(cache, states, experts)
+    return PagedAttend(cache, states, exact=exact and decoder.ops.fills_rows), None

@@ -25,14 +25,9 @@ import torch
 from torch import Tensor
 
 from tinkex.contract.sampling import EMPTY_LOGPROB, DrawSettings
-from tinkex.engine.cuda import HAS_TRITON
-from tinkex.engine.model.softmax import log_total, logprobs_of
-from tinkex.engine.numerics.transfer import send
+from tinkex.engine.numerics.ops import CPU, Ops
+from tinkex.engine.numerics.picking import log_weight, whole_weights
 
-_ONE = float(1 << 40)
-"""The weight of a row's likeliest token."""
-_WIDTH = 64
-_GROUP = _WIDTH * _WIDTH
 _FEW = 512
 """Candidates tried before a whole vocabulary is sorted for top_p."""
 
@@ -56,15 +51,16 @@ class Settings:
     max_top_k: int
     """Largest top_k of the batch; 0 when some row has none."""
     any_filter: bool
+    ops: Ops
 
     @classmethod
     def of(
         cls,
         rows: Sequence[DrawSettings],
         vocab_size: int,
-        device: torch.device | str = "cpu",
+        ops: Ops = CPU,
     ) -> Settings:
-        """Of a batch of jobs, one per row."""
+        """The settings of a batch of jobs, one per row."""
         greedy = [row.temperature == 0 for row in rows]
         # A temperature below what fp32 can divide by is as good as the smallest it can.
         inverse = [1.0 if t == 0 else min(1.0 / t, 1e30) for t in (r.temperature for r in rows)]
@@ -73,16 +69,17 @@ class Settings:
         filtered = any(top_k[i] < vocab_size or rows[i].top_p < 1 or rows[i].min_p for i in active)
         widest = max((top_k[i] for i in active), default=0)
         return cls(
-            greedy_N=send(greedy, device),
-            inverse_temperature_N1=send(inverse, device)[:, None],
-            top_k_N=send(top_k, device),
-            top_p_N=send([row.top_p for row in rows], device),
-            log_min_p_N=send([math.log(r.min_p) if r.min_p else -math.inf for r in rows], device),
-            bias=_bias(rows, device),
+            greedy_N=ops.send(greedy),
+            inverse_temperature_N1=ops.send(inverse)[:, None],
+            top_k_N=ops.send(top_k),
+            top_p_N=ops.send([row.top_p for row in rows]),
+            log_min_p_N=ops.send([math.log(r.min_p) if r.min_p else -math.inf for r in rows]),
+            bias=_bias(rows, ops),
             any_greedy=any(greedy),
             any_scaled=any(x != 1.0 for x in inverse),
             max_top_k=widest if widest < vocab_size else 0,
             any_filter=filtered,
+            ops=ops,
         )
 
     def is_plain_N(self, vocab_size: int) -> Tensor:
@@ -91,16 +88,14 @@ class Settings:
         return off_N & (self.log_min_p_N == -math.inf) | self.greedy_N
 
 
-def _bias(
-    rows: Sequence[DrawSettings], device: torch.device | str
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def _bias(rows: Sequence[DrawSettings], ops: Ops) -> tuple[Tensor, Tensor, Tensor] | None:
     cells = [
         (row, *cell) for row, draw in enumerate(rows) for cell in (draw.logit_bias or {}).items()
     ]
     if not cells:
         return None
     at, ids, added = zip(*cells, strict=True)
-    return send(at, device), send(ids, device), send(added, device)
+    return ops.send(at), ops.send(ids), ops.send(added)
 
 
 def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +106,7 @@ def draw(logits_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Ten
     greedy_tokens_N = logits_NV.argmax(1) if settings.any_greedy else None
     # Not by the whole weights that are drawn from: to the bit as the trainer will compute it.
     scaled_NV, log_total_N1 = _scaled(logits_NV, settings)
-    tokens_N = _pick(scaled_NV, uniform_N3)[0]
+    tokens_N = settings.ops.pick(scaled_NV, uniform_N3)[0]
     if greedy_tokens_N is not None:
         tokens_N = torch.where(settings.greedy_N, greedy_tokens_N, tokens_N)
     logprobs_N = (scaled_NV.gather(1, tokens_N[:, None]) - log_total_N1)[:, 0]
@@ -128,57 +123,10 @@ def _scaled(logits_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     if settings.any_scaled:
         logits_NV -= logits_NV.amax(1, keepdim=True)
         logits_NV *= settings.inverse_temperature_N1
-        return logits_NV, log_total(logits_NV)[1]
-    top_N1, log_total_N1 = log_total(logits_NV)
+        return logits_NV, settings.ops.log_total(logits_NV)[1]
+    top_N1, log_total_N1 = settings.ops.log_total(logits_NV)
     logits_NV -= top_N1
     return logits_NV, log_total_N1
-
-
-def _weights(scaled: Tensor) -> Tensor:
-    """exp, as whole numbers: 2^40 for the likeliest token."""
-    return torch.exp(scaled).mul_(_ONE).to(torch.int64)
-
-
-def _log(total: Tensor) -> Tensor:
-    """The logarithm of a sum of such weights, as a float."""
-    return (total.double() / _ONE).log().float()
-
-
-def _pick(scaled_NX: Tensor, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
-    """(a cell of each row [N], the log of the row's weight [N])."""
-    if scaled_NX.is_cuda and HAS_TRITON:
-        from tinkex.engine.cuda import draw_kernels
-
-        if (picked := draw_kernels.pick(scaled_NX, uniform_N3, _ONE)) is not None:
-            return picked[0], _log(picked[1])
-    return _pick_plainly(scaled_NX, uniform_N3)
-
-
-def _pick_plainly(scaled_NX: Tensor, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
-    """By torch alone: what every device can, and what the kernels are held against."""
-    num_rows, num_cells = scaled_NX.shape
-    num_groups = -(-num_cells // _GROUP)
-    shape = (num_rows, num_groups, _WIDTH, _WIDTH)
-    cells = torch.zeros(shape, dtype=torch.int64, device=scaled_NX.device)
-    cells.view(num_rows, -1)[:, :num_cells] = torch.exp(scaled_NX).mul_(_ONE)
-    lines = cells.sum(3)
-    groups = lines.sum(2)
-    group_N, total_N = _choose(groups, uniform_N3[:, 0])
-    every_N = torch.arange(num_rows, device=scaled_NX.device)
-    line_N, _ = _choose(lines[every_N, group_N], uniform_N3[:, 1])
-    cell_N, _ = _choose(cells[every_N, group_N, line_N], uniform_N3[:, 2])
-    # Clamped for rows that are not numbers; their logprob says so.
-    picked_N = ((group_N * _WIDTH + line_N) * _WIDTH + cell_N).clamp_(max=num_cells - 1)
-    return picked_N, _log(total_N)
-
-
-def _choose(weights_NX: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(an index of each row by its weight, the row's sum); never one of weight 0."""
-    ends_NX = weights_NX.cumsum(1)
-    total_N = ends_NX[:, -1]
-    level_N = (uniform_N.double().clamp(max=1 - 2**-24) * total_N.double()).to(torch.int64)
-    index_N = torch.searchsorted(ends_NX, level_N[:, None], right=True)[:, 0]
-    return index_N.clamp_(max=weights_NX.shape[1] - 1), total_N
 
 
 def filtered(scaled_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -205,11 +153,11 @@ def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
     num_candidates, vocab_size = values_NK.shape[1], scaled_NV.shape[1]
     rank_K = torch.arange(num_candidates, device=values_NK.device)
     kept_NK = values_NK.masked_fill(rank_K >= settings.top_k_N[:, None], float("-inf"))
-    weights_NK = _weights(kept_NK)
+    weights_NK = whole_weights(kept_NK)
     whole_N = weights_NK.sum(1)
     if num_candidates < vocab_size and not settings.max_top_k:
         # Candidates are not all there is: rows without top_k measure top_p against everything.
-        all_N = _weights(scaled_NV).sum(1)
+        all_N = whole_weights(scaled_NV).sum(1)
         whole_N = torch.where(settings.top_k_N == vocab_size, all_N, whole_N)
     before_NK = weights_NK.cumsum(1) - weights_NK
     out_NK = before_NK >= (settings.top_p_N.double() * whole_N.double())[:, None]
@@ -221,16 +169,16 @@ def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
 def nucleus(scaled_NV: Tensor, settings: Settings, uniform_N3: Tensor) -> tuple[Tensor, Tensor]:
     """Draw from the candidates that the filters leave."""
     ids_NK, values_NK = filtered(scaled_NV, settings)
-    place_N, log_total_N = _pick(values_NK, uniform_N3)
+    place_N, log_total_N = settings.ops.pick(values_NK, uniform_N3)
     place_N1 = place_N[:, None]
     logprobs_N = values_NK.gather(1, place_N1)[:, 0] - log_total_N
     return ids_NK.gather(1, place_N1)[:, 0], logprobs_N
 
 
-def top_logprobs(logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_logprobs(ops: Ops, logits_NV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """(ids [N, k], logprobs [N, k]) of the likeliest tokens at temperature 1."""
     ids_NK = logits_NV.topk(min(k, logits_NV.shape[1]), dim=1).indices
-    return ids_NK, logprobs_of(logits_NV, ids_NK)
+    return ids_NK, ops.logprobs_of(logits_NV, ids_NK)
 
 
 def top_sampled(scaled_NV: Tensor, settings: Settings, k: int) -> tuple[Tensor, Tensor]:
@@ -238,10 +186,10 @@ def top_sampled(scaled_NV: Tensor, settings: Settings, k: int) -> tuple[Tensor, 
 
     `scaled_NV` is what `draw` left in its logits. A cell that a filter removed is empty.
     """
-    ids_NK, logprobs_NK = top_logprobs(scaled_NV, k)
+    ids_NK, logprobs_NK = top_logprobs(settings.ops, scaled_NV, k)
     if settings.any_filter:
         kept_ids, kept = filtered(scaled_NV, settings)
-        kept = kept - _log(_weights(kept).sum(1))[:, None]
+        kept = kept - log_weight(whole_weights(kept).sum(1))[:, None]
         width = min(ids_NK.shape[1], kept.shape[1])
         use_N1 = ~settings.is_plain_N(scaled_NV.shape[1])[:, None]
         filled = torch.full_like(logprobs_NK, float("-inf"))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tinkex.engine import jobs
+from tinkex.engine.device.backend import load_decoder, warm_up
 from tinkex.engine.heartbeat import Heartbeat
 from tinkex.engine.model import packed_weights
 from tinkex.engine.model.base_model import ModelSource, resolve
@@ -25,13 +26,11 @@ from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.reports import tell
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
-from tinkex.engine.torch.backend import load_decoder, runs_kernels
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from tinkex.engine.cuda.warm_up import WarmUp
     from tinkex.engine.group.leader import Leader
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Bases:
             source = resolve(name)
             if source.note:
                 log.log(logging.WARNING if source.stands_in else logging.INFO, source.note)
-            warm_up = None if self._leader is not None else _warm_up(source, self._device)
+            warmed = None if self._leader is not None else warm_up(source, self._device)
             witness = witness_of(source, tell_percent)
             if self._leader is not None:
                 decoder: DecoderLike = self._leader.load(source, witness)
@@ -95,8 +94,8 @@ class Bases:
                 decoder = load_decoder(source, device=self._device, weights=witness)
             identity = Base(name, fingerprint(source, witness), self._config.any_base)
             log.info("loaded %s, fingerprint %s", name, identity.fingerprint)
-            if warm_up is not None:
-                warm_up.wait()
+            if warmed is not None:
+                warmed.wait()
         trainer = self._trainer(decoder, name, identity)
         return ResidentBase(name, source, decoder, trainer, identity, tensor_bytes(decoder))
 
@@ -107,7 +106,7 @@ class Bases:
                 decoder, base_model=name, config=config, base=base, after_pass=after_pass
             )
         config = config or TrainerConfig.for_device(
-            self._device, deterministic=self._config.deterministic
+            decoder.ops, deterministic=self._config.deterministic
         )
         return Trainer(decoder, base_model=name, config=config, base=base, after_pass=after_pass)
 
@@ -121,7 +120,7 @@ class Bases:
         if self._leader is not None:
             return self._leader.sampler(base.decoder, config, base.source)
         config = config or SamplerConfig.for_device(
-            self._device, deterministic=self._config.deterministic
+            base.decoder.ops, deterministic=self._config.deterministic
         )
         return Sampler(base.decoder, config, detokenizer=lambda: load_detokenizer(folder))
 
@@ -226,14 +225,3 @@ def _lead(config: EngineConfig, device: torch.device) -> Leader | None:
         threads=config.threads,
         timeout_s=config.group_timeout_s,
     )
-
-
-def _warm_up(source: ModelSource, device: torch.device) -> WarmUp | None:
-    """Compile what a dense model will run while its weights are read; None for all others."""
-    if not runs_kernels(device):
-        return None
-    from tinkex.engine.cuda.fused import can_fuse
-    from tinkex.engine.cuda.warm_up import WarmUp
-
-    config = source.config()
-    return WarmUp(config, device) if can_fuse(config) else None

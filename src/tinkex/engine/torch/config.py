@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
+from tinkex.engine.device.backend import find_device
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.train.trainer import TrainerConfig
 from tinkex.errors import ConfigError
@@ -56,34 +56,4 @@ class EngineConfig:
             )
 
     def torch_device(self) -> torch.device:
-        kind, _, number = self.device.partition(":")
-        if kind == "auto":
-            if not torch.cuda.is_available():
-                return torch.device("cpu")
-            if number and int(number) >= torch.cuda.device_count():
-                raise ConfigError(
-                    f"worker {number} has no GPU: there are {torch.cuda.device_count()}. Start "
-                    "with --workers (times --group) of at most that many, or with --device cpu."
-                )
-            return torch.device(f"cuda:{number}" if number else "cuda")
-        device = torch.device(self.device)
-        if device.type == "cuda" and (device.index or 0) >= max(1, torch.cuda.device_count()):
-            raise ConfigError(
-                f"engine.device is {self.device!r}, but torch sees "
-                f"{torch.cuda.device_count()} GPUs, counted from cuda:0"
-            )
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"engine.device is {self.device!r}, but torch sees no GPU; use 'cpu'")
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(
-                f"engine.device is {self.device!r}: only CUDA cards and CPUs are supported. Use "
-                "'cpu', which runs on an Apple machine too."
-            )
-        return device
-
-
-def make_cuda_deterministic() -> None:
-    """Choose kernels that add in one order. Costs speed; must run before CUDA's first product."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
+        return find_device(self.device)

@@ -33,13 +33,14 @@ import torch
 from tinkex.engine import folders, jobs
 from tinkex.engine.checkpoint import reader as checkpoint
 from tinkex.engine.checkpoint.snapshots import AdapterSnapshot, Snapshots, snapshot_room, version_of
+from tinkex.engine.device.backend import ops_for
 from tinkex.engine.exchange.meetings import Meetings
 from tinkex.engine.heartbeat import Heartbeat
 from tinkex.engine.loop.fair_share import FairShare
 from tinkex.engine.numerics.memory_in_use import give_back
 from tinkex.engine.reports import cancelled, failure, safely, tell
 from tinkex.engine.torch.bases import Bases, describe
-from tinkex.engine.torch.config import EngineConfig, make_cuda_deterministic
+from tinkex.engine.torch.config import EngineConfig
 
 log = logging.getLogger(__name__)
 MEASURE_EVERY_S, RESTING_S = 10.0, 60.0
@@ -65,13 +66,14 @@ class TorchEngine:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.device = self.config.torch_device()
+        ops = ops_for(self.device)
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
-        if self.config.deterministic and self.device.type == "cuda":
-            make_cuda_deterministic()
+        if self.config.deterministic:
+            ops.make_deterministic()
         self.heartbeat = Heartbeat()
         self._lanes: dict[str, deque[_Waiting]] = {}
-        self._snapshots = Snapshots(self.config.snapshot_bytes or snapshot_room(self.device))
+        self._snapshots = Snapshots(self.config.snapshot_bytes or snapshot_room(ops))
         self._bases = Bases(
             self.config,
             self.device,

@@ -12,9 +12,10 @@ from typing import Literal
 
 import torch
 
+from tinkex.engine.device.backend import find_device, ops_for
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import native_targets
-from tinkex.engine.model.loading import free_on, stays_packed, weight_bytes
+from tinkex.engine.model.loading import stays_packed, weight_bytes
 from tinkex.engine.model.published import holds_mxfp4, misfits, text_names
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import SafetensorsWeights, expected_shapes
@@ -142,9 +143,8 @@ def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark
 
 def _packed_here(config: ModelConfig) -> str:
     """What this machine would do with experts that are stored in 4 bits."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    free = free_on(device)
+    ops = ops_for(find_device("auto"))
+    free = ops.free_bytes()
     says = {True: "stay in 4 bits", False: "are expanded", None: "do not fit even in 4 bits"}
-    does = says[stays_packed(config, dtype, free)]
-    return f"here ({device}, {free / 1e9:.1f} GB free) the experts {does}"
+    does = says[stays_packed(config, ops.compute_dtype(), free)]
+    return f"here ({ops.device}, {free / 1e9:.1f} GB free) the experts {does}"

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinkex.engine.cuda import HAS_TRITON
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.decoder import DecoderLike
-from tinkex.engine.model.softmax import log_total, total
+from tinkex.engine.numerics.ops import Ops
+from tinkex.engine.numerics.softmax import total
 from tinkex.engine.train.graph_cost import LossBudget
 from tinkex.engine.train.sharded_softmax import ShardedSoftmax
 from tinkex.errors import TinkerError
@@ -176,7 +176,7 @@ class _Head:
             logits_Nv = decoder.head_shard(hidden_ND, lora)
             softmax = ShardedSoftmax(logits_Nv, pieces, group, decoder.tokens.start)
         else:
-            softmax = _softmax(decoder.head(hidden_ND, lora), pieces)
+            softmax = _softmax(decoder.ops, decoder.head(hidden_ND, lora), pieces)
         for piece, logprobs_nK in zip(pieces, softmax.logprobs, strict=True):
             piece.settle(logprobs_nK, evaluate, backward)
         if not backward or self.dhidden_TD is None:
@@ -235,25 +235,21 @@ class _Softmax(Protocol):
         """d loss / d logits = slope * (one-hot - softmax). The logits are gone afterwards."""
 
 
-def _softmax(logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> _Softmax:
-    if logits_NV.is_cuda and HAS_TRITON and all(p.run.targets.ndim == 1 for p in pieces):
-        return _FusedSoftmax(logits_NV, pieces)
-    return _PlainSoftmax(logits_NV, pieces)
+def _softmax(ops: Ops, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> _Softmax:
+    if ops.fuses_softmax and all(piece.run.targets.ndim == 1 for piece in pieces):
+        return _FusedSoftmax(ops, logits_NV, pieces)
+    return _PlainSoftmax(ops, logits_NV, pieces)
 
 
 class _PlainSoftmax:
     """In the memory of the logits, for any number of candidates."""
 
-    def __init__(self, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
-        on_device = logits_NV.is_cuda and HAS_TRITON
-        top_N1, log_total_N1 = (
-            log_total(logits_NV) if on_device else (logits_NV.amax(1, keepdim=True), None)
-        )
-        logits_NV -= top_N1
+    def __init__(self, ops: Ops, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
+        log_total_N1 = ops.subtract_top_(logits_NV)
         picked = [logits_NV[piece.rows].gather(1, piece.columns()) for piece in pieces]
         self._exp_NV = logits_NV.exp_()
         self._total_N1 = total(self._exp_NV)
-        if log_total_N1 is None:  # what `log_total` does on a CPU, without its copy
+        if log_total_N1 is None:  # as `softmax.log_total`, without its copy
             log_total_N1 = self._total_N1.log()
         self.logprobs = [
             picked_nK - log_total_N1[piece.rows]
@@ -275,9 +271,9 @@ class _PlainSoftmax:
 class _FusedSoftmax:
     """One read of the logits each way, for one target per row."""
 
-    def __init__(self, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
-        self._logits_NV = logits_NV
-        top_N1, log_total_N1 = log_total(logits_NV)
+    def __init__(self, ops: Ops, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
+        self._ops, self._logits_NV = ops, logits_NV
+        top_N1, log_total_N1 = ops.log_total(logits_NV)
         self._lse_N = (top_N1 + log_total_N1)[:, 0]
         self.logprobs = [
             logits_NV[piece.rows].gather(1, piece.columns())
@@ -287,17 +283,13 @@ class _FusedSoftmax:
         ]
 
     def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
-        from tinkex.engine.cuda import kernels
-
         slopes_N = torch.zeros_like(self._lse_N)
         targets_N = torch.zeros_like(self._lse_N, dtype=torch.int64)
         for piece in pieces:
             if piece.slopes_nK is not None:
                 slopes_N[piece.rows] = piece.slopes_nK[:, 0].float()
                 targets_N[piece.rows] = piece.columns()[:, 0]
-        return kernels.logit_gradient(
-            self._logits_NV, self._lse_N, targets_N, slopes_N, torch.bfloat16
-        )
+        return self._ops.logit_gradient(self._logits_NV, self._lse_N, targets_N, slopes_N)
 
 
 def _two_dims(values: Tensor) -> Tensor:

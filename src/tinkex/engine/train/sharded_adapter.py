@@ -26,6 +26,7 @@ from tinkex.engine.lora.adapter import (
     take_apart,
 )
 from tinkex.engine.model.sharding import ModelShards, Pieces, put, take
+from tinkex.engine.numerics.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class ShardedAdapter(Adapter):
     def num_whole(self) -> int:
         return self.flat.numel() * self._group.size
 
-    def norm(self, grad: Tensor) -> float:
+    def norm(self, grad: Tensor, ops: Ops) -> float:
         """The 2-norm of the whole gradient, the same number for all ranks."""
         views = zip(self.views(grad), self._is_shared, strict=True)
         # Parameters that all ranks have are counted once.

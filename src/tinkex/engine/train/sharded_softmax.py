@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.collectives.group import Group
-from tinkex.engine.model.softmax import total
+from tinkex.engine.numerics.softmax import total
 
 if TYPE_CHECKING:
     from tinkex.engine.train.scoring import ScoredRows

@@ -51,7 +51,8 @@ from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.numerics.memory_in_use import is_out_of_memory
-from tinkex.engine.numerics.rows import exactly
+from tinkex.engine.numerics.ops import Ops
+from tinkex.engine.numerics.row_filling import exactly
 from tinkex.engine.optim.optimizer import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.optim.resident import ResidentAdapter, SharedGradients, shortage_for
 from tinkex.engine.train.data import Limits
@@ -105,15 +106,14 @@ class TrainerConfig:
                 raise ConfigError(f"trainer.{name} must be above 0, got {value}")
 
     @staticmethod
-    def for_device(device: torch.device, *, deterministic: bool = False) -> TrainerConfig:
+    def for_device(ops: Ops, *, deterministic: bool = False) -> TrainerConfig:
         """Defaults that fit a device: a GPU takes larger passes and half of what it has free."""
-        if device.type != "cuda":
+        if not ops.large_passes:
             return TrainerConfig(deterministic=deterministic)
-        free_bytes, _ = torch.cuda.mem_get_info(device)
         return TrainerConfig(
             max_tokens=16384,
             head_rows=2048,
-            activation_bytes=free_bytes // 2,
+            activation_bytes=ops.free_bytes() // 2,
             deterministic=deterministic,
         )
 
@@ -138,7 +138,7 @@ class Trainer:
         self.base_model = base_model
         self.base = base
         self.group = group = decoder.group
-        config = config or TrainerConfig.for_device(decoder.device, deterministic=group.exact)
+        config = config or TrainerConfig.for_device(decoder.ops, deterministic=group.exact)
         # All ranks recompute, or none does.
         self.config = replace(config, activation_bytes=group.smallest(config.activation_bytes))
         self.adapters: dict[str, ResidentAdapter] = {}
@@ -267,6 +267,7 @@ class Trainer:
             base=self.base,
             with_optimizer=job.with_optimizer or job.with_gradients,
             with_gradients=job.with_gradients,
+            ops=self.decoder.ops,
             dtype=torch.bfloat16 if job.ephemeral and job.for_sampling and rounds else None,
         )
 
@@ -357,7 +358,7 @@ class Trainer:
         grad = resident.take_grad()
         if grad is None:
             grad = torch.zeros_like(resident.adapter.flat)
-        norm = apply_step(resident.adapter, resident.optimizer, grad, job.params)
+        norm = apply_step(resident.adapter, resident.optimizer, grad, job.params, self.decoder.ops)
         resident.version += 1
         metrics = {
             "grad_norm:mean": norm,
@@ -478,8 +479,7 @@ class Trainer:
             resident = self.adapters[task.job.adapter_id]
             for adapter in (resident.adapter, *resident.twins.values()):
                 adapter.drop_grad()
-        if self.decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.decoder.ops.empty_cache()
 
     def _run_passes(self, tasks: Sequence[TrainTask], config: TrainerConfig) -> Gathered:
         gathered: Gathered = {}
@@ -502,7 +502,7 @@ class Trainer:
             for one in batch:
                 began = self._turn_given_at = time.perf_counter()
                 away_s = self._away_s
-                with exactly(config.deterministic and self.decoder.device.type == "cpu"):
+                with exactly(config.deterministic and self.decoder.ops.fills_rows):
                     self._run_pass(one, tasks, owners, config)
                 took_s = time.perf_counter() - began - (self._away_s - away_s)
                 seconds_per_token = took_s / one.num_tokens
@@ -564,7 +564,7 @@ class Trainer:
         self, one: Pass, tasks: Sequence[TrainTask], owners: Sequence[str], config: TrainerConfig
     ) -> None:
         decoder, device = self.decoder, self.decoder.device
-        exact = config.deterministic and decoder.device.type == "cpu"
+        exact = config.deterministic and decoder.ops.fills_rows
         data = [tasks[item.job].data[item.datum] for item in one.items]
         tokens_T = torch.cat([datum.tokens_T for datum in data]).to(device)
         positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
@@ -610,6 +610,7 @@ class Trainer:
     def _settle(self, tasks: Mapping[int, TrainTask], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
         again: list[int] = []
+        ops = self.decoder.ops
         for task in tasks.values():
             task.error = task.error or divergence(task)
         for adapter_id in dict.fromkeys(task.job.adapter_id for task in tasks.values()):
@@ -622,7 +623,7 @@ class Trainer:
                 for (owner, shard), grad in gathered.items()
                 if owner == adapter_id
             }
-            finite = all(math.isfinite(adapter.norm(grad)) for grad in new.values())
+            finite = all(math.isfinite(adapter.norm(grad, ops)) for grad in new.values())
             if len(good) == len(mine) and finite:
                 for shard, grad in new.items():
                     resident.gather(shard, grad)

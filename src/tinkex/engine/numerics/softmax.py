@@ -3,7 +3,7 @@
 A logprob is (logit - largest logit of its row) - log of the row's total, in fp32 and in this order.
 A row is summed in an order that does not depend on the number of rows.
 
-Letters: N rows, V vocabulary, K columns.
+Letters: N rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,18 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tinkex.engine.cuda import HAS_TRITON
-
 _GROUP = 64
 
 
 def log_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """(the largest logit, the log of the sum of exp(logit - largest)) of each row, [N, 1]."""
-    if logits_NV.is_cuda and HAS_TRITON:
-        from tinkex.engine.cuda import kernels
-
-        top_N, log_total_N = kernels.log_total(logits_NV)
-        return top_N[:, None], log_total_N[:, None]
     top_N1 = logits_NV.amax(1, keepdim=True)
     return top_N1, total(torch.sub(logits_NV, top_N1).exp_()).log_()
 
@@ -32,9 +25,3 @@ def total(weights_NV: Tensor) -> Tensor:
     whole = weights_NV.shape[1] // _GROUP * _GROUP
     groups_NG: Tensor = weights_NV[:, :whole].unflatten(1, (-1, _GROUP)).sum(2)
     return groups_NG.sum(1, keepdim=True) + weights_NV[:, whole:].sum(1, keepdim=True)
-
-
-def logprobs_of(logits_NV: Tensor, ids_NK: Tensor) -> Tensor:
-    """Log softmax at some columns of each row."""
-    top_N1, log_total_N1 = log_total(logits_NV)
-    return logits_NV.gather(1, ids_NK) - top_N1 - log_total_N1

@@ -1,0 +1,1 @@
+"""The one room that asks which device there is, and chooses what computes on it."""
