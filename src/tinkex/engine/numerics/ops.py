@@ -131,7 +131,8 @@ class Ops:
         second_P.mul_(params.beta2).addcmul_(grad_P, grad_P, value=1 - params.beta2)
         correction1 = 1 - params.beta1**step
         correction2 = 1 - params.beta2**step
-        denominator = second_P.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
+        # A float: torch takes no whole number past 2^63, which JSON may hold.
+        denominator = second_P.sqrt().div_(math.sqrt(correction2)).add_(float(params.eps))
         weights_P.addcdiv_(first_P, denominator, value=-params.learning_rate / correction1)
 
 
