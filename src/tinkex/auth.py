@@ -6,6 +6,9 @@ import os
 
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.credentials import load_default_key
+from tinkex.client.futures import spawn
+from tinkex.client.http.call import Call
+from tinkex.client.session.holder import Holder
 from tinkex.errors import ConfigError
 
 __all__ = ["get_tinker_token", "raise_if_tinker_not_accessible", "tinker_has_credentials"]
@@ -31,17 +34,12 @@ def raise_if_tinker_not_accessible() -> None:
     Raises:
         TinkerError: There is no credential, it was refused, or the service cannot be reached.
     """
-    from tinkex.client.futures import spawn
-    from tinkex.client.http.call import Call
-    from tinkex.client.session.holder import Holder
-
     config = ClientConfig.from_env(retry_window_s=0.0, max_retries=0)
     if config.base_url == LOCAL:
         raise ConfigError(
             "No credential is set, so there is no service to reach. Set TINKER_API_KEY."
         )
     holder = Holder(config, with_session=False)
-
     call = Call.to("get_server_capabilities", window=False)
 
     async def ask(waiting: object) -> None:

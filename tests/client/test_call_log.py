@@ -93,7 +93,7 @@ def test_the_best_checkpoint_repeats_only_the_step_under_way():
     steps(log, 2, save=False)
     make(log, "forward_backward", 0)
     make(log, "save_state", "ours", answered=False, is_ours=True)
-    (saved,) = log.place([checkpoint("old", "3.0")])
+    (saved,) = log.locate([checkpoint("old", "3.0")])
     assert (saved.position, saved.metric) == (-1, 3.0)
     assert positions(log.to_repeat(saved)) == [5, 6]
 
@@ -102,7 +102,7 @@ def test_effects_that_nobody_can_repeat_are_counted():
     log = CallLog(RecoveryPolicy())
     steps(log, 4)
     log.take_saves()
-    (old,) = log.place([checkpoint("before-all", None)])
+    (old,) = log.locate([checkpoint("before-all", None)])
     assert log.num_forgotten(old) == 9  # positions 0 to 8
 
 

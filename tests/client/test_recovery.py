@@ -26,6 +26,7 @@ from tinkex.client.config import ClientConfig
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.service.service_client import ServiceClient
 from tinkex.client.session import embedded_server
+from tinkex.client.training import recovering_client
 from tinkex.errors import InvalidInputError
 from tinkex.types import AdamParams
 
@@ -178,21 +179,21 @@ def test_a_server_killed_while_the_run_is_rebuilt_is_not_waited_for(server):
     client.close()
 
 
-def test_a_run_lost_and_then_its_server_is_still_a_loss(server):
+def test_a_run_lost_and_then_its_server_is_still_a_loss(server, monkeypatch):
     """Nobody is there to tell a lost run from a mistake of the caller's: ask the next server."""
     expected = undisturbed(server, 4)
     client = new_client(server).with_recovery(quick(server))
     losses = train(client, range(2))
     delete_run(server, client)
-    check = client._monitor.check
+    check_run = recovering_client.check_run
 
-    def check_too_late(run):
-        client._monitor.check = check
+    def check_too_late(run, timeout_s):
+        monkeypatch.undo()
         server.kill()
         threading.Timer(0.5, server.start).start()
-        return check(run)
+        return check_run(run, timeout_s)
 
-    client._monitor.check = check_too_late
+    monkeypatch.setattr(recovering_client, "check_run", check_too_late)
     assert losses + train(client, range(2, 4)) == expected
     assert client.num_recoveries == 1
     client.close()

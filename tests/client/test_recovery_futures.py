@@ -79,7 +79,7 @@ def test_every_method_is_that_of_a_training_client(name):
 
 def test_no_method_goes_to_a_run_that_may_be_lost():
     """What is inherited is made of what is not: nothing else reads the run's own machinery."""
-    machinery = {"_pass", "_submit", "_submit_json", "_load", "_submits", "_collect"}
+    machinery = {"_load", "_save_as", "pass_parts", "submit", "submit_json", "json_call"}
     inherited = [name for name in METHODS if name not in vars(RecoveringTrainingClient)]
     uses = {name: set(getattr(TrainingClient, name).__code__.co_names) for name in inherited}
     assert {name: used & machinery for name, used in uses.items() if used & machinery} == {}
@@ -227,11 +227,11 @@ async def test_the_queue_of_every_run_is_heard(server):
     client = await asyncio.to_thread(plain.with_recovery, quick(server))
     heard = []
     plain.on_queue_state_change = lambda state, reason: heard.append(("plain", reason))
-    client.client._watch.saw("r", "paused_capacity", "first")
+    client.client._calls.watch.saw("r", "paused_capacity", "first")
     client.on_queue_state_change = lambda state, reason: heard.append(("ours", reason))
     await asyncio.to_thread(delete_run, server, client)
     await asyncio.to_thread(train, client, range(1))
-    client.client._watch.saw("r", "paused_capacity", "second")
+    client.client._calls.watch.saw("r", "paused_capacity", "second")
     assert heard == [("plain", "first"), ("ours", "second")]
     client.close()
 

@@ -73,7 +73,7 @@ def test_it_gives_up_after_its_attempts_and_says_why(server):
         train(client, range(1))
     assert len(told) == 2
     assert caught.value.__cause__ is not None
-    client._monitor.stop()
+    client._end()
 
 
 def test_what_was_told_to_have_failed_is_not_done_later(server):

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -181,8 +182,6 @@ def _to_json(
 
 
 def _now(form: str) -> str:
-    from datetime import datetime
-
     return datetime.now().strftime(form[:200])
 
 

@@ -1,7 +1,7 @@
-"""What a recovering client remembers: the calls it made, and the checkpoints that exist.
+"""The memory of a recovering client: the calls it made, and the checkpoints that exist.
 
-Bookkeeping only. It decides which checkpoint to start from, which calls to make again on it, and
-what may be forgotten; making calls is for `recovering_client.py`, which also holds the lock around
+Bookkeeping only. It decides which checkpoint to start from, which calls to repeat on it, and what
+may be forgotten; making calls is for `recovering_client.py`, which also holds the lock around
 everything here. Only `_done` is filled and answers are ended without it, by the background loop.
 
 A call stands at a position in the order. A checkpoint holds the effect of all positions before its
@@ -23,8 +23,6 @@ CHANGES_STATE = frozenset(
     """forward_backward forward_backward_custom forward_backward_regularized optim_step load_state
     load_state_with_optimizer""".split()
 )
-BLOCKS = frozenset({"forward_backward_custom", "forward_backward_regularized"})
-"""Calls that wait for a forward pass before they return."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +32,21 @@ class RecordedCall:
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    position: int
+    position: int = 0
     is_ours: bool = False
     """A checkpoint of the recovery's own, which nobody waits for."""
     made: tuple[Any, Any] = (None, None)
     """Its future on a run, and the run; replaced together."""
     answer: APIFuture[Any] = field(default_factory=APIFuture)
-    """What the caller has. It ends with a result, an error of the caller's own making, or when
+    """The caller's future. It ends with a result, an error of the caller's own making, or when
     the caller cancels it: whichever comes first."""
     has_succeeded: bool = False
     """A run did it, whether or not anyone waited for the result."""
+
+    def make_on(self, run: Any) -> APIFuture[Any]:
+        """Make the call, or repeat it, on the client of a run."""
+        future: APIFuture[Any] = getattr(run, self.method)(*self.args, **self.kwargs)
+        return future
 
     @property
     def is_settled(self) -> bool:
@@ -55,7 +58,7 @@ class RecordedCall:
 
     @property
     def is_open(self) -> bool:
-        """Someone may still ask for its answer, which is not here."""
+        """True while someone may still ask for the answer, which is not here."""
         return not (self.is_ours or self.is_settled)
 
     @property
@@ -97,7 +100,7 @@ class CallLog:
             self._step_began = self.position
 
     def drop(self, call: RecordedCall) -> None:
-        """The caller was told that it failed, so nobody will make it again."""
+        """Forget a call whose caller was told that it failed, so that it is not repeated."""
         self.calls = [other for other in self.calls if other is not call]
 
     def watch_save(self, call: RecordedCall, future: Any) -> None:
@@ -152,7 +155,7 @@ class CallLog:
         return saved.position < min(open_calls, default=self.position)
 
     def _best(self, saved: Sequence[SavedPoint]) -> SavedPoint | None:
-        scored = [(one.metric, one) for one in saved if one.metric is not None]
+        scored = [(point.metric, point) for point in saved if point.metric is not None]
         if self._policy.checkpoint != "best" or not scored:
             return None
         pick = min if self._policy.metric_mode == "min" else max
@@ -162,12 +165,12 @@ class CallLog:
 
     def candidates(self, known: Sequence[SavedPoint]) -> list[SavedPoint]:
         """Checkpoints to try, the wanted one first. `known`: all there are, newest first."""
-        known = [one for one in known if not self._was_saved_again(one)]
+        known = [point for point in known if not self._was_saved_again(point)]
         # The wanted ones first, then any other: an older state is better than none.
-        first = [one for one in known if one is self._best(known)]
+        first = [point for point in known if point is self._best(known)]
         if self.is_exact:
-            first = [one for one in known if self._is_usable(one)]
-        return first + [one for one in known if one not in first]
+            first = [point for point in known if self._is_usable(point)]
+        return first + [point for point in known if point not in first]
 
     def distrusted(self, known: Sequence[SavedPoint]) -> list[str]:
         """Why each rejected checkpoint was rejected."""
@@ -179,7 +182,7 @@ class CallLog:
         ]
 
     def _was_saved_again(self, saved: SavedPoint) -> bool:
-        """Its name was used again later: nobody knows which of the two states it stands for."""
+        """True when the name was used again later: the checkpoint may hold either state."""
         return any(
             other.position > saved.position and other.path == saved.path for other in self.saved
         ) or any(
@@ -189,21 +192,21 @@ class CallLog:
             for call in self.calls
         )
 
-    def place(self, listed: Sequence[types.Checkpoint]) -> list[SavedPoint]:
-        """Checkpoints that the server lists, newest first; saves of ours stand where we made them.
+    def locate(self, listed: Sequence[types.Checkpoint]) -> list[SavedPoint]:
+        """The positions of checkpoints that the server lists, newest checkpoint first.
 
-        One that was made before us stands before every call.
+        A save of ours stands where we made it, any other before every call.
         """
         saves = [call for call in self.calls if call.method == "save_state"]
-        places = {call.save_name: call.position for call in reversed(saves)}
-        training = [one for one in listed if one.checkpoint_type == "training"]
+        positions = {call.save_name: call.position for call in reversed(saves)}
+        training = [listing for listing in listed if listing.checkpoint_type == "training"]
         return [
             SavedPoint(
-                path=one.tinker_path,
-                position=places.get(one.tinker_path.rpartition("/")[2], -1),
-                metric=_number((one.user_metadata or {}).get(self._policy.metric)),
+                path=listing.tinker_path,
+                position=positions.get(listing.tinker_path.rpartition("/")[2], -1),
+                metric=_number((listing.user_metadata or {}).get(self._policy.metric)),
             )
-            for one in sorted(training, key=lambda one: one.time, reverse=True)
+            for listing in sorted(training, key=lambda listing: listing.time, reverse=True)
         ]
 
     def to_repeat(self, saved: SavedPoint) -> list[RecordedCall]:

@@ -1,16 +1,15 @@
-"""A thread that does one thing after another for its owner, and looks around in between.
+"""The thread of a recovering client: it decides what errors mean, and rebuilds a lost run.
 
-A recovering client hands it what may take minutes: to decide what an error means, and to rebuild a
-run. It knows neither. It starts with the first work and ends after a while without any, so a client
-that nobody uses costs no thread.
+Both may take minutes, so neither may happen on the background loop or in a caller's thread. The
+thread knows neither: it does what it is handed, one job after the other, and calls `look` whenever
+there is none. It starts with the client and ends once `is_over` says so.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,20 +19,18 @@ from tinkex.errors import ClientClosedError
 
 logger = logging.getLogger("tinkex.recovery")
 
-# Between two steps of a loop it would end and start again for nothing.
-_LINGER_S = 10.0
-
 
 class Keeper:
-    """Does what it is handed, in order. `look()` says whether there is something to look after."""
+    """Does what it is handed, in order. `look` returns when to be called again; None is never."""
 
-    def __init__(self, name: str, look: Callable[[], bool]) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, look: Callable[[], float | None], is_over: Callable[[], bool]
+    ) -> None:
         self._look = look
-        self._wake = threading.Condition()
-        self._work: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
-        self._is_needed = False
-        self._thread: threading.Thread | None = None
+        self._is_over = is_over
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def is_current(self) -> bool:
@@ -42,51 +39,31 @@ class Keeper:
 
     def submit(self, callback: Callable[..., object], *args: Any) -> None:
         """Do this after all that was handed over before."""
-        with self._wake:
-            self._work.append((callback, args))
-            self._start()
-            self._wake.notify()
+        self._jobs.put(lambda: callback(*args))
 
-    def stay(self) -> None:
-        """There is something to look after; be there, and start looking within a moment."""
-        with self._wake:
-            self._is_needed = True
-            self._start()
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+    def wake(self) -> None:
+        """Look now: what `look` answered last no longer holds."""
+        self._jobs.put(_nothing)
 
     def _run(self) -> None:
-        needed_s = time.monotonic()
-        while True:
+        wait_s: float | None = SLICE_S
+        while not self._is_over():
             try:
-                if self._do_next() or self._look():
-                    needed_s = time.monotonic()
+                self._next_job(wait_s)()
+                wait_s = self._look()
             except ClientClosedError:  # the program is ending
-                pass
+                wait_s = SLICE_S
             except Exception:
                 # The thread must not end here: futures that wait for it would never be answered.
                 logger.exception("Looking after a run failed; going on.")
-            if self._may_end(time.monotonic() - needed_s):
-                return
+                wait_s = SLICE_S
 
-    def _do_next(self) -> bool:
-        with self._wake:
-            if not self._work:
-                self._wake.wait(SLICE_S)
-            if not self._work:
-                return False
-            callback, args = self._work.popleft()
-        callback(*args)
-        return True
+    def _next_job(self, wait_s: float | None) -> Callable[[], object]:
+        try:
+            return self._jobs.get(timeout=wait_s)
+        except queue.Empty:
+            return _nothing
 
-    def _may_end(self, idle_s: float) -> bool:
-        # Under the lock: work handed over in this moment either finds the thread or starts another.
-        with self._wake:
-            if self._work or self._is_needed or idle_s < _LINGER_S:
-                self._is_needed = False
-                return False
-            self._thread = None
-            return True
+
+def _nothing() -> None:
+    """The job of a thread that was only woken."""

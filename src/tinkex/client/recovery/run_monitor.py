@@ -2,31 +2,40 @@
 
 A run is lost when the server says so: it is unknown, was unloaded, its session is over, or its
 state is marked as corrupted. A server that does not answer proves nothing, so that is a state of
-its own. The monitor asks; what to do about a loss is for `recovering_client.py`.
+its own, and `Patience` decides how long it may last. What to do about a loss is for
+`recovering_client.py`.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from tinkex import events, types
-from tinkex.client.futures import Waiting
+from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.call import Call
-from tinkex.errors import APIStatusError, RetryableException, TinkerError
-
-if TYPE_CHECKING:
-    from tinkex.client.session.holder import Holder
+from tinkex.client.session.holder import Holder
+from tinkex.errors import (
+    APIConnectionError,
+    APIStatusError,
+    LocalServerError,
+    RequestFailedError,
+    RetryableException,
+    TinkerError,
+)
 
 logger = logging.getLogger("tinkex.recovery")
+T = TypeVar("T")
 
 SLICE_S = 0.5
-"""How long a wait goes before it looks around again."""
+"""The longest wait before the health of what is waited for is looked at again."""
+_ENDS_A_RUN = (APIConnectionError, RetryableException, LocalServerError)
+"""Errors that mean the loss of a run, whatever the server says about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +60,7 @@ class RunMonitor:
     """Asks the server about one run every `interval_s` seconds, on a thread of its own.
 
     `on_lost(client, reason)` is called once per watched client, from that thread. Watching another
-    client replaces the first: a recovered run is watched like the one it replaces.
+    client replaces the first.
     """
 
     def __init__(
@@ -85,31 +94,40 @@ class RunMonitor:
 
     def check(self, client: WatchedRun) -> RunHealth:
         """Ask once, now. Waits at most the monitor's timeout; never raises."""
-        asked = client.holder.spawn(lambda waiting: _ask(client, waiting))
-        try:
-            return asked.result(self._timeout_s)
-        except (TimeoutError, TinkerError) as exc:
-            # Only an answer that is about the run proves a loss. A 5xx, a refused key or silence
-            # is about the server, which may come back and have the run.
-            is_gone = isinstance(exc, APIStatusError) and exc.status_code in (400, 404, 410)
-            state: Literal["lost", "unreachable"] = "lost" if is_gone else "unreachable"
-            return RunHealth(state, str(exc) or type(exc).__name__)
-        finally:
-            asked.cancel()  # no effect once it ended
+        return check_run(client, self._timeout_s)
 
     def _run(self) -> None:
-        told: WatchedRun | None = None
+        lost: WatchedRun | None = None
         while not self._stop.wait(self._interval_s):
             client = self._client
-            if client is None or client is told:  # lost once is lost: asking on would tell it twice
+            if client is None or client is lost:  # a loss is reported once
                 continue
             health = self.check(client)
             if health.state == "lost":
-                told = client
-                events.emit("recovery.lost", run_id=client.model_id, reason=health.reason)
-                logger.warning("Run %s is lost: %s", client.model_id, health.reason)
+                lost = client
+                report_loss(client, health.reason)
                 if self._on_lost is not None:
                     self._on_lost(client, health.reason)
+
+
+def report_loss(client: WatchedRun, reason: str) -> None:
+    """Tell subscribers and the log of a loss that was found while nobody waited for the run."""
+    events.emit("recovery.lost", run_id=client.model_id, reason=reason)
+    logger.warning("Run %s is lost: %s", client.model_id, reason)
+
+
+def check_run(client: WatchedRun, timeout_s: float) -> RunHealth:
+    """Ask the server about a run once; never raises."""
+    answer = client.holder.spawn(lambda waiting: _ask(client, waiting))
+    try:
+        return answer.result(timeout_s)
+    except (TimeoutError, TinkerError) as exc:
+        # Only an answer that is about the run proves a loss. A 5xx, a refused key or silence
+        # is about the server, which may come back and have the run.
+        is_gone = isinstance(exc, APIStatusError) and exc.status_code in (400, 404, 410)
+        return RunHealth("lost" if is_gone else "unreachable", str(exc) or type(exc).__name__)
+    finally:
+        answer.cancel()  # no effect once it ended
 
 
 async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
@@ -135,18 +153,21 @@ async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
 def check_service(holder: Holder, timeout_s: float = 10.0) -> RunHealth:
     """Ask a server once whether it is there; `ok` or `unreachable`."""
     call = Call.to("get_server_capabilities", max_retries=0, window=False)
-    asked = holder.spawn(lambda waiting: holder.transport.call(call))
+    answer = holder.spawn(lambda waiting: holder.transport.call(call))
     try:
-        asked.result(timeout_s)
+        answer.result(timeout_s)
     except TinkerError as exc:
         return RunHealth("unreachable", str(exc))
     finally:
-        asked.cancel()
+        answer.cancel()
     return RunHealth("ok")
 
 
-class Lookout:
-    """Looks after something while someone waits: every few seconds, patient with silence."""
+class Patience:
+    """How long a run, or a server, may stay silent while somebody waits for it.
+
+    `check` asks for its health; it is called every few seconds, by whoever calls `look`.
+    """
 
     def __init__(self, check: Callable[[], RunHealth], patience_s: float) -> None:
         self._check, self._patience_s = check, patience_s
@@ -155,7 +176,7 @@ class Lookout:
         self._silent_since_s: float | None = None
 
     def look(self) -> str | None:
-        """Why it is lost, or None while it is not."""
+        """Check the health if it is time to: why it is lost, or None while it is not."""
         now = time.monotonic()
         if now < self._next_s:
             return None
@@ -179,37 +200,27 @@ class Lookout:
                 return reason
             time.sleep(min(SLICE_S, self._every_s))
 
-    @contextmanager
-    def during(self, give_up: Callable[[str], object]) -> Iterator[None]:
-        """Look from another thread while the block waits; `give_up(reason)` has to end the wait.
+    def is_loss(self, error: BaseException) -> bool:
+        """True when the error means that the run cannot go on."""
+        if isinstance(error, _ENDS_A_RUN):
+            return True
+        if isinstance(error, APIStatusError) and error.category == "server":
+            return True
+        if isinstance(error, APIStatusError) and error.status_code == 410:
+            return True
+        if isinstance(error, APIStatusError | RequestFailedError):
+            # The request may be wrong, or the run may be gone: the server knows which. It may be
+            # gone itself by now; then the request is made again where there is one.
+            return self.decide() is not None
+        return False
+
+    def wait(self, future: APIFuture[T]) -> T:
+        """The result of `future`, which depends on what is looked at.
 
         Raises:
-            RetryableException: In place of whatever the block raised once it was given up.
+            RetryableException: It was lost before the result came.
         """
-        done, lock = threading.Event(), threading.Lock()
-        reasons: list[str] = []
-
-        def look_after() -> None:
-            while not done.wait(SLICE_S):
-                if (reason := self.look()) is None:
-                    continue
-                # Under the lock: a block that has just ended must not be given up any more.
-                with lock:
-                    if not done.is_set():
-                        reasons.append(reason)
-                        give_up(reason)
-                return
-
-        threading.Thread(target=look_after, name="tinkex-lookout", daemon=True).start()
-        error: TinkerError | None = None
-        try:
-            yield
-        except TinkerError as exc:
-            error = exc
-        finally:
-            with lock:
-                done.set()
-        if reasons:  # even when the block got its answer: what it waited on was given up
-            raise RetryableException(reasons[0]) from error
-        if error is not None:
-            raise error
+        while not concurrent.futures.wait([future], SLICE_S).done:
+            if (reason := self.look()) is not None:
+                raise RetryableException(reason)
+        return future.result()

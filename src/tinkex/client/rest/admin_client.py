@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client.futures import APIFuture
-from tinkex.client.rest.rest_client import Caller
+from tinkex.client.rest.caller import Caller
 from tinkex.client.twins import awaited
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.administration import (

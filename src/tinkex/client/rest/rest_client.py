@@ -10,88 +10,23 @@ import asyncio
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel
-
 from tinkex import types
 from tinkex.client import validation
-from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.http.call import Call
-from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.older_sdk import DirectFuture
-from tinkex.client.session.holder import Holder, parse, shared_holder
+from tinkex.client.rest.admin_client import AdminClient
+from tinkex.client.rest.caller import Caller
+from tinkex.client.session.holder import parse
 from tinkex.client.twins import awaited
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
 from tinkex.wire.endpoints import ENDPOINTS
 
-if TYPE_CHECKING:
-    from tinkex.client.rest.admin_client import AdminClient
-
 AccessScope = Literal["owned", "accessible"]
 _TRACE_POLL_S = 5.0
-
-
-class Caller:
-    """The base of RestClient and AdminClient: a session-less holder and the SDK's headers."""
-
-    def __init__(
-        self,
-        _holder: Holder | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
-    ) -> None:
-        if _holder is None:
-            _holder = shared_holder(ClientConfig.from_env(base_url=base_url, api_key=api_key))
-        self.holder = _holder
-
-    def _ask(
-        self, method: str, row: str | None = None, request: BaseModel | None = None, **given: Any
-    ) -> APIFuture[Any]:
-        """Make the call of an endpoint's row; gives what the row says, None where that is nothing.
-
-        `given` is that of `_call`.
-        """
-        call = self._call(method, row, request, **given)
-        return self._send(call, ENDPOINTS[row or method].result)
-
-    def _call(
-        self,
-        method: str,
-        row: str | None = None,
-        request: BaseModel | None = None,
-        *,
-        query: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-        pool: str = "train",
-        **ids: str,
-    ) -> Call:
-        """A row's call, by default of the row with the method's name; `ids` fill its path."""
-        return Call.to(
-            row or method,
-            request,
-            ids=ids,
-            pool=pool,
-            query=query,
-            headers={**_sdk_headers(method), **(headers or {})},
-        )
-
-    def _send(self, call: Call, answer: Any = None) -> APIFuture[Any]:
-        async def send(waiting: Waiting) -> Any:
-            reply = await self.holder.transport.call(call, waiting)
-            return None if answer is None else parse(reply, answer)
-
-        return self.holder.spawn(send)
-
-    def get_telemetry(self) -> Any:
-        return self.holder.reporter
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.holder.config.base_url}>"
 
 
 class RestClient(Caller):
@@ -418,8 +353,6 @@ class RestClient(Caller):
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
     def _admin(self, method: str) -> AdminClient:
-        from tinkex.client.rest.admin_client import AdminClient
-
         warnings.warn(
             f"RestClient.{method} moved to AdminClient.{method}.", FutureWarning, stacklevel=3
         )
@@ -471,7 +404,3 @@ def _all(page_at: Callable[[int], APIFuture[Any]], rows: str) -> Iterator[Any]:
         offset += len(found)
         if not found or page.cursor is None or offset >= page.cursor.total_count:
             return
-
-
-def _sdk_headers(method: str) -> dict[str, str]:
-    return {"x-sdk-version": CONTRACT_VERSION, "x-sdk-method": method}

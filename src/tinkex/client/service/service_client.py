@@ -23,6 +23,7 @@ from tinkex.client.rest.rest_client import RestClient, RestClientFuture
 from tinkex.client.sampling.sample_retry import RetryConfig
 from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
 from tinkex.client.session.holder import Holder
+from tinkex.client.training import custom_calls
 from tinkex.client.training.creation import create_from_state, create_model
 from tinkex.client.training.training_client import TrainingClient, TrainingClientFuture
 from tinkex.client.twins import awaited, threaded
@@ -263,9 +264,7 @@ class ServiceClient:
         self, fn: Callable[..., Any], input_ranks: Mapping[str, int]
     ) -> APIFuture[Any]:
         """Trace a loss written in torch, once, to be run by the server in one pass."""
-        from tinkex.client.training.custom_calls import create_custom_loss
-
-        return create_custom_loss(self.holder, fn, input_ranks)
+        return custom_calls.create_custom_loss(self.holder, fn, input_ranks)
 
     create_custom_loss_async = awaited(create_custom_loss)
 

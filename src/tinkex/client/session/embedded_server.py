@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import secrets
+import selectors
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -310,8 +312,6 @@ class _PrivateServer:
 
     def _announced(self, child: subprocess.Popen[bytes], started: float, before: int) -> str:
         """The base URL, from the JSON line that the server prints once it answers."""
-        import selectors
-
         assert child.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(child.stdout, selectors.EVENT_READ)
@@ -379,8 +379,6 @@ def _server_env(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_installed() -> None:
-    from importlib.util import find_spec
-
     missing = [name for name in ("fastapi", "uvicorn", "sqlalchemy") if find_spec(name) is None]
     if missing:
         raise LocalServerError(

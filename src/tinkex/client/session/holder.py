@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import weakref
@@ -399,8 +400,6 @@ _shared: weakref.WeakValueDictionary[tuple[str, str | None], Holder] = weakref.W
 
 def shared_holder(config: ClientConfig) -> Holder:
     """The process's session-less holder for this service and account."""
-    import hashlib
-
     key = (config.base_url, hashlib.sha256((config.api_key or "").encode()).hexdigest())
     holder = _shared.get(key)
     if holder is None or holder.is_closed:

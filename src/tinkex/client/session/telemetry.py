@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinkex import events
+from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError
 from tinkex.types.service.telemetry import (
@@ -247,7 +248,6 @@ class Reporter:
 
 def start_reporter(holder: Holder) -> Reporter:
     """A running reporter for a ready holder; called on the background loop."""
-    from tinkex.client.http.call import Call
 
     async def send(request: TelemetrySendRequest) -> object:
         call = Call.to(

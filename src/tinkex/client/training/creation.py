@@ -45,7 +45,7 @@ async def create_from_state(
     await holder.promised("load_weights", request, types.LoadWeightsResponse, waiting)
     model_id = f"{holder.session_id}:train:{number}"
     client = TrainingClient(holder, number, model_id, wanted.base_model)
-    client._steps.loaded()
+    client._calls.steps.loaded()
     return client
 
 

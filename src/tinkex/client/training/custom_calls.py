@@ -1,7 +1,8 @@
 """The calls around a loss of the user's own; its arithmetic is in `custom_loss.py` (5.6, 5.7).
 
 A callable runs here: ask for logprobs, compute the gradient, send it back. A traced loss runs on
-the server where the server can, in one pass, and here otherwise.
+the server where the server can, in one pass, and here otherwise. Such a call has two halves: one
+that waits for logprobs (`prepare_custom`), and one that is submitted in order like any other.
 """
 
 from __future__ import annotations
@@ -10,39 +11,56 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex import types
 from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.session.holder import Holder
 from tinkex.client.training.custom_loss import finish, forward_data, output_logprobs, surrogate
+from tinkex.client.training.loss_tracing import (
+    LossHandle,
+    check_loss_inputs,
+    encode_graph,
+    run_handle,
+    trace_loss,
+)
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from tinkex.client.session.holder import Holder
     from tinkex.client.training.training_client import TrainingClient
 
+T = TypeVar("T")
+Forward = Callable[[Sequence[types.Datum]], types.ForwardBackwardOutput]
+"""Runs the forward pass of a batch and waits for its logprobs."""
+Submit = Callable[["TrainingClient"], APIFuture[T]]
+"""Submits the second half of a custom loss to a run; never waits."""
 
-def forward_backward_custom(
-    client: TrainingClient,
+
+def prepare_custom(
+    holder: Holder,
+    forward: Forward,
     data: Sequence[types.Datum],
     loss_fn: Any,
+    *,
     loss_type_input: str | None = None,
-) -> APIFuture[types.ForwardBackwardOutput]:
-    """Submit a custom loss. Waits for the forward pass when the loss runs here."""
-    from tinkex.client.training.loss_tracing import LossHandle, check_loss_inputs, run_handle
+) -> Submit[types.ForwardBackwardOutput]:
+    """Compute a custom loss as far as it runs here; returns the function that submits the rest.
 
+    Waits for `forward` when the loss runs here. `holder` is that of the run to be trained.
+    """
     if loss_type_input is not None:
         _check_loss_type(loss_type_input)
     if isinstance(loss_fn, LossHandle):
-        if loss_fn.session_id != client.holder.session_id:
+        if loss_fn.session_id != holder.session_id:
             raise InvalidInputError(
                 f"this LossHandle belongs to session {loss_fn.session_id!r}, and the client to "
-                f"{client.holder.session_id!r}. Create the loss with the same ServiceClient.",
+                f"{holder.session_id!r}. Create the loss with the same ServiceClient.",
                 path="loss_fn",
             )
         if loss_fn.loss_id is not None:
             check_loss_inputs(loss_fn, data)
-            return client.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
+            config = {"loss_id": loss_fn.loss_id}
+            return lambda client: client.forward_backward(data, "custom", config)
         loss_fn = functools.partial(run_handle, loss_fn)
     if isinstance(loss_fn, str):
         raise InvalidInputError(
@@ -54,7 +72,7 @@ def forward_backward_custom(
         raise InvalidInputError(
             f"expected a callable or a LossHandle, got {type(loss_fn).__name__}", path="loss_fn"
         )
-    return _run_here(client, list(data), loss_fn)
+    return _run_here(forward, list(data), loss_fn)
 
 
 def _check_loss_type(loss_type_input: str) -> None:
@@ -66,24 +84,26 @@ def _check_loss_type(loss_type_input: str) -> None:
 
 
 def _run_here(
-    client: TrainingClient, data: list[types.Datum], fn: Callable[..., Any]
-) -> APIFuture[types.ForwardBackwardOutput]:
-    forward = client.forward(forward_data(data), "cross_entropy").result()
-    made = surrogate(fn, data, output_logprobs(forward, len(data)))
-    backward = client.forward_backward(made.data, "cross_entropy")
+    forward: Forward, data: list[types.Datum], fn: Callable[..., Any]
+) -> Submit[types.ForwardBackwardOutput]:
+    output = forward(forward_data(data))
+    stand_in = surrogate(fn, data, output_logprobs(output, len(data)))
 
-    async def finished(waiting: Waiting) -> types.ForwardBackwardOutput:
-        return finish(await backward, made)
+    def submit(client: TrainingClient) -> APIFuture[types.ForwardBackwardOutput]:
+        backward = client.forward_backward(stand_in.data, "cross_entropy")
 
-    return client.holder.spawn(finished)
+        async def finished(waiting: Waiting) -> types.ForwardBackwardOutput:
+            return finish(await backward, stand_in)
+
+        return client.holder.spawn(finished)
+
+    return submit
 
 
 def create_custom_loss(
     holder: Holder, fn: Callable[..., Any], input_ranks: Mapping[str, int]
 ) -> APIFuture[Any]:
     """Trace a loss and, where the server takes traced losses, upload it."""
-    from tinkex.client.training.loss_tracing import encode_graph, trace_loss
-
     # A malformed loss is refused here and now; the session it will belong to may not exist yet.
     traced = trace_loss(fn, input_ranks, "")
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinkex import types
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.training.custom_calls import forward_backward_custom
+from tinkex.client.session.holder import Holder
+from tinkex.client.training.custom_calls import Forward, Submit, prepare_custom
 from tinkex.errors import InvalidInputError
 from tinkex.regularizers import CustomLossOutput, Pipeline, RegularizerSpec
 
@@ -28,14 +29,15 @@ class RegularizedOutput(NamedTuple):
     loss: CustomLossOutput
 
 
-def run_regularized(
-    client: TrainingClient,
+def prepare_regularized(
+    holder: Holder,
+    forward: Forward,
     data: Sequence[types.Datum],
     base: Any,
     specs: Sequence[RegularizerSpec],
     **options: Any,
-) -> APIFuture[RegularizedOutput]:
-    """Submit base + sum of weighted regularizers; returns once the backward is submitted."""
+) -> Submit[RegularizedOutput]:
+    """Compute base + sum of weighted regularizers; returns the function that submits the rest."""
     if isinstance(base, str) and base != "cross_entropy":
         raise InvalidInputError(
             f"expected a function fn(data, logprobs) -> (loss, metrics), or 'cross_entropy', the "
@@ -51,13 +53,18 @@ def run_regularized(
         terms.append(output)
         return loss, output.flat()
 
-    backward = forward_backward_custom(client, data, total)
+    submit_loss = prepare_custom(holder, forward, data, total)
 
-    async def result(waiting: Waiting) -> RegularizedOutput:
-        waiting.state = "running"
-        return RegularizedOutput(await backward, terms[0])
+    def submit(client: TrainingClient) -> APIFuture[RegularizedOutput]:
+        backward = submit_loss(client)
 
-    return client.holder.spawn(result)
+        async def result(waiting: Waiting) -> RegularizedOutput:
+            waiting.state = "running"
+            return RegularizedOutput(await backward, terms[0])
+
+        return client.holder.spawn(result)
+
+    return submit
 
 
 def cross_entropy(

@@ -61,6 +61,23 @@ class StepCount:
             return None
         return self._before + self._num_asked - made_by.step
 
+    def fresh(
+        self,
+        data: Sequence[types.Datum],
+        samples: Sequence[types.SampledSequence | None],
+        *,
+        max_age_steps: int | None,
+        drop_stale: bool,
+    ) -> Fresh:
+        """Choose the datums whose samples are young enough (see `keep_fresh`)."""
+        if len(samples) != len(data):
+            raise InvalidInputError(
+                f"expected one for each of the {len(data)} datums, got {len(samples)}",
+                path="samples",
+            )
+        ages = [self.age(sequence) for sequence in samples]
+        return keep_fresh(ages, max_age_steps=max_age_steps, drop_stale=drop_stale)
+
 
 @dataclass(frozen=True, slots=True)
 class Fresh:

@@ -1,11 +1,14 @@
-"""The result of one whole training step."""
+"""One whole training step: its result, and the future that joins its two halves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinkex import types
+from tinkex.client.futures import APIFuture, Waiting, spawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +34,41 @@ class TrainStepResult:
     @property
     def loss_fn_outputs(self) -> list[dict[str, types.TensorData]]:
         return self.forward_backward.loss_fn_outputs
+
+
+def whole_step(
+    loss: APIFuture[types.ForwardBackwardOutput],
+    step: APIFuture[types.OptimStepResponse],
+    ages: Mapping[str, float],
+) -> APIFuture[TrainStepResult]:
+    """Join the futures of both halves, which were submitted side by side."""
+
+    async def both(waiting: Waiting) -> TrainStepResult:
+        waiting.state = "queued"
+        try:
+            return TrainStepResult(await loss, await step, ages)
+        finally:
+            step.cancel()  # no effect once it ended; else nobody would hear its error
+
+    def go_on(ended: Future[Any]) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            future.follow(step)
+
+    future = spawn(both)
+    future.follow(loss)  # status() tells what the half that runs now waits for
+    loss.add_done_callback(go_on)  # not by `both`, which may end before spawn() returns
+    return future
+
+
+def skipped_step(
+    loss: APIFuture[types.ForwardBackwardOutput], ages: Mapping[str, float]
+) -> APIFuture[TrainStepResult]:
+    """The step of a batch without signal: its loss is computed, and nothing is applied."""
+
+    async def without_step(waiting: Waiting) -> TrainStepResult:
+        skipped = types.OptimStepResponse(metrics={"skipped:max": 1.0})
+        return TrainStepResult(await loss, skipped, ages)
+
+    future = spawn(without_step)
+    future.follow(loss)
+    return future

@@ -1,7 +1,7 @@
-"""How a training call travels: cut into requests, put into the model's order, polled, joined.
+"""How a training call travels: split into requests, put into the model's order, polled, joined.
 
-`TrainingClient` says which calls exist; this says what happens to one. The place in the order is
-taken when the call is made (`submission.py`); waiting for results goes on beside it.
+`TrainingClient` says which calls exist; a `TrainingCalls` submits them to one run. The position in
+the order is taken when the call is made (`submission.py`); results are awaited concurrently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
 from tinkex.client.http.call import Call
 from tinkex.client.session.holder import Holder
-from tinkex.client.session.polling import Expect, QueueWatch
+from tinkex.client.session.polling import Expect, QueueObserver, QueueWatch
 from tinkex.client.training.pass_requests import pass_parts
 from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
@@ -29,28 +29,27 @@ T = TypeVar("T")
 
 
 class TrainingCalls:
-    """The machinery of one model's calls."""
+    """The calls of one run: their order, the futures still open, and the count of its steps.
 
-    def __init__(
-        self, holder: Holder, model_seq_id: int, model_id: str, base_model: str | None = None
-    ) -> None:
+    `observer` is told when the server changes its reason for letting calls wait.
+    """
+
+    def __init__(self, holder: Holder, model_id: str, observer: QueueObserver) -> None:
         self.holder = holder
         self.model_id = model_id
-        self.base_model = base_model
-        """As far as the maker of this client was told; `get_info` asks the server."""
-        self.model_seq_id = model_seq_id
-        # Held while a call takes its place, so that train_step takes two places side by side.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while a call takes its position, so that train_step takes two adjacent ones."""
+        self.steps = StepCount()
         self._submits = SubmitQueue(holder)
-        self._watch = QueueWatch(f"Training of {model_id}", self)
         self._open: set[APIFuture[Any]] = set()
-        self._steps = StepCount()
         self._warned_of_no_signal = False
+        self.notify(observer)
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
-        """Called when the reason of waiting changes; override to react to it."""
+    def notify(self, observer: QueueObserver) -> None:
+        """Tell `observer`, and no longer the one before it, why calls wait."""
+        self.watch = QueueWatch(f"Training of {self.model_id}", observer)
 
-    def _pass_parts(
+    def pass_parts(
         self,
         data: Sequence[types.Datum],
         loss_fn: str,
@@ -70,7 +69,7 @@ class TrainingCalls:
         )
 
     def _warn_of_no_signal(self) -> None:
-        """Once per client: a loop with sparse rewards meets such batches again and again."""
+        # Once per run: a loop with sparse rewards meets such batches again and again.
         if not self._warned_of_no_signal:
             self._warned_of_no_signal = True
             logger.warning(
@@ -80,7 +79,7 @@ class TrainingCalls:
                 self.model_id,
             )
 
-    def _submit_json(
+    def submit_json(
         self,
         path: str,
         request: BaseModel,
@@ -92,33 +91,33 @@ class TrainingCalls:
 
         def encode(seq_id: int) -> Call:
             numbered = request.model_copy(update={"seq_id": seq_id})
-            return self._json_call(path, numbered, max_retries=max_retries)
+            return self.json_call(path, numbered, max_retries=max_retries)
 
-        return self._submit(path, [CallPart(encode)], Expect.of(path, kind))
+        return self.submit(path, [CallPart(encode)], Expect.of(path, kind))
 
-    def _submit(
+    def submit(
         self,
         method: str,
         parts: Sequence[CallPart],
         expect: Expect[T],
         join: Callable[[Sequence[T]], T] | None = None,
     ) -> APIFuture[T]:
-        """Take the next place in the order and return the future of the result."""
+        """Take the next position in the order and return the future of the result."""
         submission = Submission(parts)
 
         async def collect(waiting: Waiting) -> T:
             with events.span("training", method=method, model_id=self.model_id):
                 return await self._collect(submission, expect, waiting, join)
 
-        with self._lock:
+        with self.lock:
             self._submits.put(submission)
             future = self.holder.spawn(collect)
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future
 
-    def _abandon(self, error: Exception) -> None:
-        """Nobody will answer any more: calls that wait end with `error`, the rest is not sent."""
+    def abandon(self, error: Exception) -> None:
+        """End every open call with `error`, and send none of those that still wait to be sent."""
         for future in tuple(self._open):
             future._abandon(error)
         spawn(lambda waiting: self._submits.close())
@@ -135,15 +134,15 @@ class TrainingCalls:
         wait = self.holder.poller.wait
         results = await gather_or_cancel(
             wait(
-                one.request_id,
+                promise.request_id,
                 expect,
                 waiting=waiting,
-                watch=self._watch,
-                roundtrip_s=one.roundtrip_s,
+                watch=self.watch,
+                roundtrip_s=promise.roundtrip_s,
             )
-            for one in accepted
+            for promise in accepted
         )
         return join(results) if join is not None else results[0]
 
-    def _json_call(self, path: str, request: BaseModel, *, max_retries: int | None = None) -> Call:
+    def json_call(self, path: str, request: BaseModel, *, max_retries: int | None = None) -> Call:
         return Call.to(path, request, self.holder.flags.generation, max_retries=max_retries)

@@ -20,31 +20,54 @@ from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
 from tinkex.client.older_sdk import DirectFuture
+from tinkex.client.recovery.policy import RecoveryPolicy
+from tinkex.client.sampling.sample_retry import RetryConfig
+from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
+from tinkex.client.session.holder import Holder
 from tinkex.client.session.polling import Expect
+from tinkex.client.tokenizers import load_tokenizer
+from tinkex.client.training.custom_calls import prepare_custom
 from tinkex.client.training.pass_requests import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
-from tinkex.client.training.sample_age import Fresh, keep_fresh
+from tinkex.client.training.regularized import RegularizedOutput, prepare_regularized
 from tinkex.client.training.submission import CallPart
-from tinkex.client.training.train_step import TrainStepResult
+from tinkex.client.training.train_step import TrainStepResult, skipped_step, whole_step
 from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.client.twins import awaited, submitted, threaded
 from tinkex.errors import InvalidInputError
+from tinkex.regularizers import RegularizerSpec
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.wire.chunking import combine
 from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
-    from tinkex.client.recovery.policy import RecoveryPolicy
-    from tinkex.client.sampling.sample_retry import RetryConfig
-    from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
     from tinkex.client.training.recovering_client import RecoveringTrainingClient
-    from tinkex.client.training.regularized import RegularizedOutput
-    from tinkex.regularizers import RegularizerSpec
 
 T = TypeVar("T")
 
 
-class TrainingClient(TrainingCalls):
+class TrainingClient:
     """A model being trained. Made by `ServiceClient.create_lora_training_client` and friends."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        model_seq_id: int,
+        model_id: str,
+        base_model: str | None = None,
+        *,
+        calls: TrainingCalls | None = None,
+    ) -> None:
+        """`calls` submits to the run; a client that shares a run with another shares them too."""
+        self.holder = holder
+        self.model_seq_id = model_seq_id
+        self.model_id = model_id
+        self.base_model = base_model
+        """As far as the maker of this client was told; `get_info` asks the server."""
+        self._calls = calls or TrainingCalls(holder, model_id, self)
+        self._lock = self._calls.lock
+
+    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+        """Called when the reason of waiting changes; override to react to it."""
 
     # -- training
 
@@ -63,8 +86,8 @@ class TrainingClient(TrainingCalls):
         Raises:
             InvalidInputError: The loss or a datum is wrong; nothing was sent.
         """
-        parts = self._pass_parts(data, loss_fn, loss_fn_config, forward_only=False)
-        return self._submit("forward_backward", parts, EXPECT_FORWARD_BACKWARD, combine)
+        parts = self._calls.pass_parts(data, loss_fn, loss_fn_config, forward_only=False)
+        return self._calls.submit("forward_backward", parts, EXPECT_FORWARD_BACKWARD, combine)
 
     forward_backward_async = submitted(forward_backward)
 
@@ -75,8 +98,8 @@ class TrainingClient(TrainingCalls):
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute the loss of a batch; no gradient is gathered."""
-        parts = self._pass_parts(data, loss_fn, loss_fn_config, forward_only=True)
-        return self._submit("forward", parts, EXPECT_FORWARD, combine)
+        parts = self._calls.pass_parts(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._calls.submit("forward", parts, EXPECT_FORWARD, combine)
 
     forward_async = submitted(forward)
 
@@ -98,8 +121,8 @@ class TrainingClient(TrainingCalls):
         params = validation.check_optim_params(optim_params, adam_params)
         request = types.OptimStepRequest(optim_params=params, model_id=self.model_id)
         with self._lock:
-            number = self._steps.asked()
-            future = self._submit_json("optim_step", request, types.OptimStepResponse)
+            number = self._calls.steps.asked()
+            future = self._calls.submit_json("optim_step", request, types.OptimStepResponse)
         future.add_done_callback(lambda done: self._count_step(number, done))
         return future
 
@@ -107,7 +130,7 @@ class TrainingClient(TrainingCalls):
         if not done.cancelled() and done.exception() is None:
             step = (done.result().metrics or {}).get("step:max")
             if step is not None:
-                self._steps.told(number, step)
+                self._calls.steps.told(number, step)
 
     optim_step_async = submitted(optim_step)
 
@@ -140,59 +163,20 @@ class TrainingClient(TrainingCalls):
         data = list(data)
         ages: dict[str, float] = {}
         if samples is not None:
-            fresh = self._fresh(data, samples, max_age_steps, drop_stale)
-            data, ages = [data[place] for place in fresh.kept], fresh.metrics
+            fresh = self._calls.steps.fresh(
+                data, samples, max_age_steps=max_age_steps, drop_stale=drop_stale
+            )
+            data, ages = [data[index] for index in fresh.kept], fresh.metrics
         elif max_age_steps is not None:
             raise InvalidInputError("needs `samples`, which say how old they are", path="samples")
         if skip_without_signal and not validation.has_signal(data):
-            return self._skipped_step(self.forward(data, loss_fn, loss_fn_config), ages)
+            return skipped_step(self.forward(data, loss_fn, loss_fn_config), ages)
         with self._lock:
             loss = self.forward_backward(data, loss_fn, loss_fn_config)
             step = self.optim_step(optim_params)
-
-        async def both(waiting: Waiting) -> TrainStepResult:
-            waiting.state = "queued"
-            try:
-                return TrainStepResult(await loss, await step, ages)
-            finally:
-                step.cancel()  # no effect once it ended; else nobody would hear its error
-
-        def go_on(ended: Future[Any]) -> None:
-            if not ended.cancelled() and ended.exception() is None:
-                future.follow(step)
-
-        future = spawn(both)
-        future.follow(loss)  # status() tells what the half that runs now waits for
-        loss.add_done_callback(go_on)  # not by `both`, which may end before spawn() returns
-        return future
+        return whole_step(loss, step, ages)
 
     train_step_async = submitted(train_step)
-
-    def _fresh(
-        self,
-        data: Sequence[types.Datum],
-        samples: Sequence[types.SampledSequence | None],
-        max_age_steps: int | None,
-        drop_stale: bool,
-    ) -> Fresh:
-        if len(samples) != len(data):
-            raise InvalidInputError(
-                f"expected one for each of the {len(data)} datums, got {len(samples)}",
-                path="samples",
-            )
-        ages = [self._steps.age(sequence) for sequence in samples]
-        return keep_fresh(ages, max_age_steps=max_age_steps, drop_stale=drop_stale)
-
-    def _skipped_step(
-        self, loss: APIFuture[types.ForwardBackwardOutput], ages: dict[str, float]
-    ) -> APIFuture[TrainStepResult]:
-        async def without_step(waiting: Waiting) -> TrainStepResult:
-            skipped = types.OptimStepResponse(metrics={"skipped:max": 1.0})
-            return TrainStepResult(await loss, skipped, ages)
-
-        future = spawn(without_step)
-        future.follow(loss)
-        return future
 
     def forward_backward_custom(
         self,
@@ -207,9 +191,10 @@ class TrainingClient(TrainingCalls):
         forward pass, then submits the backward one. A LossHandle (see `create_custom_loss`) runs
         on the server in one pass where the server can.
         """
-        from tinkex.client.training.custom_calls import forward_backward_custom
-
-        return forward_backward_custom(self, data, loss_fn, loss_type_input)
+        submit = prepare_custom(
+            self.holder, self._forward_result, data, loss_fn, loss_type_input=loss_type_input
+        )
+        return submit(self)
 
     forward_backward_custom_async = threaded(forward_backward_custom)
 
@@ -232,10 +217,9 @@ class TrainingClient(TrainingCalls):
         Raises:
             RegularizerError: A term failed or was overdue. Nothing was applied.
         """
-        from tinkex.client.training.regularized import run_regularized
-
-        return run_regularized(
-            self,
+        submit = prepare_regularized(
+            self.holder,
+            self._forward_result,
             data,
             base,
             specs,
@@ -243,8 +227,13 @@ class TrainingClient(TrainingCalls):
             timeout_s=timeout_s,
             track_grad_norms=track_grad_norms,
         )
+        return submit(self)
 
     forward_backward_regularized_async = threaded(forward_backward_regularized)
+
+    def _forward_result(self, data: Sequence[types.Datum]) -> types.ForwardBackwardOutput:
+        """The logprobs that a loss of the user's own is computed from; waits for them."""
+        return self.forward(data, "cross_entropy").result()
 
     # -- weights
 
@@ -295,7 +284,7 @@ class TrainingClient(TrainingCalls):
             ttl_seconds=validation.check_ttl(ttl_seconds),
             **asked,
         )
-        return self._submit_json(row, request, kind, max_retries=0)
+        return self._calls.submit_json(row, request, kind, max_retries=0)
 
     def load_state(
         self, path: str, weights_access_token: str | None = None
@@ -324,8 +313,8 @@ class TrainingClient(TrainingCalls):
             weights_access_token=weights_access_token,
         )
         with self._lock:
-            self._steps.loaded()
-            return self._submit_json("load_weights", request, types.LoadWeightsResponse)
+            self._calls.steps.loaded()
+            return self._calls.submit_json("load_weights", request, types.LoadWeightsResponse)
 
     # -- sampling
 
@@ -339,8 +328,6 @@ class TrainingClient(TrainingCalls):
 
         The snapshot is unnamed and lives as long as the session; `name` has no effect.
         """
-        from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
-
         made = self._snapshot(name, retry_config, record_stability_info)
         return SamplingClientFuture.of(made, "save_weights_and_get_sampling_client", SamplingClient)
 
@@ -350,8 +337,6 @@ class TrainingClient(TrainingCalls):
     def _snapshot(
         self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
     ) -> APIFuture[SamplingClient]:
-        from tinkex.client.sampling.sampling_client import SamplingClient
-
         if name is not None:
             warnings.warn(
                 "save_weights_and_get_sampling_client ignores `name`: the snapshot is unnamed. "
@@ -368,16 +353,16 @@ class TrainingClient(TrainingCalls):
                 sampling_session_seq_id=holder.session.next_number("sampling_session"),
                 seq_id=seq_id,
             )
-            return self._json_call(path, request, max_retries=0)
+            return self._calls.json_call(path, request, max_retries=0)
 
         with self._lock:
-            num_steps = self._steps.num_asked
-            saved = self._submit(path, [CallPart(encode)], Expect.of(path, kind))
+            num_steps = self._calls.steps.num_asked
+            saved = self._calls.submit(path, [CallPart(encode)], Expect.of(path, kind))
 
         async def make(waiting: Waiting) -> SamplingClient:
             answer = await saved
             if answer.sampling_session_id is not None:
-                self._steps.saved(answer.sampling_session_id, num_steps)
+                self._calls.steps.saved(answer.sampling_session_id, num_steps)
             return await SamplingClient.create(
                 holder,
                 model_path=answer.path if answer.sampling_session_id is None else None,
@@ -395,8 +380,6 @@ class TrainingClient(TrainingCalls):
         record_stability_info: bool = False,
     ) -> SamplingClientFuture:
         """Sample from a saved checkpoint."""
-        from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
-
         made = self._sampler(model_path, retry_config, record_stability_info)
         return SamplingClientFuture.of(made, "create_sampling_client", SamplingClient)
 
@@ -405,8 +388,6 @@ class TrainingClient(TrainingCalls):
     def _sampler(
         self, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
     ) -> APIFuture[SamplingClient]:
-        from tinkex.client.sampling.sampling_client import SamplingClient
-
         return SamplingClient.create(
             self.holder,
             model_path=model_path,
@@ -448,8 +429,6 @@ class TrainingClient(TrainingCalls):
 
     def get_tokenizer(self) -> DirectFuture[Any]:
         """The tokenizer of the base model; the first call may download it."""
-        from tinkex.client.tokenizers import load_tokenizer
-
         asked = self._info()
 
         async def load(waiting: Waiting) -> Any:
@@ -477,6 +456,7 @@ class TrainingClient(TrainingCalls):
 
         Make all further calls on it: it repeats its own calls on a new run, not those made here.
         """
+        # Here, because that module is built on this one.
         from tinkex.client.training.recovering_client import RecoveringTrainingClient
 
         return RecoveringTrainingClient(self, policy)
