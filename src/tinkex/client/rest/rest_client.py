@@ -18,12 +18,14 @@ from tinkex import types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.older_sdk import DirectFuture
-from tinkex.client.rest.admin_client import AdminClient
 from tinkex.client.rest.caller import Caller
 from tinkex.client.session.holder import parse
 from tinkex.client.twins import awaited
 from tinkex.errors import ConfigError, InvalidInputError, RequestFailedError
 from tinkex.wire.endpoints import ENDPOINTS
+
+if TYPE_CHECKING:
+    from tinkex.client.rest.admin_client import AdminClient
 
 AccessScope = Literal["owned", "accessible"]
 _TRACE_POLL_S = 5.0
@@ -353,6 +355,9 @@ class RestClient(Caller):
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
 
     def _admin(self, method: str) -> AdminClient:
+        # Here, because its messages are many and few programs need them.
+        from tinkex.client.rest.admin_client import AdminClient
+
         warnings.warn(
             f"RestClient.{method} moved to AdminClient.{method}.", FutureWarning, stacklevel=3
         )
