@@ -5,8 +5,8 @@ free, so that tests of the whole server go the way that large passes go.
 """
 
 from tinkex.server.serve import serve
-from tinkex.server.workers import home
+from tinkex.server.workers import placement
 
 if __name__ == "__main__":
-    home.PART_S = -1e6
+    placement.PART_S = -1e6
     serve()

@@ -30,7 +30,7 @@ from tinkex.engine.jobs import (
     TrainResult,
 )
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
-from tinkex.server.workers import home
+from tinkex.server.workers import placement
 from tinkex.server.workers.child import WorkerSpec
 from tinkex.server.workers.pool import Pool
 from tinkex.server.workers.process_worker import ProcessWorker
@@ -73,13 +73,11 @@ class EngineWorker:
         await asyncio.to_thread(self._engine.close)
         await self.start()
 
-    def post(
-        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
-    ) -> asyncio.Future[Result]:
+    def post(self, job: Job, on_event: OnEvent | None = None) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        if not self.is_ready or generation not in (None, self.generation):
-            future.set_exception(WorkerLostError(f"{self.name} is not the one that was meant"))
+        if not self.is_ready:
+            future.set_exception(WorkerLostError(f"{self.name} is starting"))
             return future
         self._pending[job.job_id] = future
         assert self._engine is not None
@@ -146,7 +144,7 @@ async def opened(
 
 def always_split(monkeypatch: Any) -> None:
     """Passes that take microseconds are split as if they took minutes."""
-    monkeypatch.setattr(home, "PART_S", -1e6)
+    monkeypatch.setattr(placement, "PART_S", -1e6)
 
 
 def datums(rng: np.random.Generator, num: int, vocab: int = 97) -> tuple[TrainDatum, ...]:
@@ -173,8 +171,7 @@ class Run:
     async def post(self, kind: Callable[..., Job], **fields: Any) -> Any:
         number = next(_numbers)
         return await self.pool.post(
-            kind(job_id=f"{self.adapter_id}-{number}", adapter_id=self.adapter_id, **fields),
-            generation=self.pool.generation_of(self.adapter_id),
+            kind(job_id=f"{self.adapter_id}-{number}", adapter_id=self.adapter_id, **fields)
         )
 
     async def create(self) -> None:
@@ -214,7 +211,7 @@ class Run:
         """Go forward until so many members share the adapter."""
         data = datums(np.random.default_rng(0), 2 * by)
         for _ in range(1000):
-            if len(self.pool._homes[self.adapter_id].seats) >= by:
+            if len(self.pool.place(self.adapter_id).leases) >= by:
                 return
             await self.train(data=data, backward=False)
             self.seen.pop()

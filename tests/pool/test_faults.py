@@ -66,15 +66,15 @@ class WireRun:
         return told
 
     @property
-    def seats(self) -> list[Any]:
-        home = self.pool._homes.get(self.model)
-        return [] if home is None else [seat.member for seat in home.seats]
+    def members(self) -> list[Any]:
+        placement = self.pool._placements.get(self.model)
+        return [] if placement is None else [lease.worker for lease in placement.leases]
 
     async def shared(self, by: int) -> list[Any]:
         """Wait until that many members share the model."""
         for _ in range(2000):
-            if len(self.seats) >= by:
-                return self.seats
+            if len(self.members) >= by:
+                return self.members
             await self.world.result(await self._post(forward_only=True))
             await asyncio.sleep(0.02)
         raise AssertionError("nobody came to share it")
@@ -141,10 +141,10 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
     async with opened(members, tmp_path / "exchange") as pool:
         run = Run(pool, "toy")
         await run.create()
-        generation = pool.generation_of("a")
+        placement = pool.place("a")
         with pytest.raises(EngineError, match="3 GB wanted"):
             await run.until_shared(99)
-        assert pool.generation_of("a") != generation
+        assert pool.place("a") is not placement
         again = Run(pool, "toy", "b")
         await again.create()
         assert (await again.train(1)).num_tokens > 0

@@ -108,17 +108,17 @@ async def test_a_member_that_comes_back_is_met_anew(tiny: str, tmp_path: Path) -
             assert pool.exchange is not None
             assert pool.exchange.num_meetings == 2 * number
             assert len(list(folder.iterdir())) == 1, "one place, used again"
-            generation = pool.generation_of("a")
+            placement = pool.place("a")
             await run.train(9)
             await members[number - 1].die()
-            assert pool.generation_of("a") != generation, "its owner restores it"
+            assert pool.place("a") is not placement, "its owner restores it"
         assert pool.exchange.num_by_files == 0
 
 
 async def test_two_runs_that_step_at_once_do_not_wait_for_each_other_crosswise(
     tiny: str, tmp_path: Path
 ) -> None:
-    """Each has its home on another member, so each member hears of them in another order."""
+    """Each is led by another member, so each member hears of them in another order."""
 
     async def both(size: int, folder: Path) -> list[Any]:
         members = [torch_member(deterministic=True) for _ in range(size)]

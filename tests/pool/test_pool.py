@@ -1,4 +1,4 @@
-"""A pool is one worker made of several: models have homes, samples go anywhere."""
+"""A pool is one worker made of several: models have placements, samples go anywhere."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ async def test_the_death_of_one_worker_is_no_business_of_the_models_on_the_other
         await asyncio.gather(*(member.wait_ready() for member in pool.members))
         session = await world.session()
         models = [await world.model(session, number) for number in range(6)]
-        homes = [pool._homes[model].leader for model in models]
-        assert [homes.count(member) for member in pool.members] == [3, 3]
+        leaders = [pool.place(model).leader.worker for model in models]
+        assert [leaders.count(member) for member in pool.members] == [3, 3]
         losses = [
             loss_of(await world.result((await world.train(model, 1, [1, 2, 3])).json()))
             for model in models
         ]
         assert len(set(losses)) == 1
         victim, other = pool.members
-        before = {model: pool.generation_of(model) for model in models}
+        before = {model: pool.place(model) for model in models}
         os.kill(victim.pid, 9)  # type: ignore[attr-defined]
         steps = [(await world.step(model, 2)).json() for model in models]
         for step in steps:
             assert (await world.result(step))["metrics"]["step:max"] == 1.0
-        for model, home in zip(models, homes, strict=True):
-            assert (pool.generation_of(model) == before[model]) == (home is other)
+        for model, leader in zip(models, leaders, strict=True):
+            assert (pool.place(model) is before[model]) == (leader is other)
 
 
 async def test_samples_wait_for_the_shortest_line_and_go_on_without_a_dead_member() -> None:

@@ -149,24 +149,22 @@ async def test_a_pass_that_one_member_refuses_leaves_no_trace_that_is_used(tmp_p
         await run.until_shared(2)
         await run.train(4)  # how long a backward takes is not known before
         await run.step()
-        generation = pool.generation_of("a")
+        placement = pool.place("a")
         data = list(datums(run.rng, 8))
         bad = dict(data[5].inputs) | {"target_tokens": data[5].inputs["target_tokens"] * 0 + 10**9}
         data[5] = TrainDatum(tokens=data[5].tokens, inputs=bad)
         with pytest.raises(InvalidInputError, match=r"data\[5\].*outside the vocabulary"):
             await run.train(data=tuple(data))
-        assert pool.generation_of("a") != generation, "its owner restores it"
+        assert pool.place("a") is not placement, "its owner restores it"
+        save = SaveAdapterJob(job_id="s", adapter_id="a", folder=str(tmp_path / "s"))
         with pytest.raises(WorkerLostError):
-            await pool.post(
-                SaveAdapterJob(job_id="s", adapter_id="a", folder=str(tmp_path / "s")),
-                generation=generation,
-            )
+            await placement.post(save)
 
 
 async def test_a_small_pass_stays_on_one_member(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.workers.home.PART_S", 0.01)
+    monkeypatch.setattr("tinkex.server.workers.placement.PART_S", 0.01)
     engine = "toy:train_token_latency_s=1e-3"
     async with opened([child(engine) for _ in range(2)], tmp_path / "exchange") as pool:
         run = Run(pool, "toy")
@@ -174,7 +172,7 @@ async def test_a_small_pass_stays_on_one_member(
         for _ in range(6):
             await run.train(1)
             await run.step()
-        assert len(pool._homes["a"].seats) == 1, "one datum cannot be split"
+        assert len(pool.place("a").leases) == 1, "one datum cannot be split"
         for _ in range(100):
             await run.train(40)
             await run.step()
@@ -184,7 +182,7 @@ async def test_a_small_pass_stays_on_one_member(
         for _ in range(10):
             await run.train(1)
             await run.step()
-        assert len(pool._homes["a"].seats) == 1, "it is not shared for ever"
+        assert len(pool.place("a").leases) == 1, "it is not shared for ever"
 
 
 async def test_pipelined_calls_keep_their_order(tmp_path: Path) -> None:

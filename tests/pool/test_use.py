@@ -83,15 +83,15 @@ async def test_a_run_says_where_its_time_goes_and_who_has_it(
         assert set(info["step_seconds"]) == set(PHASES)
         assert info["step_seconds"]["compute"] > 0
         assert info["step_seconds"]["reduce"] > 0
-        assert [worker["name"] for worker in info["workers"]] == [m.name for m in run.seats]
+        assert [worker["name"] for worker in info["workers"]] == [m.name for m in run.members]
         assert all(0 <= worker["utilisation"] <= 1 for worker in info["workers"])
         for _ in range(1000):
-            if any(member.utilisation > 0 for member in run.seats):
+            if any(member.utilisation > 0 for member in run.members):
                 break
             await run.step()
             await asyncio.sleep(0.01)
         text = (await world.http.get("/metrics")).text
         assert 'tinkex_worker_utilisation{worker="worker-0"}' in text
-        assert max(member.utilisation for member in run.seats) > 0
+        assert max(member.utilisation for member in run.members) > 0
         listed = (await world.http.get("/api/v1/training_runs")).json()["training_runs"]
         assert listed[0].get("workers") is None

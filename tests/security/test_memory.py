@@ -172,16 +172,16 @@ async def test_a_parked_run_leaves_no_home_and_no_curves(app_world: AppWorld) ->
         model = await app_world.model(session)
         await app_world.result((await app_world.train(model, 1, [1, 2])).json())
         await app_world.result((await app_world.step(model, 2)).json())
-    assert len(pool._homes) == 3
+    assert len(pool._placements) == 3
     await service.park_session(sessions[0])
-    assert len(pool._homes) == 2
+    assert len(pool._placements) == 2
     before = pool.generation
     pool.members[0]._kill()  # type: ignore[attr-defined]
     while pool.generation == before or not pool.is_ready:
         await asyncio.sleep(0.01)
     for session in sessions[1:]:
         await service.park_session(session)
-    assert pool._homes == {}
+    assert pool._placements == {}
     await service.curves.flush()
     for session in sessions:
         service.curves.let_go(f"{session}:train:0")

@@ -232,15 +232,17 @@ async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() 
     """Jobs of one lane are posted in order, also when one of them never becomes a job."""
     posted: list[str] = []
 
-    def post(job: str, *_: object, generation: int) -> asyncio.Future[str]:
+    def post(job: str, *_: object) -> asyncio.Future[str]:
         posted.append(job)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         answer.set_result(job)
         return answer
 
-    place = GatedPool(SimpleNamespace(post=post), FairGate(1), FairGate(1))  # type: ignore[arg-type]
+    place = GatedPool(SimpleNamespace(), FairGate(1), FairGate(1))  # type: ignore[arg-type]
     open_work = OpenWork(SimpleNamespace(limit=lambda *_: 0))  # type: ignore[arg-type]
-    flights = Flights("ann", place, open_work, generation=lambda: 0, on_ended=lambda: None)
+    flights = Flights(
+        "ann", place, open_work, placement=lambda: SimpleNamespace(post=post), on_ended=lambda: None
+    )
     await place.training.acquire("ben", 1.0)
     for number, job in enumerate(("first", "second", InvalidInputError("no"), "last")):
         flights.send(QueuedRequest(number), job)  # type: ignore[arg-type]

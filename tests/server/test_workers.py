@@ -14,6 +14,7 @@ from patience import soon
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo, SampleJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.workers.child import SMALL_ARRAY_BYTES, WorkerSpec, dumps
+from tinkex.server.workers.lease import Lease
 from tinkex.server.workers.process_worker import ProcessWorker
 from tinkex.server.workers.worker import run
 
@@ -41,7 +42,7 @@ async def test_a_dead_child_fails_its_jobs_and_is_replaced() -> None:
     assert worker.generation == first + 1
     assert worker.pid != pid
     with pytest.raises(WorkerLostError):
-        await worker.post(describe("again"), generation=first)
+        await Lease(worker, first).post(describe("again"))
     await worker.close()
 
 

@@ -17,6 +17,7 @@ from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
+from tinkex.server.workers.placement import Placement
 
 
 @dataclass(slots=True)
@@ -54,12 +55,12 @@ class Flights:
         place: GatedPool,
         open_work: OpenWork,
         *,
-        generation: Callable[[], int],
+        placement: Callable[[], Placement | None],
         on_ended: Callable[[], None],
     ) -> None:
-        """`generation` is that of the memory that a job is meant for, when it is posted."""
+        """`placement` tells where the lane's state is in memory when a job is posted."""
         self._user_id, self._place, self._open_work = user_id, place, open_work
-        self._generation, self._on_ended = generation, on_ended
+        self._placement, self._on_ended = placement, on_ended
         self._all: deque[Flight] = deque()
 
     def __len__(self) -> int:
@@ -106,9 +107,10 @@ class Flights:
             cost = max(1, request.size_bytes)
             line = self._place.training
             async with self._open_work.place(self._user_id), line.place(self._user_id, cost):
-                # Asked for now: a state that was lost while the job waited has another one, and
-                # the pool refuses what is not meant for the memory that it has.
-                answer = self._place.pool.post(job, request.note, generation=self._generation())
+                # Asked for now: a state that was lost while the job waited may be elsewhere.
+                if (placement := self._placement()) is None:
+                    raise WorkerLostError("the state is not in memory")
+                answer = placement.post(job, request.note)
                 posted.set_result(None)
                 request.started_at = time.time()
                 return await answer

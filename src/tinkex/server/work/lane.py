@@ -96,7 +96,7 @@ class Lane:
             model.user_id,
             place,
             means.open_work,
-            generation=lambda: state.generation,
+            placement=lambda: state.placement,
             on_ended=self._wake.set,
         )
         self._gap_timer: asyncio.TimerHandle | None = None

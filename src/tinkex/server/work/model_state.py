@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.jobs import (
-    AdapterResult,
     DropAdapterJob,
-    Job,
     LoadAdapterJob,
     Result,
     SaveAdapterJob,
@@ -37,6 +35,7 @@ from tinkex.server.files.folders import DataFolder
 from tinkex.server.process import disk
 from tinkex.server.work.operation import Operation
 from tinkex.server.work.write_behind import RETRY_S, WriteBehind
+from tinkex.server.workers.placement import Placement
 from tinkex.server.workers.pool import Pool
 from tinkex.store import JournalRow, Snapshot, Store
 from tinkex.types.fields.bounds import INT64
@@ -94,8 +93,8 @@ class _Since:
 
 class ModelState:
     def __init__(self, model_id: str, base_model: str, worker: Pool, files: SnapshotFiles) -> None:
-        self.generation = -1
-        """The worker's generation that holds the state; -1: none does, or it is not trusted."""
+        self.placement: Placement | None = None
+        """Where the state is in memory; None: nowhere, or it is not trusted."""
         self.is_restoring = False
         self.obstacle = ""
         """What keeps the state from being restored, for a person."""
@@ -111,12 +110,11 @@ class ModelState:
 
     @property
     def is_here(self) -> bool:
-        here = self._worker.generation_of(self._model_id)
-        return self.generation == here and self._worker.is_ready
+        return self.placement is not None and not self.placement.is_lost
 
     def distrust(self) -> None:
         """Something failed in the middle: what the worker holds must not be used again."""
-        self.generation = -1
+        self.placement = None
 
     # ------------------------------------------------------------------------ restoring
 
@@ -141,22 +139,22 @@ class ModelState:
             await self._ends_written()
             start, rows = await self.journaled()
             # Read before the load: a worker that dies under it has another one afterwards.
-            generation = self._worker.generation_of(self._model_id)
-            await self._load(generation)
-            self.generation = generation
+            placement = self._worker.place(self._model_id)
+            await self._load(placement)
+            self.placement = placement
             self._since = _Since()
             return start, rows
         finally:
             self.is_restoring, self.obstacle = False, ""
 
-    async def _load(self, generation: int) -> None:
+    async def _load(self, placement: Placement) -> None:
         snapshot = await self._store.call(self._store.models.get_snapshot, self._model_id)
         try:
             # A half changed adapter may be left in the memory; what is loaded or replayed now must
             # not meet it.
-            await self._run(self._drop_job(), generation)
+            await placement.post(self._drop_job())
             if snapshot is not None:
-                await self._run(self._load_job(snapshot), generation)
+                await placement.post(self._load_job(snapshot))
         except WorkerLostError:
             raise
         except (InvalidInputError, EngineError) as exc:
@@ -222,7 +220,8 @@ class ModelState:
         # Counted from here on, whether it succeeds or not: on a full disk the next try comes after
         # as many requests again, not with each one.
         self._since = _Since()
-        saved = self._worker.post(job, generation=self.generation)
+        assert self.placement is not None, "only what is in memory can be saved"
+        saved = self.placement.post(job)
         self._under_way = asyncio.create_task(self._finish(seq_id, folder, saved))
         self._under_way.add_done_callback(self._note_end)
 
@@ -275,21 +274,21 @@ class ModelState:
     async def park(self, seq_id: int, *, keep: bool) -> None:
         """Free the memory, the state saved first when there is something new to `keep`."""
         await self.snapshot_ended()
-        if self.is_here:
+        if self.placement is not None and self.is_here:
             with contextlib.suppress(WorkerLostError):  # the memory is free then; a replay pays
                 if self._since.num_requests and keep:
                     await self.snapshot(seq_id)
-                await self._run(self._drop_job(), self.generation)
+                await self.placement.post(self._drop_job())
             logger.info("%s is parked", self._model_id)
-        self.generation = -1
+        self.placement = None
         self._worker.let_go(self._model_id)
 
     async def discard(self) -> None:
         """Forget the state for good, snapshot included."""
         await self.snapshot_ended()
-        if self.is_here:
-            await self._run(self._drop_job(), self.generation)
-        self.generation = -1
+        if self.placement is not None and self.is_here:
+            await self.placement.post(self._drop_job())
+        self.placement = None
         self._worker.let_go(self._model_id)
         await self._files.forget(self._model_id)
 
@@ -304,7 +303,3 @@ class ModelState:
             folder=str(self._files.folders.path(snapshot.folder)),
             with_optimizer=True,
         )
-
-    async def _run(self, job: Job, generation: int) -> None:
-        result = await self._worker.post(job, generation=generation)
-        assert isinstance(result, AdapterResult)

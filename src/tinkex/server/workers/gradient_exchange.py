@@ -36,7 +36,7 @@ from tinkex.engine.jobs import (
     ShareGradientJob,
 )
 from tinkex.errors import EngineError, WorkerLostError
-from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
+from tinkex.server.workers.lease import Answer, Lease, ignore, new_id
 
 logger = logging.getLogger(__name__)
 AGAIN_S = 600.0
@@ -71,7 +71,7 @@ class Brought:
 @dataclass(frozen=True, slots=True)
 class _Meeting:
     meeting_id: str
-    seats: tuple[Seat, ...]
+    leases: tuple[Lease, ...]
     file: str
 
 
@@ -90,8 +90,8 @@ class Exchange:
         self.num_meetings = self.num_by_files = 0
         """Sums that were made so, for tests and metrics."""
         self._timeout_s = timeout_s
-        self._meetings: OrderedDict[frozenset[tuple[int, int]], _Meeting] = OrderedDict()
-        self._failed_at: dict[frozenset[tuple[int, int]], float] = {}
+        self._meetings: OrderedDict[frozenset[Lease], _Meeting] = OrderedDict()
+        self._failed_at: dict[frozenset[Lease], float] = {}
         self._turn = asyncio.Lock()
 
     @property
@@ -100,9 +100,9 @@ class Exchange:
         return self._timeout_s > 0
 
     async def bring(
-        self, adapter_id: str, seats: Sequence[Seat], holders: Sequence[Seat]
+        self, adapter_id: str, leases: Sequence[Lease], holders: Sequence[Lease]
     ) -> Brought:
-        """Bring what `holders` gathered to all `seats`.
+        """Bring what `holders` gathered to all `leases`.
 
         Raises:
             WorkerLostError: A member is lost, and what it had.
@@ -110,18 +110,18 @@ class Exchange:
         """
         if not holders:
             return Brought(adapter_id)
-        if self._may_meet(seats):
+        if self._may_meet(leases):
             # Everyone, so that one that is still loading the adapter keeps nobody waiting later.
-            await self._put_aside(adapter_id, seats, [None] * len(seats))
+            await self._put_aside(adapter_id, leases, [None] * len(leases))
             try:
                 async with self._turn:
-                    return await self._reduce(adapter_id, seats, len(holders))
+                    return await self._reduce(adapter_id, leases, len(holders))
             except _NoMeetingError as exc:
-                self._failed_at[_key(seats)] = time.monotonic()
+                self._failed_at[frozenset(leases)] = time.monotonic()
                 logger.warning("workers that share %s use files: %s", adapter_id, exc)
         return await self.bring_files(adapter_id, holders)
 
-    async def bring_files(self, adapter_id: str, holders: Sequence[Seat]) -> Brought:
+    async def bring_files(self, adapter_id: str, holders: Sequence[Lease]) -> Brought:
         """Have members write what they gathered; gives the files, in the order of the members."""
         name = secrets.token_hex(8)
         files = tuple(str(self.folder / f"{name}-{i}.grad") for i in range(len(holders)))
@@ -135,11 +135,11 @@ class Exchange:
         return Brought(adapter_id, files, transfer_s=seconds, num_holders=len(holders))
 
     async def _put_aside(
-        self, adapter_id: str, holders: Sequence[Seat], files: Sequence[str | None]
+        self, adapter_id: str, holders: Sequence[Lease], files: Sequence[str | None]
     ) -> list[GradientResult]:
         answers = [
-            seat.post(ShareGradientJob(job_id=new_id(), adapter_id=adapter_id, file=file))
-            for seat, file in zip(holders, files, strict=True)
+            lease.post(ShareGradientJob(job_id=new_id(), adapter_id=adapter_id, file=file))
+            for lease, file in zip(holders, files, strict=True)
         ]
         ends = await asyncio.gather(*answers, return_exceptions=True)
         raise_worst(ends)
@@ -147,30 +147,30 @@ class Exchange:
 
     # ------------------------------------------------------------------------ meetings
 
-    def _may_meet(self, seats: Sequence[Seat]) -> bool:
-        if not self.meets or len(seats) < 2:
+    def _may_meet(self, leases: Sequence[Lease]) -> bool:
+        if not self.meets or len(leases) < 2:
             return False
-        failed_at = self._failed_at.get(_key(seats))
+        failed_at = self._failed_at.get(frozenset(leases))
         return failed_at is None or time.monotonic() - failed_at > AGAIN_S
 
-    async def _reduce(self, adapter_id: str, seats: Sequence[Seat], num_holders: int) -> Brought:
+    async def _reduce(self, adapter_id: str, leases: Sequence[Lease], num_holders: int) -> Brought:
         self._forget_lost()
-        key = _key(seats)
-        meeting = self._meetings.get(key) or await self._form(seats)
+        key = frozenset(leases)
+        meeting = self._meetings.get(key) or await self._form(leases)
         self._meetings[key] = meeting
         self._meetings.move_to_end(key)
         while len(self._meetings) > MAX_MEETINGS:
             self._leave(next(iter(self._meetings)))
         answers = [
-            seat.post(
+            lease.post(
                 ReduceGradientJob(
                     job_id=new_id(), adapter_id=adapter_id, meeting_id=meeting.meeting_id
                 )
             )
-            for seat in seats
+            for lease in leases
         ]
         try:
-            ends = await self._together(seats, answers)
+            ends = await self._together(leases, answers)
         except BaseException:
             self._leave(key)
             raise
@@ -178,43 +178,43 @@ class Exchange:
         seconds = max((end.seconds for end in ends if isinstance(end, GradientResult)), default=0.0)
         return Brought(adapter_id, reduced=True, reduce_s=seconds, num_holders=num_holders)
 
-    async def _form(self, seats: Sequence[Seat]) -> _Meeting:
+    async def _form(self, leases: Sequence[Lease]) -> _Meeting:
         """Have members meet: on this machine at a file, elsewhere at the first one's address."""
         meeting_id = secrets.token_hex(16)
-        hosts = [seat.member.address or LOOPBACK for seat in seats]
+        hosts = [lease.worker.address or LOOPBACK for lease in leases]
         file = ""
-        if all(not seat.member.address for seat in seats):
+        if all(not lease.worker.address for lease in leases):
             file = str(self.folder / f"{meeting_id}.meet")
             place = f"file:{file}"
         else:
             opening = OpenMeetingJob(job_id=new_id(), meeting_id=meeting_id, host=hosts[0])
-            (opened,) = await self._together(seats, [seats[0].post(opening)])
+            (opened,) = await self._together(leases, [leases[0].post(opening)])
             assert isinstance(opened, MeetingResult)
             place = opened.place
-        meeting = _Meeting(meeting_id, tuple(seats), file)
+        meeting = _Meeting(meeting_id, tuple(leases), file)
         answers = [
-            seat.post(
+            lease.post(
                 JoinMeetingJob(
                     job_id=new_id(),
                     meeting_id=meeting_id,
                     rank=rank,
-                    size=len(seats),
+                    size=len(leases),
                     place=place,
                     host=hosts[rank],
                     timeout_s=self._timeout_s,
                 )
             )
-            for rank, seat in enumerate(seats)
+            for rank, lease in enumerate(leases)
         ]
         try:
-            await self._together(seats, answers)
+            await self._together(leases, answers)
         except BaseException:
             self._end(meeting)
             raise
-        logger.info("%d workers meet to add up gradients", len(seats))
+        logger.info("%d workers meet to add up gradients", len(leases))
         return meeting
 
-    async def _together(self, seats: Sequence[Seat], answers: Sequence[Answer]) -> list[Result]:
+    async def _together(self, leases: Sequence[Lease], answers: Sequence[Answer]) -> list[Result]:
         """What all said. Each keeps its own deadline; who does not is not waited for."""
         _, left = await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
         if left:
@@ -231,7 +231,7 @@ class Exchange:
             else:
                 ends.append(answer.result())
         lost = [error for error in errors if isinstance(error, WorkerLostError)]
-        if lost or any(seat.is_lost for seat in seats):
+        if lost or not all(lease.is_valid for lease in leases):
             raise next(iter(lost), WorkerLostError("a worker died in a meeting"))
         if errors:
             raise _NoMeetingError(str(errors[0])) from errors[0]
@@ -239,20 +239,20 @@ class Exchange:
 
     def _forget_lost(self) -> None:
         for key, meeting in list(self._meetings.items()):
-            if any(seat.is_lost for seat in meeting.seats):
+            if not all(lease.is_valid for lease in meeting.leases):
                 self._leave(key)
         now = time.monotonic()
         self._failed_at = {k: at for k, at in self._failed_at.items() if now - at <= AGAIN_S}
 
-    def _leave(self, key: frozenset[tuple[int, int]]) -> None:
+    def _leave(self, key: frozenset[Lease]) -> None:
         if (meeting := self._meetings.pop(key, None)) is not None:
             self._end(meeting)
 
     def _end(self, meeting: _Meeting) -> None:
-        for seat in meeting.seats:
-            if not seat.is_lost:
+        for lease in meeting.leases:
+            if lease.is_valid:
                 job = LeaveMeetingJob(job_id=new_id(), meeting_id=meeting.meeting_id)
-                seat.post(job).add_done_callback(ignore)
+                lease.post(job).add_done_callback(ignore)
         if meeting.file:
             with contextlib.suppress(OSError):
                 Path(meeting.file).unlink()
@@ -264,10 +264,6 @@ def raise_worst(ends: Iterable[Result | BaseException]) -> None:
     final = [error for error in errors if not isinstance(error, WorkerLostError)]
     if errors:
         raise next(iter(final), errors[0])
-
-
-def _key(seats: Sequence[Seat]) -> frozenset[tuple[int, int]]:
-    return frozenset(seat.key for seat in seats)
 
 
 async def _unlink(files: Iterable[str]) -> None:

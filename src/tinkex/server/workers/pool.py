@@ -1,9 +1,9 @@
 """Several workers that act as one: every member holds the base model and does every kind of job.
 
-An adapter has a home (`home`): one member, or several that share its passes. Samples go to any
-member, because a checkpoint's folder can be read by all (`routing`). A member that dies or hangs
-replaces itself; until then the pool is what is left. It restores nothing: an adapter whose home was
-lost has a new generation, its owner sees that and restores it, on members that are there.
+An adapter has a placement (`placement`): one member, or several that share its passes. Samples go
+to any member, because a checkpoint's folder can be read by all (`sample_routing`). A member that
+dies or hangs replaces itself; until then the pool is what is left. It restores nothing: a placement
+whose memory is gone is lost, its owner sees that and restores the adapter in a new one.
 
 The pool knows jobs and members. It knows nothing of tensors, and nothing of processes or machines.
 """
@@ -26,11 +26,11 @@ from tinkex.engine.jobs import (
     LoadModelJob,
     Result,
     SampleJob,
-    TrainJob,
 )
 from tinkex.errors import EngineError, WorkerLostError
 from tinkex.server.workers.gradient_exchange import Exchange
-from tinkex.server.workers.home import Home, SharedByHomes
+from tinkex.server.workers.lease import Lease, lost
+from tinkex.server.workers.placement import Placement, Shared
 from tinkex.server.workers.sample_routing import Router
 from tinkex.server.workers.worker import OnEvent, Worker
 
@@ -65,10 +65,9 @@ class Pool:
         self.name = name if len(members) > 1 else members[0].name
         self.members = list(members)
         self.exchange = None if exchange is None else Exchange(exchange, meeting_timeout_s)
-        self._shared = SharedByHomes(self.exchange, deterministic)
-        self._homes: dict[str, Home] = {}
-        self._loaded: dict[tuple[int, int, str], bool] = {}  # base models by member: asked, there
-        self._num_homes = 0
+        self._shared = Shared(self.exchange, deterministic, self._with_model)
+        self._placements: dict[str, Placement] = {}
+        self._loaded: dict[tuple[Lease, str], bool] = {}  # base models by member: asked for, there
         self._router = Router()
         self._watchers: list[Callable[[], None]] = []
         self._is_started = False
@@ -167,35 +166,21 @@ class Pool:
                 task.cancel()
         raise EngineError(str(errors[0])) from errors[0]
 
-    def generation_of(self, adapter_id: str) -> int:
-        """Changes whenever the memory of this adapter was lost, so that its owner can tell.
-
-        Of several processes that share an adapter's work, the loss of one is the loss of all.
-        """
-        home = self._home(adapter_id)
-        return 0 if home is None else home.generation
-
     def let_go(self, adapter_id: str) -> None:
         """Nobody will ask for this adapter for a while: remember nothing of it."""
-        home = self._homes.get(adapter_id)
-        if home is not None and home.is_empty:
-            del self._homes[adapter_id]
+        placement = self._placements.get(adapter_id)
+        if placement is not None and (placement.is_empty or placement.is_lost):
+            del self._placements[adapter_id]
 
-    def post(
-        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
-    ) -> asyncio.Future[Result]:
+    def post(self, job: Job, on_event: OnEvent | None = None) -> asyncio.Future[Result]:
         if not (ready := self.ready):
-            return self._lost("no member takes jobs")
+            return lost(f"{self.name}: no member takes jobs")
         if isinstance(job, SampleJob):
             return self._router.post(job, self._with_model(job.base_model) or ready, on_event)
         if isinstance(job, DescribeModelJob | LoadModelJob):
             return ready[0].post(job, on_event)
         assert isinstance(job, AdapterJob), "members meet each other, not the pool"
-        home = self._home(job.adapter_id)
-        if home is None or generation not in (None, home.generation):
-            return self._lost(f"{job.adapter_id} was lost with its worker")
-        helpers = self._with_model(home.base_model) if isinstance(job, TrainJob) else ()
-        return home.post(job, on_event, helpers)
+        return self.place(job.adapter_id).post(job, on_event)
 
     def cancel(self, job_id: str) -> None:
         for member in self.ready:
@@ -204,36 +189,42 @@ class Pool:
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self.members))
 
-    # ------------------------------------------------------------------------ homes
+    # ------------------------------------------------------------------------ placements
 
-    def _home(self, adapter_id: str) -> Home | None:
-        """Where an adapter lives, or would; None when no member is ready."""
-        home = self._homes.get(adapter_id)
-        if home is not None and not home.is_lost:
-            return home
-        lost = self._homes.pop(adapter_id, None)
+    def place(self, adapter_id: str) -> Placement:
+        """The placement of an adapter; a new and empty one if it has none, or lost it.
+
+        Raises:
+            WorkerLostError: No member is ready.
+        """
+        before = self._placements.get(adapter_id)
+        if before is not None and not before.is_lost:
+            return before
+        self._placements.pop(adapter_id, None)
         if not (ready := self.ready):
-            return None
-        taken = Counter(id(home.leader) for home in self._homes.values() if not home.is_empty)
-        member = min(ready, key=lambda member: taken[id(member)])
-        self._num_homes += 1
-        times = None if lost is None else lost.times
-        home = Home(adapter_id, self._num_homes, member, self._shared, times)
-        self._homes[adapter_id] = home
-        return home
+            raise WorkerLostError(f"{self.name}: no member takes jobs")
+        placements = self._placements.values()
+        taken = Counter(
+            placement.leader.worker for placement in placements if not placement.is_empty
+        )
+        leader = min(ready, key=taken.__getitem__)
+        times = None if before is None else before.times
+        placement = Placement(adapter_id, leader, self._shared, times)
+        self._placements[adapter_id] = placement
+        return placement
 
     def _with_model(self, base_model: str) -> list[Worker]:
         """The members that have a base model in memory, of several.
 
-        Those that have not are told to load it; nobody waits for them.
+        The others are told to load it; nobody waits for them.
         """
         if len(self.members) == 1:
             return []
         there = []
         for member in self.ready:
-            key = (id(member), member.generation, base_model)
+            key = (Lease.of(member), base_model)
             if key not in self._loaded:
-                self._forget_lost(member)
+                self._loaded = {k: v for k, v in self._loaded.items() if self._has(k[0])}
                 self._loaded[key] = False
                 job = LoadModelJob(job_id=f"load-{secrets.token_hex(8)}", base_model=base_model)
                 member.post(job).add_done_callback(partial(self._note_loaded, key))
@@ -241,39 +232,34 @@ class Pool:
                 there.append(member)
         return there
 
-    def _forget_lost(self, member: Worker) -> None:
-        """What an earlier process of a member had, or members that are gone."""
-        generations = {id(one): one.generation for one in self.members}
-        self._loaded = {k: v for k, v in self._loaded.items() if generations.get(k[0]) == k[1]}
+    def _has(self, lease: Lease) -> bool:
+        return lease.worker in self.members and lease.generation == lease.worker.generation
 
-    def _note_loaded(self, key: tuple[int, int, str], answer: asyncio.Future[Result]) -> None:
+    def _note_loaded(self, key: tuple[Lease, str], answer: asyncio.Future[Result]) -> None:
         if not answer.cancelled() and answer.exception() is None:
             if key in self._loaded:
                 self._loaded[key] = True
 
     def times_of(self, adapter_id: str) -> Mapping[str, float]:
         """Seconds of a step of an adapter by phase, over the last ones; empty before the first."""
-        home = self._homes.get(adapter_id)
-        return {} if home is None else home.times.average
+        placement = self._placements.get(adapter_id)
+        return {} if placement is None else placement.times.average
 
     def members_of(self, adapter_id: str) -> list[Worker]:
-        """Who has an adapter in memory, the one that leads first."""
-        home = self._homes.get(adapter_id)
-        return [] if home is None or home.is_empty else [seat.member for seat in home.seats]
+        """The members that have an adapter in memory, its leader first."""
+        placement = self._placements.get(adapter_id)
+        if placement is None or placement.is_empty:
+            return []
+        return [lease.worker for lease in placement.leases]
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """What training took since the start: compute, wait, reduce and transfer."""
+        """Seconds of training since the start: compute, wait, reduce and transfer."""
         return self._shared.seconds
-
-    def _lost(self, reason: str) -> asyncio.Future[Result]:
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        future.set_exception(WorkerLostError(f"{self.name}: {reason}"))
-        return future
 
 
 def _make_empty(folder: Path) -> None:
-    """What an earlier server left there is of no use. The folder may be a mount or a link."""
+    """Remove what an earlier server left in a folder, which may be a mount or a link."""
     folder.mkdir(parents=True, mode=0o700, exist_ok=True)
     for left in folder.iterdir():
         if left.is_dir() and not left.is_symlink():

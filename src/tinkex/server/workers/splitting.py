@@ -1,8 +1,8 @@
-"""How a training pass is cut into parts for several members, and its answer put together again.
+"""How a training pass is split for several members, and its answer put together again.
 
 Parts are as even as their tokens allow, given what each member has to do already. In deterministic
 mode whole virtual shards move, and one that a member has begun stays with it until the next step.
-Numbers and jobs only; who the members are, and whether it pays to split, `home` decides.
+Numbers and jobs only; who the members are, and whether it pays to split, `placement` decides.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _DATUM = re.compile(r"\bdata\[(\d+)\]")
 
 @dataclass(frozen=True, slots=True)
 class JobPart:
-    """Some datums of a job, for the member at one place."""
+    """Some datums of a job, for one of the members that share the adapter."""
 
-    place: int
+    index: int
+    """Of the member among them."""
     indices: tuple[int, ...]
     shards: tuple[int, ...]
     """Of these datums; empty where the order of sums may vary."""
@@ -33,36 +34,36 @@ class JobPart:
 def split(
     costs: Sequence[int], loads: Sequence[float], pins: Mapping[int, int] | None
 ) -> list[JobPart]:
-    """Deal datums to places, whose `loads` are what they have to do already.
+    """Deal datums to members, whose `loads` are what they have to do already.
 
     Args:
-        pins: The place of each virtual shard that has one; None: there are no shards.
+        pins: The member of each virtual shard that has one; None: there are no shards.
     """
     shards = [] if pins is None else deal(costs)
     if len(loads) == 1:  # as nearly always
         return [JobPart(0, tuple(range(len(costs))), tuple(shards), sum(costs))]
     if pins is None:
-        places = deal(costs, len(loads), loads)
+        members = deal(costs, len(loads), loads)
     else:
-        places_of = _places_of_shards(costs, shards, loads, pins)
-        places = [places_of[shard] for shard in shards]
+        member_of = _members_of_shards(costs, shards, loads, pins)
+        members = [member_of[shard] for shard in shards]
     parts = []
-    for place in sorted(set(places)):
-        indices = tuple(i for i, chosen in enumerate(places) if chosen == place)
+    for member in sorted(set(members)):
+        indices = tuple(i for i, chosen in enumerate(members) if chosen == member)
         of_shards = tuple(shards[i] for i in indices) if shards else ()
-        parts.append(JobPart(place, indices, of_shards, sum(costs[i] for i in indices)))
+        parts.append(JobPart(member, indices, of_shards, sum(costs[i] for i in indices)))
     return parts
 
 
-def _places_of_shards(
+def _members_of_shards(
     costs: Sequence[int], shards: Sequence[int], loads: Sequence[float], pins: Mapping[int, int]
 ) -> dict[int, int]:
     weights = [0] * NUM_SHARDS
     for cost, shard in zip(costs, shards, strict=True):
         weights[shard] += cost
     filled = list(loads)
-    for shard, place in pins.items():
-        filled[place] += weights[shard]
+    for shard, member in pins.items():
+        filled[member] += weights[shard]
     free = [shard for shard in range(NUM_SHARDS) if shard not in pins]
     dealt = deal([weights[shard] for shard in free], len(loads), filled)
     return {**pins, **dict(zip(free, dealt, strict=True))}
@@ -71,7 +72,7 @@ def _places_of_shards(
 def part_of(job: TrainJob, part: JobPart) -> TrainJob:
     return replace(
         job,
-        job_id=f"{job.job_id}/{part.place}",
+        job_id=f"{job.job_id}/{part.index}",
         data=tuple(job.data[i] for i in part.indices),
         shards=part.shards,
     )

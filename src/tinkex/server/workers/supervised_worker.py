@@ -118,12 +118,10 @@ class SupervisedWorker(ABC):
             reason = self._broken or f"{self.name} did not start in {self._start_timeout_s:g} s"
             raise EngineError(f"{reason}; see the server's log.") from exc
 
-    def post(
-        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
-    ) -> asyncio.Future[Result]:
+    def post(self, job: Job, on_event: OnEvent | None = None) -> asyncio.Future[Result]:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        if not self._ready.is_set() or generation not in (None, self.generation):
-            future.set_exception(WorkerLostError(f"{self.name} is not the one that was meant"))
+        if not self._ready.is_set():
+            future.set_exception(WorkerLostError(f"{self.name} is starting"))
             return future
         self._pending[job.job_id] = (future, on_event)
         self._watchdog.posted(job)

@@ -15,9 +15,9 @@ A member of a pool is a `Worker`. What makes a member on another machine:
   brings back what the engine wrote before it says that the job is done. Folders and files never
   change under their name, so each travels once. `content_sha256` in a folder's `tinkex.json`
   says what was written; engines compute it from what they read, and refuse a folder that differs.
-- It waits for no other member but in a meeting (`exchange`), which has a deadline and a thread of
-  its own: the pool asks each one and waits with the patience of each one's own watchdog, so that a
-  member that hangs is ended and the others go on.
+- It waits for no other member but in a process group (`gradient_exchange`), which has a deadline
+  and a thread of its own: the pool asks each member and waits with the patience of its watchdog, so
+  that a member that hangs is ended and the others go on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Worker(Protocol):
 
     @property
     def generation(self) -> int:
-        """Counts how often the memory was lost."""
+        """How often it was started, each time with an empty memory; see `lease`."""
 
     @property
     def refusal(self) -> str:
@@ -50,11 +50,11 @@ class Worker(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """It takes jobs."""
+        """Whether it takes jobs."""
 
     @property
     def is_moving(self) -> bool:
-        """It did something lately, or has nothing to do."""
+        """Whether it did something lately, or has nothing to do."""
 
     @property
     def held_bytes(self) -> dict[str, int]:
@@ -74,9 +74,7 @@ class Worker(Protocol):
             EngineError: It did not start in time.
         """
 
-    def post(
-        self, job: Job, on_event: OnEvent | None = None, *, generation: int | None = None
-    ) -> asyncio.Future[Result]:
+    def post(self, job: Job, on_event: OnEvent | None = None) -> asyncio.Future[Result]:
         """Send a job. Jobs of one adapter run in the order of the calls.
 
         Returns at once. Cancelling the future cancels the job. `on_event` sees its `Progress` and
@@ -84,10 +82,6 @@ class Worker(Protocol):
             InvalidInputError: The caller can fix it; no state has changed.
             EngineError: The job failed; the state of its adapter is not to be trusted.
             WorkerLostError: The adapter is gone and must be restored.
-
-        Args:
-            generation: The `generation_of` its adapter that the job is meant for; another one would
-                not know the adapter.
         """
 
     def cancel(self, job_id: str) -> None:

@@ -1,14 +1,14 @@
-"""Where an adapter of a pool lives: on one member, or shared by several that train it together.
+"""The placement of an adapter in a pool: one member, or several that train it together.
 
 An adapter begins on one member, its leader. When splitting a pass would save more time than it
 costs, both measured, the leader's state is saved aside and loaded by others, which share the
-adapter from then on: every pass is cut into parts (`splitting`), each member gathers the gradients
-of its part, and a step has two rounds. First the gradients come together (`exchange`); when all
+adapter from then on: every pass is split (`splitting`), each member gathers the gradients of its
+part, and a step has two rounds. First the gradients come together (`gradient_exchange`); when all
 have them, each adds them, in one order, and takes the same step. No engine's thread ever waits for
-another one, so none can hang with another; whoever hangs is ended by its own watchdog.
+another one, so none can hang with another; one that hangs is ended by its own watchdog.
 
-When a member that holds gradients is lost, or a part is refused while others went through, the home
-is broken: nobody's copy is used again, and the owner restores the adapter elsewhere.
+When a member that holds gradients is lost, or a part is refused while others went through, the
+placement is lost: no copy is used again, and the owner restores the adapter in another placement.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -41,16 +42,16 @@ from tinkex.engine.optim.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.fairness.backlog import Backlog
 from tinkex.server.workers.gradient_exchange import Brought, Exchange, raise_worst
-from tinkex.server.workers.seat import Answer, Seat, ignore, new_id
+from tinkex.server.workers.lease import Answer, Lease, chain, fail, ignore, lost, new_id
 from tinkex.server.workers.splitting import JobPart, joined, part_of, renumbered, split
 from tinkex.server.workers.step_times import StepTimes
 from tinkex.server.workers.worker import OnEvent, Worker
 
 logger = logging.getLogger(__name__)
 PART_S = 0.01
-"""What a pass in parts costs beside its compute, at least."""
+"""Least cost of a pass in parts beside its compute."""
 REDUCE_S = 0.05
-"""What a step of several members is taken to cost until one was measured."""
+"""Cost of a step of several members until one was measured."""
 JOIN_PASSES = 10
 """A member joins when what it saves in so many passes pays for its coming."""
 ALONE_STEPS = 8
@@ -59,102 +60,120 @@ RECENT = 0.3
 """Weight of the newest measurement."""
 
 
+class State(Enum):
+    """The states of a placement, which say what becomes of a job that is posted."""
+
+    OPEN = "open"
+    """Jobs go out as they come."""
+    JOINING = "joining"
+    """The state is being saved for members that join: passes go out, all else waits."""
+    IN_ROUNDS = "in rounds"
+    """A step or a save of several members is between its rounds: everything waits."""
+    LOST = "lost"
+    """No copy is used again: every job fails, and the owner restores the adapter elsewhere."""
+
+
 @dataclass(slots=True)
-class SharedByHomes:
-    """What the homes of a pool have in common."""
+class Shared:
+    """What the placements of a pool have in common."""
 
     exchange: Exchange | None
     """How members' gradients come together; None: passes are never split."""
     deterministic: bool
+    with_model: Callable[[str], Sequence[Worker]]
+    """The members of a larger pool that have a base model in memory; others are told to load it."""
     backlog: Backlog = field(default_factory=Backlog)
-    """Of training; samples have one of their own (`routing`)."""
+    """Of training; samples have one of their own (`sample_routing`)."""
     token_s: dict[tuple[str, bool], float] = field(default_factory=dict)
     """Seconds of training a token, measured, by base model and whether there is a backward."""
     seconds: Counter[str] = field(default_factory=Counter)
     """What training took altogether: compute, wait, reduce and transfer."""
 
 
-class Home:
+class Placement:
     def __init__(
-        self,
-        adapter_id: str,
-        generation: int,
-        leader: Worker,
-        shared: SharedByHomes,
-        times: StepTimes | None = None,
+        self, adapter_id: str, leader: Worker, shared: Shared, times: StepTimes | None = None
     ) -> None:
-        """`times` are those of the home that this one follows."""
-        self.generation = generation
+        """`times` are those of the placement that this one follows."""
         self.is_empty = True
+        """Whether no job has put the adapter there, or the last one dropped it."""
         self.base_model = ""
-        self.seats = [Seat(leader, leader.generation)]
+        self.leases = [Lease.of(leader)]
+        """The members that have the adapter, the leader first."""
         self.times = times or StepTimes()
         self._adapter_id = adapter_id
         self._shared = shared
-        self._is_broken = False
-        self._holders: set[Seat] = set()  # that gathered gradients since the last step
-        self._pins: dict[int, Seat] = {}  # who has a virtual shard until the next step
+        self._state = State.OPEN
+        self._task: asyncio.Task[None] | None = None  # of the rounds, or of those who join
         self._queue: deque[tuple[Job, OnEvent | None, Answer]] = deque()
-        self._busy: asyncio.Task[None] | None = None  # between the rounds of a step or save
-        self._joining: asyncio.Task[None] | None = None
-        self._unfit: set[tuple[int, int]] = set()  # members that could not load the adapter
+        # Who gathered gradients since the last step, and the virtual shards that stay there.
+        self._gathered: dict[Lease, set[int]] = {}
+        self._unfit: set[Lease] = set()  # members that could not load the adapter
         self._reduce_s = REDUCE_S
         self._join_s = 0.0
-        self._num_alone = 0
+        self._num_alone = 0  # steps in a row whose passes nobody split
 
     # ------------------------------------------------------------------------ for the pool
 
     @property
-    def leader(self) -> Worker:
-        return self.seats[0].member
+    def leader(self) -> Lease:
+        return self.leases[0]
 
     @property
     def is_lost(self) -> bool:
-        """Whether what it held is gone. A member that shares it and held nothing is let go of."""
-        if self._is_broken:
+        """Whether the memory of the adapter is gone.
+
+        Looks after the members: one that shares it, held no gradients and died is let go of.
+        """
+        if self._state is State.LOST:
             return True
-        lost = [seat for seat in self.seats if seat.is_lost]
-        if not lost:
+        dead = [lease for lease in self.leases if not lease.is_valid]
+        if not dead:
             return False
-        if self.seats[0] in lost or self._holders.intersection(lost) or self._busy:
+        is_needed = self.leader in dead or not self._gathered.keys().isdisjoint(dead)
+        if is_needed or self._state is State.IN_ROUNDS:
             self.give_up()
             return True
-        for seat in lost:
-            self.seats.remove(seat)
+        for lease in dead:
+            self.leases.remove(lease)
         return False
 
     def give_up(self) -> None:
-        """Use no copy again; free the memory of those that are left."""
-        if not self._is_broken:
-            self._is_broken = True
-            self.times.lost()
-            self._drop(self.seats)
-            while self._queue:
-                _, _, answer = self._queue.popleft()
-                _fail(answer, WorkerLostError(f"{self._adapter_id} was lost with a worker"))
+        """Use no copy again; free the memory of members that are left."""
+        if self._state is State.LOST:
+            return
+        self._state = State.LOST
+        self.times.lost()
+        self._drop(self.leases)
+        while self._queue:
+            _, _, answer = self._queue.popleft()
+            fail(answer, WorkerLostError(f"{self._adapter_id} was lost with a worker"))
 
-    def post(self, job: Job, on_event: OnEvent | None, helpers: Sequence[Worker]) -> Answer:
-        """Run a job; those of `helpers` that are not here yet may be asked to join."""
+    def post(self, job: Job, on_event: OnEvent | None = None) -> Answer:
+        """Run a job of the adapter, behind those that were posted before."""
+        if self.is_lost:
+            return lost(f"{self._adapter_id} was lost with its worker")
+        is_pass = isinstance(job, TrainJob)
+        waits = self._state is State.IN_ROUNDS or (self._state is State.JOINING and not is_pass)
         is_of_step = isinstance(job, TrainJob | OptimJob)
         if is_of_step:
             self.times.begun()
-        waits = self._joining is not None and not isinstance(job, TrainJob)
-        if self._queue or self._busy is not None or waits:
+        if self._queue or waits:
             answer: Answer = asyncio.get_running_loop().create_future()
             self._queue.append((job, on_event, answer))
-        elif isinstance(job, TrainJob):
-            answer = self._train(job, on_event, helpers)
         else:
-            answer = self._dispatch(job, on_event)
+            answer = self._run(job, on_event)
         if is_of_step:
             answer.add_done_callback(lambda _: self.times.ended())
         return answer
 
-    def _dispatch(self, job: Job, on_event: OnEvent | None) -> Answer:
+    def _run(self, job: Job, on_event: OnEvent | None) -> Answer:
         match job:
-            case OptimJob() if len(self.seats) > 1:
+            case TrainJob():
+                return self._train(job, on_event)
+            case OptimJob() if len(self.leases) > 1:
                 return self._in_rounds(self._step(job))
-            case SaveAdapterJob() if job.with_gradients and self._holders - {self.seats[0]}:
+            case SaveAdapterJob() if job.with_gradients and self._gathered.keys() - {self.leader}:
                 return self._in_rounds(self._save(job, on_event))
             case CreateAdapterJob():
                 self.base_model = job.base_model
@@ -163,64 +182,64 @@ class Home:
                 self.base_model = job.base_model
                 self._be_alone()
                 # A snapshot may have brought gradients, which stay where they are until the step.
-                self._holders = {self.seats[0]}
-                self._pins = dict.fromkeys(range(NUM_SHARDS), self.seats[0])
+                self._gathered = {self.leader: set(range(NUM_SHARDS))}
             case DropAdapterJob():
                 self._be_alone()
             case OptimJob():
-                self._clear()
+                self._gathered = {}
                 self.is_empty = False
                 return self._step_alone(job, on_event)
         self.is_empty = isinstance(job, DropAdapterJob)
-        return self.seats[0].post(job, on_event)
+        return self.leader.post(job, on_event)
 
     # ------------------------------------------------------------------------ passes
 
-    def _train(
-        self, job: TrainJob, on_event: OnEvent | None, helpers: Sequence[Worker] = ()
-    ) -> Answer:
+    def _train(self, job: TrainJob, on_event: OnEvent | None) -> Answer:
         if not job.data:  # the engine's to refuse
-            return self.seats[0].post(job, on_event)
+            return self.leader.post(job, on_event)
         costs = [len(datum.tokens) for datum in job.data]
-        parts = self._parts(job, costs, helpers)
-        seats = [self.seats[part.place] for part in parts]
+        parts = self._parts(job, costs)
+        leases = [self.leases[part.index] for part in parts]
         if job.backward:
-            self._holders.update(seats)
-            for seat, part in zip(seats, parts, strict=True):
-                self._pins.update(dict.fromkeys(part.shards, seat))
+            for lease, part in zip(leases, parts, strict=True):
+                self._gathered.setdefault(lease, set()).update(part.shards)
         began = time.perf_counter()
         whole = len(parts) == 1
         answers = [
-            seat.post(job if whole else part_of(job, part), on_event)
-            for seat, part in zip(seats, parts, strict=True)
+            lease.post(job if whole else part_of(job, part), on_event)
+            for lease, part in zip(leases, parts, strict=True)
         ]
-        for seat, part, answer in zip(seats, parts, answers, strict=True):
-            self._shared.backlog.add(seat.member, part.num_tokens, answer)
+        for lease, part, answer in zip(leases, parts, answers, strict=True):
+            self._shared.backlog.add(lease.worker, part.num_tokens, answer)
         if whole:
             answers[0].add_done_callback(partial(self._passed_alone, job.backward, began))
             return answers[0]
         return asyncio.create_task(self._joined(job, parts, answers, began))
 
-    def _parts(
-        self, job: TrainJob, costs: Sequence[int], helpers: Sequence[Worker]
-    ) -> Sequence[JobPart]:
+    def _parts(self, job: TrainJob, costs: Sequence[int]) -> Sequence[JobPart]:
+        """The parts of a pass, by what was measured; may have more members join for later ones."""
         exact, backlog = self._shared.deterministic and job.backward, self._shared.backlog
-        pins = {shard: self.seats.index(seat) for shard, seat in self._pins.items()}
+        pins = {
+            shard: self.leases.index(lease)
+            for lease, shards in self._gathered.items()
+            for shard in shards
+        }
         alone = split(costs, [0.0], dict.fromkeys(pins, 0) if exact else None)
-        if len(self.seats) == 1 and not helpers:
+        helpers = self._shared.with_model(self.base_model)
+        if len(self.leases) == 1 and not helpers:
             return alone
         if self._shared.exchange is None or (token_s := self._token_s(job.backward)) is None:
             return alone
-        loads = [float(backlog.of(seat.member)) for seat in self.seats]
+        loads = [float(backlog.of(lease.worker)) for lease in self.leases]
         parts = split(costs, loads, pins if exact else None)
         saved_s = token_s * _sooner(costs, loads, parts)
-        cost_s = PART_S + (0.0 if len(self._holders) > 1 or not job.backward else self._reduce_s)
-        if self._joining is None and (new := self._not_here(helpers)):
+        cost_s = PART_S + (0.0 if len(self._gathered) > 1 or not job.backward else self._reduce_s)
+        if self._state is State.OPEN and (new := self._not_here(helpers)):
             all_loads = [*loads, *(float(backlog.of(member)) for member in new)]
             sooner = _sooner(costs, all_loads, split(costs, all_loads, None))
             if token_s * sooner - saved_s > cost_s + self._join_s / JOIN_PASSES:
                 self._invite(new)
-        if saved_s > cost_s or any(place for place in pins.values()):
+        if saved_s > cost_s or any(index for index in pins.values()):
             return parts
         return alone
 
@@ -279,47 +298,47 @@ class Home:
     def _in_rounds(self, rounds: Coroutine[Any, Any, Answer]) -> Answer:
         """Let nothing else of the adapter run until the last round was posted."""
         answer: Answer = asyncio.get_running_loop().create_future()
-        self._busy = asyncio.create_task(self._finish_rounds(rounds, answer))
+        self._state = State.IN_ROUNDS
+        self._task = asyncio.create_task(self._finish_rounds(rounds, answer))
         return answer
 
     async def _finish_rounds(self, rounds: Coroutine[Any, Any, Answer], answer: Answer) -> None:
         try:
-            _chain(await rounds, answer)
+            chain(await rounds, answer)
         except Exception as exc:
-            _fail(answer, exc)
+            fail(answer, exc)
         finally:
-            self._busy = None
-            self._go_on()
+            self._reopen()
 
-    def _go_on(self) -> None:
-        while self._queue and self._busy is None and self._joining is None:
+    def _reopen(self) -> None:
+        """Let jobs out again, those that waited first."""
+        if self._state is not State.LOST:
+            self._state = State.OPEN
+        while self._queue and self._state is State.OPEN:
             job, on_event, answer = self._queue.popleft()
             if not answer.done():
-                if isinstance(job, TrainJob):
-                    _chain(self._train(job, on_event), answer)
-                else:
-                    _chain(self._dispatch(job, on_event), answer)
+                chain(self._run(job, on_event), answer)
 
     async def _step(self, job: OptimJob) -> Answer:
-        """What was gathered comes together; when all have it, everybody adds it and steps."""
+        """Bring the gathered gradients together; when all members have them, all add and step."""
         began = time.perf_counter()
-        holders = [seat for seat in self.seats if seat in self._holders]
+        holders = [lease for lease in self.leases if lease in self._gathered]
         self._num_alone = 0 if len(holders) > 1 else self._num_alone + 1
-        if self._num_alone >= ALONE_STEPS and self._holders <= {self.seats[0]}:
+        if self._num_alone >= ALONE_STEPS and self._gathered.keys() <= {self.leader}:
             self._be_alone()
             return self._step_alone(job)
         brought = await self._bring(holders)
-        added = [seat.post(brought.job()) for seat in self.seats] if holders else []
+        added = [lease.post(brought.job()) for lease in self.leases] if holders else []
         stepped = [
-            seat.post(replace(job, job_id=f"{job.job_id}/{place}" if place else job.job_id))
-            for place, seat in enumerate(self.seats)
+            lease.post(replace(job, job_id=f"{job.job_id}/{index}" if index else job.job_id))
+            for index, lease in enumerate(self.leases)
         ]
-        self._clear()
+        self._gathered = {}
         return asyncio.create_task(self._stepped(brought, added, stepped, began))
 
     def _step_alone(self, job: OptimJob, on_event: OnEvent | None = None) -> Answer:
-        """One member has it all: nothing to add up, nothing to bring."""
-        answer = self.seats[0].post(job, on_event)
+        """A step of the leader, which has all gradients: nothing to add up, nothing to bring."""
+        answer = self.leader.post(job, on_event)
         answer.add_done_callback(self._stepped_alone)
         return answer
 
@@ -360,11 +379,12 @@ class Home:
 
     async def _save(self, job: SaveAdapterJob, on_event: OnEvent | None) -> Answer:
         """Bring all gradients to the leader, which saves them with the rest."""
-        leader = self.seats[0]
-        brought = await self._bring([s for s in self.seats[1:] if s in self._holders], leader)
+        leader = self.leader
+        holders = [lease for lease in self.leases[1:] if lease in self._gathered]
+        brought = await self._bring(holders, to_leader=True)
         added = leader.post(brought.job())
         saved = leader.post(job, on_event)
-        self._holders, self._pins = {leader}, dict.fromkeys(self._pins, leader)
+        self._gathered = {leader: set().union(*self._gathered.values())}
         return asyncio.create_task(self._saved(brought, added, saved))
 
     async def _saved(self, brought: Brought, added: Answer, saved: Answer) -> Result:
@@ -373,31 +393,23 @@ class Home:
         self._raise_worst(ends[:1])
         return await saved
 
-    async def _bring(self, holders: Sequence[Seat], to: Seat | None = None) -> Brought:
-        """Bring what was gathered to all; or to one, shard by shard and not yet added up."""
+    async def _bring(self, holders: Sequence[Lease], *, to_leader: bool = False) -> Brought:
+        """Bring gradients to all members; or to the leader, shard by shard and not added up."""
         exchange = self._shared.exchange
         assert exchange is not None
         try:
-            if to is None:
-                return await exchange.bring(self._adapter_id, self.seats, holders)
-            return await exchange.bring_files(self._adapter_id, holders)
+            if to_leader:
+                return await exchange.bring_files(self._adapter_id, holders)
+            return await exchange.bring(self._adapter_id, self.leases, holders)
         except EngineError:
             self.give_up()
             raise
 
-    def _clear(self) -> None:
-        """The gathered gradients are used up."""
-        self._holders, self._pins = set(), {}
-
     # ------------------------------------------------------------------------ who shares it
 
     def _not_here(self, helpers: Sequence[Worker]) -> list[Worker]:
-        here = {id(seat.member) for seat in self.seats}
-        return [
-            member
-            for member in helpers
-            if id(member) not in here and (id(member), member.generation) not in self._unfit
-        ]
+        here = [lease.worker for lease in self.leases]
+        return [m for m in helpers if m not in here and Lease.of(m) not in self._unfit]
 
     def _invite(self, new: Sequence[Worker]) -> None:
         """Have more members share the adapter."""
@@ -411,15 +423,15 @@ class Home:
             ephemeral=True,
         )
         # Posted now: it is the state before all that is posted from here on.
-        saved = self.seats[0].post(job)
-        self._joining = asyncio.create_task(self._join(new, folder, saved))
+        saved = self.leader.post(job)
+        self._state = State.JOINING
+        self._task = asyncio.create_task(self._join(new, folder, saved))
 
     async def _join(self, members: Sequence[Worker], folder: str, saved: Answer) -> None:
         began, loaded = time.perf_counter(), list[Answer]()
         try:
             await saved
-            wanted = [] if self._is_broken else members
-            for seat in [Seat(member, member.generation) for member in wanted]:
+            for lease in map(Lease.of, () if self._state is State.LOST else members):
                 job = LoadAdapterJob(
                     job_id=new_id(),
                     adapter_id=self._adapter_id,
@@ -427,70 +439,43 @@ class Home:
                     folder=folder,
                     with_optimizer=True,
                 )
-                loaded.append(answer := seat.post(job))
-                answer.add_done_callback(partial(self._note_load, seat))
-                self.seats.append(seat)
+                loaded.append(answer := lease.post(job))
+                answer.add_done_callback(partial(self._note_load, lease))
+                self.leases.append(lease)
         except (EngineError, InvalidInputError) as exc:
             logger.warning("%s is not shared: %s", self._adapter_id, exc)
-            self._unfit.update((id(member), member.generation) for member in members)
+            self._unfit.update(map(Lease.of, members))
         finally:
-            self._joining = None
-            self._go_on()
+            self._reopen()
         await asyncio.gather(*loaded, return_exceptions=True)
         self._join_s = time.perf_counter() - began
-        logger.info("%s is shared by %d workers", self._adapter_id, len(self.seats))
+        logger.info("%s is shared by %d workers", self._adapter_id, len(self.leases))
         await asyncio.to_thread(shutil.rmtree, folder, True)
 
-    def _note_load(self, seat: Seat, answer: Answer) -> None:
+    def _note_load(self, lease: Lease, answer: Answer) -> None:
         if answer.cancelled() or answer.exception() is None:
             return
-        logger.warning("%s cannot share %s: %s", seat.member.name, self._adapter_id, answer)
-        self._unfit.add((id(seat.member), seat.generation))
-        if seat in self._holders:
+        logger.warning("%s cannot share %s: %s", lease.worker.name, self._adapter_id, answer)
+        self._unfit.add(lease)
+        if lease in self._gathered:
             self.give_up()
-        elif seat in self.seats:
-            self.seats.remove(seat)
+        elif lease in self.leases:
+            self.leases.remove(lease)
 
     def _be_alone(self) -> None:
         """Leave the adapter to its leader; what others gathered is of no use any more."""
-        self._drop(self.seats[1:])
-        del self.seats[1:]
-        self._clear()
+        self._drop(self.leases[1:])
+        del self.leases[1:]
+        self._gathered = {}
         self._num_alone = 0
 
-    def _drop(self, seats: Iterable[Seat]) -> None:
-        for seat in seats:
-            if not seat.is_lost:
+    def _drop(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            if lease.is_valid:
                 job = DropAdapterJob(job_id=new_id(), adapter_id=self._adapter_id)
-                seat.post(job).add_done_callback(ignore)
+                lease.post(job).add_done_callback(ignore)
 
 
 def _sooner(costs: Sequence[int], loads: Sequence[float], parts: Sequence[JobPart]) -> float:
     """How many tokens earlier a pass would end in these parts than on the leader alone."""
-    return loads[0] + sum(costs) - max(loads[part.place] + part.num_tokens for part in parts)
-
-
-# ------------------------------------------------------------------------------------ futures
-
-
-def _fail(answer: Answer, error: BaseException) -> None:
-    if not answer.done():
-        answer.set_exception(error)
-        answer.exception()  # one that nobody waits for any more must not log a warning
-
-
-def _chain(source: Answer, target: Answer) -> None:
-    """Let one future end as another does; cancelling it cancels that one."""
-
-    def ended(_: Answer) -> None:
-        if target.done():
-            ignore(source)
-        elif source.cancelled():
-            target.cancel()
-        elif (error := source.exception()) is not None:
-            _fail(target, error)
-        else:
-            target.set_result(source.result())
-
-    source.add_done_callback(ended)
-    target.add_done_callback(lambda done: source.cancel() if done.cancelled() else None)
+    return loads[0] + sum(costs) - max(loads[part.index] + part.num_tokens for part in parts)
