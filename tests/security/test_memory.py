@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,16 +193,24 @@ async def test_a_parked_run_leaves_no_home_and_no_curves(app_world: AppWorld) ->
     assert "loss_per_token" in await service.curves.of_run(f"{sessions[0]}:train:0")
 
 
+@dataclass(eq=False)
+class Member:
+    """As much of a worker as a pool needs to know what it has loaded."""
+
+    name: str
+    post: Callable[..., Any]
+    generation: int = 1
+    is_ready: bool = True
+
+
 async def test_what_a_dead_process_had_loaded_is_forgotten() -> None:
     answers: list[asyncio.Future[Any]] = []
 
-    def post(job: Any) -> asyncio.Future[Any]:
+    def post(job: Any, on_event: Any = None) -> asyncio.Future[Any]:
         answers.append(asyncio.get_running_loop().create_future())
         return answers[-1]
 
-    members: Any = [
-        SimpleNamespace(name=str(n), generation=1, is_ready=True, post=post) for n in range(2)
-    ]
+    members: Any = [Member(str(n), post) for n in range(2)]
     pool = Pool(members)
     for generation in range(1, 50):
         members[0].generation = generation

@@ -84,7 +84,7 @@ class Cluster:
     # ------------------------------------------------------------------------ nodes
 
     def nodes(self) -> list[Node]:
-        """Those that are alive. Blocks shortly."""
+        """The nodes that are alive. Blocks shortly."""
         return [
             Node(
                 node_id=row["NodeID"],
@@ -97,7 +97,7 @@ class Cluster:
         ]
 
     def facts(self, nodes: Sequence[Node], models: Sequence[str]) -> dict[str, NodeFacts | str]:
-        """What each node has, by its id; a text where it does not say. Blocks until they have."""
+        """The facts of each node by its id; a text where it gives none. Blocks till they answer."""
         probe = self._ray.remote(num_cpus=0, max_retries=0)(node_facts.look)
         asked = {n.node_id: probe.options(**self._pinned(n)).remote(models) for n in nodes}
         found: dict[str, NodeFacts | str] = {}
@@ -156,7 +156,7 @@ class Cluster:
         return lambda pid: end.options(**self._pinned(node)).remote(pid)
 
     def engines(self) -> list[dict[str, Any]]:
-        """What runs here, of all servers, for `tinkex cluster status`. Blocks."""
+        """The engines on this cluster, of all servers, for `tinkex cluster status`. Blocks."""
         from ray.util import list_named_actors
 
         found = []

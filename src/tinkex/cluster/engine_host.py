@@ -56,7 +56,7 @@ class WrittenOnNode:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What the host says of itself; with a refusal it has no engine."""
+    """The first report of a host; with a refusal it has no engine."""
 
     pid: int
     refusal: str = ""
@@ -124,7 +124,7 @@ class EngineHost:
                 self._engine.submit(self._moved_here(message), emit)
 
     def events(self) -> tuple[bytes, heartbeat.Activity]:
-        """What happened since the last call, or in the next second; and what the engine does."""
+        """Events since the last call, or of the next second; and what the engine does."""
         found: list[Event | WrittenOnNode] = []
         try:
             found.append(self._events.get(timeout=HEARTBEAT_S))

@@ -20,12 +20,12 @@ WHOLE = ""
 
 
 def reads(job: Job) -> tuple[str, ...]:
-    """What must be there before the engine has the job."""
+    """The paths that must be there before the engine has the job."""
     return () if written_by(job) is not None else tuple(_paths(job))
 
 
 def written_by(job: Job) -> str | None:
-    """What the engine makes."""
+    """The path that the engine writes to, or None."""
     found: str | None = getattr(job, "file", None)
     return job.folder if isinstance(job, SaveAdapterJob) else found
 

@@ -57,7 +57,7 @@ class RemoteEngine:
         self._call("jobs", "tell", next(self._numbers), pickle.dumps(message, protocol=5))
 
     async def events(self, timeout_s: float) -> tuple[list[Event | WrittenOnNode], Activity]:
-        """What happened since, or in the next second.
+        """Events since the last call, or of the next second.
 
         Raises:
             ConnectionError: It is gone, or said nothing for that long.

@@ -58,7 +58,7 @@ class Followers(Protocol):
 
 @dataclass(slots=True)
 class Group:
-    """One rank of a group that was formed (`form`), or a group of one."""
+    """A rank of a group that was formed (`form`), or a group of one."""
 
     processes: ProcessGroup | None = None
     """None: a group of one."""

@@ -38,7 +38,7 @@ class PeerLost(EngineError):
 
 @dataclass(slots=True)
 class ProcessGroup:
-    """One rank of a process group that has formed; see `join`. Not thread-safe."""
+    """A rank of a process group that has formed; see `join`. Not thread-safe."""
 
     rank: int
     size: int

@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What kind of engine to host."""
+    """The engine that a child process hosts, and its settings."""
 
     engine: str
     """`torch`, or `toy` with its own settings behind a colon."""

@@ -2,10 +2,10 @@
 
 Every GPU of every node has a member; where no node has one, every node has a member on its CPUs,
 or as many as were asked for, spread over the nodes. With groups a member has several devices, all
-of one node. Nodes that join are looked at and used, those
-that leave take their members with them: the cluster is asked every few seconds. A node that lacks
-the model's files or runs other code is left out, and it says why in the log and in
-`tinkex cluster status`; it is looked at again, in case somebody helps.
+of one node. Nodes that join are looked at and used, those that leave take their members with them:
+the cluster is asked every few seconds. A node that lacks the model's files or runs other code is
+left out, and the log and `tinkex cluster status` say why; it is looked at again, in case somebody
+helps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOK_AGAIN_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """What members to have."""
+    """The members that a pool on a cluster has, and their settings."""
 
     spec: WorkerSpec
     num_workers: int = 0

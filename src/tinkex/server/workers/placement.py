@@ -75,7 +75,7 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Shared:
-    """What the placements of a pool have in common."""
+    """Settings and measurements that the placements of a pool have in common."""
 
     exchange: Exchange | None
     """How members' gradients come together; None: passes are never split."""

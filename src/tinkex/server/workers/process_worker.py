@@ -24,7 +24,7 @@ BURST = 16
 
 
 class ProcessWorker(SupervisedWorker):
-    """One child process with one engine; see `Worker`."""
+    """A child process with one engine; see `Worker`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ProcessWorker(SupervisedWorker):
         return cause_of(code, is_ours=self._was_killed, kills=self._kills)
 
     def _flush(self) -> None:
-        """One write for all: each would wake the child."""
+        """Write all messages at once: each write would wake the child."""
         outbox, self._outbox = self._outbox, []
         if self._writer is not None and not self._writer.is_closing():  # else all are lost anyway
             self._writer.writelines([_frame(message) for message in outbox])

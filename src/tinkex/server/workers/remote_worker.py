@@ -30,7 +30,7 @@ MAX_BROUGHT = 256
 
 
 class RemoteWorker(SupervisedWorker):
-    """One engine on a node; see `Worker`."""
+    """An engine on a node; see `Worker`."""
 
     def __init__(
         self,

@@ -155,7 +155,7 @@ def _moved(job: SampleJob, deal: Deal, on_event: OnEvent | None) -> OnEvent | No
 
 
 def _whole(parts: list[asyncio.Future[Result]]) -> asyncio.Future[Result]:
-    """One future of several: the first failure ends the others, as cancelling it does."""
+    """A future of several parts: the first failure ends the others, as cancelling it does."""
     whole: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
     def cancel_rest() -> None:

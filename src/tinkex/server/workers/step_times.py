@@ -1,8 +1,8 @@
-"""Where the time of an adapter's steps goes, told apart as they end.
+"""The time of an adapter's steps, by phase.
 
 A step lasts from its first request, or the end of the step before when that came later, to the end
 of its `optim_step`. What of that was neither compute, nor adding gradients, nor bringing them was
-waiting: for a place on the device, for another member, for the next request.
+waiting: for its turn on the device, for another member, for the next request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepTimes:
             self._began_at = self._clock()
 
     def ended(self) -> None:
-        """It has ended, well or not."""
+        """The pass or step has ended, well or not."""
         self._num_open -= 1
 
     def spent(self, **seconds: float) -> None:
@@ -48,7 +48,7 @@ class StepTimes:
         self._began_at = now if self._num_open > 1 else None
 
     def lost(self) -> None:
-        """What was gathered is gone; the steps that ended are remembered."""
+        """Forget the step under way, whose gradients are gone; those that ended are remembered."""
         self._spent.clear()
         self._began_at = None
 

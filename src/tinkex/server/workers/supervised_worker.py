@@ -1,4 +1,4 @@
-"""What every worker does with its jobs and its engine's death, wherever the engine runs.
+"""The jobs of a worker and the death of its engine, wherever the engine runs.
 
 Jobs go out, events come back. When the engine is gone every job it held fails with
 `WorkerLostError` and a new engine is started at once; `generation` counts them. When it hangs, the
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisedWorker(ABC):
-    """One engine, started again whenever it ends; see `Worker`."""
+    """An engine that is started again whenever it ends; see `Worker`."""
 
     address: str = ""
 
@@ -80,7 +80,7 @@ class SupervisedWorker(ABC):
 
     @abstractmethod
     def _look(self) -> Activity:
-        """What the engine's thread was doing when it last said so."""
+        """The last report of what the engine's thread was doing."""
 
     # ------------------------------------------------------------------------ Worker
 
@@ -131,7 +131,7 @@ class SupervisedWorker(ABC):
         return future
 
     def _flush_soon(self) -> None:
-        """What is posted in one turn of the loop leaves together."""
+        """Send jobs that are posted in one turn of the loop together."""
         if len(self._outbox) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
