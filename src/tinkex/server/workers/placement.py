@@ -60,7 +60,7 @@ RECENT = 0.3
 """Weight of the newest measurement."""
 
 
-class State(Enum):
+class PlacementState(Enum):
     """The states of a placement, which say what becomes of a job that is posted."""
 
     OPEN = "open"
@@ -103,7 +103,7 @@ class Placement:
         self.times = times or StepTimes()
         self._adapter_id = adapter_id
         self._shared = shared
-        self._state = State.OPEN
+        self._state = PlacementState.OPEN
         self._task: asyncio.Task[None] | None = None  # of the rounds, or of those who join
         self._queue: deque[tuple[Job, OnEvent | None, Answer]] = deque()
         # Who gathered gradients since the last step, and the virtual shards that stay there.
@@ -125,13 +125,13 @@ class Placement:
 
         Looks after the members: one that shares it, held no gradients and died is let go of.
         """
-        if self._state is State.LOST:
+        if self._state is PlacementState.LOST:
             return True
         dead = [lease for lease in self.leases if not lease.is_valid]
         if not dead:
             return False
         is_needed = self.leader in dead or not self._gathered.keys().isdisjoint(dead)
-        if is_needed or self._state is State.IN_ROUNDS:
+        if is_needed or self._state is PlacementState.IN_ROUNDS:
             self.give_up()
             return True
         for lease in dead:
@@ -140,9 +140,9 @@ class Placement:
 
     def give_up(self) -> None:
         """Use no copy again; free the memory of members that are left."""
-        if self._state is State.LOST:
+        if self._state is PlacementState.LOST:
             return
-        self._state = State.LOST
+        self._state = PlacementState.LOST
         self.times.lost()
         self._drop(self.leases)
         while self._queue:
@@ -154,7 +154,9 @@ class Placement:
         if self.is_lost:
             return lost(f"{self._adapter_id} was lost with its worker")
         is_pass = isinstance(job, TrainJob)
-        waits = self._state is State.IN_ROUNDS or (self._state is State.JOINING and not is_pass)
+        waits = self._state is PlacementState.IN_ROUNDS or (
+            self._state is PlacementState.JOINING and not is_pass
+        )
         is_of_step = isinstance(job, TrainJob | OptimJob)
         if is_of_step:
             self.times.begun()
@@ -234,7 +236,7 @@ class Placement:
         parts = split(costs, loads, pins if exact else None)
         saved_s = token_s * _sooner(costs, loads, parts)
         cost_s = PART_S + (0.0 if len(self._gathered) > 1 or not job.backward else self._reduce_s)
-        if self._state is State.OPEN and (new := self._not_here(helpers)):
+        if self._state is PlacementState.OPEN and (new := self._not_here(helpers)):
             all_loads = [*loads, *(float(backlog.of(member)) for member in new)]
             sooner = _sooner(costs, all_loads, split(costs, all_loads, None))
             if token_s * sooner - saved_s > cost_s + self._join_s / JOIN_PASSES:
@@ -298,7 +300,7 @@ class Placement:
     def _in_rounds(self, rounds: Coroutine[Any, Any, Answer]) -> Answer:
         """Let nothing else of the adapter run until the last round was posted."""
         answer: Answer = asyncio.get_running_loop().create_future()
-        self._state = State.IN_ROUNDS
+        self._state = PlacementState.IN_ROUNDS
         self._task = asyncio.create_task(self._finish_rounds(rounds, answer))
         return answer
 
@@ -312,9 +314,9 @@ class Placement:
 
     def _reopen(self) -> None:
         """Let jobs out again, those that waited first."""
-        if self._state is not State.LOST:
-            self._state = State.OPEN
-        while self._queue and self._state is State.OPEN:
+        if self._state is not PlacementState.LOST:
+            self._state = PlacementState.OPEN
+        while self._queue and self._state is PlacementState.OPEN:
             job, on_event, answer = self._queue.popleft()
             if not answer.done():
                 chain(self._run(job, on_event), answer)
@@ -424,14 +426,14 @@ class Placement:
         )
         # Posted now: it is the state before all that is posted from here on.
         saved = self.leader.post(job)
-        self._state = State.JOINING
+        self._state = PlacementState.JOINING
         self._task = asyncio.create_task(self._join(new, folder, saved))
 
     async def _join(self, members: Sequence[Worker], folder: str, saved: Answer) -> None:
         began, loaded = time.perf_counter(), list[Answer]()
         try:
             await saved
-            for lease in map(Lease.of, () if self._state is State.LOST else members):
+            for lease in map(Lease.of, () if self._state is PlacementState.LOST else members):
                 job = LoadAdapterJob(
                     job_id=new_id(),
                     adapter_id=self._adapter_id,
