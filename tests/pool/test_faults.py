@@ -37,7 +37,7 @@ class WireRun:
 
     def __init__(self, world: AppWorld, model: str) -> None:
         self.world, self.model = world, model
-        self.pool = world.service.place.pool
+        self.pool = world.service.workers.pool
         self.losses: list[float] = []
         self._seq, self._num = 0, 0
 

@@ -39,7 +39,7 @@ async def test_the_death_of_one_worker_is_no_business_of_the_models_on_the_other
     tmp_path: Path,
 ) -> None:
     async with open_app(tmp_path, num_workers=2) as world:
-        pool = world.service.place.pool
+        pool = world.service.workers.pool
         await asyncio.gather(*(member.wait_ready() for member in pool.members))
         session = await world.session()
         models = [await world.model(session, number) for number in range(6)]
@@ -96,7 +96,7 @@ async def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_line_is_mu
 
 async def test_a_pool_grows_while_it_works_and_its_gates_with_it(tmp_path: Path) -> None:
     async with open_app(tmp_path, engine="toy:token_latency_s=0.01") as world:
-        place, config = world.service.place, world.service.config
+        place, config = world.service.workers, world.service.config
         before = place.sampling.num_places
         running = [asyncio.ensure_future(place.pool.wait_ready())]
         await asyncio.gather(*running)

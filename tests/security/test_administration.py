@@ -266,7 +266,7 @@ async def test_quotas_of_one_user_are_set_by_an_admin_and_hold_at_once(world: Ap
 async def test_the_limits_on_open_work_hold_and_the_stream_goes_on(tmp_path: Path) -> None:
     async with _open(tmp_path, max_user_queued=4, max_user_running=2) as world:
         models = [await world.model(key=BOB) for _ in range(4)]
-        work, place = world.service.open_work, world.service.place
+        work, place = world.service.open_work, world.service.workers
         others = [f"other{n}" for n in range(place.training.num_places)]
         for other in others:
             await place.training.acquire(other)

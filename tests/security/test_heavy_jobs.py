@@ -59,7 +59,7 @@ def _sparse_proto(model: str, seq_id: int, columns: int) -> bytes:
 
 
 def _pid(world: AppWorld) -> int:
-    return int(world.service.place.pool.members[0].pid)  # type: ignore[attr-defined]
+    return int(world.service.workers.pool.members[0].pid)  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------ memory
@@ -184,7 +184,7 @@ async def _trained(world: AppWorld, model: str, first: int) -> float:
 
 async def _kill_at_work(world: AppWorld, request_id: str, kernel: Path | None = None) -> None:
     """Kill the worker while it works on a request; with `kernel`, its count of kills grows."""
-    worker: Any = world.service.place.pool.members[0]
+    worker: Any = world.service.workers.pool.members[0]
     await soon(lambda: worker.is_ready and any(request_id in j for j in worker._look().job_ids))
     pid = worker.pid
     if kernel is not None:
@@ -205,7 +205,7 @@ async def test_a_job_that_the_kernel_ends_for_memory_twice_is_given_up(
     tmp_path: Path, kernel: Path
 ) -> None:
     async with open_app(tmp_path / "data", engine=f"toy:hang_token={HANG}") as world:
-        worker: Any = world.service.place.pool.members[0]
+        worker: Any = world.service.workers.pool.members[0]
         worker._kills = KernelKills([kernel])
         worker._kills.look()
         session = await world.session()
@@ -224,7 +224,7 @@ async def test_a_job_that_the_kernel_ends_for_memory_twice_is_given_up(
 async def test_a_job_whose_worker_somebody_kills_is_run_again(tmp_path: Path, kernel: Path) -> None:
     """Without the kernel's count a SIGKILL is an operator's, or a test's."""
     async with open_app(tmp_path / "data", engine=f"toy:hang_token={HANG}") as world:
-        worker: Any = world.service.place.pool.members[0]
+        worker: Any = world.service.workers.pool.members[0]
         worker._kills = KernelKills([kernel])
         model = await world.model()
         promise = (await world.train(model, 1, [HANG, 2, 3])).json()

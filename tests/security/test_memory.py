@@ -168,7 +168,7 @@ async def test_losses_that_nobody_asks_for_are_forgotten_after_a_day(
 
 async def test_a_parked_run_leaves_no_home_and_no_curves(app_world: AppWorld) -> None:
     """Even when its worker died meanwhile, and the place it would have had is asked for."""
-    pool, service = app_world.service.place.pool, app_world.service
+    pool, service = app_world.service.workers.pool, app_world.service
     sessions = [await app_world.session() for _ in range(3)]
     for session in sessions:
         model = await app_world.model(session)

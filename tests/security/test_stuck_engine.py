@@ -41,7 +41,7 @@ async def test_the_job_to_blame_fails_and_the_other_models_go_on(tmp_path: Path)
         failed = await world.result(stuck)
         assert failed["category"] == "server"
         assert "did not get on with this request: no progress" in failed["error"]
-        assert world.service.place.pool.members[0].generation == 2
+        assert world.service.workers.pool.members[0].generation == 2
         losses.append(await trained(world, polite, 5))
         assert losses == expected
         assert await trained(world, hostile, 2) == expected[0], "its own state is restored too"
@@ -50,7 +50,7 @@ async def test_the_job_to_blame_fails_and_the_other_models_go_on(tmp_path: Path)
 async def test_a_stopped_worker_is_replaced_and_its_work_is_done(tmp_path: Path) -> None:
     async with open_app(tmp_path, stuck_after_s=5.0) as world:
         model = await world.model()
-        worker = world.service.place.pool.members[0]
+        worker = world.service.workers.pool.members[0]
         os.kill(worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
         assert await trained(world, model, 1) > 0
         assert worker.generation == 2

@@ -238,16 +238,20 @@ async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() 
         answer.set_result(job)
         return answer
 
-    place = GatedPool(SimpleNamespace(), FairGate(1), FairGate(1))  # type: ignore[arg-type]
+    workers = GatedPool(SimpleNamespace(), FairGate(1), FairGate(1))  # type: ignore[arg-type]
     open_work = OpenWork(SimpleNamespace(limit=lambda *_: 0))  # type: ignore[arg-type]
     flights = Flights(
-        "ann", place, open_work, placement=lambda: SimpleNamespace(post=post), on_ended=lambda: None
+        "ann",
+        workers,
+        open_work,
+        placement=lambda: SimpleNamespace(post=post),
+        on_ended=lambda: None,
     )
-    await place.training.acquire("ben", 1.0)
+    await workers.training.acquire("ben", 1.0)
     for number, job in enumerate(("first", "second", InvalidInputError("no"), "last")):
         flights.send(QueuedRequest(number), job)  # type: ignore[arg-type]
     for _ in range(10):  # whoever may stand in line does
         await asyncio.sleep(0)
-    place.training.release("ben")
+    workers.training.release("ben")
     await asyncio.gather(*(flight.task for flight in flights._all), return_exceptions=True)
     assert posted == ["first", "second", "last"]

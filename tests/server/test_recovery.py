@@ -150,7 +150,7 @@ async def test_a_snapshot_that_was_due_when_the_worker_died_is_not_made_of_older
     async with open_app(tmp_path / "killed", snapshot_every_ops=4) as world:
         model = await world.model()
         await train_steps(world, model, 1, 3)
-        worker = world.service.place.pool.members[0]
+        worker = world.service.workers.pool.members[0]
         generation = worker.generation
         worker._process.kill()  # type: ignore[union-attr]
         while worker.generation == generation or not worker.is_ready:
@@ -190,7 +190,7 @@ async def test_a_worker_that_dies_with_a_snapshot_under_way_costs_a_replay(tmp_p
         tmp_path / "killed", snapshot_every_ops=4, engine="toy:latency_s=0.05"
     ) as world:
         model = await world.model()
-        state, worker = world.service._lanes[model]._state, world.service.place.pool.members[0]
+        state, worker = world.service._lanes[model]._state, world.service.workers.pool.members[0]
         begin, killed_at = state.begin_snapshot, []
 
         async def begin_and_die(seq_id: int) -> None:
@@ -220,7 +220,7 @@ async def test_loading_a_checkpoint_survives_its_deletion_and_a_crash(tmp_path: 
             f"/api/v1/training_runs/{model}/checkpoints/weights/a", headers={"x-api-key": "tml-x"}
         )
         assert deleted.status_code == 204
-        world.service.place.pool.members[0]._process.kill()  # type: ignore[union-attr]
+        world.service.workers.pool.members[0]._process.kill()  # type: ignore[union-attr]
         await asyncio.sleep(0.2)
         after = loss_of(await world.result((await world.train(other, 1, TOKENS)).json()))
         assert after < loss
@@ -251,7 +251,7 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_given_up(tmp_p
         promise = (await world.train(model, 1, TOKENS)).json()
 
         async def killer() -> None:
-            worker = world.service.place.pool.members[0]
+            worker = world.service.workers.pool.members[0]
             while True:
                 await worker.wait_ready()
                 if any("#" in job_id and ":1#" in job_id for job_id in worker._pending):
@@ -279,7 +279,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_replay_costs_no_state(tmp_p
     async with open_app(tmp_path / "killed", engine="toy:latency_s=0.2") as world:
         model = await world.model()
         await train_steps(world, model, 1, 7)
-        worker, lane = world.service.place.pool.members[0], world.service._lanes[model]
+        worker, lane = world.service.workers.pool.members[0], world.service._lanes[model]
         worker._process.kill()  # type: ignore[attr-defined]
         last = asyncio.create_task(train_steps(world, model, 15, 1))
         num_kills = 0

@@ -281,7 +281,7 @@ async def test_worker_death_does_not_lose_a_sample(tmp_path: Path) -> None:
         sampler = await open_sampler(world)
         promise = await world.ok("asample", body_of(sampler, 0))
         await asyncio.sleep(0.3)
-        world.service.place.pool.members[0]._process.kill()  # type: ignore[union-attr]
+        world.service.workers.pool.members[0]._process.kill()  # type: ignore[union-attr]
         assert pb.SampleResponse.FromString(await world.result(promise)).sequences
 
 

@@ -137,12 +137,12 @@ async def _moving(request: Request) -> dict[str, Any]:
     service = service_of(request)
     metrics: ServerMetrics = request.app.state.metrics
     at, tokens = await _administration(request).tokens()
-    place = service.place
+    workers = service.workers
     rollouts, kept = service.rollouts, service.samples.kept
     free = await asyncio.to_thread(lambda: shutil.disk_usage(service.config.data_dir).free)
     return {
         "at": at,
-        "trouble": place.trouble(),
+        "trouble": workers.trouble(),
         "uptime_s": metrics.uptime_s,
         "workers": [
             {
@@ -153,7 +153,7 @@ async def _moving(request: Request) -> dict[str, Any]:
                 "memory_bytes": _process_bytes(member),
                 "held_bytes": {kind: member.held_bytes.get(kind, 0) for kind in HELD},
             }
-            for member in place.pool.members
+            for member in workers.pool.members
         ],
         "memory": {
             "API process": process_memory(),
@@ -164,7 +164,7 @@ async def _moving(request: Request) -> dict[str, Any]:
         "disk": {"free": free, "results not fetched": kept.kept_bytes},
         "queues": [
             {"name": name, "places": gate.num_places, "waiting": gate.num_waiting}
-            for name, gate in (("training", place.training), ("sampling", place.sampling))
+            for name, gate in (("training", workers.training), ("sampling", workers.sampling))
         ],
         "open_by_user": dict(
             sorted(service.open_work.by_user.items(), key=lambda one: -one[1])[:MAX_BUSY_USERS]

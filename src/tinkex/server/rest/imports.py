@@ -143,7 +143,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 async def _try_to_load(service: Service, folder: Path, base_model: str) -> str:
     """Have the engine load the adapter once; gives the digest of what it read."""
-    worker = service.place.pool
+    worker = service.workers.pool
     adapter_id = f"import-{secrets.token_hex(8)}"
     job = LoadAdapterJob(
         job_id=f"{adapter_id}-load",

@@ -55,7 +55,7 @@ async def get_run(
     model = await visible_run(service.store, run_id, user, with_public=with_public)
     [view] = await _with_progress(service, [model])
     if model.user_id == user.user_id:
-        view = view.model_copy(update=_where_it_runs(service.place.pool, model.model_id))
+        view = view.model_copy(update=_where_it_runs(service.workers.pool, model.model_id))
     return view
 
 

@@ -69,7 +69,7 @@ async def healthz() -> dict[str, str]:
 async def readyz(request: Request) -> Response:
     """There is a worker that takes jobs and gets on with those it has."""
     service = service_of(request)
-    trouble = "the server is stopping" if service.stopping.is_set() else service.place.trouble()
+    trouble = "the server is stopping" if service.stopping.is_set() else service.workers.trouble()
     if not trouble:
         return answer({"status": "ready"})
     return problem(503, f"Not ready: {trouble}. Try again in a moment.")

@@ -213,7 +213,7 @@ class ServerMetrics:
             self._worst_lag_s = max(self._worst_lag_s, late_s)
 
     def render(self, service: Service, *, with_users: bool = False, **others: float) -> bytes:
-        place = service.place
+        workers = service.workers
         worst_lag_s, self._worst_lag_s = self._worst_lag_s, 0.0
         values = {
             "memory_bytes": process_memory(),
@@ -224,21 +224,21 @@ class ServerMetrics:
             **others,
             "promises": len(service.promises),
             "lanes": service.num_lanes,
-            "queued_samples": place.sampling.num_waiting,
-            "queued_training": place.training.num_waiting,
-            "workers_ready": place.pool.num_ready,
-            "nodes": place.pool.num_nodes,
-            "nodes_left_out": place.pool.num_left_out,
-            "worker_starts": place.pool.generation,
+            "queued_samples": workers.sampling.num_waiting,
+            "queued_training": workers.training.num_waiting,
+            "workers_ready": workers.pool.num_ready,
+            "nodes": workers.pool.num_nodes,
+            "nodes_left_out": workers.pool.num_left_out,
+            "worker_starts": workers.pool.generation,
             "uptime_seconds": self.uptime_s,
         }
         for name, value in values.items():
             self._gauges[name].set(value)
         for phase in ("compute", "wait", "reduce", "transfer"):
-            self._training.labels(phase).set(place.pool.seconds.get(phase, 0.0))
+            self._training.labels(phase).set(workers.pool.seconds.get(phase, 0.0))
         self._worker_memory.clear()
         self._worker_use.clear()
-        for member in service.place.pool.members:
+        for member in service.workers.pool.members:
             self._worker_use.labels(member.name).set(member.utilisation)
             for kind, size_bytes in member.held_bytes.items():
                 self._worker_memory.labels(member.name, kind).set(size_bytes)

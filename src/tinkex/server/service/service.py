@@ -72,7 +72,7 @@ class Service:
         self.store = store
         self.shelf = shelf
         self.stopping = asyncio.Event()
-        self.place = GatedPool.before(
+        self.workers = GatedPool.before(
             pool,
             max_training=config.max_running_training,
             max_sampling=config.max_running_samples,
@@ -91,7 +91,7 @@ class Service:
             store=store,
             shelf=shelf,
             catalog=self.catalog,
-            place=self.place,
+            workers=self.workers,
             promises=self.promises,
             ledger=SampleLedger(config.data_dir / "samples.log"),
             max_queued=config.max_queued_samples,
@@ -151,7 +151,7 @@ class Service:
     # ------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        await self.place.pool.start()
+        await self.workers.pool.start()
         for model_id in await self.store.call(self.store.journal.unfinished_models):
             try:
                 await self._resume(model_id)
@@ -182,7 +182,7 @@ class Service:
         await self.curves.flush()
         await self.catalog.close()
         await self.samples.close()
-        await self.place.pool.close()
+        await self.workers.pool.close()
 
     async def _keep_house(self) -> None:
         looked_at = -LOOK_FOR_SILENT_S
@@ -382,9 +382,9 @@ class Service:
             raise _unloaded(model_id)
         session = await self.store.call(self.store.sessions.get, model.session_id)
         base_model = self.catalog.resolve(model.base_model)
-        state = ModelState(model_id, base_model, self.place.pool, self._snapshots)
+        state = ModelState(model_id, base_model, self.workers.pool, self._snapshots)
         project_id = session.project_id if session else None
-        return Lane(model, project_id, self.place, state, self._means)
+        return Lane(model, project_id, self.workers, state, self._means)
 
     # ------------------------------------------------------------------------ promises
 

@@ -52,14 +52,14 @@ class Flights:
     def __init__(
         self,
         user_id: str,
-        place: GatedPool,
+        workers: GatedPool,
         open_work: OpenWork,
         *,
         placement: Callable[[], Placement | None],
         on_ended: Callable[[], None],
     ) -> None:
         """`placement` tells where the lane's state is in memory when a job is posted."""
-        self._user_id, self._place, self._open_work = user_id, place, open_work
+        self._user_id, self._workers, self._open_work = user_id, workers, open_work
         self._placement, self._on_ended = placement, on_ended
         self._all: deque[Flight] = deque()
 
@@ -105,7 +105,7 @@ class Flights:
             if isinstance(job, InvalidInputError | EngineError):
                 raise job
             cost = max(1, request.size_bytes)
-            line = self._place.training
+            line = self._workers.training
             async with self._open_work.place(self._user_id), line.place(self._user_id, cost):
                 # Asked for now: a state that was lost while the job waited may be elsewhere.
                 if (placement := self._placement()) is None:

@@ -17,15 +17,15 @@ class GatedPool:
     @staticmethod
     def before(pool: Pool, *, max_training: int, max_sampling: int) -> GatedPool:
         """Gates as wide as the pool is large, whenever it grows or shrinks."""
-        place = GatedPool(pool, FairGate(max_training), FairGate(max_sampling))
+        gated = GatedPool(pool, FairGate(max_training), FairGate(max_sampling))
 
         def resize() -> None:
-            place.training.resize(max_training * pool.size)
-            place.sampling.resize(max_sampling * pool.size)
+            gated.training.resize(max_training * pool.size)
+            gated.sampling.resize(max_sampling * pool.size)
 
         resize()
         pool.watch(resize)
-        return place
+        return gated
 
     def trouble(self) -> str:
         """Why no worker takes jobs and gets on with them; empty when one does."""

@@ -71,12 +71,12 @@ class Lane:
         self,
         model: Model,
         project_id: str | None,
-        place: GatedPool,
+        workers: GatedPool,
         state: ModelState,
         means: Means,
     ) -> None:
         self.model = model
-        self.place = place
+        self.workers = workers
         self.means = means
         self.inbox = Inbox(self)
         self._project_id = project_id
@@ -94,7 +94,7 @@ class Lane:
         self._wake = asyncio.Event()
         self._flights = Flights(
             model.user_id,
-            place,
+            workers,
             means.open_work,
             placement=lambda: state.placement,
             on_ended=self._wake.set,
@@ -247,7 +247,7 @@ class Lane:
 
     def _reason(self, request: QueuedRequest) -> str:
         """Why `request` is not done, for a person."""
-        if not self.place.pool.is_ready:
+        if not self.workers.pool.is_ready:
             return "the worker is starting"
         if self._state.obstacle:
             return self._state.obstacle
@@ -257,7 +257,7 @@ class Lane:
             return pause
         if request.mode == "run" and self._flights.holds(request):
             if not request.started_at:
-                waiting = self.place.training.ahead_of(self.model.user_id)
+                waiting = self.workers.training.ahead_of(self.model.user_id)
                 return f"waiting for a free worker; about {waiting} requests ahead"
             return request.progress or "running"
         if self._next_seq not in self._requests and not self._flights:

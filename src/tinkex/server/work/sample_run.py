@@ -30,7 +30,7 @@ class SampleRun:
     job: SampleJob
     on_event: Callable[[Event], None] | None
     key_id: int | None
-    place: GatedPool
+    workers: GatedPool
     open_work: OpenWork
     prepare: Callable[[SamplingSession], Awaitable[None]]
     """Called right before it is sent; may refuse it."""
@@ -49,7 +49,7 @@ class SampleRun:
         while True:
             try:
                 async with self.open_work.place(self.user_id):
-                    async with self.place.sampling.place(self.user_id, cost):
+                    async with self.workers.sampling.place(self.user_id, cost):
                         return await self._attempt()
             except EngineError as exc:
                 if exc.is_to_blame:
@@ -71,25 +71,25 @@ class SampleRun:
                     ) from exc
 
     async def _attempt(self) -> SampleResult:
-        await self.place.pool.wait_ready()
+        await self.workers.pool.wait_ready()
         await self.prepare(self.session)
         self.num_sent += 1
         if self.num_sent > 1:  # a job has a new name each time it is sent
             name = f"{self.promise.request_id}#{self.num_sent}"
             self.job = replace(self.job, job_id=name)
         self.sent = True
-        result = await self.place.pool.post(self.job, self._note)
+        result = await self.workers.pool.post(self.job, self._note)
         assert isinstance(result, SampleResult)
         return result
 
     def reason(self) -> str:
-        if not self.place.pool.is_ready:
+        if not self.workers.pool.is_ready:
             return "the worker is starting"
         if self.sent:
             return self.progress or "sampling"
         if pause := self.open_work.pauses.reason(self.user_id):
             return pause
-        num_ahead = self.place.sampling.ahead_of(self.user_id)
+        num_ahead = self.workers.sampling.ahead_of(self.user_id)
         return f"about {num_ahead} samples ahead" if num_ahead else "next in line"
 
     def _note(self, event: Event) -> None:

@@ -63,7 +63,7 @@ class Samples:
         store: Store,
         shelf: Shelf,
         catalog: Catalog,
-        place: GatedPool,
+        workers: GatedPool,
         promises: PromiseTable,
         ledger: SampleLedger,
         max_queued: int,
@@ -78,7 +78,7 @@ class Samples:
         self._store = store
         self._shelf = shelf
         self._catalog = catalog
-        self._place = place
+        self._workers = workers
         self._promises = promises
         self._ledger = ledger
         self._max_queued = max_queued
@@ -274,7 +274,7 @@ class Samples:
             ApiError: 429.
         """
         self._open_work.require(user_id)
-        limit = self._max_queued + self._place.sampling.num_places
+        limit = self._max_queued + self._workers.sampling.num_places
         mine = self._num_open[user_id]
         num_users = len(self._num_open) + (user_id not in self._num_open)
         if mine < limit // (num_users + 1) or (len(self._tasks) < limit and mine < limit * 3 // 4):
@@ -399,7 +399,7 @@ class Samples:
             job=job,
             on_event=on_event,
             key_id=user.key_id,
-            place=self._place,
+            workers=self._workers,
             open_work=self._open_work,
             prepare=self._prepare,
         )
