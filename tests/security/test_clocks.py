@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkex.server.process.steady_clock import SteadyClock
-from tinkex.server.work.futures import FinishedLog
+from tinkex.server.work.finished_logs import FinishedLog
 
 DAY_S = 86_400.0
 

@@ -129,7 +129,7 @@ async def test_a_poll_for_nothing_leaves_no_log(app_world: AppWorld) -> None:
         target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
         asked = {"target": target, "prev_cursor": 0, "timeout": 0.0}
         assert (await app_world.ok("retrieve_futures", asked))["completions"] == []
-    assert app_world.service.samples._logs == {}
+    assert app_world.service.finished_logs._logs == {}
 
 
 async def test_a_sample_that_nobody_fetches_is_forgotten_everywhere(tmp_path: Path) -> None:
@@ -137,16 +137,13 @@ async def test_a_sample_that_nobody_fetches_is_forgotten_everywhere(tmp_path: Pa
         for _ in range(3):
             await world.ok("asample", SAMPLE)
         samples = world.service.samples
-        while samples._tasks:
+        while samples._runs:
             await asyncio.sleep(0.01)
         world.service.promises.forget_expired()
-        samples.forget()
+        logs = world.service.finished_logs
+        logs.forget()
         assert len(world.service.promises) == 0
-        assert (samples._hashes, samples.kept.kept_bytes, dict(samples._ledger._open)) == (
-            {},
-            0,
-            {},
-        )
+        assert (world.service.kept.kept_bytes, dict(logs._ledger._open)) == (0, {})
     assert _lost(tmp_path) == []
 
 
@@ -157,9 +154,9 @@ async def test_losses_that_nobody_asks_for_are_forgotten_after_a_day(
     for number in range(3):
         ledger.promised(f"s:sample:0:{number}")
     ledger.close()
-    monkeypatch.setattr("tinkex.server.work.samples.LOST_S", 0.0)
+    monkeypatch.setattr("tinkex.server.work.finished_logs.LOST_S", 0.0)
     async with open_app(tmp_path) as world:
-        world.service.samples.forget()
+        world.service.finished_logs.forget()
     assert _lost(tmp_path) == []
 
 

@@ -147,7 +147,9 @@ async def test_a_full_queue_lets_a_small_user_in(tmp_path: Path) -> None:
         assert 429 in statuses
         promise = await world.ok("asample", _sample(polite, 1), key=POLITE)
         assert isinstance(await world.result(promise, key=POLITE), bytes)
-        assert world.service.samples.waiting(hog, 0, 99), "it did not stand behind all of them"
+        assert world.service.finished_logs.log(hog, 0).unfinished(99), (
+            "it did not stand behind all of them"
+        )
 
 
 # ------------------------------------------------------------------------------------ results
@@ -158,7 +160,7 @@ async def test_a_result_that_would_be_huge_is_refused_in_its_own_terms(two_keys:
     session = await _sampler(two_keys, HOG)
     huge = _sample(session, 1, num_samples=1000, max_tokens=200, topk_sample_logprobs=20)
     assert (await two_keys.post("asample", huge, key=HOG)).status_code == 200
-    two_keys.service.samples._max_sample_bytes = 1_000_000
+    object.__setattr__(two_keys.service.config, "max_sample_bytes", 1_000_000)
     answer = await two_keys.post("asample", huge | {"seq_id": 2}, key=HOG)
     assert answer.status_code == 400
     assert "num_samples 1000 x max_tokens 200" in answer.json()["detail"]
@@ -197,7 +199,7 @@ async def test_who_does_not_fetch_is_not_given_more(tmp_path: Path) -> None:
             if (status := answer.status_code) != 200:
                 break
             promises.append(answer.json())
-            while world.service.samples._tasks:
+            while world.service.samples._runs:
                 await asyncio.sleep(0.01)
         assert status == 429
         assert "Fetch them" in answer.json()["detail"]

@@ -114,7 +114,7 @@ async def test_the_owners_own_queued_load_takes_what_was_saved_before_it(
 async def test_a_sampler_of_what_was_public_ends_when_it_is_not(
     two_keys: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkex.server.work.samples.ACCESS_S", 0.0)
+    monkeypatch.setattr("tinkex.server.work.sampling_sessions.ACCESS_S", 0.0)
     _, path = await _save(two_keys, "shared", kind="save_weights_for_sampler")
     await _publish(two_keys, path)
     session = await two_keys.session(key=BOB)

@@ -8,7 +8,8 @@ from pathlib import Path
 from app_world import AppWorld, open_app
 
 from tinkex.engine.jobs import Progress
-from tinkex.server.work.futures import FinishedLog, Outcome, Promise, PromiseTable
+from tinkex.server.work.finished_logs import FinishedLog
+from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.wire import tinker_public_pb2 as pb
 

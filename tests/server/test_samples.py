@@ -125,7 +125,7 @@ async def test_samples_that_end_soon_after_one_another_are_told_together(
 
         async def gather(seconds: float) -> None:
             assert seconds == futures.GATHER_S
-            while world.service.samples.waiting(sampler, 0, 1):
+            while world.service.finished_logs.log(sampler, 0).unfinished(1):
                 await asyncio.sleep(0.005)
 
         stand_in = SimpleNamespace(sleep=gather, to_thread=asyncio.to_thread)
@@ -133,7 +133,7 @@ async def test_samples_that_end_soon_after_one_another_are_told_together(
         target = {"type": "sampling_session", "sampling_session_id": sampler}
         asked = {"target": target, "prev_cursor": 0, "retrieved_request_ids": []}
         poll = asyncio.create_task(world.ok("retrieve_futures", asked))
-        while world.service.samples.log(sampler, 0).is_of_no_use:  # until the poll is held
+        while world.service.finished_logs.log(sampler, 0).is_of_no_use:  # until the poll is held
             await asyncio.sleep(0.005)
         lengths = {number: {"max_tokens": length} for number, length in enumerate((1, 6))}
         bodies = [body_of(sampler, number, params=each) for number, each in lengths.items()]
@@ -180,6 +180,19 @@ async def test_a_batch_is_answered_one_by_one_and_collected_inline(app_world: Ap
             assert len(pb.SampleResponse.FromString(payload).sequences) == 1
             wanted.remove(entry["request_id"])
         cursor = header["cursor"]
+
+
+async def test_a_sample_is_the_same_in_another_batch_and_alone(app_world: AppWorld) -> None:
+    """A repeat is known by its bytes, whatever it is sent with."""
+    sampler = await open_sampler(app_world)
+    first, second, third = (body_of(sampler, n, params={"stop": ["\n"]}) for n in range(3))
+    sent = (await app_world.ok("asample_batch", {"requests": [first, second]}))["promises"]
+    again = (await app_world.ok("asample_batch", {"requests": [second, third]}))["promises"]
+    assert again[0] == sent[1]
+    alone = await app_world.ok("asample", first)
+    assert alone == {name: sent[0][name] for name in alone}
+    other = {"requests": [first | {"num_samples": 2}]}
+    assert (await app_world.ok("asample_batch", other))["promises"][0]["status"] == 400
 
 
 async def test_tokens_stream_while_they_are_made(tmp_path: Path) -> None:
@@ -321,7 +334,7 @@ async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Pa
         session = await open_sampler(world)
         for number in range(3):
             await world.ok("asample", body_of(session, number, params={"max_tokens": 1000}))
-        first = world.service.samples.waiting(session, 0, 1)[0]
+        first = world.service.finished_logs.log(session, 0).unfinished(1)[0]
         await soon(lambda: first.reason() == "sampling", first.reason)
         target = {"type": "sampling_session", "sampling_session_id": session}
         poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
@@ -335,7 +348,7 @@ async def test_a_poll_that_found_nothing_says_why_each_sample_waits(tmp_path: Pa
         assert "samples ahead" in reasons[2][1]
         await world.ok("cancel_future", {"request_id": f"{session}:0"})
         poll = await world.post("retrieve_futures", {"target": target, "inline_results": True})
-        waiting = world.service.samples.waiting(session, 0, 9)
+        waiting = world.service.finished_logs.log(session, 0).unfinished(9)
         assert [p.request_id for p in waiting] == [f"{session}:1", f"{session}:2"]
         # The place that was freed is given on a moment later.
         await soon(lambda: waiting[1].reason() == "next in line", waiting[1].reason)

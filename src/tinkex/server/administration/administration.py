@@ -66,7 +66,7 @@ class Administration:
     async def _told(self, users: Sequence[User]) -> list[AdminUser]:
         names, under_way = [user.user_id for user in users], self._under_way()
         counted, keys = await self._store.call(self._held, names)
-        kept, told = self._service.samples.kept, []
+        kept, told = self._service.kept, []
         for user in users:
             user_id = user.user_id
             num_queued, num_running = under_way.get(user_id, (0, 0))

@@ -138,7 +138,7 @@ async def _moving(request: Request) -> dict[str, Any]:
     metrics: ServerMetrics = request.app.state.metrics
     at, tokens = await _administration(request).tokens()
     workers = service.workers
-    rollouts, kept = service.rollouts, service.samples.kept
+    rollouts, kept = service.rollouts, service.kept
     free = await asyncio.to_thread(lambda: shutil.disk_usage(service.config.data_dir).free)
     return {
         "at": at,

@@ -26,7 +26,7 @@ from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
 from tinkex.store import User
-from tinkex.wire import requests, results
+from tinkex.wire import requests, results, sample_batch
 from tinkex.wire.body import BodyTooLargeError, frame_size, unpack, unpacked_size
 from tinkex.wire.budget import parsed_json_bytes
 from tinkex.wire.endpoints import ENDPOINTS
@@ -207,6 +207,11 @@ def _judged(name: str, raw: bytes, content_type: str) -> Any:
 async def open_body(request: Request, name: str) -> Opened:
     """The body, parsed and not judged yet."""
     return await _in_turn(request, name, requests.open_body)
+
+
+async def open_samples(request: Request) -> list[Opened]:
+    """The samples of a batch, parsed and not judged yet."""
+    return await _in_turn(request, "asample_batch", sample_batch.open_samples)
 
 
 async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str], T]) -> T:

@@ -20,12 +20,12 @@ from tinkex.engine.jobs import (
 from tinkex.errors import InvalidInputError
 from tinkex.server.jobs import validation
 from tinkex.server.process.problems import ApiError
+from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.operation import (
     Conclusion,
     Operation,
     OperationAddress,
     OperationRun,
-    Tools,
     canonical,
     json_outcome,
 )
@@ -58,7 +58,7 @@ class CreateModel(Operation[Shape]):
 
     async def new_model(self, request: CreateModelRequest, user: User) -> Model:
         shape = _shape(request, secrets.randbelow(2**31))
-        self.tools.catalog.resolve(request.base_model)
+        self.deps.catalog.resolve(request.base_model)
         return _new_model(request, user, request.base_model, shape.lora, shape.optimizer_config)
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Shape:
@@ -74,7 +74,7 @@ class CreateModel(Operation[Shape]):
         return CreateAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
-            base_model=self.tools.catalog.resolve(turn.model.base_model),
+            base_model=self.deps.catalog.resolve(turn.model.base_model),
             lora=LoraSpec(**asked.lora),
             optimizer=str(asked.optimizer_config.get("type", "adamw")),
             base_fingerprint=turn.model.base_fingerprint or "",
@@ -85,10 +85,10 @@ class CreateModel(Operation[Shape]):
     ) -> Conclusion:
         model = replace(turn.model, lora=asked.lora, optimizer_config=asked.optimizer_config)
         if model != turn.model:  # a crash came between the rows of an earlier request like this
-            await _set_shape(self.tools, model)
+            await _set_shape(self.deps, model)
         assert isinstance(result, AdapterResult)
         if result.base_fingerprint:
-            store = self.tools.store
+            store = self.deps.store
             await store.call(store.models.set_base, model.model_id, result.base_fingerprint)
             model = replace(model, base_fingerprint=result.base_fingerprint)
         answer = {"model_id": model.model_id, "type": self.name}
@@ -135,19 +135,19 @@ class LoadWeights(Operation[Loading]):
         found = await self._readable(request, user)
         self._check_fit(found, model.base_model, request.optimizer)
         token = request.weights_access_token
-        reader = (await self.tools.user_of(token)).user_id if token else ""
+        reader = (await self.deps.user_of(token)).user_id if token else ""
         return Loading(request.path, request.optimizer, found.folder, reader)
 
     async def _readable(self, request: LoadWeightsRequest, user: User) -> Checkpoint:
         token = request.weights_access_token
         try:
-            owner = await self.tools.user_of(token) if token else None
-            return await self.tools.shelf.readable(request.path, user, token_user=owner)
+            owner = await self.deps.user_of(token) if token else None
+            return await self.deps.shelf.readable(request.path, user, token_user=owner)
         except ApiError as exc:
             raise InvalidInputError(str(exc), path="path") from exc
 
     def _check_fit(self, found: Checkpoint, base_model: str, optimizer: bool) -> None:
-        resolve = self.tools.catalog.resolve
+        resolve = self.deps.catalog.resolve
         if resolve(found.base_model) != resolve(base_model):
             raise InvalidInputError(
                 f"{found.path} was trained on {found.base_model!r}, the model is {base_model!r}",
@@ -171,7 +171,7 @@ class LoadWeights(Operation[Loading]):
         return Loading(**orjson.loads(body))
 
     async def job(self, asked: Loading, turn: OperationRun) -> LoadAdapterJob:
-        store, shelf = self.tools.store, self.tools.shelf
+        store, shelf = self.deps.store, self.deps.shelf
         asked.found = await store.call(store.checkpoints.get, asked.path)
         if asked.found is None:
             raise InvalidInputError(f"{asked.path} was deleted before it was loaded", path="path")
@@ -179,7 +179,7 @@ class LoadWeights(Operation[Loading]):
         return LoadAdapterJob(
             job_id=turn.job_id,
             adapter_id=turn.model.model_id,
-            base_model=self.tools.catalog.resolve(turn.model.base_model),
+            base_model=self.deps.catalog.resolve(turn.model.base_model),
             folder=str(await shelf.at_hand(asked.found.folder)),
             with_optimizer=asked.optimizer,
         )
@@ -204,15 +204,15 @@ class LoadWeights(Operation[Loading]):
         """The run now has the shape of the checkpoint, whatever it was created with."""
         assert asked.found is not None
         model = replace(turn.model, lora=asked.found.lora)
-        await _set_shape(self.tools, model)
+        await _set_shape(self.deps, model)
         answer = {"path": asked.path, "model_id": model.model_id, "type": self.name}
         return Conclusion(outcome=json_outcome(answer), model=model)
 
 
-async def _set_shape(tools: Tools, model: Model) -> None:
-    models = tools.store.models
+async def _set_shape(deps: Dependencies, model: Model) -> None:
+    models = deps.store.models
     config = dict(model.optimizer_config)
-    await tools.store.call(models.set_lora, model.model_id, model.lora, config)
+    await deps.store.call(models.set_lora, model.model_id, model.lora, config)
 
 
 def _shape(request: CreateModelRequest, seed: int) -> Shape:

@@ -44,7 +44,7 @@ class OptimStep(Operation[OptimizerParams]):
     ) -> Conclusion:
         assert isinstance(result, OptimResult)
         rate = float(getattr(asked, "learning_rate", 0.0))
-        await self.tools.curves.stepped(turn.model.model_id, result.metrics, rate)
+        await self.deps.curves.stepped(turn.model.model_id, result.metrics, rate)
         payload = encode.metrics_json(result.metrics)
         return Conclusion(outcome=Outcome(kind="json", payload=payload))
 

@@ -50,7 +50,7 @@ class Forward(Operation[TrainRequest]):
         return (PROTO_BODY if opened.is_protobuf else JSON_BODY) + opened.content
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> TrainRequest:
-        info = await self.tools.catalog.info(model.base_model)
+        info = await self.deps.catalog.info(model.base_model)
         asked = await off_loop(len(opened.content), self._judge, opened, info)
         if (loss := await self._custom_loss(asked, user.user_id)) is not None:
             await asyncio.to_thread(validation.check_traced_work, loss, asked.data)
@@ -83,7 +83,7 @@ class Forward(Operation[TrainRequest]):
         if asked.loss_fn != "custom":
             return None
         loss_id = str(asked.loss_fn_config["loss_id"])
-        store = self.tools.store
+        store = self.deps.store
         loss = await store.call(store.sampling.get_loss, loss_id)
         if loss is None or loss.user_id != user_id:
             raise InvalidInputError(
@@ -111,8 +111,8 @@ class Forward(Operation[TrainRequest]):
         if self.changes_state:
             size = sum(datum.tokens.nbytes for datum in asked.data)
             weight = await off_loop(size, _weight_of, asked)
-            await self.tools.curves.passed(model.model_id, result.metrics, weight)
-            await self.tools.rollouts.trained(model.user_id, model.model_id, asked.data)
+            await self.deps.curves.passed(model.model_id, result.metrics, weight)
+            await self.deps.rollouts.trained(model.user_id, model.model_id, asked.data)
         outcome = Outcome(kind="train", payload=encode.train_payload(result))
         return Conclusion(outcome=outcome, usage=(used,))
 

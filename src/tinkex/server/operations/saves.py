@@ -85,7 +85,7 @@ class SaveWeights(Operation[Save]):
 
     async def job(self, asked: Save, turn: OperationRun) -> SaveAdapterJob | Outcome:
         assert asked.path is not None
-        path, shelf = parse_path(asked.path), self.tools.shelf
+        path, shelf = parse_path(asked.path), self.deps.shelf
         done = await shelf.admit(path, overwrite=asked.overwrite, request_id=turn.request_id)
         if done is not None:  # before a crash
             return self._saved(asked.path, done.size_bytes)
@@ -108,7 +108,7 @@ class SaveWeights(Operation[Save]):
         assert isinstance(result, AdapterResult)
         assert asked.path is not None
         size_bytes = await self._finish(asked, Path(job.folder), result.size_bytes)
-        await self.tools.shelf.register(self._checkpoint(asked, turn, job, size_bytes))
+        await self.deps.shelf.register(self._checkpoint(asked, turn, job, size_bytes))
         return Conclusion(outcome=self._saved(asked.path, size_bytes))
 
     async def _finish(self, asked: Save, folder: Path, size_bytes: int) -> int:
@@ -126,7 +126,7 @@ class SaveWeights(Operation[Save]):
             user_id=model.user_id,
             kind=path.kind,
             name=path.name,
-            folder=self.tools.shelf.folders.name(Path(job.folder)),
+            folder=self.deps.shelf.folders.name(Path(job.folder)),
             size_bytes=size_bytes,
             base_model=model.base_model,
             lora=model.lora,
@@ -144,9 +144,9 @@ class SaveWeights(Operation[Save]):
     def cleanup(self, job: Job, *, ok: bool) -> None:
         assert isinstance(job, SaveAdapterJob)
         if ok:
-            self.tools.shelf.abandon(Path(job.folder))  # listed by now
+            self.deps.shelf.abandon(Path(job.folder))  # listed by now
         else:
-            self.tools.shelf.discard(Path(job.folder))
+            self.deps.shelf.discard(Path(job.folder))
 
 
 class SaveWeightsForSampler(SaveWeights):
@@ -175,7 +175,7 @@ class SaveWeightsForSampler(SaveWeights):
     async def job(self, asked: Save, turn: OperationRun) -> SaveAdapterJob | Outcome:
         if asked.path is not None:
             return await super().job(asked, turn)
-        folder = self.tools.shelf.new_ephemeral_folder(_session_id(asked, turn))
+        folder = self.deps.shelf.new_ephemeral_folder(_session_id(asked, turn))
         return self._job(folder, turn, ephemeral=True)
 
     async def conclude(
@@ -184,7 +184,7 @@ class SaveWeightsForSampler(SaveWeights):
         if asked.path is not None:
             return await super().conclude(asked, turn, job, result)
         assert isinstance(job, SaveAdapterJob)
-        model, store, folder = turn.model, self.tools.store, Path(job.folder)
+        model, store, folder = turn.model, self.deps.store, Path(job.folder)
         session = SamplingSession(
             sampling_session_id=_session_id(asked, turn),
             session_id=model.session_id,
@@ -192,15 +192,15 @@ class SaveWeightsForSampler(SaveWeights):
             seq_id=asked.sampling_session_seq_id,
             base_model=model.base_model,
             model_path=None,
-            folder=self.tools.shelf.folders.name(folder),
+            folder=self.deps.shelf.folders.name(folder),
             ephemeral=True,
             created_at=time.time(),
             model_id=model.model_id,
         )
         made = await store.call(store.sampling.create, session)
-        await self.tools.drop_superseded(model.model_id)
-        step = self.tools.curves.num_steps(model.model_id)
-        self.tools.rollouts.saved(made.sampling_session_id, model.model_id, step)
+        await self.deps.sampling_sessions.drop_superseded(model.model_id)
+        step = self.deps.curves.num_steps(model.model_id)
+        self.deps.rollouts.saved(made.sampling_session_id, model.model_id, step)
         answer = {"sampling_session_id": made.sampling_session_id, "type": self.name}
         return Conclusion(outcome=json_outcome(answer))
 

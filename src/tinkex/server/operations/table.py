@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.work.operation import Operation, Tools
+from tinkex.server.work.dependencies import Dependencies
+from tinkex.server.work.operation import Operation
 
 
 def _all(base: type[Operation[Any]]) -> Iterator[type[Operation[Any]]]:
@@ -26,6 +27,6 @@ OPERATIONS: dict[str, type[Operation[Any]]] = {
 }
 
 
-def make_operations(tools: Tools) -> dict[str, Operation[Any]]:
+def make_operations(deps: Dependencies) -> dict[str, Operation[Any]]:
     """The operations by name."""
-    return {name: operation(tools) for name, operation in OPERATIONS.items()}
+    return {name: operation(deps) for name, operation in OPERATIONS.items()}

@@ -20,7 +20,8 @@ from tinkex.server.jobs import encode
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
-from tinkex.server.work.futures import FinishedSample, Outcome, Promise
+from tinkex.server.work.finished_logs import FinishedSample
+from tinkex.server.work.futures import Outcome, Promise
 from tinkex.store import User
 from tinkex.types.service.extensions import CancelFutureResponse
 from tinkex.wire import frames
@@ -107,25 +108,25 @@ async def retrieve_futures(
     service: Service, user: User, asked: types.FuturesRetrieveRequest
 ) -> Response:
     """Which samples of one (sampling session, clone) are ready since a cursor."""
-    clone, cursor = asked.target.cloned_sampler_id, asked.prev_cursor
-    session = await service.samples.session(user, asked.target.sampling_session_id)
+    target, cursor = asked.target, asked.prev_cursor
+    session = await service.sampling_sessions.get(user, target.sampling_session_id)
     _acknowledge(service, user.user_id, asked.retrieved_request_ids)
     hold_s = service.config.hold_s if asked.timeout is None else asked.timeout
-    log = service.samples.log(session.sampling_session_id, clone)
-    found = log.after(cursor)
-    if not found and not service.stopping.is_set():
-        found = await log.wait_after(cursor, min(hold_s, service.config.hold_s))
-        if found and service.samples.waiting(session.sampling_session_id, clone, 1):
+    poller = session.sampling_session_id, target.cloned_sampler_id
+    log = service.finished_logs.log(*poller)
+    finished = log.after(cursor)
+    if not finished and not service.stopping.is_set():
+        finished = await log.wait_after(cursor, min(hold_s, service.config.hold_s))
+        if finished and log.unfinished(1):
             await asyncio.sleep(GATHER_S)  # samples of a batch end together: one answer for many
-            found = log.after(cursor)
-    service.samples.leave_log(session.sampling_session_id, clone)
+            finished = log.after(cursor)
+    service.finished_logs.leave(*poller)
     if asked.inline_results:
-        waiting = service.samples.waiting(session.sampling_session_id, clone, MAX_REASONS)
-        return await _frames(service, found, cursor, waiting)
+        return await _frames(service, finished, cursor, log.unfinished(MAX_REASONS))
     return answer(
         {
-            "completions": [_completion(entry) for entry in found],
-            "cursor": found[-1].cursor if found else cursor,
+            "completions": [_completion(entry) for entry in finished],
+            "cursor": finished[-1].cursor if finished else cursor,
         }
     )
 
@@ -133,7 +134,7 @@ async def retrieve_futures(
 def _acknowledge(service: Service, user_id: str, request_ids: Sequence[str]) -> None:
     """The client has these; their payloads may go."""
     own = [r for r in request_ids if (p := service.promises.get(r)) and p.user_id == user_id]
-    service.samples.handed_out(own)
+    service.finished_logs.handed_out(own)
     service.promises.drop(own)
 
 
@@ -145,21 +146,23 @@ def _completion(entry: FinishedSample) -> dict[str, Any]:
 
 
 async def _frames(
-    service: Service, found: list[FinishedSample], cursor: int, waiting: list[Promise]
+    service: Service, finished: list[FinishedSample], cursor: int, unfinished: list[Promise]
 ) -> Response:
     """Our own SDK's form: the results themselves, joined behind one header.
 
     A poll that found nothing says why instead, for each sample that waits.
     """
-    made = frames.Writer()
-    for entry in found:
+    writer = frames.Writer()
+    for entry in finished:
         promise = service.promises.get(entry.request_id)
         outcome = promise.outcome if promise is not None else None
         if outcome is not None and not outcome.ok:
             category = "user" if outcome.category in ("user", "cancelled") else "server"
-            made.add_failure(entry.request_id, outcome.error, category)
-        elif not made.add(entry.request_id, await _content(outcome) if outcome else b""):
+            writer.add_failure(entry.request_id, outcome.error, category)
+        elif not writer.add(entry.request_id, await _content(outcome) if outcome else b""):
             break
         cursor = entry.cursor
-    reasons = [] if found else [{"request_id": p.request_id, **_queue_state(p)} for p in waiting]
-    return Answer(made.content(cursor, reasons), frames.FRAMES)
+    reasons = (
+        [] if finished else [{"request_id": p.request_id, **_queue_state(p)} for p in unfinished]
+    )
+    return Answer(writer.content(cursor, reasons), frames.FRAMES)

@@ -14,16 +14,15 @@ from tinkex import types
 from tinkex.engine.jobs import Event, Progress, Tokens
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import answer, open_body, serve, service_of
+from tinkex.server.http.bodies import answer, open_body, open_samples, serve, service_of
 from tinkex.server.jobs import encode
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
 from tinkex.server.work.futures import Outcome, Promise
-from tinkex.server.work.samples import AcceptedSample
+from tinkex.server.work.sample_queue import AcceptedSample
 from tinkex.store import User
-from tinkex.types.service.extensions import SampleBatchRequest
-from tinkex.wire import json_codec
+from tinkex.wire.requests import Opened
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 BURST = 16
@@ -36,7 +35,7 @@ async def create_sampling_session(
     session = await service.sessions.owned(user, asked.session_id)
     service.sessions.touch(session.session_id)
     number, path = asked.sampling_session_seq_id, asked.model_path
-    made = await service.samples.create_session(
+    made = await service.sampling_sessions.create(
         user, session.session_id, number, asked.base_model, path
     )
     return types.CreateSamplingSessionResponse(sampling_session_id=made.sampling_session_id)
@@ -46,7 +45,7 @@ async def create_sampling_session(
 async def join_sampling_session(
     service: Service, user: User, asked: types.JoinSamplingSessionRequest
 ) -> types.JoinSamplingSessionResponse:
-    session = await service.samples.session(user, asked.sampling_session_id)
+    session = await service.sampling_sessions.get(user, asked.sampling_session_id)
     number = await service.store.call(service.store.sampling.join, session.sampling_session_id)
     return types.JoinSamplingSessionResponse(client_counter=number)
 
@@ -56,7 +55,7 @@ async def asample(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
     opened = await open_body(request, "asample")
     asked = await off_loop(len(opened.content), opened.read)
-    return answer(_promise(await service.samples.submit(user, asked, opened.fields)))
+    return answer(_promise(await service.samples.submit(user, asked, opened.content)))
 
 
 def _promise(accepted: AcceptedSample) -> dict[str, Any]:
@@ -67,22 +66,22 @@ def _promise(accepted: AcceptedSample) -> dict[str, Any]:
 
 
 @serve(router, "asample_batch")
-async def asample_batch(service: Service, user: User, asked: SampleBatchRequest) -> dict[str, Any]:
+async def asample_batch(request: Request, user: CurrentUser) -> Response:
     """Our own SDK's form: many asample bodies in one call, one promise or refusal for each."""
+    service = service_of(request)
     promises = []
-    for count, item in enumerate(asked.requests):
+    for count, opened in enumerate(await open_samples(request)):
         if count % BURST == BURST - 1:
             await asyncio.sleep(0)  # hundreds at once must not delay a heartbeat
-        promises.append(await _one_of_many(service, user, item))
-    return {"promises": promises}
+        promises.append(await _one_of_many(service, user, opened))
+    return answer({"promises": promises})
 
 
-async def _one_of_many(service: Service, user: User, item: Any) -> dict[str, Any]:
+async def _one_of_many(service: Service, user: User, opened: Opened) -> dict[str, Any]:
     try:
-        if not isinstance(item, dict):
+        if not isinstance(opened.body, dict):
             raise InvalidInputError("must be an object", path="requests")
-        asked = json_codec.read(types.SampleRequest, item)
-        accepted = await service.samples.submit(user, asked, item)
+        accepted = await service.samples.submit(user, opened.read(), opened.content)
         return _promise(accepted) | {"snapshot": accepted.snapshot}
     except InvalidInputError as exc:
         return {"status": 400, "error": str(exc), "category": "user"}
@@ -105,7 +104,8 @@ async def sample_stream(service: Service, user: User, asked: types.SampleRequest
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "routed_experts"):
         if getattr(asked, name):
             raise NotSupportedError("a stream does not carry it; use asample.", path=name)
-    snapshot = await service.samples.snapshot(user, asked)
+    sessions = service.sampling_sessions
+    snapshot = await sessions.origin(await sessions.of_request(user, asked))
     events: asyncio.Queue[Event | None] = asyncio.Queue()
     promise, task, sequence_ids = await service.samples.stream(user, asked, events.put_nowait)
     promise.on_settle = lambda _: events.put_nowait(None)

@@ -217,8 +217,8 @@ class ServerMetrics:
         worst_lag_s, self._worst_lag_s = self._worst_lag_s, 0.0
         values = {
             "memory_bytes": process_memory(),
-            "kept_result_memory_bytes": service.samples.kept.memory_bytes,
-            "kept_result_bytes": service.samples.kept.kept_bytes,
+            "kept_result_memory_bytes": service.kept.memory_bytes,
+            "kept_result_bytes": service.kept.kept_bytes,
             "disk_free_bytes": shutil.disk_usage(service.config.data_dir).free,
             "loop_lag_seconds": worst_lag_s,
             **others,
@@ -246,7 +246,7 @@ class ServerMetrics:
         return text + self._render_users(service) if with_users else text
 
     def _render_users(self, service: Service) -> bytes:
-        open_work, kept = service.open_work.by_user, service.samples.kept.by_user
+        open_work, kept = service.open_work.by_user, service.kept.by_user
         for name, amounts in (("open_requests", open_work), ("result_bytes", kept)):
             sums = dict.fromkeys(self._named, 0)
             for user_id, amount in amounts.items():

@@ -16,9 +16,8 @@ from weakref import WeakValueDictionary
 
 import orjson
 
-from tinkex.engine.jobs import SampleJob, SampleResult
 from tinkex.errors import InvalidInputError
-from tinkex.server.files.checkpoints import Shelf, parse_path
+from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.jobs import validation
 from tinkex.server.operations.table import make_operations
@@ -29,15 +28,18 @@ from tinkex.server.process.steady_clock import SteadyClock
 from tinkex.server.runs.curves import LiveCurves
 from tinkex.server.runs.live_sessions import LiveSessions
 from tinkex.server.runs.rollouts import Rollouts
+from tinkex.server.work.dependencies import Dependencies
+from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.kept_results import KeptResults
-from tinkex.server.work.lane import Lane, Means
+from tinkex.server.work.lane import Lane
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
 from tinkex.server.work.open_work import OpenWork
-from tinkex.server.work.operation import Operation, Tools
+from tinkex.server.work.operation import Operation
 from tinkex.server.work.results import Results
-from tinkex.server.work.samples import Samples
+from tinkex.server.work.sample_queue import SampleQueue
+from tinkex.server.work.sampling_sessions import SamplingSessions
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.catalog import Catalog
 from tinkex.server.workers.pool import Pool
@@ -45,7 +47,6 @@ from tinkex.store import (
     CustomLoss,
     Model,
     SampleLedger,
-    SamplingSession,
     SeqConflictError,
     Store,
     User,
@@ -79,7 +80,6 @@ class Service:
         )
         self.catalog = Catalog(config, pool)
         self.sessions = LiveSessions(store)
-        self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
         self.curves = LiveCurves(store)
         self.rollouts = Rollouts(
             is_on=config.keep_rollouts,
@@ -87,54 +87,22 @@ class Service:
             max_bytes=config.max_rollout_bytes,
         )
         self.open_work = OpenWork(quotas)
-        self.samples = Samples(
-            store=store,
-            shelf=shelf,
-            catalog=self.catalog,
-            workers=self.workers,
-            promises=self.promises,
-            ledger=SampleLedger(config.data_dir / "samples.log"),
-            max_queued=config.max_queued_samples,
-            max_sample_bytes=config.max_sample_bytes,
-            max_unnamed=config.max_unnamed_samplers,
-            kept=KeptResults(
-                config.data_dir / "results",
-                memory_bytes=config.max_kept_result_bytes,
-            ),
-            quotas=quotas,
-            open_work=self.open_work,
-            on_use=self.sessions.use,
-            on_sampled=self._keep_rollout,
-        )
+        self.room = Room(config.data_dir, config.min_free_bytes)
+        self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
         self.ends = WriteBehind(store.journal)
         self.results = Results(
-            store,
-            self.promises,
-            self.ends,
-            grace_s=config.result_grace_s,
-            resume=self._resume,
+            store, self.promises, self.ends, grace_s=config.result_grace_s, resume=self._resume
         )
-        self.room = Room(config.data_dir, config.min_free_bytes)
-        tools = Tools(
-            store=store,
-            shelf=shelf,
-            catalog=self.catalog,
-            curves=self.curves,
-            rollouts=self.rollouts,
-            drop_superseded=self.samples.drop_superseded,
-            user_of=user_of,
+        self.sampling_sessions = SamplingSessions(
+            store, shelf, self.catalog, self.sessions, max_unnamed=config.max_unnamed_samplers
         )
-        self.operations = make_operations(tools)
-        self._means = Means(
-            store=store,
-            room=self.room,
-            results=self.results,
-            ends=self.ends,
-            operations=self.operations,
-            open_work=self.open_work,
-            gap_limit_s=config.gap_limit_s,
-            on_worked=self.curves.worked,
+        self._deps = self._dependencies(quotas, user_of)
+        self.finished_logs = FinishedLogs(SampleLedger(config.data_dir / "samples.log"))
+        self.kept = KeptResults(
+            config.data_dir / "results", memory_bytes=config.max_kept_result_bytes
         )
+        self.samples = SampleQueue(self._deps, self.finished_logs, self.kept)
+        self.operations = make_operations(self._deps)
         self._snapshots = SnapshotFiles(
             store=store,
             ends=self.ends,
@@ -147,6 +115,27 @@ class Service:
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._housekeeping: asyncio.Task[None] | None = None
         self._clock = SteadyClock()
+
+    def _dependencies(
+        self, quotas: Quotas, user_of: Callable[[str], Awaitable[User]]
+    ) -> Dependencies:
+        return Dependencies(
+            config=self.config,
+            store=self.store,
+            shelf=self.shelf,
+            workers=self.workers,
+            catalog=self.catalog,
+            quotas=quotas,
+            open_work=self.open_work,
+            room=self.room,
+            promises=self.promises,
+            ends=self.ends,
+            results=self.results,
+            curves=self.curves,
+            rollouts=self.rollouts,
+            sampling_sessions=self.sampling_sessions,
+            user_of=user_of,
+        )
 
     # ------------------------------------------------------------------------ life
 
@@ -169,7 +158,7 @@ class Service:
         """Answer every waiting poll now; called as soon as the server is told to stop."""
         self.stopping.set()
         self.promises.wake_all()
-        self.samples.wake_all()
+        self.finished_logs.wake_all()
 
     async def stop(self) -> None:
         self.begin_stop()
@@ -182,6 +171,7 @@ class Service:
         await self.curves.flush()
         await self.catalog.close()
         await self.samples.close()
+        self.finished_logs.close()
         await self.workers.pool.close()
 
     async def _keep_house(self) -> None:
@@ -195,7 +185,7 @@ class Service:
                 await self.curves.flush()
                 self.rollouts.forget()
                 self.promises.forget_expired()
-                self.samples.forget()
+                self.finished_logs.forget()
                 for session_id in self.sessions.fell_silent(self.config.park_after_s):
                     await self.park_session(session_id)
             except Exception:
@@ -270,24 +260,6 @@ class Service:
     def busy_models(self) -> list[str]:
         """The models that have something to do right now."""
         return [model_id for model_id, lane in self._lanes.items() if lane.num_waiting]
-
-    def _keep_rollout(self, session: SamplingSession, job: SampleJob, result: SampleResult) -> None:
-        """An answer was sampled from the weights of a run."""
-        if not self.rollouts.agreement(session.user_id):
-            return
-        found = self.rollouts.source(session.sampling_session_id)
-        if found is None and session.model_path is not None:
-            run_id = parse_path(session.model_path).run_id
-            found = run_id, self.curves.num_steps(run_id)
-        if found is not None:
-            self.rollouts.sampled(
-                session.user_id,
-                *found,
-                job.prompt,
-                result,
-                base_model=session.base_model,
-                snapshot=session.model_path or session.sampling_session_id,
-            )
 
     # ------------------------------------------------------------------------ models
 
@@ -384,7 +356,7 @@ class Service:
         base_model = self.catalog.resolve(model.base_model)
         state = ModelState(model_id, base_model, self.workers.pool, self._snapshots)
         project_id = session.project_id if session else None
-        return Lane(model, project_id, self.workers, state, self._means)
+        return Lane(model, project_id, state, self.operations, self._deps)
 
     # ------------------------------------------------------------------------ promises
 
@@ -399,7 +371,7 @@ class Service:
             loss = await self.store.call(self.store.sampling.get_loss, request_id)
             found = _loss_promise(loss) if loss is not None else None
         if found is None and ":sample:" in request_id:
-            self.samples.handed_out([request_id])
+            self.finished_logs.handed_out([request_id])
             raise ApiError(
                 410, f"The sample {request_id!r} is no longer known here; submit it again."
             )
@@ -412,7 +384,7 @@ class Service:
         if not self.promises.fetched(promise):
             return
         if promise.request_type == "Sample":
-            self.samples.handed_out([promise.request_id])
+            self.finished_logs.handed_out([promise.request_id])
         else:
             self.results.fetched(promise.request_id)
 

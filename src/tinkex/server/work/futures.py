@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -89,6 +88,8 @@ class Promise:
     on_drop: Callable[[Promise], None] | None = None
     """Told when nobody can fetch the result any more."""
     polls: Polls = field(default_factory=Polls)
+    digest: bytes = b""
+    """The hash of a sample's body, by which a repeat is known; empty for other requests."""
 
     def settle(self, outcome: Outcome) -> bool:
         """Set the outcome; the first one stays. Returns whether this was the first."""
@@ -112,6 +113,11 @@ class Promise:
 def is_loading(progress: str) -> bool:
     """Whether a request waits for its base model, which may take minutes."""
     return progress.startswith("loading ")
+
+
+def request_type(name: str) -> str:
+    """The name of an operation as answers say it: `ForwardBackward` of forward_backward."""
+    return "".join(word.capitalize() for word in name.split("_"))
 
 
 def _settled() -> str:
@@ -181,55 +187,3 @@ class PromiseTable:
     def wake_all(self) -> None:
         for promise in list(self._promises.values()):
             promise.polls.wake()
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedSample:
-    cursor: int
-    request_id: str
-    size_bytes: int
-
-
-class FinishedLog:
-    """The finished samples of one (sampling session, clone), in the order they finished.
-
-    Cursors start at the server's start time in microseconds, so that a cursor a client kept from
-    before a restart is behind every new entry. Where the clock went back in between it is not, and
-    the entries are numbered again behind it.
-    """
-
-    def __init__(self, *, start: int | None = None) -> None:
-        self._entries: deque[FinishedSample] = deque()
-        self._cursor = int(time.time() * 1e6) if start is None else start
-        self.polls = Polls()
-        self.used_at = time.monotonic()
-
-    def add(self, request_id: str, size_bytes: int) -> None:
-        self._cursor += 1
-        self._entries.append(FinishedSample(self._cursor, request_id, size_bytes))
-        self.polls.wake()
-
-    @property
-    def is_of_no_use(self) -> bool:
-        """Nothing is in it and nobody waits for it: a new one would do as well."""
-        return not self._entries and not self.polls
-
-    def after(self, cursor: int, limit: int = 1000) -> list[FinishedSample]:
-        """Entries later than `cursor`; those at or before it are forgotten."""
-        if cursor > self._cursor:
-            self._continue_after(cursor)
-        # A client names the cursor it was given: it has what came before, and will not ask again.
-        while self._entries and self._entries[0].cursor <= cursor:
-            self._entries.popleft()
-        self.used_at = time.monotonic()
-        return [entry for entry, _ in zip(self._entries, range(limit), strict=False)]
-
-    def _continue_after(self, cursor: int) -> None:
-        entries = [replace(e, cursor=cursor + n + 1) for n, e in enumerate(self._entries)]
-        self._entries, self._cursor = deque(entries), cursor + len(entries)
-
-    async def wait_after(self, cursor: int, timeout_s: float) -> list[FinishedSample]:
-        if found := self.after(cursor):
-            return found
-        await self.polls.wait(timeout_s)
-        return self.after(cursor)

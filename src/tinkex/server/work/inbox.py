@@ -74,8 +74,8 @@ class Inbox:
         # From the look above to here nothing waits, so no repeat slips in between.
         with self._take(seq_id, digest) as taken:
             row, asked = await self._judged(operation, opened, user, seq_id, digest)
-            self._lane.means.ends.ride()
-            await asyncio.wrap_future(self._lane.means.store.journal.append(row))
+            self._lane.deps.ends.ride()
+            await asyncio.wrap_future(self._lane.deps.store.journal.append(row))
             if isinstance(asked, InvalidInputError):
                 self._lane.skip(seq_id)
                 raise asked
@@ -86,17 +86,17 @@ class Inbox:
     @contextmanager
     def _take(self, seq_id: int, digest: bytes) -> Iterator[_Taken]:
         """The number is taken from here on; it is free again if the trouble inside is our own."""
-        means, user_id = self._lane.means, self._lane.model.user_id
-        means.room.require()
-        means.open_work.require(user_id)
+        deps, user_id = self._lane.deps, self._lane.model.user_id
+        deps.room.require()
+        deps.open_work.require(user_id)
         taken = self._taken[seq_id] = _Taken(digest, asyncio.get_running_loop().create_future())
         self._newest = max(self._newest, seq_id)
         self._trim()
-        means.open_work.begin(user_id)
+        deps.open_work.begin(user_id)
         try:
             yield taken
         except Exception as exc:
-            means.open_work.end(user_id)
+            deps.open_work.end(user_id)
             # A copy: the exception itself holds the frames it passed, and with them the body.
             taken.accepted.set_result(copy.copy(exc))
             if not isinstance(exc, InvalidInputError):  # it may be sent again
@@ -138,15 +138,15 @@ class Inbox:
         answer = await asyncio.shield(taken.accepted)
         if isinstance(answer, Exception):
             raise copy.copy(answer)
-        found = await self._lane.means.results.find(answer)
+        found = await self._lane.deps.results.find(answer)
         if found is None:
             raise ApiError(410, f"The result of seq_id {seq_id} was handed out and is gone.")
         return found
 
     async def _from_journal(self, digest: bytes, seq_id: int) -> Promise:
         """A number that was used before this process, or long ago."""
-        model_id, journal = self._lane.model.model_id, self._lane.means.store.journal
-        found = await self._lane.means.store.call(journal.find, model_id, seq_id)
+        model_id, journal = self._lane.model.model_id, self._lane.deps.store.journal
+        found = await self._lane.deps.store.call(journal.find, model_id, seq_id)
         if found is None:
             raise InvalidInputError(
                 f"{seq_id} of {model_id} arrived too late: later requests were given up or "
@@ -157,7 +157,7 @@ class Inbox:
             raise _conflict(seq_id)
         if found.state == "refused":
             raise InvalidInputError(found.error or "The request was refused.")
-        return self._lane.means.results.of_row(found)
+        return self._lane.deps.results.of_row(found)
 
     def _check_number(self, seq_id: int, newest: int) -> None:
         model_id = self._lane.model.model_id

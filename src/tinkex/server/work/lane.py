@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinkex.engine.jobs import Job, Result, TrainJob
@@ -26,17 +26,14 @@ from tinkex.server.fairness.pauses import Pauses
 from tinkex.server.process import disk
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.work import replay
+from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.flights import Flight, Flights
 from tinkex.server.work.futures import Outcome, Promise
-from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.model_state import ModelState
-from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.operation import Conclusion, Operation, OperationRun
 from tinkex.server.work.queued_request import QueuedRequest
-from tinkex.server.work.results import Results
-from tinkex.server.work.write_behind import WriteBehind
-from tinkex.store import JournalRow, Model, NewRow, Store, UsageCount
+from tinkex.store import JournalRow, Model, NewRow, UsageCount
 
 logger = logging.getLogger(__name__)
 
@@ -51,33 +48,18 @@ MAX_MEMORY_DEATHS = 2
 """One whose worker died for lack of memory is run once more, alone: it takes everybody's worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What every lane works with."""
-
-    store: Store
-    room: disk.Room
-    results: Results
-    ends: WriteBehind
-    operations: dict[str, Operation[Any]]
-    open_work: OpenWork
-    gap_limit_s: float
-    on_worked: Callable[[Model, int | None, str, float, float], None]
-    """Told the model, the key, the part of a step, and from when to when the worker had it."""
-
-
 class Lane:
     def __init__(
         self,
         model: Model,
         project_id: str | None,
-        workers: GatedPool,
         state: ModelState,
-        means: Means,
+        operations: Mapping[str, Operation[Any]],
+        deps: Dependencies,
     ) -> None:
         self.model = model
-        self.workers = workers
-        self.means = means
+        self.deps = deps
+        self._operations = operations
         self.inbox = Inbox(self)
         self._project_id = project_id
         self._state = state
@@ -94,8 +76,8 @@ class Lane:
         self._wake = asyncio.Event()
         self._flights = Flights(
             model.user_id,
-            workers,
-            means.open_work,
+            deps.workers,
+            deps.open_work,
             placement=lambda: state.placement,
             on_ended=self._wake.set,
         )
@@ -240,14 +222,14 @@ class Lane:
 
     def _promise(self, request: QueuedRequest, user_id: str) -> Promise:
         assert request.operation is not None
-        promise = self.means.results.promise(request.request_id, user_id, request.operation.name)
+        promise = self.deps.results.promise(request.request_id, user_id, request.operation.name)
         promise.reason = lambda: self._reason(request)
         request.promise = promise
         return promise
 
     def _reason(self, request: QueuedRequest) -> str:
         """Why `request` is not done, for a person."""
-        if not self.workers.pool.is_ready:
+        if not self.deps.workers.pool.is_ready:
             return "the worker is starting"
         if self._state.obstacle:
             return self._state.obstacle
@@ -257,7 +239,7 @@ class Lane:
             return pause
         if request.mode == "run" and self._flights.holds(request):
             if not request.started_at:
-                waiting = self.workers.training.ahead_of(self.model.user_id)
+                waiting = self.deps.workers.training.ahead_of(self.model.user_id)
                 return f"waiting for a free worker; about {waiting} requests ahead"
             return request.progress or "running"
         if self._next_seq not in self._requests and not self._flights:
@@ -271,7 +253,7 @@ class Lane:
 
     @property
     def _pauses(self) -> Pauses:
-        return self.means.open_work.pauses
+        return self.deps.open_work.pauses
 
     def _ahead(self, request: QueuedRequest) -> int:
         return sum(1 for seq_id in self._requests if seq_id < request.seq_id)
@@ -334,7 +316,7 @@ class Lane:
         applied = self._applied_seq
         waiting = {n: request for n, request in self._requests.items() if request.mode == "run"}
         ahead = {n: request for n, request in self._requests.items() if n > applied}
-        replays = replay.replays_of(rows, self.means.operations, through=applied)
+        replays = replay.replays_of(rows, self._operations, through=applied)
         # What waits goes on top: where the journal lost an end, a request that nobody was told of
         # stands among the replays, and its client is told this time.
         self._requests = ahead | replays | waiting
@@ -346,12 +328,12 @@ class Lane:
 
     def _revived(self, row: JournalRow) -> QueuedRequest:
         """An accepted request from the journal, with a promise that can be polled again."""
-        operation = self.means.operations[row.kind]
+        operation = self._operations[row.kind]
         request = QueuedRequest(
             row.seq_id, operation, row.request_id, row.body or b"", key_id=row.key_id
         )
         self._promise(request, row.user_id)
-        self.means.open_work.begin(self.model.user_id)
+        self.deps.open_work.begin(self.model.user_id)
         self._held_bytes += request.held_bytes
         return request
 
@@ -398,7 +380,7 @@ class Lane:
     async def _asked(self, request: QueuedRequest, operation: Operation[Any]) -> Any:
         """What its `check` gave on arrival, read again where it was not kept."""
         if request.spilled:
-            row = await self.means.store.call(self.means.store.journal.get, request.request_id)
+            row = await self.deps.store.call(self.deps.store.journal.get, request.request_id)
             if row is None or row.body is None:
                 raise InvalidInputError(f"the body of {request.request_id} left the journal")
             request.body, request.spilled = row.body, False
@@ -455,7 +437,7 @@ class Lane:
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
         part, key_id = operation.part_of_step, request.key_id
-        self.means.on_worked(self.model, key_id, part, request.started_at, ended_at)
+        self.deps.curves.worked(self.model, key_id, part, request.started_at, ended_at)
         try:
             concluded = await operation.conclude(request.asked, self._turn(request), job, result)
         except InvalidInputError as exc:
@@ -474,7 +456,7 @@ class Lane:
             # Before anybody knows of it: what the request depended on may go as soon as they do.
             # Its end goes to the journal first, without what it used: a snapshot that covers a
             # request takes the request's body, and one without an end would be run again.
-            results = self.means.results
+            results = self.deps.results
             results.record(request.request_id, concluded.outcome, request.started_at)
             self._applied_seq = request.seq_id
             self._snapshot_due = False
@@ -492,14 +474,14 @@ class Lane:
         if request.seq_id == 0 and not outcome.ok:
             self._broken = self._never_created(outcome.error)
         promise = self._let_go(request, ok=outcome.ok)
-        self.means.results.settle(promise, outcome, request.started_at, usage)
+        self.deps.results.settle(promise, outcome, request.started_at, usage)
 
     def _let_go(self, request: QueuedRequest, *, ok: bool) -> Promise:
         """It has ended and is no open work any more; gives who is to be told."""
         self._clean_up(request, ok=ok)
         self._held_bytes -= request.held_bytes
         request.let_go()
-        self.means.open_work.end(self.model.user_id)
+        self.deps.open_work.end(self.model.user_id)
         assert request.promise is not None
         return request.promise
 
@@ -582,7 +564,7 @@ class Lane:
         if request.mode == "run":
             promise = self._let_go(request, ok=False)
             outcome = Outcome(error=message, category="server")
-            self.means.results.settle(promise, outcome, request.started_at)
+            self.deps.results.settle(promise, outcome, request.started_at)
         request.mode = "skip"
 
     async def _give_up(self, outcome: Outcome) -> None:
@@ -607,7 +589,7 @@ class Lane:
             self._gap_timer = None
         elif has_gap and self._gap_timer is None:
             loop = asyncio.get_running_loop()
-            self._gap_timer = loop.call_later(self.means.gap_limit_s, self._fail_gap)
+            self._gap_timer = loop.call_later(self.deps.config.gap_limit_s, self._fail_gap)
 
     def _fail_gap(self) -> None:
         self._gap_timer = None
@@ -619,7 +601,7 @@ class Lane:
         self._fail_all(
             Outcome(
                 error=f"seq_id {shown} of {self.model.model_id} did not arrive within "
-                f"{self.means.gap_limit_s:g} s, so the requests after it were not run. "
+                f"{self.deps.config.gap_limit_s:g} s, so the requests after it were not run. "
                 "Number requests without gaps, and send this one again under a new number.",
                 category="user",
             )

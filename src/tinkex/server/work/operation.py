@@ -13,43 +13,22 @@ arguments. Order, repeats, retries and recovery are the lane's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import orjson
 
 from tinkex.engine.jobs import Job, Result
 from tinkex.errors import InvalidInputError
+from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Outcome
 from tinkex.store import Model, UsageCount, User
 from tinkex.wire import requests
 from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.requests import Opened
 
-if TYPE_CHECKING:
-    from tinkex.server.files.checkpoints import Shelf
-    from tinkex.server.runs.curves import LiveCurves
-    from tinkex.server.runs.rollouts import Rollouts
-    from tinkex.server.workers.catalog import Catalog
-    from tinkex.store import Store
-
 Asked = TypeVar("Asked")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tools:
-    """What operations work with."""
-
-    store: Store
-    shelf: Shelf
-    catalog: Catalog
-    curves: LiveCurves
-    rollouts: Rollouts
-    drop_superseded: Callable[[str], Awaitable[None]]
-    """Unnamed weights of a run that newer ones have taken the place of."""
-    user_of: Callable[[str], Awaitable[User]]
-    """The owner of a key, for requests that name another user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +70,8 @@ class Operation(ABC, Generic[Asked]):
     is_snapshot_forced: ClassVar[bool] = False
     """It depends on something that may be gone at a replay, so the state is saved right after."""
 
-    def __init__(self, tools: Tools) -> None:
-        self.tools = tools
+    def __init__(self, deps: Dependencies) -> None:
+        self.deps = deps
         row = ENDPOINTS[self.name]
         self.changes_state = row.changes_state
         self.is_barrier = row.is_barrier
@@ -148,11 +127,6 @@ class Operation(ABC, Generic[Asked]):
 
     def cleanup(self, job: Job, *, ok: bool) -> None:
         """The request has ended; what its job made is listed by now, or goes."""
-
-
-def request_type(name: str) -> str:
-    """What an operation is called in answers: `ForwardBackward` of forward_backward."""
-    return "".join(word.capitalize() for word in name.split("_"))
 
 
 def canonical(body: Any) -> bytes:

@@ -11,8 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from tinkex.server.work.futures import Outcome, Promise, PromiseTable
-from tinkex.server.work.operation import request_type
+from tinkex.server.work.futures import Outcome, Promise, PromiseTable, request_type
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.store import Ended, Fetched, JournalRow, Store, UsageCount
 

@@ -7,14 +7,13 @@ not done. Who promised it, and what becomes of its result, is `samples`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult
 from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise, is_loading
-from tinkex.server.work.gated_pool import GatedPool
-from tinkex.server.work.open_work import OpenWork
 from tinkex.store import SamplingSession
 
 logger = logging.getLogger(__name__)
@@ -30,10 +29,7 @@ class SampleRun:
     job: SampleJob
     on_event: Callable[[Event], None] | None
     key_id: int | None
-    workers: GatedPool
-    open_work: OpenWork
-    prepare: Callable[[SamplingSession], Awaitable[None]]
-    """Called right before it is sent; may refuse it."""
+    deps: Dependencies
     attempts: int = 0
     memory_deaths: int = 0
     num_sent: int = 0
@@ -48,12 +44,12 @@ class SampleRun:
         cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
         while True:
             try:
-                async with self.open_work.place(self.user_id):
-                    async with self.workers.sampling.place(self.user_id, cost):
+                async with self.deps.open_work.place(self.user_id):
+                    async with self.deps.workers.sampling.place(self.user_id, cost):
                         return await self._attempt()
             except EngineError as exc:
                 if exc.is_to_blame:
-                    self.open_work.pauses.blame(self.user_id)
+                    self.deps.open_work.pauses.blame(self.user_id)
                 if not isinstance(exc, WorkerLostError):
                     raise
                 self.attempts += not exc.is_blameless
@@ -71,25 +67,25 @@ class SampleRun:
                     ) from exc
 
     async def _attempt(self) -> SampleResult:
-        await self.workers.pool.wait_ready()
-        await self.prepare(self.session)
+        await self.deps.workers.pool.wait_ready()
+        await self.deps.sampling_sessions.prepare(self.session)
         self.num_sent += 1
         if self.num_sent > 1:  # a job has a new name each time it is sent
             name = f"{self.promise.request_id}#{self.num_sent}"
             self.job = replace(self.job, job_id=name)
         self.sent = True
-        result = await self.workers.pool.post(self.job, self._note)
+        result = await self.deps.workers.pool.post(self.job, self._note)
         assert isinstance(result, SampleResult)
         return result
 
     def reason(self) -> str:
-        if not self.workers.pool.is_ready:
+        if not self.deps.workers.pool.is_ready:
             return "the worker is starting"
         if self.sent:
             return self.progress or "sampling"
-        if pause := self.open_work.pauses.reason(self.user_id):
+        if pause := self.deps.open_work.pauses.reason(self.user_id):
             return pause
-        num_ahead = self.workers.sampling.ahead_of(self.user_id)
+        num_ahead = self.deps.workers.sampling.ahead_of(self.user_id)
         return f"about {num_ahead} samples ahead" if num_ahead else "next in line"
 
     def _note(self, event: Event) -> None:
